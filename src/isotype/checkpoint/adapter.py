@@ -1,4 +1,4 @@
-"""Read a saved adapter, load its base, and add the adapter to the base."""
+"""Reads a saved adapter, loads its base model, and adds the adapter to the base."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def inference_policy(
     device: str = "auto",
     revision: str | None = None,
 ) -> PrecisionPolicy:
-    """Return the policy for inference: the requested values, and the rest from `saved`, the policy of the training.
+    """Return the policy for inference. Values that are not requested come from `saved`, the policy of the training.
 
     Without `saved`, the policy is the best for this machine. `quantization` is a format, `"none"`, or None for the
     format of `saved`. `isotype.resolve_precision` describes the other arguments.
@@ -148,7 +148,7 @@ UNUSABLE: Mapping[str, str] = {
 
 
 def require_usable(adapter: Adapter) -> None:
-    """Raise UsageError for an adapter in `UNUSABLE`."""
+    """Raise UsageError if isotype cannot use the adapter's kind, see `UNUSABLE`."""
     kind, start = kind_of_adapter(adapter.config), str(getattr(adapter.config, "init_lora_weights", None))
     for name in (kind, start):
         if name in UNUSABLE:
@@ -189,7 +189,7 @@ def load_base(
     model_class: Any = None,
     **arguments: Any,
 ) -> Any:
-    """Load an adapter's base with the training's vocabulary size, as `model_class` (default: the trained class)."""
+    """Load an adapter's base with the vocabulary size of the training. `model_class` defaults to the trained class."""
     checkpoint = open_checkpoint(base, revision)
     head = model_class or _head(adapter, config_of(checkpoint))
     labels = _labels(adapter, config_of(checkpoint), policy, head)
@@ -236,7 +236,7 @@ _DRAWN = (True, False, None, "gaussian", "orthogonal")
 
 
 def waiting(adapter: Adapter) -> DeferredBlocks:
-    """Return the `DeferredBlocks` that select which weights of the adapter's base stay on the meta device at first.
+    """Return the `DeferredBlocks` that choose which weights of an adapter's base stay on the meta device at first.
 
     Weights that the adapter's file replaces are loaded at once. All weights are loaded at once if the adapter is not
     LoRA, or if PEFT reads them while it adds the adapter (DoRA, PiSSA, OLoRA).
@@ -257,7 +257,7 @@ def _vocabulary(adapter: Adapter, model: Any) -> int:
 
 
 def attach(model: Any, adapter: Adapter) -> Any:
-    """Add a saved adapter without rounding it and return the PEFT model; raise CheckpointError if it does not fit."""
+    """Add a saved adapter without rounding, and return the PEFT model. Raise CheckpointError if the adapter does not fit."""
     policy = policy_of(model)
     assert policy is not None, "load() sets the model's policy"
     peft_model = inject(model, adapter, policy)
@@ -285,7 +285,7 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
 
 
 def require_whole_weights(config: Any, policy: PrecisionPolicy) -> None:
-    """Raise CheckpointError if the base is quantized, and PEFT decomposes its weights when it adds the adapter."""
+    """Raise CheckpointError if the base is quantized, but PEFT would decompose its weights to add the adapter."""
     method = getattr(config, "init_lora_weights", None)
     if policy.quantized and isinstance(method, str) and method.startswith(_OF_WHOLE_WEIGHTS):
         conflict = f"a base in {policy.storage}, and an adapter that {method} initialised"
@@ -444,7 +444,7 @@ def _field_problems(content: dict[str, Any], path: Path, kind: Any) -> Iterator[
 def _tensor_problems(
     content: dict[str, Any], tensors: Sequence[TensorHeader], path: Path
 ) -> Iterator[Problem]:
-    """Yield a problem for each integer tensor, each pair A and B of different ranks, and each rank too large."""
+    """Yield a problem for each integer tensor, each pair A and B whose ranks differ, and each rank that is too large."""
     if not tensors:
         what = f"{path.parent / 'adapter_model.safetensors'} contains no tensor"
         yield Problem(what, "the weights of an adapter", "copy the file again")

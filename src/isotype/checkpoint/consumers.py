@@ -1,4 +1,4 @@
-"""Predict what another program does with each tensor of an adapter: apply, change, ignore or refuse it.
+"""Predicts what another program does with each tensor of an adapter: apply, change, ignore or refuse it.
 
 The rules follow the source code of these programs' loaders on 2026-11-27:
 
@@ -46,11 +46,11 @@ class Consumer:
 
     Attributes:
         refuses: options of adapter_config.json that the program refuses -> the reason.
-        unplaced: effect on a tensor if the model has no module for it.
-        other: effect on a tensor that is not a LoRA matrix; None if the program applies such tensors.
+        unplaced: what the program does with a tensor for which the model has no module.
+        other: what it does with a tensor that is not a LoRA matrix; None if it applies such tensors.
         stacked: (effect, reason) for an adapter of experts stacked in one tensor; None if the program applies it.
         towers: True if the program applies adapters outside of the language model (towers and projectors).
-        scale: computes the adapter's scale from (config's alpha, config's r, layer's r, is rsLoRA); None: as PEFT does.
+        scale: function of (config's alpha, config's r, layer's r, is rsLoRA) that returns the scale; None for PEFT's scale.
         rank: largest rank that the program loads without its option `flag`; 0 if there is no limit.
     """
 

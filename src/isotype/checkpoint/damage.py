@@ -52,7 +52,7 @@ class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class Sums:
-    """The measurement of one linear layer.
+    """The sums that are measured for one linear layer.
 
     `damage` is in nats, and `error` is the squared error of the weight; both are dicts by format. `squares` `[columns]`
     is Σ |g|² x² over `tokens` tokens, with a token's input x and its output gradient g. This sum is the diagonal of the
@@ -68,7 +68,7 @@ class Sums:
 
     @property
     def moments(self) -> str:
-        """Text with the moments of the input channels, for a policy; "" before the first call of `Layers.add`."""
+        """The moments of the input channels as text, for a policy; "" before the first call of `Layers.add`."""
         return "" if self.squares is None else write_moments(self.squares, self.tokens)
 
 
@@ -97,7 +97,7 @@ class Layers:
         return nullcontext()
 
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int]) -> None:
-        """Replace the forward of the wanted layers, and let the outputs of embeddings require gradients."""
+        """Replace the forward of the wanted layers, and make the outputs of embeddings require gradients."""
         for module in model.modules():
             if names[id(module)] in self.wanted:
                 vars(module)["forward"] = self._forward(module, names[id(module)])
@@ -163,12 +163,12 @@ class _Product(torch.autograd.Function):
 def rounded(
     weight: torch.Tensor, form: str, moments: torch.Tensor | None = None, *, exact: bool = True
 ) -> torch.Tensor:
-    """Round a float32 weight, or some of its rows that fill whole blocks, to a format; return float32 `[rows, columns]`.
+    """Round a float32 weight, or rows of it that fill whole blocks, to a format. Return float32 `[rows, columns]`.
 
     Args:
         form: one of `isotype.precision.damages.MEASURED`.
-        moments: `[columns]`, second moments of the input channels; if `form` is fitted to them, None raises ValueError.
-        exact: if True, round as bitsandbytes does; if False, by `fitted.nearest_values`, which takes half the time.
+        moments: second moments of the input channels, `[columns]`; None raises ValueError if `form` is fitted to moments.
+        exact: True to round as bitsandbytes does; False to use `fitted.nearest_values`, which takes half the time.
     """
     if form == "int8":
         codes, scales = quantize_int8(weight)
@@ -269,7 +269,7 @@ def _measured(
 
 
 class Session:
-    """The forwards and backwards of one measurement; `passes` is their number, for the progress bar.
+    """Runs the forwards and backwards of one measurement. `passes` is their number, for the progress bar.
 
     Attributes:
         reference: the float32 log probabilities of each batch, `[tokens, vocabulary]`; `backward` sets them.
@@ -305,7 +305,7 @@ class Session:
         return sum(len(rows) for rows in self.reference)
 
     def divergence(self, form: str) -> float:
-        """Return how far the model diverges from `reference` with all its layers in this format, in nats per token."""
+        """Return the divergence from `reference` with all layers in a format, in nats per token."""
         self.layers.form = form
         try:
             pairs = list(zip(self.reference, self.distributions(), strict=True))
@@ -334,7 +334,7 @@ class Session:
 
 
 def _counted(batch: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
-    """Return a mask `[batch, tokens]` of the logits to compare: False at padding, and before a label of -100."""
+    """Return a mask `[batch, tokens]` of the logits to compare, which is False at padding and before labels of -100."""
     counted = torch.ones(shape, dtype=torch.bool)
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if isinstance(mask, torch.Tensor) and mask.shape == shape:

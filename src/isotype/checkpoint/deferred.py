@@ -1,4 +1,4 @@
-"""Read the weights of a model block by block, for models larger than memory.
+"""Reads the weights of a model block by block, for models larger than memory.
 
 The matrices of a block stay on the meta device until the block is read. Embeddings, head, norms and biases are filled
 when the model is loaded.
@@ -47,16 +47,16 @@ class Block:
 
 
 class DeferredBlocks:
-    """The deferred weights of a model's blocks, for `isotype.checkpoint.load.load`.
+    """The weights of a model's blocks that are read later, for `isotype.checkpoint.load.load`.
 
     Args:
-        wait: defer the blocks' weights; if False, all weights are filled when the model is loaded.
+        wait: True to defer the blocks' weights; False to fill all weights when the model is loaded.
         at_once: names of parameters that are never deferred.
 
     Attributes:
         blocks: the loaded model's blocks, in forward order.
-        stored: reads the weights as the files store them; set when a model is loaded.
-        otherwise: name -> dtype for the float tensors that the files store in another dtype than most.
+        stored: reader of the weights as the files store them; set when a model is loaded.
+        otherwise: name -> dtype, for float tensors that the files store in another dtype than most tensors.
     """
 
     stored: StoredWeights
@@ -73,7 +73,7 @@ class DeferredBlocks:
     def take(
         self, model: Any, weights: WeightMap, placement: Placement, headers: CheckpointHeaders
     ) -> WeightMap:
-        """Defer the matrices in the blocks of a meta-device model; return the map of the weights to read now."""
+        """Defer the matrices in the blocks of a model on the meta device. Return the map of the weights to read now."""
         self._model, self._source = model, headers.path
         self.stored = StoredWeights(model, headers, weights)
         self._placement = replace(placement, modules=dict(model.named_modules()))
@@ -204,7 +204,7 @@ def _held(block: Block, name: str) -> tuple[nn.Parameter, QuantizedStack | None]
 def _as_before(
     name: str, owner: Any, parameter: nn.Parameter, blank: nn.Parameter, former: QuantizedStack | None
 ) -> None:
-    """Give a weight that was just read the dtype and the kind of quantization state that its blank parameter had."""
+    """Give a weight that was just read the dtype and the kind of quantization state of its former blank parameter."""
     stack, kind = quantized_stack(owner, name.rpartition(".")[2]), kind_of(owner)
     if stack is not None:
         stack.dtype = stack.dtype if former is None else former.dtype

@@ -1,4 +1,4 @@
-"""Write an unquantized model as a GGUF file, with the names and numbers of llama.cpp's converter."""
+"""Writes an unquantized model as a GGUF file, with the names and values that llama.cpp's converter would write."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Architecture:
 
     Attributes:
         name: the architecture's name in llama.cpp.
-        change: (name in the file, transformers' values, config) -> llama.cpp's values.
+        change: function of (name in the file, transformers' values, config) that returns llama.cpp's values.
         epsilon: GGUF key and config field of the norms' epsilon.
         more: further GGUF keys, each with its config field.
     """
@@ -115,7 +115,7 @@ def check_exportable(config: Any) -> Architecture:
 
 
 def exportable_tokenizer(tokenizer: Any) -> Any:
-    """Return a tokenizer, or that of a processor; raise UsageError if it is None or GGUF cannot represent it."""
+    """Return a tokenizer, or a processor's tokenizer. Raise UsageError if there is none, or GGUF cannot represent it."""
     words = getattr(tokenizer, "tokenizer", tokenizer)
     if not getattr(words, "is_fast", False):
         what = "no tokenizer that can be read as tokenizer.json"
@@ -148,7 +148,7 @@ def write_tensors(
     kind: str,
     name: str,
 ) -> list[str]:
-    """Write a dense model and its tokenizer to a GGUF file, one tensor in memory at a time; return notes.
+    """Write a dense model and its tokenizer to a GGUF file, with one tensor in memory at a time. Return notes.
 
     As in llama.cpp's converter, most matrices are stored in `kind`. Vectors (norms, biases) and routers are float32.
     Embeddings and head are q8_0 if `kind` has fewer bits. If `kind` has blocks, matrices whose row length is not a
@@ -258,7 +258,7 @@ def _rotary_parameters(config: Any) -> Mapping[str, Any]:
 
 
 def _llama3_factors(config: Any) -> torch.Tensor | None:
-    """Return the numbers by which Llama 3.1 divides its rotary frequencies, or None for another rope type."""
+    """Return the factors by which Llama 3.1 divides its rotary frequencies; None for another rope type."""
     rope = _rotary_parameters(config)
     if rope.get("rope_type") != "llama3":
         return None

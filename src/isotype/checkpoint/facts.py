@@ -1,4 +1,4 @@
-"""Gather the facts about a model that decide its precision policy, before a weight is read."""
+"""Gathers the facts about a model that decide its precision policy, before a weight is read."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class _Stored:
 
 
 def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Iterator[_Stored]:
-    """Yield the stored parameters, except those of adapters: a part of their name (between dots) starts with one of `adapters`."""
+    """Yield the stored parameters without those of adapters, whose names have a part that starts with one of `adapters`."""
     for name, parameter in model.named_parameters():
         if any(part.startswith(adapters) for part in name.split(".")):
             continue

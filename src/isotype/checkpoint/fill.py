@@ -1,4 +1,4 @@
-"""Fill a model's tensors one at a time from mapped files; convert, dequantize, cast, quantize and move each as needed."""
+"""Fills a model's tensors one at a time from mapped files: converts, dequantizes, casts, quantizes and moves each as needed."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Placement:
     Attributes:
         dtypes: dtype of each float tensor by name; for a quantized weight, the dtype before quantization.
         quantized: names of the weights of bitsandbytes layers.
-        turn: conversion of a GGUF file's tensors; None for other files.
-        modules: name -> module before adapters wrapped it; empty if the model has no adapters.
+        turn: function that converts a GGUF file's tensors; None for other files.
+        modules: name -> module, before adapters wrapped the module; empty if the model has no adapters.
         stacks: name of a quantized, stacked expert weight -> its quantization format.
         double_quant: True if the constants of `stacks` are quantized, too.
         moments: weight name -> second moments of the layer's input channels, for formats with fitted constants.
@@ -137,7 +137,7 @@ def _mapped(sources: Sequence[Source], files: MappedFiles) -> Generator[tuple[So
 def _staged(
     sources: Sequence[Source], files: MappedFiles, placement: Placement, size: int, pinned: bool
 ) -> Generator[tuple[Source, Tensors], None, None]:
-    """Yield each source with a reader of its tensors: the buffer that contains all of them, else the mapped files."""
+    """Yield each source with a reader of its tensors: a buffer if it has all of them, else the mapped files."""
     # A weight that is saved quantized may use the tensor's memory without a copy: a reused buffer would overwrite it.
     saved = {id(source) for source in sources if not pinned and _is_saved(source, placement)}
     work = [(source, () if id(source) in saved else tuple(_headers(source))) for source in sources]
@@ -185,7 +185,7 @@ def place(model: nn.Module, name: str, value: torch.Tensor, placement: Placement
 
 
 def _parts(model: nn.Module, source: Source, files: Tensors, placement: Placement) -> Iterator[torch.Tensor]:
-    """Yield a stacked weight expert by expert, or as a whole if it cannot be divided.
+    """Yield a stacked weight expert by expert, or the whole weight if it cannot be divided.
 
     The memory of an expert is freed before the next expert is read.
     """
@@ -315,7 +315,7 @@ def read_source(
 
     Args:
         dtype: dtype of dequantized values; plain tensors have their stored dtype.
-        turn: conversion of a GGUF file's tensors; None for other files.
+        turn: function that converts a GGUF file's tensors; None for other files.
     """
     values = {tensor.name: dense(tensor, files.tensor, dtype) for tensor, _ in source.tensors}
     if source.conversion is not TURNED:
@@ -327,7 +327,7 @@ def read_source(
 def rows_of(model: Any, source: Source, name: str, shape: torch.Size, start: int, stop: int) -> Source | None:
     """Return the part of a source that is enough to make rows `start` to `stop` of the tensor `name`.
 
-    If each pattern has one source tensor per row, the part contains the tensors of these rows. Otherwise it contains
+    If each pattern of the conversion has one source tensor per row, the part has the tensors of these rows. Otherwise it has
     these rows of every source tensor. Returns None if neither is enough.
     """
     rows = torch.Size((stop - start, *shape[1:]))

@@ -1,4 +1,4 @@
-"""Inspect a checkpoint from its headers alone; tensors whose names differ only in the layer number form a group."""
+"""Inspects a checkpoint from its headers alone. Tensors whose names differ only in the layer number form a group."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Group:
         values: number of weights, after unpacking if the format is packed.
         bytes: bytes of the tensors and their quantization constants in the files.
         mismatched: tensors that are stored in another dtype or format than `dtype`.
-        unlike: the most common float dtype of the checkpoint, if this group has another float dtype; else None.
+        unlike: if this group has another float dtype than most of the checkpoint, that most common dtype; else None.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Load a checkpoint and store each weight in the dtype or format that the policy gives.
+"""Loads a checkpoint, and stores each weight in the dtype or format that the policy gives.
 
 transformers' `from_pretrained` builds the model, and isotype streams the weights from the files.
 """
@@ -77,9 +77,9 @@ def load(
     deferred: DeferredBlocks | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Load a model, but no adapter, with the arguments and errors of `isotype.load`; `path` may be an open checkpoint.
+    """Load a model (no adapter), with the arguments and errors of `isotype.load`. `path` may be an open checkpoint.
 
-    `deferred` receives the weights to read later, block by block; if it is None, all weights are read now.
+    Weights to read later, block by block, are added to `deferred`; if it is None, all weights are read now.
     """
     checkpoint = open_checkpoint(path, kwargs.pop("revision", None))
     source, facts = checkpoint.source, checkpoint.facts
@@ -146,7 +146,7 @@ def _class(
 ) -> Any:
     """Return a subclass of `cls` for one load, which reads the files of `headers` (or those that transformers finds).
 
-    `broken` receives name -> problem for parameters that are not finite, and `lacking` the names that are in no file.
+    The load adds name -> problem to `broken` for parameters that are not finite, and to `lacking` the names that no file has.
     """
 
     def read(model: Any, state_dict: Any, files: Any, settings: Any, theirs: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""`isotype.load`: load a model, or a saved adapter and its base; also fill modules that are not from transformers."""
+"""`isotype.load`: loads a model, or a saved adapter and its base, and fills modules that are not from transformers."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def load_for_inference(
 
 
 class StateDictAdapter(Protocol):
-    """Conversion of a checkpoint's tensors into a module's tensors, and back: `to_hf(from_hf(state))` equals `state`.
+    """Converts a checkpoint's tensors into a module's tensors, and back: `to_hf(from_hf(state))` equals `state`.
 
     The conversion may rename, split, join, stack and transpose tensors.
     """
@@ -199,7 +199,7 @@ def load_module(
 
 
 def _adapted(headers: CheckpointHeaders, adapter: StateDictAdapter) -> CheckpointHeaders:
-    """Let `adapter` convert meta tensors of the checkpoint's shapes; return headers of the results."""
+    """Convert meta tensors with the checkpoint's shapes by `adapter`, and return headers of the results."""
     adapted = adapter.from_hf(blank_tensors(stored_tensors(headers.tensors, headers.quantization)))
     tensors = tuple(
         TensorHeader(name, to_safetensors_name(value.dtype), tuple(value.shape), value.nbytes, headers.path)

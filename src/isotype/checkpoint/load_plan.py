@@ -1,4 +1,4 @@
-"""Plan from headers, before a weight is read, how each tensor of a checkpoint is loaded under a policy."""
+"""Plans from headers, before a weight is read, how each tensor of a checkpoint is loaded under a policy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PlannedTensor:
 
     Attributes:
         sources: the tensors in the files from which this tensor is made, with their quantization constants.
-        stored, storage: dtype name or quantization format, in the files (`stored`) and in the loaded model (`storage`).
+        stored, storage: dtype name or quantization format in the files and in the loaded model, respectively.
         conversion: conversion steps in order; empty if the tensor is used as stored.
         pinned: True if the model's author keeps the tensor in float32.
     """
@@ -109,7 +109,7 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
 
 
 def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
-    """Return, for each float tensor of a dense model, the dtype name or format in which the policy stores it."""
+    """Return name -> dtype name or format in which the policy stores a tensor, for each float tensor of a dense model."""
     quantized = quantized_weights(model, policy) if policy.quantized else ()
     stacks = formats_of_stacks(model, policy, _skipped(model, policy.dense)) if policy.quantization else {}
     placement = placement_of(model, policy, quantized, lambda _: "cpu", stacks, policy.pinned)

@@ -1,8 +1,8 @@
-"""Initialise adapters from the quantization error of their layers (LoftQ, https://arxiv.org/abs/2310.08659).
+"""Initialises adapters from the quantization error of their layers (LoftQ, https://arxiv.org/abs/2310.08659).
 
 LoftQ alternates between quantizing W - BA and decomposing the rest of W. isotype does one iteration and leaves the
 quantized base unchanged. The quantization error is D = W - Q(W), and the adapter's product s B A (with s = alpha / r)
-becomes the matrix of rank r nearest to D. PEFT's `replace_lora_weights_loftq` (0.21) ignores s: it sets B A to the
+becomes the matrix of rank r that is nearest to D. PEFT's `replace_lora_weights_loftq` (0.21) ignores s: it sets B A to the
 nearest matrix.
 
 If the input channels have the second moments m, the squared output error is Σ m d², where d are the entries of D

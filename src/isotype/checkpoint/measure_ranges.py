@@ -1,4 +1,4 @@
-"""measure_ranges: record the largest values of a model in memory, or of a checkpoint that is read module by module."""
+"""`measure_ranges` records the largest values of a model in memory, or of a checkpoint that is read module by module."""
 
 from __future__ import annotations
 

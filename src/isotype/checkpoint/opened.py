@@ -1,4 +1,4 @@
-"""Open a checkpoint once: find its files, read its config and its headers, and return all of these as a `Checkpoint`."""
+"""Opens a checkpoint once: finds its files, reads its config and headers, and returns all of these as a `Checkpoint`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OF_A_CHECKPOINT = ("model", "config", "adapter", "pytorch_model", "tokenizer") 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose config and headers were read; its weights were not.
+    """A checkpoint whose config and headers, but no weights, were read.
 
     Attributes:
         name: the path, `embedded:NAME` or hub id that the user gave.
@@ -109,7 +109,7 @@ def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) 
 
 @lru_cache(maxsize=8)
 def _opened(source: Path, _stats: tuple[tuple[str, int, int, int], ...]) -> Checkpoint:
-    """Open a local checkpoint; one command opens the same files for its policy, its load, its adapter and its report."""
+    """Open a local checkpoint. The result is cached, because a command opens the same files for its policy, load and report."""
     name = str(source)
     weights = find_weights(source) if source.is_dir() else None
     file = source if source.is_file() else weights and weights[0]

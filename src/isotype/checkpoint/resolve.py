@@ -1,4 +1,4 @@
-"""resolve_precision: gather facts about the checkpoint, the device and the library versions, then decide the policy."""
+"""`resolve_precision` gathers facts about checkpoint, device and library versions, then decides the policy."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def resolve_request(
     Args:
         device, ranges, damages: as in `resolve_precision`, which also raises the same errors.
         checkpoint: checkpoint whose cached measurements are used; None for a model in memory or a config.
-        measure: function that measures the checkpoint's ranges, which float16 needs. The function is called if the
+        measure: function that measures the checkpoint's ranges, which float16 needs. It is called if the
             weights are local and no ranges are cached.
         measure_damages: function that measures the checkpoint's damages, which mixed storage needs.
     """
@@ -185,7 +185,7 @@ def save_measurement(measurement: Ranges | Damages) -> Path:
 
 
 def saved_or_noted(measurement: Measurement) -> Measurement:
-    """Cache a measurement and return it; add a note to the result if the cache cannot be written."""
+    """Cache a measurement, and return it, with an added note if the cache cannot be written."""
     try:
         save_measurement(measurement)
     except SaveError as error:

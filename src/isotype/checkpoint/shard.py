@@ -1,4 +1,4 @@
-"""Load a checkpoint on several processes: each process reads and keeps only its rows of every tensor."""
+"""Loads a checkpoint on several processes: each process reads and keeps only its rows of every tensor."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class _Rows:
         return self._read(name, *self._bounds(parameter.shape[0]), parameter.dtype)
 
     def codes_8bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
-        """Return the int8 codes of this process's rows; store the scales of every process's rows in the layer."""
+        """Return the int8 codes of this process's rows, and store the scales of all rows in the layer."""
         rows = parameter.shape[0]
         start, stop = self._bounds(rows)
         scales = torch.zeros(rows, device=self.device)
@@ -137,7 +137,7 @@ class _Rows:
         return codes
 
     def codes_4bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
-        """Return this process's `[count, 1]` codes in the storage dtype; set every process's constants in the layer."""
+        """Return this process's codes `[count, 1]` in the storage dtype, and store all processes' constants in the layer."""
         state = quantization_state(layer)
         width, size = state.shape[1], state.blocksize
         packed = 2 * parameter.dtype.itemsize  # weights in one element of the storage dtype
@@ -164,7 +164,7 @@ class _Rows:
         return codes.contiguous().view(-1).view(parameter.dtype).view(-1, 1)
 
     def stack(self, name: str, holder: Any, blank: QuantizedStack) -> torch.Tensor:
-        """Return the codes of this process's experts; store the constants of every process's experts in `holder`."""
+        """Return the codes of this process's experts, and store the constants of all experts in `holder`."""
         experts, device, storage = blank.shape[0], self.device, blank.storage
         # Experts whose values exceed the compute dtype's range are quantized from the dtype that they compute in.
         dtype = self.policy.plain if blank.dtype == self.policy.compute else blank.dtype

@@ -1,4 +1,4 @@
-"""Read the weights of a checkpoint one at a time, by the model's names."""
+"""Reads the weights of a checkpoint one at a time, by the model's names."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StoredWeights:
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """Name -> shape of every tensor of the model that the checkpoint has; first used while the model is dense."""
+        """Name -> shape, for each tensor of the model that the checkpoint has. Call this first while the model is dense."""
         state = self._model.state_dict(keep_vars=True)
         # The shapes after a GGUF file's conversion are the model's: headers do not determine them.
         shapes = {
@@ -69,8 +69,8 @@ class StoredWeights:
     def read_rows(self, name: str, start: int, stop: int, dim: int = 0) -> torch.Tensor:
         """Return rows `start` to `stop` (columns, if `dim` is 1) of `read(name)`.
 
-        If each row is a tensor in the files (as for experts), or the same row of every source tensor, it reads no other
-        rows. Otherwise it reads the whole tensor.
+        It reads only these rows if each row is a tensor in the files (as for experts), or the same row of every source tensor.
+        Otherwise it reads the whole tensor.
         """
         source = self._sources[name]
         where = (slice(None),) * dim + (slice(start, stop),)

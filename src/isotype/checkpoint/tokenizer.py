@@ -1,4 +1,4 @@
-"""Read the tokenizer or processor of a checkpoint; check its files first, and run no code of the checkpoint."""
+"""Reads the tokenizer or processor of a checkpoint. It checks the files first, and runs no code of the checkpoint."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _check_files(directory: Path) -> None:
 
 
 def _error_of_auto_tokenizer(source: Path) -> str:
-    """Return the error that `AutoTokenizer` raises for these files ("" for none), because `AutoProcessor` hides it."""
+    """Return the error that `AutoTokenizer` raises for these files, or "". `AutoProcessor` would hide the error."""
     from transformers import AutoTokenizer
 
     try:
@@ -184,7 +184,7 @@ def _convert(path: Path, metadata: Mapping[str, object], target: Path) -> None:
 
 
 def _restore_omitted(tokenizer: Any, metadata: Mapping[str, object]) -> None:
-    """Add to a GGUF file's tokenizer what transformers omits: splitting of digits, chat template, maximum length."""
+    """Restore what transformers omits from a GGUF file's tokenizer: splitting of digits, chat template, maximum length."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     split = metadata.get("tokenizer.ggml.pre")

@@ -1,4 +1,4 @@
-"""Dequantize the weights of quantized checkpoints, of GGUF blocks (with the library gguf) and of loaded layers."""
+"""Dequantizes the weights of quantized checkpoints, of GGUF blocks (with the library gguf) and of loaded layers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _scaled(
     zeros: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return (codes - zeros) x factors; a `block` of rows and columns has one factor; `table` decodes uint8 codes."""
+    """Return (codes - zeros) x factors. Each `block` of rows and columns has one factor. `table` decodes uint8 codes."""
     *outer, rows, columns = (1, *codes.shape)[-max(2, codes.dim()) :]
     (height, width), count = block, math.prod(outer)
     grid = (-1, -(-rows // height), -(-columns // width))
@@ -208,7 +208,7 @@ class DenseWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the parameter at this place. It may change between the dequantization of a model and `read`."""
+        """Dtype of the parameter that now has this name. It may change between the model's dequantization and `read`."""
         parameter = own_parameters(self.module)[self.name.rpartition(".")[2]]
         assert parameter is not None
         return parameter.dtype
@@ -223,7 +223,7 @@ class DenseWeight:
 def _of_stack(
     module: Any, name: str, codes: torch.Tensor, stack: QuantizedStack, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Dequantize the module's current codes, or `codes` if the module has none; return the values on the CPU."""
+    """Return on the CPU the dequantized values of the module's current codes, or of `codes` if the module has none."""
     if quantized_stack(module, name) is not None:
         computes_in = stack.dtype
         codes, stack = take_stack(module, name)
@@ -276,7 +276,7 @@ def dense_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def held_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return `dense_weight`, but `[in, out]` for Conv1D, as files and dense layers store it."""
+    """Return a layer's `dense_weight` as files and dense layers store it: `[in, out]` for Conv1D."""
     weight = dense_weight(layer, dtype)
     return weight.T.contiguous() if holds_turned(layer) else weight
 

@@ -1,4 +1,4 @@
-"""Build the model that `isotype.load` returns, with every tensor on the meta device.
+"""Builds the model that `isotype.load` returns, with every tensor on the meta device.
 
 transformers' initialisation context and quantizer choose classes and layers. bitsandbytes' operators compute the shapes
 of packed weights and quantization states. So names, shapes and dtypes are those that the installed versions produce.
@@ -40,7 +40,7 @@ def skeleton(
 
     Args:
         model_class: a transformers model class or auto class; default: the class that the config names.
-        buffers: put buffers on the CPU, and compute their values, because most checkpoints do not contain them.
+        buffers: True to compute the buffers on the CPU, because most checkpoints do not contain them.
         **settings: fields to set in a copy of the config, such as `num_labels`.
     """
     from accelerate import init_empty_weights

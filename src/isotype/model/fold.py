@@ -54,7 +54,7 @@ def representing(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Fold:
-    """How a list of layers is folded: which layers stay, and which layers each of these represents.
+    """The plan to fold a list of layers: the layers that stay, and the layers that each of these represents.
 
     Attributes:
         kept: the original numbers of the layers that stay.

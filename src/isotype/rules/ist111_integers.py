@@ -40,7 +40,7 @@ TITLE = "Token ids, labels or masks that an operator refuses"
 
 
 def _refused(call: Call) -> Operand | None:
-    """Return the integer operand whose dtype the device's error message names; None if the message names no such dtype."""
+    """Return the integer operand whose dtype is in the device's error message; None if there is none."""
     message = call.breach.message if call.breach is not None else ""
     dtype = named_integer(message, (operand.dtype for operand in call.operands))
     return next((operand for operand in call.operands if operand.dtype == dtype), None)
@@ -50,7 +50,7 @@ CLAIMS = (Claim("step", lambda broken: _refused(broken.call) is not None, groupe
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding for each line that reads outside of a table, or that gives an operator a refused integer dtype."""
+    """Yield a finding for each line that indexes outside of a table, or gives an operator an integer dtype that it refuses."""
     outside = (call for call in trace.calls if call.outside is not None and not call.recomputed)
     for calls in grouped(outside, lambda call: (call.op, call.source, call.outside)).values():
         yield _outside(calls[0], calls)

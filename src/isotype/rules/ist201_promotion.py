@@ -59,7 +59,7 @@ _LEAST_SLOWDOWN = 1.1
 
 @dataclass(frozen=True)
 class _Wide:
-    """A matmul in a wide dtype, the operand that is blamed for the dtype, and the origins of all wide operands."""
+    """A matmul in a too wide dtype, with the operand that causes this dtype, and the origins of all wide operands."""
 
     call: Call
     mismatched: Operand

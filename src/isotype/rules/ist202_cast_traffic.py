@@ -61,7 +61,7 @@ def _notable(casts: Sequence[costs.Cast], trace: Trace) -> bool:
 
 
 def _of_frozen_weight(cast: costs.Cast, trace: Trace) -> bool:
-    """Return True if `cast` casts a whole frozen weight to a compute dtype that is narrower than the weight's dtype."""
+    """Return True if a whole frozen weight is cast to a compute dtype that is narrower than the weight's dtype."""
     origin = cast.operand.origin
     weight = trace.owners.get(origin.name) if origin.kind == "parameter" else None
     if weight is None or not is_frozen_base(weight):

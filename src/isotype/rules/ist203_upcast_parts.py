@@ -79,7 +79,7 @@ def _wanted(trace: Trace, narrow: Sequence[Weight]) -> torch.dtype | None:
 
 
 def _elements(weights: Sequence[Weight]) -> int:
-    """Return the number of elements of the weights before packing: a packed byte holds two 4-bit elements."""
+    """Return the weights' number of elements. A packed byte counts as two 4-bit elements."""
     total = 0
     for weight in weights:
         packed = weight.quantization is not None and weight.quantization.format in FOUR_BITS

@@ -71,7 +71,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 @per_trace
 def _readers(trace: Trace) -> dict[tuple[int, str, str], list[Call]]:
-    """Return the calls that read the result of each cast, without views; keys are (id of the operand's origin, line, module)."""
+    """Return (id of the operand's origin, line, module) of each cast -> the calls that read its result, without views."""
     readers: dict[tuple[int, str, str], list[Call]] = {}
     for call in trace.calls:
         if costs.is_view(call.op):

@@ -89,7 +89,7 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
 
 
 def _entry(operand: Operand) -> str:
-    """Return `[3]` for the role `grads[3]`. Operands with the same index belong to the same parameter."""
+    """Return the index in an operand's role: `[3]` for `grads[3]`. Operands of the same parameter have the same index."""
     return "".join(operand.role.partition("[")[1:])
 
 

@@ -139,7 +139,7 @@ def _without_gradients(trace: Trace, first: Unreached, named: str) -> tuple[str,
 
 
 def _lost(trace: Trace, refused: Call | None, weights: Sequence[Weight], cut: str) -> Finding:
-    """Return a finding for parameters whose graph ends at the line `cut`, or, for "", whose gradients were removed."""
+    """Return a finding for parameters without a gradient. The line `cut` ends their graph; "" if code removed the gradients."""
     if cut:
         whole = count(weights) == count(trained(trace))
         values = f"values that are computed with {_named(weights)} are detached"
@@ -152,7 +152,7 @@ def _lost(trace: Trace, refused: Call | None, weights: Sequence[Weight], cut: st
 
 
 def _left_out(trace: Trace, ignored: Iterable[Weight]) -> list[Weight]:
-    """Return the parameters in `ignored` that gradient checkpointing does not use when it recomputes their layer."""
+    """Return those of the `ignored` parameters that gradient checkpointing does not use when it recomputes their layer."""
     recomputed = [call for call in trace.calls if call.recomputed]
     layers = {layer_of(call.module) for call in recomputed}
     used = {operand.origin.name for call in recomputed for operand in call.operands}

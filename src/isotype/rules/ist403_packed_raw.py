@@ -97,7 +97,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def explains(trace: Trace, failure: Failure) -> bool:
-    """Return True if the step ended because code uses packed codes as a plain weight."""
+    """Return True if the step failed because code uses packed codes as a plain weight."""
     layer = next((w for w in trace.weights if w.module == failure.module and _is_bare(w)), None)
     return layer is not None or _cause(failure, trace.owners) is not None
 
@@ -134,7 +134,7 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
 
 
 def _activations_as_codes(trace: Trace) -> list[Call]:
-    """Return the casts of float activations to the dtype of packed codes, if a cast back to a float dtype follows.
+    """Return the casts of float activations to the dtype of packed codes that are followed by a cast back to a float dtype.
 
     A cast directly after a rounding is left out, because the code then quantizes the activations on purpose.
     """

@@ -182,7 +182,7 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
 
 
 def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
-    """Yield the saving by FSDP2 on each device, for the smallest number of devices on which the step fits."""
+    """Yield what FSDP2 saves on each device, for the smallest number of devices on which the step fits."""
     setup = trace.setup
     phase = trace.memory.peak_phase
     if setup.profile.kind in ("cpu", "mps") or phase is None:
@@ -210,7 +210,7 @@ def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
 
 
 def _layers(trace: Trace) -> int:
-    """Return the number of modules in the longest numbered list, which are the model's repeated layers."""
+    """Return the number of repeated layers: the modules in the model's longest numbered list."""
     repeats: dict[str, int] = {}
     for weight in trace.weights:
         repeats[weight.module] = max(weight.repeats, repeats.get(weight.module, 1))

@@ -76,7 +76,7 @@ def _scaler(trace: Trace) -> Finding:
 
 
 def _entries(call: Call) -> Iterator[Origin]:
-    """Yield each place where float64 first appears in a call: an operand that enters the step in float64, or else the result."""
+    """Yield the origins of float64 in a call: each operand that enters the step in float64, or else the result."""
     wide = [operand for operand in call.operands if operand.dtype == torch.float64]
     for operand in wide:
         if operand.shape and operand.origin.kind in _GIVEN:

@@ -96,7 +96,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _emptied_rows(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding for each cast that makes whole rows of a mask minus infinity.
+    """Yield a finding for each cast that turns whole rows of a mask into minus infinity.
 
     For a row of minus infinity, torch's fused attention returns zeros, and a plain softmax returns NaN.
     """
@@ -118,5 +118,5 @@ def _largest(weight: Weight) -> float:
 
 
 def _reach(weight: Weight) -> float:
-    """Return the largest value that a norm of width n can return: its largest weight times sqrt(n)."""
+    """Return the largest value that a norm can return: its largest weight times sqrt(n), where n is its width."""
     return _largest(weight) * math.sqrt(weight.shape[-1]) if weight.shape else 0.0

@@ -69,7 +69,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _angles(trace: Trace, reported: Collection[str]) -> Iterator[Finding]:
-    """Yield findings for sines and cosines of angles that come from numbers rounded to 16 bits, outside of `reported`."""
+    """Yield findings for sines and cosines of angles that were computed from rounded 16-bit numbers, except in `reported`."""
     off = (c for c in trace.calls if c.off > _OFF and not c.recomputed and c.module not in reported)
     for at, calls in grouped(off, lambda call: call.rounded_at).items():
         first = max(calls, key=lambda call: call.off)

@@ -81,7 +81,7 @@ def _counters(trace: Trace) -> Iterator[Finding]:
 
 
 def _is_counter(call: Call) -> bool:
-    """Return whether the optimizer adds an integer to a one-element 16-bit tensor that does not come from weights or data."""
+    """Return whether the optimizer counts in this call: it adds an integer to a one-element 16-bit tensor, no weight or data."""
     if call.phase != "optimizer" or not call.op.startswith("aten.add_.") or call.numbers:
         return False
     operand, *others = call.operands

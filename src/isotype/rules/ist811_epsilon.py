@@ -75,7 +75,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _lost(call: Call) -> float:
-    """Return the number that a call adds or clamps to, if its dtype rounds an epsilon to zero, or a bound to 1 or -1.
+    """Return the epsilon or bound of a call (added or clamped to) that its dtype rounds to zero, or to 1 or -1.
 
     Return 0 for any other call.
     """

@@ -38,7 +38,7 @@ TITLE = "A softmax or a mean over nothing"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield one finding for each line whose result is NaN because every score of a row or every label is masked."""
+    """Yield a finding for each line whose result is NaN because all scores of a row, or all labels, are masked."""
     undefined = (call for call in trace.calls if call.undefined and call.phase == "forward")
     for calls in grouped(undefined, lambda call: (call.op, call.source)).values():
         yield (_labels if "nll_loss" in calls[0].op else _rows)(calls)

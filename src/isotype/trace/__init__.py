@@ -1,1 +1,1 @@
-"""The recording of one training step as data: a trace."""
+"""Records one training step as data: a trace."""

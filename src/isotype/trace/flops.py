@@ -29,13 +29,13 @@ def _known(func: Any) -> tuple[Callable[[Any, Any], int] | None, Any]:
 
 
 def _grouped_mm(args: Any, result: Any) -> int:
-    """Return the FLOPs of a grouped matmul of [m, k] by [k, n], 2 m k n: the groups split m, or they split k."""
+    """Return the FLOPs of a grouped matmul of [m, k] by [k, n]: 2 m k n. The groups split either m or k."""
     groups = result.shape[0] if args[0].ndim == args[1].ndim == 2 else 1
     return 2 * int(args[0].shape[-1]) * int(prod(result.shape)) // int(groups)
 
 
 def _attention_backward(args: Any, result: Any) -> int:
-    """Return the FLOPs for the operands (gradient, query, key, value)."""
+    """Return the FLOPs of attention's backward. Its first operands are the gradient, query, key and value."""
     gradient, *operands = args[:4]
     shapes = (tuple(gradient.shape), *_with_all_heads(operands))
     return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]

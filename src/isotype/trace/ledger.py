@@ -1,4 +1,4 @@
-"""The bytes of all live tensors during a step, by kind of memory, for fake and real tensors."""
+"""Counts the bytes of all live tensors, fake or real, during a step, by kind of memory."""
 
 from __future__ import annotations
 
@@ -101,10 +101,10 @@ class Ledger:
         inputs: Sequence[torch.Tensor] = (),
         outputs: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Multiply the bytes of the live activations of `module` by `times`, if they were counted after the mark
+        """Multiply the bytes of a module's live activations by `times`, for activations that were counted after the mark
         `since`.
 
-        If `module` has saved its input, the next represented module also saves its own: an output of `module`.
+        If the module has saved its input, the next represented module also saves its own input: an output of the module.
         Memory freed after `since` (of a weight that was moved) is not subtracted.
         """
         saved = {key for key, (_, _, kind, at) in self._live.items() if at > since and kind == "activations"}
@@ -145,7 +145,7 @@ class Ledger:
         """Add `size` bytes that belong to no tensor (communication buffers, states of untraced layers); `size` may be
         negative.
 
-        Gradients of a `module` that represents others are added at the end of its backward.
+        Gradients of a module that represents others are added at the end of its backward.
         """
         if not size:
             return
@@ -181,7 +181,7 @@ class Ledger:
         return Memory(phases, tuple(_later(point, states, gradients) for point in self._points))
 
     def _leave(self, module: str) -> None:
-        """Count the backwards of the modules that `module` represents: free their activations, and add their gradients."""
+        """Count the backwards of the modules that a module represents: free their activations, and add their gradients."""
         self._left.add(module)
         gone, come = self._waiting.pop(module, 0), self._gradients.pop(module, 0)
         for bare in (False, True):
@@ -263,7 +263,7 @@ def _later(point: MemoryPoint, states: int, gradients: int) -> MemoryPoint:
 
 
 def _halved(points: list[MemoryPoint]) -> list[MemoryPoint]:
-    """Return half of the points: of every two neighbours in the same phase, the higher one."""
+    """Halve the number of points: keep the higher one of every two neighbours in the same phase."""
     kept: list[MemoryPoint] = []
     paired = False
     for point in points:

@@ -162,7 +162,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return listening(enter)
 
     def _recomputing_in(self, name: str, repeats: int, checkpoint: Any) -> Callable[..., Any]:
-        """Wrap the checkpointing function of a transformers (5.23) layer, so that a recomputation enters the layer.
+        """Wrap the checkpointing function of a transformers (5.23) layer, so that a recomputation is recorded as in the layer.
 
         A recomputation runs none of the layer's hooks.
         """
@@ -184,7 +184,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def enter(
         self, name: str, repeats: int = 1, returns: Origin | None = None, module: nn.Module | None = None
     ) -> None:
-        """Enter a module's forward. If the module casts its result to the dtype of `returns`, the result gets the origin `returns`."""
+        """Record the start of a module's forward. A result that the module casts to the dtype of `returns` gets that origin."""
         self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns, module))
 
     @listening
@@ -192,7 +192,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self.leave((args, kwargs), output)
 
     def leave(self, arguments: Any = (), output: Any = None) -> None:
-        """Leave the innermost module, which was called with `arguments` and returned `output`."""
+        """Record the end of the innermost module's forward, with its arguments and output."""
         if not self._frames:
             return
         frame = self._frames.pop()
@@ -265,7 +265,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         setattr(tensor, ORIGIN, origin)
 
     def mark_gradient(self, parameter: torch.Tensor, name: str) -> None:
-        """Mark `parameter.grad`, which must exist, as a gradient. Before this call, its origin is that of an operand."""
+        """Set the origin of `parameter.grad`, which must exist, to a gradient. Before, its origin is that of an operand."""
         assert parameter.grad is not None
         origin = Origin("gradient", parameter.grad.dtype, name, before=self.origin(parameter))
         self.mark(parameter.grad, origin)
@@ -357,7 +357,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self._append(name, place, operands, breach, outputs, flops, numbers_in(func, args, kwargs))
 
     def _cut(self, tensor: torch.Tensor, source: str) -> None:
-        """Record that the line `source` reads a value, or makes a copy of it, without its graph."""
+        """Record that a line of code reads or copies a tensor's value without its graph."""
         if self.phase == "forward" and source and not in_library(source):
             for end in ends_behind(tensor, self._cut_nodes):
                 self.cuts.setdefault(id(getattr(end, "variable", None)), source)
@@ -443,7 +443,7 @@ def _is_anothers_scratch(operands: Sequence[Operand], place: Place) -> bool:
 
 
 def _rank(operand: Operand) -> int:
-    """Return a rank for the choice of the operand that gave a result its dtype: the operand with the lowest rank did.
+    """Return a rank for the choice of the operand that gave a result its dtype. The operand with the lowest rank is chosen.
 
     An empty or filled tensor gets its dtype from Python code, and a gradient gets the dtype of the forward's value, so
     other operands rank before them. A weight ranks before an input of the step, because the weight requires the dtype.

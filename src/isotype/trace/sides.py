@@ -1,4 +1,4 @@
-"""The main dtype of each part of a model. If an operator gets two dtypes, the one that fewer modules have is wrong."""
+"""Finds the main dtype of each part of a model. If an operator gets two dtypes, the dtype of fewer modules is wrong."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_adapter(name: str, weight: Weight | None) -> bool:
 
 @dataclass
 class Tally:
-    """For one part of a model and each dtype: the number of modules that compute in it, and of elements of their weights."""
+    """Counts for one part of a model: for each dtype, the modules that compute in it, and the elements of their weights."""
 
     modules: Counter[torch.dtype] = field(default_factory=Counter)
     elements: Counter[torch.dtype] = field(default_factory=Counter)
@@ -114,7 +114,7 @@ class Sides:
     input_dtypes: Collection[torch.dtype] = ()
 
     def at(self, module: str, causes: Sequence[Origin]) -> torch.dtype:
-        """Return the main dtype of the smallest part of the model that decides for a call in `module`.
+        """Return the main dtype of the smallest part of the model that can decide for a call in `module`.
 
         The part must contain `module` and every module in `causes` (the origins of the operands' dtypes). If a cause is
         in a list of layers, the part contains the whole list. If a cause is outside of the modules (an input), the part

@@ -1,4 +1,4 @@
-"""The tensor from which a cast reads its dtype: `x` for `y.to(x.dtype)`, none for `y.to(torch.float32)`.
+"""Finds the tensor from which a cast reads its dtype: `x` for `y.to(x.dtype)`, none for `y.to(torch.float32)`.
 
 A dtype object does not show the tensor that it was read from, because all tensors of a dtype share one object. So every
 read of `Tensor.dtype` is recorded, with the instruction that runs in the reading function and in each of its callers,
@@ -121,7 +121,7 @@ class DtypeReads:
         return None
 
     def _stored(self, frame: FrameType, seen: Sequence[_Read], name: str, dtype: torch.dtype) -> _Read | None:
-        """Return the last read stored as `name`, recorded in this call or, if `name` is not local, in the whole file."""
+        """Return the last read that was stored in the variable `name`: in this call or, if it is not local, in the whole file."""
         reads: Iterable[_Read] = seen
         if name not in frame.f_code.co_varnames and name not in frame.f_code.co_cellvars:
             file = frame.f_code.co_filename
@@ -131,7 +131,7 @@ class DtypeReads:
         return max(stored, key=lambda read: read.number, default=None)
 
     def _of_parameter(self, frame: FrameType, name: str, dtype: torch.dtype, callers: int) -> _Read | None:
-        """Return the recorded read of the `dtype` that the caller of `frame` passes as the parameter `name`."""
+        """Return the recorded read of the dtype that the caller of `frame` passes as the parameter `name`."""
         caller = next(_frames(frame.f_back), None)
         if caller is None:
             return None

@@ -1,4 +1,4 @@
-"""Record the dtype, shape, kind of module, quantization and magnitude of each parameter and buffer of a model."""
+"""Reads dtype, shape, kind of module, quantization and magnitude of each parameter and buffer of a model."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _quantization(place: Place, name: str) -> Quantization | None:
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Return False for meta and fake tensors, and for subclasses with a `__torch_dispatch__` that may refuse to read values."""
+    """Return whether a tensor's values can be read. Meta, fake and some subclass tensors (`__torch_dispatch__`) refuse this."""
     plain: Any = torch.Tensor.__torch_dispatch__
     dispatches = type(tensor).__torch_dispatch__ is not plain
     return not (dispatches or tensor.is_meta or isinstance(tensor, FakeTensor))

@@ -1,1 +1,1 @@
-"""Files of a checkpoint: safetensors, GGUF and PyTorch headers, config.json, the hub's copies."""
+"""Reads the files of a checkpoint: headers of safetensors, GGUF and PyTorch files, config.json, copies on the hub."""

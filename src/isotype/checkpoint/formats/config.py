@@ -1,4 +1,4 @@
-"""Read and check config.json, find its dtype and its model class, and build the model on the meta device."""
+"""Reads and checks config.json, finds its dtype and model class, and builds the model on the meta device."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def build_on_meta(config: Any, source: str) -> nn.Module:
 
 
 def names_in_other_classes(model: Any) -> frozenset[str]:
-    """Return the tensor names, without prefix, of all classes that transformers has for the model's config."""
+    """Return the tensor names, without prefix, of all transformers classes that accept the model's config."""
     from transformers import PreTrainedModel
 
     bases = {cls.__module__ for cls in type(model).__mro__}
@@ -188,7 +188,7 @@ def building(cls: type, source: str = "") -> Iterator[None]:
 
 
 def concrete_class(config: Any, wanted: type | None = None, source: str = "") -> Any:
-    """Return `wanted`; if it is an auto class or None, return the config's class, or raise CheckpointError."""
+    """Return `wanted` or, if it is None or an auto class, the config's class. Raise CheckpointError if there is none."""
     if wanted is not None and mapping_of(wanted) is None:
         return wanted
     cls = model_class(config, wanted)
@@ -201,7 +201,7 @@ def concrete_class(config: Any, wanted: type | None = None, source: str = "") ->
 
 
 def model_class(config: Any, auto_class: Any = None) -> Any:
-    """Return the model class for a config: from `auto_class`, or from its `architectures` and type; None if unknown."""
+    """Return a config's model class, from `auto_class` or from the config's `architectures` and type; None if unknown."""
     import transformers
 
     heads = ("FOR_CAUSAL_LM", "FOR_IMAGE_TEXT_TO_TEXT", "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_MASKED_LM")
@@ -222,7 +222,7 @@ def model_class(config: Any, auto_class: Any = None) -> Any:
 
 
 def config_dtype(config: Any) -> torch.dtype | None:
-    """Return the dtype in a config or its text config; raise CheckpointError if torch does not have it."""
+    """Return the dtype in a config or in its text config. Raise CheckpointError if torch lacks this dtype."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     for holder in (config, text):
         value = getattr(holder, "dtype", None)
@@ -232,7 +232,7 @@ def config_dtype(config: Any) -> torch.dtype | None:
 
 
 def torch_dtype(value: Any, what: str) -> torch.dtype | None:
-    """Return the torch dtype of this name (None for None); if torch lacks it, raise a CheckpointError about `what`."""
+    """Return the torch dtype with this name; None for None. If torch lacks it, raise a CheckpointError that names `what`."""
     if value is None or isinstance(value, torch.dtype):
         return value
     dtype = getattr(torch, str(value).removeprefix("torch."), None)

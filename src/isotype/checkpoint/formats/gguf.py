@@ -1,4 +1,4 @@
-"""Read the headers of GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
+"""Reads the headers of GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
 def _entries(
     data: mmap.mmap, count: int, metadata: dict[str, object], path: Path
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield key, begin and end of each metadata entry; add its value to `metadata` unless it is an array."""
+    """Yield (key, begin, end) of each metadata entry. Add each value to `metadata` unless it is an array."""
     at = 24
     for _ in range(count):
         begin = at

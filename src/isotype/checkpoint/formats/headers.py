@@ -1,4 +1,4 @@
-"""Read names, dtypes, shapes and sizes of a checkpoint's tensors from its headers, without reading a weight.
+"""Reads names, dtypes, shapes and sizes of a checkpoint's tensors from its headers, without reading a weight.
 
 The formats are safetensors (https://github.com/huggingface/safetensors#format), `torch.save` and GGUF. A checkpoint in
 one of the first two may consist of shards and an index.
@@ -100,7 +100,7 @@ def quantization_beside(weights: Path) -> Mapping[str, Any]:
 
 
 def dtypes_named(config: Mapping[str, Any]) -> list[str]:
-    """Return the dtype names in config.json, of the model and of its text config, without `auto`."""
+    """Return the dtype names in config.json, for the model and for its text config, except `auto`."""
     holders = [holder for holder in (config, config.get("text_config")) if isinstance(holder, Mapping)]
     names = [holder.get("dtype") or holder.get("torch_dtype") for holder in holders]
     return [name.removeprefix("torch.") for name in names if isinstance(name, str) and name != "auto"]
@@ -233,7 +233,7 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
 
 
 def _fetched(files: Sequence[Path]) -> Iterator[bool]:
-    """Yield True for each file that exists, else False. Threads read the headers in advance: a file server is slow."""
+    """Yield for each file whether it exists. Threads read the headers in advance, because a file server is slow."""
 
     def fetch(file: Path) -> bool:
         if not file.is_file():

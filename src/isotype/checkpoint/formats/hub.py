@@ -1,4 +1,4 @@
-"""Read the config and the headers of a model on the hub, from the local cache or by range requests; download models."""
+"""Reads config and headers of a model on the hub, from the local cache or by range requests, and downloads models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
 
 @contextmanager
 def _asking(headline: str, what: str, expected: str, fix: str) -> Iterator[None]:
-    """If the hub or its library fails in the `with` block, raise a CheckpointError with this text and the reason."""
+    """Replace an error of the hub or its library in the `with` block by a CheckpointError with this text and the reason."""
     from huggingface_hub.errors import HTTPError, StrictDataclassError
 
     why = ""

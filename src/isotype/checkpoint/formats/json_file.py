@@ -1,4 +1,4 @@
-"""Read the JSON files of checkpoints; find names that occur twice, and values of the wrong type."""
+"""Reads the JSON files of checkpoints, and finds names that occur twice and values of the wrong type."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_unique(text: bytes) -> tuple[Any, list[str]]:
-    """Return parsed JSON and the names that occur twice in an object; `json` keeps only the last value of a name."""
+    """Return (parsed JSON, names that occur twice in an object). `json` keeps only the last value of such a name."""
     twice: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Entry(NamedTuple):
 def entry_problems(
     content: Mapping[str, Any], entries: Sequence[Entry], path: Path, kinds: Mapping[str, Any] | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem for each value that its first matching `Entry` forbids; for `kind=None`, `kinds` has the type."""
+    """Yield a problem for each value that breaks the first `Entry` matching its name. `kinds` has types for `kind=None`."""
     for key, value in content.items():
         entry = next((entry for entry in entries if re.fullmatch(entry.names, key)), Entry(key))
         fits, words = _rule((kinds or {})[key] if entry.kind is None else entry.kind)
@@ -94,7 +94,7 @@ _PLAIN = {bool: "true or false", str: "text", types.NoneType: "null", dict: "an 
 
 @functools.cache
 def _rule(kind: Any) -> tuple[Callable[[Any], bool], str]:
-    """Return (function that checks if a JSON value has the annotated type, the type in words)."""
+    """Return (function that says whether a JSON value has the annotated type, the type in words)."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         # In a union of str and an enumeration, the text must be a value of the enumeration.

@@ -1,4 +1,4 @@
-"""Read the tensors of checkpoint files: mapped into memory without copies, or read ahead into two buffers."""
+"""Reads the tensors of checkpoint files: maps them into memory without copies, or reads them ahead into two buffers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MappedFiles:
         self._storages: dict[Path, Any] = {}
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
-        """Return the tensor (or rows of one) that `header` describes; if torch lacks its dtype, return it as bytes."""
+        """Return the tensor, or rows of a tensor, that `header` describes; as bytes if torch lacks its dtype."""
         if not header.begin:  # a tensor that is not contiguous in its torch file
             return torch_tensors(header.file)[header.name].contiguous()
         raw = self._span(header)
@@ -111,7 +111,7 @@ class StagedTensors:
     at: dict[TensorHeader, int] = field(default_factory=dict)
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
-        """Return a tensor from the buffer (or rows of one) as `MappedFiles.tensor` does."""
+        """Return a tensor, or rows of a tensor, from the buffer, as `MappedFiles.tensor` does."""
         names = (header.file, header.name)
         whole = header if header in self.at else next(h for h in self.at if (h.file, h.name) == names)
         begin = self.at[whole] + header.begin - whole.begin
@@ -122,7 +122,7 @@ class StagedTensors:
 def staged(
     work: Sequence[tuple[Work, Sequence[TensorHeader]]], size: int = BUFFER, *, pinned: bool
 ) -> Generator[tuple[Work, StagedTensors | None], None, None]:
-    """Yield each piece of work with its tensors in a buffer, or with None if the caller must read the tensors.
+    """Yield (piece of work, its tensors in a buffer, or None if the caller must read the tensors).
 
     The pieces keep their order. Tensors are valid until the generator resumes. The reading thread ends when the
     generator is closed, also after an interrupt.
@@ -157,7 +157,7 @@ def staged(
 def _groups(
     work: Iterable[tuple[Work, Sequence[TensorHeader]]], size: int
 ) -> Iterator[list[tuple[Work, Sequence[TensorHeader] | None]]]:
-    """Yield groups of neighbouring pieces that fit into one buffer; an unbuffered piece has None as headers."""
+    """Yield groups of neighbouring pieces that fit into one buffer. A piece that needs no buffer has None as headers."""
     group: list[tuple[Work, Sequence[TensorHeader] | None]] = []
     room = size
     for piece, headers in work:
@@ -179,7 +179,7 @@ def _space(header: TensorHeader) -> int:
 
 
 class _StoppedError(Exception):
-    """The generator was closed while its thread was reading."""
+    """Raised in the reading thread if the generator was closed."""
 
 
 def _fill(

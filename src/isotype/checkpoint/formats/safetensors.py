@@ -1,4 +1,4 @@
-"""Read the header of one safetensors file (https://github.com/huggingface/safetensors#format).
+"""Reads the header of one safetensors file (https://github.com/huggingface/safetensors#format).
 
 The library safetensors is not used: it stops at the first problem, and its errors name neither tensor nor bytes.
 """
@@ -109,7 +109,7 @@ def _tensor_or_problem(name: str, entry: object, path: Path, start: int) -> Tens
 
 @functools.lru_cache(maxsize=64)
 def _bits(dtype_name: str) -> int | None:
-    """Return the bits of one element; every safetensors dtype name except BOOL contains them: F32, F8_E4M3, F4, C64."""
+    """Return the bits of one element. All safetensors dtype names but BOOL contain this number: F32, F8_E4M3, F4, C64."""
     if dtype_name == "BOOL":
         return 8
     match = re.match(r"(?:BF|F|I|U|C)(\d{1,3})(?:_|$)", dtype_name)

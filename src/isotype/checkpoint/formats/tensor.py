@@ -47,7 +47,7 @@ class TensorHeader:
 
 
 def limit_tensors(path: Path, count: int) -> None:
-    """Raise CheckpointError if a file describes more tensors than any model has: reading them needs memory and time."""
+    """Raise CheckpointError if a file describes more tensors than any model has, which would take much memory and time."""
     if count > MAX_TENSORS:
         raise broken(path, f"{count:,} tensors", f"at most {MAX_TENSORS:,}", "give a checkpoint of a model")
 
@@ -66,7 +66,7 @@ def by_name(tensors: Iterable[TensorHeader]) -> tuple[TensorHeader, ...]:
 
 
 def damaged(path: Path, problems: Sequence[Problem]) -> CheckpointError:
-    """Return the error for a file that cannot be read, with its first problems: a damaged header can have thousands."""
+    """Return the error for a damaged file, with its first problems only, because a damaged header can have thousands."""
     return CheckpointError.first_of(f"cannot read {path}", problems)
 
 

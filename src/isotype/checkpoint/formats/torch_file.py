@@ -1,4 +1,4 @@
-"""Read the tensors of files written by `torch.save`; nothing but tensors is unpickled."""
+"""Reads the tensors of files that `torch.save` wrote, without unpickling anything else."""
 
 from __future__ import annotations
 

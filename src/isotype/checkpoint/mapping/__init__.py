@@ -1,1 +1,1 @@
-"""Sources of a model's tensors in a checkpoint: names, shapes and completeness."""
+"""Finds the sources of a model's tensors in a checkpoint, and checks names, shapes and completeness."""

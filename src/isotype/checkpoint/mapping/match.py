@@ -1,4 +1,4 @@
-"""Compare a model with a checkpoint's headers: find missing, surplus, wrongly shaped and duplicate tensors."""
+"""Compares a model with a checkpoint's headers: finds missing, surplus, wrongly shaped and duplicate tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CACHE = re.compile(r"\.([kvq]|kv|output|prob)_(scale|zero_point)$")
 
 
 def _as_saved(name: str) -> str:
-    """Return how to repair the name of a tensor that was saved from a model with an adapter or a wrapper; "" for other names."""
+    """Return a fix for the name of a tensor that was saved from a model with an adapter or wrapper; "" for other names."""
     if name.startswith("base_model.model.") or ".base_layer." in name:
         return (
             "the file has a base model and an adapter of PEFT: save the model that merge_and_unload() returns"
@@ -54,7 +54,7 @@ def unknown_quantization(quantization: QuantizationFacts | None) -> bool:
 
 @dataclass(frozen=True)
 class WrongShape:
-    """A tensor whose shape is `wanted` in the model, but `stored` in the files; or whose conversion raised `failure`."""
+    """A tensor with the shape `wanted` in the model but `stored` in the files, or whose conversion raised `failure`."""
 
     name: str
     wanted: tuple[int, ...]
@@ -70,7 +70,7 @@ class Match:
     Attributes:
         missing: names and shapes of the model's tensors that the checkpoint lacks.
         initialised: tensors that the checkpoint lacks and transformers initialises, with the reason by name.
-        tied: tensors that share another tensor's values, with the other tensor's name in the checkpoint.
+        tied: name of a tensor that shares another tensor's values -> the other tensor's name in the checkpoint.
         surplus: tensors of the checkpoint that the model neither has nor ignores.
         unused: the tensors of `surplus` that all other classes for the model's config leave unused, too.
         unread: tensors whose values cannot be computed, each with the reason.
@@ -94,7 +94,7 @@ class Match:
         return self.path.endswith(".gguf")
 
     def problems(self) -> tuple[Problem, ...]:
-        """Return why the checkpoint cannot be loaded; tensors whose names differ only in numbers share a problem."""
+        """Return the problems that prevent loading. Tensors whose names differ only in numbers share one problem."""
         names = [tensor.weight.name for tensor in self.surplus]
         wrapped = [name for name in names if _as_saved(name)]
         if self.missing and (wrapped or not self.weights.sources):
@@ -207,8 +207,8 @@ def _unused(
 ) -> tuple[StoredTensor, ...]:
     """Return the surplus tensors that no transformers class for the model's config uses.
 
-    If the config names another class than the model's, only two kinds of tensors count as unused: those of modules that
-    the model has, and those of layers beyond the model's last.
+    If the config names another class than the model's, only two kinds of tensors count as unused: tensors of modules that
+    the model has, and tensors of layers beyond the model's last layer.
     """
     caches = any(str(key).startswith("kv_cache") and value for key, value in quantization.items())
     unused = [tensor for tensor in surplus if not (caches and _CACHE.search(tensor.name))]
@@ -360,7 +360,7 @@ def _grouped_by_pattern(names: Iterable[str], alike: Any) -> Iterable[list[str]]
 
 
 def _near(name: str, shape: tuple[int, ...] | None, surplus: Sequence[StoredTensor]) -> StoredTensor | None:
-    """Of the surplus tensors with this shape, return the one with a similar name, or the only one; else None."""
+    """Return the surplus tensor of this shape that has a similar name, or the only one of this shape; else None."""
     alike = {tensor.name: tensor for tensor in surplus if dense_shape(tensor) == shape}
     close = difflib.get_close_matches(name, alike, n=1, cutoff=0.6)
     if close:

@@ -1,4 +1,4 @@
-"""Decide from headers and config.json how a weight is dequantized, or why its values cannot be computed.
+"""Decides from headers and config.json how a weight is dequantized, or why its values cannot be computed.
 
 isotype reads a weight only if it knows the use of each constant: dequantizing the weight, or scaling activations.
 """

@@ -1,4 +1,4 @@
-"""Group the tensors of a checkpoint: each quantized weight with the constants of its quantization."""
+"""Groups the tensors of a checkpoint: each quantized weight with the constants of its quantization."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def stored_tensors(
 def _weight_of(
     name: str, names: Mapping[str, TensorHeader], quantization: Mapping[str, Any] | None
 ) -> tuple[str, str]:
-    """Return a constant's weight, and the format that the constant implies; ("", "") if the tensor is no constant."""
+    """Return (name of the weight to which a constant belongs, format that the constant implies); ("", "") for other tensors."""
     if not name.endswith(_ENDINGS):
         return "", ""
     for endings, weight_ending, form in _CONSTANTS:
@@ -142,7 +142,7 @@ def with_scheme(
     target: str = "",
     classes: Sequence[str] = ("Linear",),
 ) -> StoredTensor:
-    """Return the tensor with `scheme` or `problem` set; `target` is the tensor's name in the model ("" if none)."""
+    """Return a copy of the tensor with `scheme` or `problem` set. `target` is its name in the model, or ""."""
     if tensor.plain and tensor.weight.dtype_name not in CODES:
         return tensor
     modules = [name.rpartition(".")[0] for name in (tensor.name, target) if name]
@@ -163,7 +163,7 @@ def dense_shape(tensor: StoredTensor) -> tuple[int, ...] | None:
 
 
 def main_form(tensors: Iterable[StoredTensor]) -> str | None:
-    """Return the form in which most values of the tensors are stored, or None if there are no tensors."""
+    """Return the dtype or format in which most values are stored; None without tensors."""
     counts: Counter[str] = Counter()
     for tensor in tensors:
         counts[tensor.form] += tensor.values

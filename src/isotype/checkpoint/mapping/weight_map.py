@@ -1,4 +1,4 @@
-"""For each tensor of a model, find the tensors in a checkpoint from which it is made, by their names and shapes."""
+"""Finds, for each tensor of a model, the tensors in a checkpoint from which it is made, by names and shapes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class WeightMap:
     Attributes:
         sources: name of a tensor of the model -> its source, which several tensors may share.
         surplus: tensors without a name in the model.
-        doubled: (name in the model, tensor) for each tensor whose name in the model another tensor already has.
+        doubled: (name in the model, tensor) for each tensor that maps to the same name in the model as another tensor.
     """
 
     sources: Mapping[str, Source]
@@ -136,7 +136,7 @@ def _renaming(
 
 
 def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
-    """Return name in a GGUF file -> name in the model; both end in `.weight` or `.bias`.
+    """Return a map from names in a GGUF file to names in the model; both end in `.weight` or `.bias`.
 
     The names in gguf's table have no prefix for the base model (or for a part of it). So the function drops leading
     parts of a name in the model until the table has the rest. If several names lead to one name in the file, the name

@@ -1,1 +1,1 @@
-"""Merge an adapter into its base model block by block, round once, write the result, and open it again."""
+"""Merges an adapter into its base model block by block, rounds once, writes the result, and opens it again."""

@@ -1,4 +1,4 @@
-"""Measure how much of the learned change a merged model keeps; the models run in float32, block by block.
+"""Measures how much of the learned change a merged model keeps. The models run in float32, block by block.
 
 Let p be the next-token distributions of the trained model, which is the adapter on the base that it was trained on:
 
@@ -46,7 +46,7 @@ _IGNORED = -100  # `ignore_index` of `cross_entropy`
 
 
 def fitting(rows: Rows | None, tokenizer: Any, model: Any, tokens: int) -> Rows:
-    """Return `rows` (or isotype's texts for None), cut to the model's context length and to about `tokens` tokens."""
+    """Return `rows`, or isotype's texts if None, cut to the model's context length and to about `tokens` tokens."""
     longest = min(_LENGTH, positions(model) or _LENGTH)
     if rows is None:
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has a tokenizer
@@ -66,7 +66,7 @@ class Learned:
 
     Attributes:
         step: the logits of every `step`-th token are stored.
-        pictured: the model's inputs for an image that a text follows; None if the model has no image input.
+        pictured: model inputs with an image and a text after it; None if the model has no image input.
         logits: the trained model's logits of each text, `[tokens, vocabulary]`.
         base: KL(trained || base) per token, in nats.
         losses: losses of the base and of the trained model; None if the texts are not training rows.
@@ -97,7 +97,7 @@ class Learned:
         return stored, float(every.double().mean()) if len(every) else None
 
     def _forwards(self, model: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yield each text with its logits. Few large batches are used, since each forward reads all blocks from disk."""
+        """Yield each text with its logits, from a few large batches, because each forward reads all blocks from disk."""
         texts, pad = self.rows.texts, getattr(model.config.get_text_config(), "pad_token_id", None)
         longest = max(len(ids) for ids, _ in texts)
         at_once = max(1, _AT_ONCE // (longest * _vocabulary(model) * 4 + 1))
@@ -139,7 +139,7 @@ def learned(
     revision: str | None,
     tokens: int = TOKENS,
 ) -> Learned:
-    """Run the base, then the base with the adapter, on about `tokens` tokens of `rows`; `policy` is the training's."""
+    """Run the base, then the base with the adapter, on about `tokens` tokens of `rows`, under the training's policy."""
     deferred = waiting(adapter)
     model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
     _in_float32(model, policy, deferred)
@@ -156,7 +156,7 @@ def learned(
 
 
 def _pictured(model: Any, tokenizer: Any) -> dict[str, Any] | None:
-    """Return `Learned.pictured`; its `logits_to_keep` makes the model return only the text's logits."""
+    """Return the inputs for `Learned.pictured`. `logits_to_keep` makes the model return only the text's logits."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return None
     (batch,) = made_batches(model, tokenizer, LENGTH).batches
@@ -201,7 +201,7 @@ def _vocabulary(model: Any) -> int:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A storage format to try: arguments for `isotype merge`, format name, bits per weight, and the base's policy."""
+    """A storage format to try: arguments for `isotype merge`, format, bits per weight, and policy of the base."""
 
     arguments: str
     form: str
@@ -210,7 +210,7 @@ class Candidate:
 
 
 def cheapest(outputs: Learned, adapter: Adapter, choices: Sequence[Candidate], revision: str | None) -> Form:
-    """Try formats without writing files; return the first that keeps `ENOUGH` of the learning, else float32."""
+    """Try formats without writing files. Return the first that keeps the share `ENOUGH` of the learning, else float32."""
     model = policy = None
     for candidate in choices:
         if candidate.policy != policy:

@@ -1,4 +1,4 @@
-"""Merge adapters into their layers in float32, and round once, with one block of the model in memory at a time."""
+"""Merges adapters into their layers in float32, and rounds once, with one block of the model in memory at a time."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Rounding:
     """The dtypes in which the parameters of the merged model are stored.
 
     Attributes:
-        target: dtype of all parameters that neither `pinned` nor `in_base` names.
+        target: dtype of all parameters that are neither in `pinned` nor in `in_base`.
         pinned: patterns of the names of parameters that stay float32.
         in_base: name -> dtype of each parameter that keeps its dtype from the base's files.
-        written: the merged model, opened from its files so that their error can be measured; None until they exist.
-        instead: command-line arguments that the error about an overflow of float16 recommends.
-        tied: names of the base's tied embeddings: equal values of the two are rounded alike.
+        written: the merged model, opened from its files to measure their error; None until the files exist.
+        instead: command-line arguments that the error message for a float16 overflow recommends.
+        tied: names of the base's tied embeddings. Equal values of the two are rounded alike.
     """
 
     target: torch.dtype
@@ -56,7 +56,7 @@ class Rounding:
     def loss(
         self, name: str, before: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor | None = None
     ) -> WeightLoss:
-        """Return a merged parameter's rounding loss, from the written model if there is one, else from `stored`."""
+        """Return a merged parameter's rounding loss, measured on the written model if there is one, else on `stored`."""
         if self.written is None:
             stored = self._unbiased(name, merged) if stored is None else stored
             return rounding_loss(name, before, merged, stored, self.dtype(name))
@@ -73,7 +73,7 @@ class Rounding:
     def rounded(
         self, tensors: Mapping[str, torch.Tensor], changed: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Round each tensor to its stored dtype, by `unbiased` if in `changed`; raise PrecisionError on overflow."""
+        """Round tensors to their stored dtypes, by `unbiased` if their name is in `changed`. Raise PrecisionError on overflow."""
         result, problems = {}, []
         for name, value in tensors.items():
             dtype = self.dtype(name)
@@ -94,8 +94,8 @@ class Merging:
     """A merge of an adapter into a base model, part by part.
 
     Args:
-        one_dtype: use `target` also for tensors that the base's files store in another dtype than most tensors.
-        written: None for the merge itself; to measure files, the model that a merge with the same arguments wrote.
+        one_dtype: True to use `target` also for tensors that the base's files store in another dtype than most tensors.
+        written: None for the merge itself. To measure files: the model that a merge with the same arguments wrote.
 
     Attributes:
         model: the base; the merged model has its class and config.
@@ -248,7 +248,7 @@ def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
 
 
 def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapter:
-    """Return the adapter to add; if OLoRA initialised it, subtract its initial values from a quantized base."""
+    """Return the adapter to add. If OLoRA initialised it and the base is quantized, subtract its initial values from the base."""
     if not policy.quantized or getattr(adapter.config, "init_lora_weights", None) != "olora":
         return adapter
     inject(model, adapter, policy).base_model.unload()
@@ -278,7 +278,7 @@ def _all(module: nn.Module, which: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _stored_names(model: Any) -> dict[str, torch.Tensor]:
-    """Return a meta tensor by name for each tensor of the model's checkpoint; a shared tensor has only one name."""
+    """Return name -> meta tensor, for each tensor of the model's checkpoint. A shared tensor has only one name."""
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     state = model.state_dict(keep_vars=True)
     first_names: dict[int, str] = {}
@@ -403,7 +403,7 @@ def codes(values: torch.Tensor, form: str) -> torch.Tensor:
 
 
 class WrittenModel:
-    """A merged model opened from the directory or GGUF file `path`, which was written in the format `stored`.
+    """A merged model that is opened from its directory or GGUF file (`path`). Its weights have the format `stored`.
 
     transformers loads a directory. A GGUF file is read tensor by tensor: transformers would load the whole file in float32.
     """

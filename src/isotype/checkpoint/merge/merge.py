@@ -1,4 +1,4 @@
-"""Merge an adapter into its base model, round once, and report the rounding error."""
+"""Merges an adapter into its base model, rounds once, and reports the rounding error."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def _unmergeable(adapter: Adapter, why: str) -> UsageError:
 
 
 def _check_parts(adapter: Adapter, stored: str | None, source: str, config: Any) -> None:
-    """Raise UsageError if the base cannot hold the adapter's biases, or transformers cannot read its experts in `stored`."""
+    """Raise UsageError if the base has no place for the adapter's biases, or transformers cannot read experts in `stored`."""
     end = ".lora_B.bias"
     biased = [t.name.removesuffix(end) for t in adapter.headers.tensors if t.name.endswith(end)]
     if biased:
@@ -206,7 +206,7 @@ def _check_parts(adapter: Adapter, stored: str | None, source: str, config: Any)
 
 
 def _experts(config: Any) -> str | None:
-    """Return the name of a stacked expert weight, which transformers does not read in a bitsandbytes format; else None."""
+    """Return the name of a stacked expert weight, or None. transformers reads none in a bitsandbytes format."""
     return next((f"{name}.{leaf}" for name, _, leaf in stacked_weights(blank_model(config))), None)
 
 
@@ -217,7 +217,7 @@ def _base(
     revision: str | None,
     stored: str | None,
 ) -> tuple[str, ModelFacts, PrecisionPolicy, PrecisionPolicy | None]:
-    """Return the base to merge into, its facts and policy, and the policy of the training (None if `base` is given)."""
+    """Return (base to merge into, its facts, its policy, policy of the training or None if `base` is given)."""
     trained = base_policy(adapter, "auto", None, "auto", revision) if base is None else None
     source = str(adapter.base if base is None else base)
     facts = facts_of(source, revision=revision)
@@ -282,9 +282,9 @@ def _tokenizer(adapter: Adapter, base: str, revision: str | None) -> Any:
 def _learned(
     adapter: Adapter, policy: PrecisionPolicy | None, rows: Rows | None, revision: str | None
 ) -> tuple[Learned | None, Any, list[str], PrecisionPolicy | None]:
-    """Run the adapter on the model it was trained on; return (outputs or None, tokenizer, notes, that model's policy).
+    """Run the adapter on the model of its training. Return (outputs or None, tokenizer, notes, that model's policy).
 
-    `policy` is None if the adapter is merged into another model. The model it was trained on may no longer exist.
+    `policy` is None if the adapter is merged into another model. The model of the training may no longer exist.
     """
     try:
         trained = policy or base_policy(adapter, "auto", None, "auto", revision)
@@ -312,7 +312,7 @@ LEAST = 0.5
 def _formats_to_try(
     adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype, tokenizer: Any
 ) -> tuple[Candidate, ...]:
-    """Return the formats to try, fewest bits first; `policy` is the training's, `target` is the merged weights' dtype."""
+    """Return the formats to try, fewest bits first. `policy` is that of the training, `target` the merged weights' dtype."""
     checkpoint = open_checkpoint(str(adapter.base), adapter.revision)
     base, original = "", policy
     if policy.quantized and checkpoint.facts.saved_format is None:
@@ -331,7 +331,7 @@ def _formats_to_try(
 
 
 def _require_change(report: MergeReport, back: bool) -> None:
-    """Raise CheckpointError if no weight changes, or if a merge `back` into the training's format loses too much."""
+    """Raise CheckpointError if no weight changes, or if too much is lost in a merge `back` into the training's format."""
     if not report.weights:
         what = f"the adapter {report.adapter} changes no weight of {report.base}"
         fix = "give an adapter that was trained; nothing was written"

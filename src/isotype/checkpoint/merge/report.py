@@ -1,4 +1,4 @@
-"""Records of a merge and its rounding errors, and the functions that compute the errors."""
+"""Records of a merge and of its rounding errors, and functions that compute the errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WeightLoss:
     Attributes:
         relative_error: ||S - (W + D)|| / ||D|| in Frobenius norms, as a fraction; S is the stored weight.
         entries: number of nonzero entries of D.
-        vanished: number of these entries for which W and W + D are stored as the same value or code; None if unknown.
+        vanished: how many of these entries are lost, because W and W + D are stored as the same value or code; None if unknown.
     """
 
     name: str
@@ -43,7 +43,7 @@ class WeightLoss:
 
 @dataclass(frozen=True)
 class LogitsDifference:
-    """Distance of a merged model from the trained model (the adapter on the base of its training), in float32.
+    """Distance between the logits of a merged and of the trained model (the training's base plus adapter), in float32.
 
     Attributes:
         max_abs: largest absolute difference of two logits.
@@ -64,7 +64,7 @@ class LogitsDifference:
 
     @property
     def kept(self) -> float | None:
-        """1 - KL(trained || merged) / KL(trained || base); None if the adapter changes nothing beyond rounding."""
+        """1 - KL(trained || merged) / KL(trained || base): the kept learning. None if the adapter changes nothing beyond rounding."""
         return 1 - self.mean_kl / self.base_kl if self.base_kl > _LEAST_KL else None
 
     @property
@@ -102,13 +102,13 @@ class MergeReport:
         output: directory of the merged model, or its GGUF file.
         storage: storage of the base; a base in `"nf4"`, `"fp4"` or `"int8"` was dequantized.
         dtype, dtype_reason: dtype of the merged weights before they are stored as `stored`, and why it was chosen.
-        weights: rounding loss of each weight that the adapter changed; quantized and GGUF files are read back for it.
+        weights: rounding loss of each weight that the adapter changed, measured on the files if they are quantized or GGUF.
         logits: comparison of the merged model with the trained model; None if they were not compared (see `notes`).
         notes: remarks about the written types, about differences from the base, and about the comparison.
         stored: bitsandbytes format or GGUF type; None for dense safetensors.
         passed: warnings about values of the training that exceed the range of `dtype`.
         model: path to load the model from: `output`, or the GGUF file in it.
-        cheapest: the tried format with the fewest bits that keeps `ENOUGH` of the learning; None if none was tried.
+        cheapest: the tried format with the fewest bits that keeps enough (`ENOUGH`) of the learning; None if none was tried.
         answers: True if the merged model can generate text.
         exportable: True if the model is dense and can also be written as a GGUF file.
     """
@@ -168,7 +168,7 @@ class MergeReport:
 
     @property
     def again(self) -> bool:
-        """True if base and result have one format and nearly all changed entries have equal codes in both."""
+        """True if base and result have the same format, and nearly all changed entries have equal codes in both."""
         return self.stored == self.storage and self.vanished_share > VANISHED_LIMIT
 
     @property
@@ -185,7 +185,7 @@ def share(part: float) -> str:
 
 
 def wider(stored: str | None, *dtypes: torch.dtype) -> str:
-    """Return the argument of `isotype merge` that selects one of `dtypes`: `--gguf` for a GGUF file, else `--dtype`."""
+    """Return the argument of `isotype merge` that selects one of these dtypes: `--gguf` for a GGUF file, else `--dtype`."""
     if stored not in GGUF_TYPES:
         return f"--dtype {' or '.join(map(dtype_name, dtypes))}"
     types = [next(kind for kind in GGUF_TYPES if GGUF_TYPES[kind] == dtype) for dtype in dtypes]
@@ -195,7 +195,7 @@ def wider(stored: str | None, *dtypes: torch.dtype) -> str:
 def rounding_loss(
     name: str, before: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype | None
 ) -> WeightLoss:
-    """Return how much of the update `merged - before` is lost in the `stored` weight. The three tensors have the same shape.
+    """Return how much of the update `merged - before` the stored weight loses. The three tensors have the same shape.
 
     Args:
         before: W, in any float dtype.

@@ -1,4 +1,4 @@
-"""Write a merged model (dense, in bitsandbytes' format, or as a GGUF file), and open it again."""
+"""Writes a merged model (dense, in bitsandbytes' format, or as a GGUF file), and opens it again."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def is_file(output: Path) -> bool:
 
 
 def written_path(output: Path, directory: Path, stored: str | None) -> Path:
-    """Return the path to write: `directory`, or a GGUF file in `directory`, named after `output` or after the type."""
+    """Return the path to write: `directory`, or in it a GGUF file that is named after `output` or after the GGUF type."""
     if stored not in GGUF_TYPES:
         return directory
     return directory / (output.name if is_file(output) else f"model-{stored}.gguf")
@@ -79,7 +79,7 @@ _BUILDING = ".isotype-merging"
 
 @contextmanager
 def staged(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder; it becomes `output`, or is removed after an error. Remove folders of killed merges."""
+    """Yield a temporary folder, which becomes `output`, or is removed after an error. Remove folders of killed merges."""
     fresh = output.parent / f".{output.name}.{uuid.uuid4().hex}"
     built = fresh.with_name(fresh.name + _BUILDING)
     try:
@@ -181,7 +181,7 @@ def _state(model: Any, deferred: DeferredBlocks) -> Iterator[dict[str, torch.Ten
 def write_model(
     model: Any, parts: Iterable[Mapping[str, torch.Tensor]], directory: Path, dtype: torch.dtype, room: int
 ) -> None:
-    """Write `parts` as `save_pretrained` would; `dtype` is for the config, `room` is the bytes of a header."""
+    """Write a model's parts as `save_pretrained` would. `dtype` is for the config; `room` is the bytes for a header."""
     left_out = never_saved(model)
     shards = Shards(directory, room)
     try:
@@ -239,7 +239,7 @@ _ALIGNED = 8
 class Shards:
     """Writer of `model.safetensors`, or of several files and their index, with one tensor in memory at a time.
 
-    A file begins with its header, which is written last, into reserved bytes, and padded with spaces.
+    A file begins with its header. The header is written last, into reserved bytes, and is padded with spaces.
 
     Args:
         directory: an existing directory.
@@ -263,7 +263,7 @@ class Shards:
         self._write(name, tensor)
 
     def close(self) -> None:
-        """Write the tensors that `add` left for the end, the last header, and the index if there are several files."""
+        """Write the tensors that `add` has put off, the last header, and the index if there are several files."""
         # The widest dtype first: each tensor begins at a multiple of its element size.
         for name, tensor in sorted(self._unaligned.items(), key=lambda item: -item[1].itemsize):
             self._write(name, tensor)

@@ -1,1 +1,1 @@
-"""A step on fake tensors: a copy of the model without values (the twin), a simulated device, and a recorder of operators."""
+"""Runs a step on fake tensors: a copy of the model without values (the twin), a simulated device, an operator recorder."""

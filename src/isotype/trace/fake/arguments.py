@@ -35,12 +35,12 @@ _CPU_FILLS: Mapping[str, tuple[str, ...]] = {
 
 
 def numbers_of(name: str, kind: str) -> Sequence[str]:
-    """Return the names of the arguments whose numbers the tensor's dtype must represent on a device of `kind`."""
+    """Return the names of an operator's arguments whose numbers must fit the tensor's dtype on this kind of device."""
     return _FILLS.get(name) or (_CPU_FILLS.get(name, ()) if kind == "cpu" else ())
 
 
 def overflow(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> Breach | None:
-    """Return a breach if one of the call's `numbers` is too large for the tensor's dtype; None if all fit."""
+    """Return a breach if an argument named in `numbers` is too large for the tensor's dtype; None if all fit."""
     arguments = dict(zip(schema_of(func).roles, args, strict=False)) | kwargs
     target = arguments.get("self")
     dtype = arguments.get("dtype") or (target.dtype if target is not None else torch.get_default_dtype())
@@ -55,7 +55,7 @@ def overflow(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> Breac
 
 
 def without_numbers(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> tuple[Any, Any]:
-    """Return the arguments of a call, with each argument in `numbers` replaced by zero."""
+    """Return the arguments of a call, with zero in place of each argument named in `numbers`."""
     roles = schema_of(func).roles
 
     def zero(role: str, value: Any) -> Any:
@@ -79,7 +79,7 @@ def converted(value: Any, target: torch.dtype) -> Any:
 
 
 def cast_result(dtype: torch.dtype, result: Any) -> Any:
-    """Return a float result, fake or real, in another float dtype; every other result is returned as it is."""
+    """Cast a float result, fake or real, to another float dtype. Return every other result unchanged."""
     if not isinstance(result, torch.Tensor) or result.dtype not in FLOATS or result.dtype == dtype:
         return result
     with contextlib.nullcontext() if isinstance(result, FakeTensor) else unset_fake_temporarily():
@@ -95,7 +95,7 @@ def in_operands_dtype(result: Any, tensors: Sequence[tuple[str, torch.Tensor]], 
 
 
 def as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
-    """Cast an operator's results to the measured `dtypes`; return them unchanged if there are fewer or more `dtypes`."""
+    """Cast an operator's results to the measured dtypes. Return the results unchanged if the numbers of both differ."""
     outputs = list(leaves(result))
     if len(outputs) != len(dtypes):
         return result
@@ -107,7 +107,7 @@ def as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
 
 
 def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
-    """Apply `function` to the leaves of nested values, like `tree_map`, ten times faster for tuples, lists and dicts."""
+    """Apply a function to the leaves of nested values, ten times faster than `tree_map` for tuples, lists and dicts."""
     kind = type(values)
     if kind in _LEAVES or isinstance(values, torch.Tensor):
         return function(values)

@@ -37,7 +37,7 @@ def loss_function(inputs: Any) -> LossFunction:
 
 
 class LossOfOutput:
-    """Returns the loss in a model's output. `partial` is True if `is_partial` was true for an output."""
+    """A function that returns the loss in a model's output. `partial` is True if `is_partial` was true for an output."""
 
     partial = False
 
@@ -59,8 +59,8 @@ class StepCode:
         generate: code of the phase `generate`; None for one forward without labels and gradients.
         folded: True to trace only one of several equal layers, see `isotype.model.fold`.
         weights: the result of `weights_of(model)`, if the caller has it; None to call this slow function.
-        evaluation: inputs of the phase `evaluate`; None for no evaluation.
-        reference: kind of memory that a frozen copy of the model's weights counts as; None if there is no such copy.
+        evaluation: inputs of an evaluation between steps (phase `evaluate`); None for no evaluation.
+        reference: kind of memory for a frozen copy of the model's weights; None if there is no such copy.
     """
 
     model: nn.Module
@@ -83,7 +83,7 @@ class StepCode:
         return self.inputs.function if isinstance(self.inputs, LossOf) else self.inputs
 
     def reached(self) -> Untouched:
-        """Return a saved copy of the state that this code can change outside of the model's copy (the twin)."""
+        """Save the state that this code can change outside of the model's copy (the twin)."""
         return Untouched(
             [
                 ("the loss", self.loss),
@@ -195,13 +195,13 @@ def _positional(module: nn.Module) -> tuple[str, ...]:
 
 
 def tensors_of_loss(loss: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that a loss function can read (its closure, defaults and used globals), each with a name."""
+    """Yield (name, tensor) for each tensor that a loss function can read: in its closure, defaults and used globals."""
     for name, value in _named_by(loss):
         yield from named_tensors(value, name)
 
 
 def switches_of(loss: Any) -> list[Any]:
-    """Return the objects with only simple attributes (flags, numbers, strings) that a loss function can read.
+    """Return the objects that a loss function can read and that have only simple attributes: flags, numbers, strings.
 
     The loss may set a flag that the model reads, so the copy of the model must share the objects with the loss.
     """

@@ -1,4 +1,4 @@
-"""Simulation of what torch does before its dispatcher: another device's autocast, and errors of composite functions.
+"""Simulates what torch does before its dispatcher: the autocast of another device, and errors of composite functions.
 
 Autocast acts where Python calls a torch function, so that autograd records the casts. Every device has its own lists of
 functions, and without a GPU, `torch.autocast("cuda")` disables itself. So a step runs under the CPU's autocast, which
@@ -60,7 +60,7 @@ _HALVES = {torch.float32: torch.float16, torch.complex64: torch.complex32}
 class Functions(TorchFunctionMode):
     """A function mode that records the name of the running function, and applies a device's autocast lists.
 
-    `kind` is the kind of the simulated device (`cpu`, `cuda`, …). Without the device's `profile`, attention and queries
+    `kind` is the kind of the simulated device (`cpu`, `cuda`, …). Without a device profile, attention and queries
     of device properties run as on this machine.
     """
 
@@ -123,7 +123,7 @@ class Functions(TorchFunctionMode):
             recorder.function, recorder.autocast, recorder.like = before
 
     def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
-        """Limit `index` to the rows of `tensor`, because an assumed expert number may be too large."""
+        """Clamp an index to the rows of `tensor`, because an assumed expert number may be too large."""
         value = self._recorder.values.of(index)
         if value is None or value.dim() or value.dtype in (torch.bool, torch.uint8) or not tensor.dim():
             return index
@@ -131,14 +131,14 @@ class Functions(TorchFunctionMode):
         return index if -rows <= number < rows else number % rows
 
     def _numbers(self, value: Any) -> Any:
-        """Return nested lists with numbers instead of tensors: `torch.tensor` would read the tensors' memory."""
+        """Replace the tensors in nested lists by numbers, because `torch.tensor` would read the tensors' memory."""
         if not isinstance(value, (list, tuple)):
             return value
         listed = self._recorder.listed
         return [listed(item) if isinstance(item, torch.Tensor) else self._numbers(item) for item in value]
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function as the device would; if it raises for the operands' dtypes, convert them and repeat the call."""
+        """Call a function as the device would. If it raises because of the operands' dtypes, convert them and call it again."""
         recorder, run = self._recorder, func
         kernel: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.attention is not None and func is scaled_dot_product_attention:
@@ -188,7 +188,7 @@ class Functions(TorchFunctionMode):
 
 
 def _sparse(values: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """Return a dense fake with the values' dtype and graph for a sparse tensor."""
+    """Return a dense fake in place of a sparse tensor, with the dtype and graph of the sparse tensor's values."""
     dense = torch.zeros(tuple(size), dtype=values.dtype) + 0 * values.sum()
     setattr(dense, SPARSE, True)
     return dense
@@ -242,7 +242,7 @@ class Attention:
         return scaled_dot_product_attention, attention.sdpa_kernel(SDPBackend.MATH)
 
     def notes(self, peak: int) -> Iterator[str]:
-        """Yield a note for each kind of attention that has no fused kernel; `peak` is the memory peak in bytes."""
+        """Yield a note for each kind of attention call that has no fused kernel. `peak` is the step's memory peak in bytes."""
         for (dtype, grouped), scores in self._scores.items():
             if scores < max(_LEAST, _LEAST_SHARE * peak):
                 continue
@@ -257,7 +257,7 @@ class Attention:
 def _stand_in(kernel: Kernel, call: AttentionCall, cast: torch.dtype | None) -> Callable[..., Any]:
     """Return the function that runs attention as a GPU's fused kernel does.
 
-    A CPU's fused kernel has no dropout, one size for all heads, and no gradient of a mask.
+    A CPU's fused kernel supports neither dropout, nor different head sizes, nor a gradient of the mask.
     """
     takes = kernel in ("efficient", "cudnn") and call.heads == call.key_heads
 
@@ -280,7 +280,7 @@ def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _call_of(
     args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None
 ) -> tuple[AttentionCall, int] | None:
-    """Return the call, and the bytes of the scores that plain operators store; None for shapes that torch refuses."""
+    """Return (the call, bytes of the scores that plain operators would store); None for shapes that torch refuses."""
     named = _named(args, kwargs)
     query, key, value = map(named.get, ("query", "key", "value"))
     if query is None or key is None or value is None or {query.dim(), key.dim(), value.dim()} != {4}:

@@ -1,4 +1,4 @@
-"""A cache of fake kernels' results: shapes, strides and dtypes, for operands of the same shapes, strides and dtypes.
+"""A cache of the results of fake kernels: their shapes, strides and dtypes, by the operands' shapes, strides and dtypes.
 
 A step has thousands of operators and is traced again for every fix, and the cache of `FakeTensorMode` takes a third of
 a millisecond for each look-up. This cache contains the results that torch would cache (`_validate_cache_key` in
@@ -58,7 +58,7 @@ class Kernels:
         self._state = dict(template.__dict__)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of `func`: from the cache for operands of the same kind, else from the fake kernel."""
+        """Return the result of an operator, from the cache if possible, else from the fake kernel."""
         tensors: list[FakeTensor] = []
         key = self._key(func, args, kwargs, tensors)
         if key is None:
@@ -110,7 +110,7 @@ class Kernels:
         )
 
     def _entry(self, result: Any, tensors: list[FakeTensor]) -> Any:
-        """Return how to recreate `result`: (function of its parts, a recipe for each part); () if that is impossible."""
+        """Return a cache entry from which a result can be recreated: (function of its parts, recipe for each part), or ()."""
         structure: Any = type(result) if type(result) in (tuple, list) else next
         if structure is next and isinstance(result, (tuple, list)):
             return ()  # a named tuple

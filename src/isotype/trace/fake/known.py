@@ -51,7 +51,7 @@ class Known:
         self._values = values
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Store the value of an integer tensor that is an input of the step and too large for `Values`."""
+        """Store the value of an integer input of the step that is too large for `Values`."""
         if value.numel() > LIMIT and value.dtype in (torch.int64, torch.int32):
             setattr(tensor, _INTEGERS, value)
 
@@ -97,7 +97,7 @@ class Known:
             setattr(output, name, (moved, version_of(output) or 0) if name == _MASKED else moved)
 
     def _masked_by(self, packet: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
-        """Return where an operator writes a mask's minus infinity into `output`; None for other operators."""
+        """Return a mask of the positions in `output` where an operator writes minus infinity; None for other operators."""
         if packet in _FILLS:
             mask, value, before = self._values.of(args[1]), self._number(args[2]), self._masked(args[0])
             if mask is None or value is None:
@@ -119,7 +119,7 @@ class Known:
         return (known[0] | known[-1]).expand(output.shape) if known else None
 
     def _masked(self, value: Any) -> torch.Tensor | None:
-        """Return where a tensor or a number is known to be minus infinity; None if no such position is known."""
+        """Return a mask of the positions where an operand is known to be minus infinity; None if no such position is known."""
         if not isinstance(value, torch.Tensor):
             number = self._number(value)
             return torch.ones((), dtype=torch.bool) if number == -math.inf else None
@@ -145,7 +145,7 @@ class Known:
     # ------------------------------------------------------------------------------------------------- decisions
 
     def _outside(self, packet: Any, args: Any) -> Iterator[tuple[int, int]]:
-        """Yield (index, size) for each index that the operator refuses, because the table has fewer entries."""
+        """Yield (index, table size) for each index that is too large for the operator's table."""
         read = _INDICES.get(packet)
         for indices, size, lowest, ignored in read(args) if read else ():
             numbers = self._integers(indices)

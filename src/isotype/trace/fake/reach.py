@@ -1,7 +1,7 @@
 """The inputs of a step that may affect its loss, and the trainable parameters that get a gradient.
 
-An input that may reach the loss does not always change the loss: `trace/reach` measures that on a small copy. An input
-that cannot reach the loss cannot change the loss, in a model of any size.
+An input that cannot reach the loss cannot change the loss, in a model of any size. An input that may reach the loss
+need not change the loss: `trace/reach` measures on a small copy whether it does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PARAMETER = "_isotype_parameter"
 
 
 class InputReach:
-    """For each storage: the inputs of the forward on which the storage's content may depend.
+    """Records, for each storage, the forward's inputs on which the storage's content may depend.
 
     An operator's result may depend on everything that its operands depend on.
     """
@@ -49,7 +49,7 @@ class InputReach:
         self._names.append(name)
 
     def follow(self, func: Any, operands: Sequence[tuple[str, torch.Tensor]], result: Any) -> None:
-        """Record an operator: its results and the operands that it overwrites depend on all inputs of its operands."""
+        """Record an operator: its results and overwritten operands depend on every input on which its operands depend."""
         sources = {storage_of(tensor) for _, tensor in operands}
         mask = 0
         for storage in sources:
@@ -117,7 +117,7 @@ class Gradients:
                 uses[key] = Unreached(origin.name, place.module, at, function or "", behind, ignored)
 
     def unreached(self, cuts: Mapping[int, str]) -> Iterator[Unreached]:
-        """Yield the parameters that the forward has used and that have no gradient after the backward, with `Recorder.cuts`."""
+        """Yield the parameters that the forward used but that have no gradient after the backward. `cuts`: `Recorder.cuts`."""
         for key, unreached in {**self._off, **self._used}.items():
             if key not in self.reached:
                 yield replace(unreached, cut=cuts.get(key, "") if unreached.ignored else "")

@@ -1,7 +1,7 @@
 """The recorder of a step on fake tensors: it checks every operator, and continues after a broken contract.
 
-The recorder is a dispatch mode above `FakeTensorMode`. If code branches on an unknown value, a value is assumed. If the
-device would raise for the dtypes of an operator's operands, the recorder records a breach, converts the operands and
+The recorder is a dispatch mode above `FakeTensorMode`. If code branches on an unknown value, a value is assumed. If an
+operator on the device would refuse its operands' dtypes, the recorder records a breach, converts the operands and
 continues.
 """
 
@@ -80,17 +80,17 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     Args:
         contracts: contracts of the simulated device.
-        compute: the dtype that a breach's operands are converted to, unless `sides` or a rule of `_target` decides.
+        compute: dtype to which a breach's operands are converted, unless `sides` or a rule of `_target` decides.
         fake: mode of the step's fake tensors.
         lines: code changes to try, `file:line` -> dtype. In such a line, casts and new tensors get the dtype, and
             operands of several dtypes are converted to it.
 
     Attributes:
-        sides: decides which of several dtypes operands are converted to; until `sides` is set, `compute` is used.
+        sides: decides to which of several dtypes operands are converted; until `sides` is set, to `compute`.
         deadline: latest end of the step in seconds of `time.monotonic`; the first operator after it raises
             TimeSpentError.
-        gradients: the trainable parameters that gradients reach.
-        reach: the inputs that may reach the loss.
+        gradients: records which trainable parameters get gradients.
+        reach: records which inputs may reach the loss.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return result
 
     def edited(self, place: Place | None = None) -> torch.dtype | None:
-        """Return the dtype that a code change to try sets in the line of `place`, or in the running line; None for other lines."""
+        """Return the dtype that the tried code change sets in the line of `place` (default: the running line), else None."""
         return self.lines.get(shown((place or self._place()).source)) if self.lines else None
 
     def _judged(
@@ -298,7 +298,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return func(*map_leaves(cast, args), **map_leaves(cast, kwargs))
 
     def _keep(self, func: Any, tensors: Any, result: Any, value: Any) -> None:
-        """Store the values of the operator's results; if they are unknown, drop the values of tensors that the operator
+        """Store the values of an operator's results. If these are unknown, forget the values of the tensors that it
         overwrites.
         """
         if value is not None:
@@ -330,12 +330,12 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _target(
         self, func: Any, tensors: Sequence[tuple[str, torch.Tensor]], edited: torch.dtype | None
     ) -> tuple[torch.dtype, bool]:
-        """Return the dtype to convert the operands to, and whether the code change to try makes this conversion itself.
+        """Return (dtype to convert the operands to, True if the tried code change makes this conversion itself).
 
         The first of these rules that applies decides:
 
         - the dtype of the operand that the operator overwrites, because no cast changes it;
-        - the dtype of the code change to try;
+        - the dtype of the tried code change;
         - float32 if the operator has no kernel for the dtype of this part of the model;
         - the dtype of the operands that belong to the model, if all of them have the same;
         - the dtype of this part of the model if an operand has it, else the operands' widest dtype.
@@ -405,13 +405,13 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return target
 
     def banned(self, name: str, args: Any, kwargs: Any) -> None:
-        """Record a function that raises under autocast, unless a code change to try sets the dtype in its line."""
+        """Record a function that raises under autocast, unless the tried code change sets the dtype in its line."""
         if self.edited() is None:
             breach = Breach(f"torch.nn.functional.{name} {UNSAFE}", False, torch.float32)
             self.note(f"torch.{name}", given_tensors(args, kwargs), breach)
 
     def array(self, tensor: torch.Tensor) -> Any:
-        """Return the result of `tensor.numpy()`: known values or zeros. NumPy has no bfloat16: such a tensor is a breach."""
+        """Return the result of `tensor.numpy()`: known values or zeros. A bfloat16 tensor is a breach: NumPy lacks bfloat16."""
         dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
         if dtype != tensor.dtype and self.edited() is None:
             breach = Breach("Got unsupported ScalarType BFloat16", False, dtype)

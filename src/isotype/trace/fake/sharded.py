@@ -48,7 +48,7 @@ class _Gathering:
         repeats: how many equal groups of the model this group represents.
         whole: bytes of the group's gathered parameters.
         reduced: bytes of the buffer in which the group's gradients are reduced.
-        is_gathered: True while the group's parameters are gathered.
+        is_gathered: True while the group's parameters are gathered in this process.
         is_prefetched: True while the group's parameters are in the flat buffer and not yet copied out of it.
         is_reduced: True after the group's backward.
         followers: groups whose forward takes a tensor that this group's forward returned.
@@ -124,14 +124,14 @@ class ProcessMemory:
             yield module.register_forward_hook(leave)
 
     def gradient(self, parameter: torch.Tensor, repeats: int, module: str) -> None:
-        """Count a new gradient of `parameter`: all of it for the traced layer, and a shard for each layer that is represented."""
+        """Count a new gradient of a parameter: the whole gradient for the traced layer, a shard for each represented layer."""
         assert parameter.grad is not None
         size = parameter.grad.untyped_storage().nbytes()
         self._ledger.count(parameter.grad, "gradients")
         self._ledger.add("gradients", (repeats - 1) * self._shards.get(id(parameter), size), module)
 
     def end_backward(self) -> None:
-        """Reduce the remaining groups, whose inputs need no gradient, and free all buffers."""
+        """Reduce the groups that are left, because their inputs need no gradient, and free all buffers."""
         for gathering in self._groups:
             self._reduce(gathering)
             self._ledger.add("gathered", -gathering.whole * gathering.is_prefetched)

@@ -82,10 +82,10 @@ def trace_step(
         code: the code that runs in the step.
         setup: settings of the step.
         change: a fix to try, which changes the twin before the step.
-        lines: another fix to try: at each `file:line`, the dtype that casts and new tensors in this line get.
+        lines: another fix to try: `file:line` -> dtype for the casts and new tensors in this line.
         deadline: latest end of the step by `time.monotonic`, in seconds. A step that runs longer fails.
-        untouched: saved copy of the state that the step can change, for several traces; None to save one here.
-        enough: called with the trace so far after a forward or backward with a breach; True ends the step.
+        untouched: saved state that the step can change, shared by several traces; None to save the state here.
+        enough: called with the unfinished trace after a forward or backward with a breach; the step ends if it returns True.
     """
     model, untouched = code.model, untouched or code.reached()
     mode = fake_mode(setup.profile)
@@ -380,7 +380,7 @@ class _Step:
             ledger.add("gradients", -ledger.alive("gradients"))
 
     def _evaluate(self) -> None:
-        """Count the memory of an evaluation or a rollout between steps, and remove its calls: they repeat the forward's."""
+        """Count the memory of an evaluation or a rollout between steps. Remove its calls, which repeat those of the forward."""
         ledger, calls, twin = self.recorder.ledger, self.recorder.calls, self.twin
         before = len(calls)
         for name, value in _named(self.evaluated):
@@ -416,7 +416,7 @@ _OF_TILES = 5
 
 
 def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the inputs whose values the step may use: copies of small inputs, large integer inputs, and tiled images."""
+    """Return the inputs whose values the traced code may read: copies of small inputs, large integer inputs, tiled images."""
     return {
         name: value.detach().cpu().clone() if value.numel() <= LIMIT else value.detach().cpu()
         for name, value in _named(inputs)
@@ -460,7 +460,7 @@ def make_optimizer(request: Any, parameters: Sequence[torch.Tensor], learning_ra
 
 
 def _kept_states(optimizer: Any, model: nn.Module, mode: FakeTensorMode) -> dict[str, dict[str, Any]]:
-    """Return the existing state of an optimizer as fakes, by the name of the parameter in `model`.
+    """Return the existing state of an optimizer as fake tensors, by the names of the parameters in `model`.
 
     If the model is cast after the first step, the state keeps its earlier dtype.
     """

@@ -64,7 +64,7 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
 
 
 def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
-    """Return the inputs in the same structure, with a fake for each tensor, and the same `requires_grad`."""
+    """Replace each tensor in nested inputs by a fake with the same `requires_grad`."""
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

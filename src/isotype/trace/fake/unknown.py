@@ -1,7 +1,7 @@
-"""Numbers that the model's code reads from tensors with unknown values.
+"""Chooses the numbers that the model's code reads from tensors with unknown values.
 
 Code that reads a number usually branches on it. The trace takes the branches of a step that works: checks pass, and
-loops end after a few rounds. The use of a number is found in the source's syntax tree: `if x.max() > 1e4: raise …`,
+loops end after a few rounds. The syntax tree of the source shows how code uses a number: `if x.max() > 1e4: raise …`,
 `while error.item() > 1e-3`, `if done.all(): break`.
 """
 
@@ -39,7 +39,7 @@ class Order:
 
     Attributes:
         negated: True if an odd number of `not` is on the path.
-        rises: True if a large number makes the path's comparison true, False if a small one does; None without a
+        rises: True if large numbers make the comparison on the path true, False if small numbers do; None without a
             comparison.
         limit: the constant that the number is compared with; None if there is none.
     """
@@ -51,10 +51,10 @@ class Order:
 
 @dataclass(frozen=True)
 class Use:
-    """The use of a number.
+    """The way in which code uses a number that it reads.
 
     Attributes:
-        passes: the truth value that the number (or its comparison) needs so that the code continues.
+        passes: truth value of the number (or of its comparison) with which the code continues.
         loop: the line of the `while` loop that ends at the opposite truth value; None if no loop depends on the number.
         order: the path to the condition.
     """
@@ -132,7 +132,7 @@ def use_in(frame: FrameType) -> tuple[Use | None, FrameType]:
 
 @lru_cache(maxsize=4096)
 def _use(code: CodeType, at: int, order: Order) -> Use | Order | None:
-    """Return the use of the number read at byte `at`. If the function returns the number, return the path so far."""
+    """Return the use of the number that the instruction at byte `at` reads; the path so far if the function returns it."""
     parents = _parents(code.co_filename)
     node = _expression(code, at)
     if node is None:

@@ -1,4 +1,4 @@
-"""The Python state that a step's code can change is saved before a trace and restored after it.
+"""Saves the Python state that a step's code can change before a trace, and restores it after the trace.
 
 Attributes that the model's modules set change only the model's copy (the twin). But a step can also change globals,
 class attributes, memoized results and objects in a loss's closure (a noise scheduler, an average of weights, a cache).
@@ -195,7 +195,7 @@ class Untouched:
             self._enqueue((name, "[]", key), item)
 
     def _changeable(self, name: _Name, value: Any) -> None:
-        """Save a list, set or deque, bypassing overrides of subclasses."""
+        """Save the contents of a list, set or deque without calling methods of its subclass."""
         kind: Any = next(kind for kind in (list, set, deque) if isinstance(value, kind))
         saved = list(kind.__iter__(value))
 
@@ -208,7 +208,7 @@ class Untouched:
         self._elements(name, saved)
 
     def _instance(self, name: _Name, value: Any) -> None:
-        """Save an object's `__dict__`, bypassing overrides of attribute access."""
+        """Save an object's `__dict__` without calling its own `__getattribute__`."""
         try:
             attributes = object.__getattribute__(value, "__dict__")
         except AttributeError:
@@ -267,7 +267,7 @@ class Untouched:
                     self._enqueue(method_name, method)
 
     def _globals(self, space: dict[str, Any], names: frozenset[str], assigns: bool) -> None:
-        """Save globals that code may read or assign by name, and attributes of modules (`tables.CACHE`)."""
+        """Save the globals that code may read or assign by name, and attributes of modules (`tables.CACHE`)."""
         for name in names if assigns else names.intersection(space):
             value = space.get(name, _MISSING)
             # A package and its modules refer to each other: the key of a module prevents an endless recursion.
@@ -282,7 +282,7 @@ class Untouched:
                 self._globals(vars(value), names, False)
 
     def _class(self, name: _Name, value: type) -> None:
-        """Save a class's attributes, and visit the methods that visited code may call by name."""
+        """Save a class's attributes, and visit its methods that the code visited so far may call by name."""
         if not _is_code_opened(value.__module__):
             return
         for base in value.__bases__:

@@ -1,9 +1,9 @@
 """Values of small tensors that depend on no weight: token ids, masks, positions, image grids.
 
 Fake tensors have no values, but a model's code branches on some values: the number of images, the rows of an expert.
-Values that depend only on the inputs are computed for real and stored on the fake tensor. For a value that depends on
-weights, an assumed value is used: the dtypes of a step do not depend on the value. If the numbers in a comparison are
-unknown, the result is guessed, so that counts and selections with the same mask agree.
+Values that depend only on the inputs are computed for real and stored on the fake tensor. A value that depends on
+weights is assumed, because the dtypes of a step do not depend on it. If the numbers in a comparison are unknown, the
+resulting mask is guessed, so that counts and selections with this mask agree.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Values:
         self.numbers = Numbers()
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor, counted: bool = False) -> None:
-        """Store the value of the fake `tensor`. More than `LIMIT` elements are stored only if `counted` is True."""
+        """Store the value of a fake tensor. A value of more than `LIMIT` elements is stored only if `counted` is True."""
         if value.layout != torch.strided or value.device.type != "cpu":
             return
         if value.numel() <= LIMIT:
@@ -87,7 +87,7 @@ class Values:
             setattr(tensor, _LARGE, value)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the value of `tensor`; None if the value is unknown."""
+        """Return the value of a fake tensor; None if it is unknown."""
         if isinstance(tensor, FakeTensor):
             value: torch.Tensor | None = getattr(tensor, VALUE, None)
             unknown = value is None or (self._unknown and storage_of(value) in self._unknown)
@@ -96,7 +96,7 @@ class Values:
         return tensor if small else None
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Drop the known value of `tensor`: an operator has written values that are not known."""
+        """Drop the known value of a tensor into which an operator has written unknown values."""
         value = getattr(tensor, VALUE, getattr(tensor, _LARGE, None))
         if value is not None:
             storage = value.untyped_storage()
@@ -161,7 +161,7 @@ class Values:
     def came_rounded(self, tensor: torch.Tensor, name: str, written: bool = False) -> None:
         """Mark a known 16-bit input as rounded: its exact value may be half a unit in the last place larger.
 
-        If code has `written` the numbers (a buffer), its integers are exact.
+        If `written` is True, code has written the numbers (a buffer), and the integers among them are exact.
         """
         value = getattr(tensor, VALUE, None)
         if value is not None and value.dtype in HALVES:
@@ -175,7 +175,7 @@ class Values:
     def follow_rounding(
         self, func: Any, args: Any, kwargs: Any, tensors: Any, value: Any, source: str
     ) -> None:
-        """Compute an operator's result again, as if nothing had been rounded to 16 bits, and attach it to `value`."""
+        """Compute an operator's result again from operands without rounding to 16 bits, and attach this result to `value`."""
         exact_operands = (getattr(self.of(tensor), _EXACT, None) for _, tensor in tensors)
         rounded = [exact[1] for exact in exact_operands if exact is not None]
         cast = func is aten._to_copy.default and value.dtype in HALVES
@@ -209,7 +209,7 @@ class Values:
         return off, source
 
     def emptied(self, source: torch.Tensor, result: torch.Tensor) -> int:
-        """Return how many finite rows of `source` consist only of minus infinity after the cast to float16 (`result`)."""
+        """Return how many finite rows of `source` have become entirely minus infinity in `result`, its cast to float16."""
         value = self.of(source)
         if value is None or result.dtype != torch.float16 or value.dtype in (result.dtype, torch.bool):
             return 0
@@ -239,9 +239,9 @@ class Values:
     def rows(self, mask: torch.Tensor) -> int:
         """Return the number of True elements that an unknown mask is assumed to have.
 
-        A short vector selects the experts that get tokens: all its elements are True. If a longer mask follows such a
-        vector, it selects the tokens of one expert: an equal share of its elements is True. Every other mask has
-        `_STAND_IN_ROWS` elements that are True.
+        A short vector selects the experts that get tokens, so all its elements are True. A longer mask after such a vector
+        selects the tokens of one expert, so an equal share of its elements is True. Of any other mask,
+        `_STAND_IN_ROWS` elements are True.
         """
         if mask.dim() == 1 and mask.numel() <= _MOST_EXPERTS:
             self._experts = mask.numel()
@@ -344,7 +344,7 @@ def _unique(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
 
 
 def _ctc_loss(scores: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any) -> Any:
-    """Return a loss for each sequence, and log-probabilities for each step and state (two states per label, plus one)."""
+    """Return fakes of the CTC results: a loss per sequence, log-probabilities per step and state (2 · labels + 1 states)."""
     steps, batch = (scores.shape[0], scores.shape[1]) if scores.dim() == 3 else (scores.shape[0], 1)
     return scores.new_empty((batch,)), scores.new_empty((batch, steps, 2 * targets.shape[-1] + 1))
 
@@ -370,7 +370,7 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
 
 
 def _int8_codes(rows: torch.Tensor, threshold: float = 0.0) -> Any:
-    """Return int8 codes, row scales, and an empty list of outlier columns: no value is assumed to exceed the threshold."""
+    """Return int8 codes, row scales and an empty list of outlier columns, because no value is assumed to be an outlier."""
     scales = rows.new_empty((rows.numel() // rows.shape[-1],), dtype=torch.float32)
     columns = rows.new_empty((0,), dtype=torch.long) if threshold else None
     return rows.new_empty(rows.shape, dtype=torch.int8), scales, columns
@@ -388,7 +388,7 @@ _OF_INT8: dict[str, Callable[..., Any]] = {
 
 
 def _split(tensor: torch.Tensor, sizes: Any, dim: int = 0) -> Any:
-    """Split a tensor by assumed sizes, reduced so that they fit the tensor. The last part gets the rest."""
+    """Split a tensor by assumed sizes, which are reduced if they exceed the tensor. The last part gets the rest."""
     rest, fitting = tensor.shape[dim], []
     for size in sizes[:-1]:
         fitting.append(min(size, rest))

@@ -1,4 +1,4 @@
-"""A forward of a running script: its inputs by name, and whether it may train."""
+"""Examines a forward of a running script: its inputs by name, whether it trains, and stale casts or copies of weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def living(kind: type[Kind]) -> Iterator[Kind]:
 
 
 def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a forward's inputs by argument name, so that `module(**inputs)` is the same call.
+    """Return a forward's inputs by argument name, so that `module(**inputs)` repeats the call.
 
     If that is impossible, the positional arguments are named `argument 0`, `argument 1`, …
     """
@@ -60,11 +60,11 @@ def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 class StaleCasts:
-    """Detects an optimizer step inside of the autocast region in which the next forward runs.
+    """Detects an optimizer step inside of an autocast region in which the next forward also runs.
 
     Autocast casts a weight once and caches the cast until the outermost autocast region ends. If an optimizer steps
     inside the region, a later forward in the region uses the old weights. `report` is called at the first such forward.
-    The test uses a weight of its own: it casts the weight, changes it, and casts it again.
+    The test casts a weight of its own, changes the weight, and casts it again.
     """
 
     def __init__(self, report: Callable[[], None]) -> None:
@@ -97,10 +97,10 @@ class StaleCasts:
 
 
 class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
-    """Detects a 16-bit copy of trained weights to which the script adds between an optimizer's step and the next forward.
+    """Detects that the script averages trained weights into a 16-bit copy between an optimizer step and the next forward.
     The copy may be a frozen weight of the same model, such as a second adapter's.
 
-    `report` is called with the first such call. Tensors get no marks, because scripts save them between two steps.
+    `report` is called with the first call that adds to a copy. Tensors get no marks, because scripts may save them.
     """
 
     def __init__(self, report: Callable[[Call], None]) -> None:

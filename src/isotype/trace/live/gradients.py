@@ -1,4 +1,4 @@
-"""Reads with which gradients an optimizer is about to step."""
+"""Reads the gradients of the step that an optimizer is about to make."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _SAMPLE = 4096
 def gradients_of(
     optimizer: torch.optim.Optimizer, recorder: LiveRecorder, roots: Sequence[nn.Module], unscaled: bool
 ) -> dict[str, Any]:
-    """Return the fields of a `Trace` about the gradients that `optimizer` steps with, and two more entries.
+    """Return the fields of a `Trace` about the gradients of an optimizer's step, and two more entries.
 
-    `plain` says whether this step has computed the gradients without a loss scale, and `idle` has the parameters without a
-    gradient that no optimizer holds. The argument `unscaled` is True if a GradScaler has unscaled gradients of this script.
+    The entry `plain` is True if this step computed the gradients without a loss scale. The entry `idle` has the parameters
+    without a gradient that no optimizer holds. Set `unscaled` if a GradScaler has unscaled gradients of this script.
     """
     forward = (call for call in recorder.calls if call.phase == "forward")
     origins = ((operand.origin, call.module) for call in forward for operand in call.operands)
@@ -82,7 +82,7 @@ def gradients_of(
 
 
 def _multiplied(recorder: LiveRecorder, scales: Sequence[torch.Tensor]) -> bool:
-    """Return whether the backward began with a loss that one of the loss scales multiplies."""
+    """Return whether the loss of the backward was multiplied by one of the loss scales."""
     origins = [getattr(scale, ORIGIN, None) for scale in scales]
     with no_modes():  # a recorded read would mark the scale
         numbers = [float(scale) for scale in scales]  # as in `loss * scaler.get_scale()`
@@ -101,8 +101,8 @@ def optimizers_of(names: Mapping[int, Origin]) -> int:
 
 
 def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) -> list[Sample]:
-    """For each 16-bit parameter that the optimizer is about to change, return (name, parameter, mask of nonzero gradients, values)
-    of the first elements. Return nothing while a scheduler warms up, or if the optimizer itself may skip the step."""
+    """Return (name, parameter, mask of nonzero gradients, values) of the first elements of each 16-bit parameter to be changed.
+    Return nothing while a scheduler warms up, or if the optimizer itself may skip the step."""
     samples: list[Sample] = []
     for group in optimizer.param_groups if getattr(optimizer, "found_inf", None) is None else ():
         starts = 0 < float(group.get("lr", 0.0)) >= float(group.get("initial_lr", 0.0))
@@ -115,8 +115,8 @@ def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) ->
 
 
 def after_step(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> dict[str, tuple[str, ...]]:
-    """Return the names of parameters that the optimizer's step has not changed (`unmoved`) although their gradient is not
-    zero, and the names of parameters in which values have become NaN or infinite (`spoiled`)."""
+    """Return the names of two kinds of parameters. The step has not changed `unmoved` ones, although their gradient is not
+    zero. Values of `spoiled` ones have become NaN or infinite."""
     # Some optimizers keep the rounding errors of 16-bit parameters, and add them in a later step.
     keys = {str(key) for state in optimizer.state.values() for key in state}
     later = any(re.search("kahan|comp|shift|master", key) for key in keys)
@@ -131,7 +131,7 @@ def after_step(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> d
 
 
 class LastStep:
-    """The line of an optimizer's last step, and one of the gradients of that step; without an optimizer, no step has run."""
+    """The line of an optimizer's last step, and one gradient of that step. Without an optimizer, no step has run yet."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._line = shown(asking_line())
@@ -140,7 +140,7 @@ class LastStep:
         self._used = [(TensorWeakRef(g), version_of(g)) for g in gradients]
 
     def repeated_by(self, optimizer: torch.optim.Optimizer, unscales: bool) -> tuple[str, str] | None:
-        """Return the lines of this step and of the one that begins if both use the same gradients; else None.
+        """If the step that begins uses the same gradients as the last one, return the lines of both steps; else None.
 
         `unscales` is True if a GradScaler may have divided the gradients between the two steps.
         """

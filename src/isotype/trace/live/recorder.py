@@ -177,7 +177,7 @@ class LiveRecorder(Recorder):
         self.ledger.begin(phase)
 
     def _turn(self, func: Any) -> None:
-        """Change the phase if `func` runs in another one: an autograd node runs the backward, a module the forward."""
+        """Change the phase if `func` runs in another one: the backward inside of an autograd node, the forward in a module."""
         if self.phase in ("optimizer", "generate"):
             return
         if current_node() is not None:
@@ -210,7 +210,7 @@ class LiveRecorder(Recorder):
         self._places.clear()
 
     def weigh(self, model: nn.Module, prefix: str = "") -> ExitStack:
-        """Register and count the weights and buffers of `model` that are new. To remove the added hooks, close the result."""
+        """Register and count the new weights and buffers of a model. Close the result to remove the hooks."""
         hooks = ExitStack()
         layers = dict(model.named_modules())
         for tensor, weight in tensors_and_weights(model):
@@ -286,7 +286,7 @@ class LiveFunctions(TorchFunctionMode):
 
 @contextmanager
 def warnings_at_callers() -> Iterator[None]:
-    """While the block runs, a warning of a function that this file's modes call names the line that called the function."""
+    """In the `with` block, warnings name the line that calls a function, not the line in this file that passes the call on."""
     before: Any = warnings.showwarning
 
     def show(message: Any, category: Any, file: str, line: int, *others: Any) -> None:
@@ -359,7 +359,7 @@ class _Terms:
                 self._sums += [(result.grad_fn, (source, shown(asking_line()))) for source in outside]
 
     def _sources(self, value: Any) -> set[str]:
-        """Return the lines that dropped the graphs of terms, which may be weighted by a number of few digits."""
+        """Return the lines where the terms in a value lost their graphs. A weight of a term has only a few digits."""
         if isinstance(value, torch.Tensor):
             return self._cut.get(id(value), set())
         for number, lines in self._numbers.items() if isinstance(value, float) else ():
@@ -369,7 +369,7 @@ class _Terms:
         return set()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Record the scalars without a graph that are terms of `loss`, whose backward begins."""
+        """Record which scalars without a graph are terms of the loss whose backward begins."""
         summed = {node_number(node) for node in _summands(loss.grad_fn)}
         if not self._balanced:
             self.lost += [lines for node, lines in self._sums if node_number(node) in summed]

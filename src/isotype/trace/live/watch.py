@@ -1,4 +1,4 @@
-"""Recording of the first steps of an unchanged script: global hooks start and end a record, and remove themselves.
+"""Records the first steps of an unchanged script: global hooks start and end the recording, then remove themselves.
 
 The hooks are torch's global hooks for modules and optimizers. At the first training forward, the hooks call `before`
 (which may trace the step before it runs), and put the live recorder under the script's modes. A few earlier forwards of
@@ -98,7 +98,7 @@ class Watch:
         before: called once, before the first training forward runs. The script waits meanwhile.
         after: called at the end of a step, also of a skipped one, while the step's calls are still available.
         evaluates: called before each recorded forward of an evaluation or generation.
-        repeats: called with the lines of two steps of an optimizer if the second one uses the gradients of the first again.
+        repeats: called with the lines of two optimizer steps if the second step uses the gradients of the first again.
 
     Attributes:
         seen: the recorded steps.
@@ -311,7 +311,7 @@ class Watch:
             self.state = "evaluating"
 
     def _end_evaluation(self) -> None:
-        """If an evaluation has been recorded, discard its record, so that the next forward or step can be recorded."""
+        """Discard the record of an evaluation, so that the next forward or step can be recorded."""
         if self.state != "evaluating":
             return
         self._leave_modes()
@@ -344,7 +344,7 @@ class Watch:
     # ------------------------------------------------------------------------------------------------------- steps
 
     def _pause(self) -> None:
-        """Pause the recording when gradients accumulate: the other micro-batches of the step only repeat the first."""
+        """Pause the recording while gradients accumulate, because later micro-batches of a step only repeat the first."""
         self.state = "paused"
         assert self.recorder is not None
         why = (
@@ -393,7 +393,7 @@ class Watch:
             self.recorder.turn_to("optimizer")
 
     def weigh_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the optimizer, and which parameters have gradients when it steps."""
+        """Record the optimizer that is about to step, and which parameters have gradients."""
         assert self.recorder is not None
         fused = any(group.get("fused") for group in optimizer.param_groups)
         self.optimizer = "fused " * fused + type(optimizer).__name__
@@ -409,7 +409,7 @@ class Watch:
                 self.recorder.mark_gradient(weight, origin.name)
 
     def _weigh_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count what the optimizer has held since before the step: states, and master weights outside of the model."""
+        """Count the memory that the optimizer held before the step: states, and master weights outside of the model."""
         assert self.recorder is not None
         for weight in parameters_of(optimizer):
             if id(weight) not in self.recorder.names:
@@ -477,7 +477,7 @@ class Watch:
         )
 
     def products(self) -> dict[str, Call]:
-        """For each trainable parameter, return a matmul of the forward that uses it, by the parameter's name."""
+        """Return parameter name -> a matmul of the forward that uses the parameter, for trainable parameters."""
         assert self.recorder is not None
         trained = {weight.name for weight in self.recorder.weights if weight.trainable}
         matmuls = (call for call in self.recorder.calls if call.phase == "forward" and call.flops)

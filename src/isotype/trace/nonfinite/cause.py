@@ -1,4 +1,4 @@
-"""The cause of an operator's non-finite result, found in its operands and by a computation in a wider dtype."""
+"""Finds the cause of a non-finite result from the operator's operands, and by a computation in a wider dtype."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fresh_elements(call: Call, result: torch.Tensor, by_code: Sequence[bool]) ->
     tensors = aligned or [x for operand in call.operands if (x := _as_tensor(operand, values)) is not None]
 
     def anywhere(conditions: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return where any condition is True; unless the operator is element-wise, return one value for all elements."""
+        """Return a mask that is True where any condition is; one value for all elements unless the operator is element-wise."""
         hit = torch.zeros((), dtype=torch.bool, device=values.device)
         for condition in conditions:
             hit = hit | (condition if aligned else condition.any())
@@ -79,9 +79,9 @@ def entries_at(call: Call, fresh: torch.Tensor) -> tuple[float, ...]:
 
 
 def exact_result(call: Call, fresh: torch.Tensor, dtype: torch.dtype) -> float | None:
-    """Compute the result in the next wider dtype; return the largest magnitude where `fresh` is True.
+    """Compute the result in the next wider dtype, and return its largest magnitude where the mask `fresh` is True.
 
-    Return None if such an element is not finite in the wider dtype either, or if the operator does not run in it.
+    Return None if an element is not finite in the wider dtype either, or if the operator does not run in this dtype.
     """
     wide = torch.float32 if dtype.itemsize <= 2 else torch.float64
     try:
@@ -167,7 +167,7 @@ class Operand:
     Attributes:
         role: name of the operator's argument.
         tensor: the operand with its values before the operator ran; None for a number.
-        original: the tensor that the code passes. If the operator writes into this tensor, `tensor` is a copy.
+        original: the tensor that the code passes; `tensor` is a copy if the operator writes into it.
         number: value of a number; None for a tensor.
     """
 

@@ -40,7 +40,7 @@ _UNSET = ("aten.empty", "aten.new_empty", "aten.resize")
 
 
 class FoundError(BaseException):
-    """The first non-finite result is found, and the step can stop.
+    """Raised to stop the step when the first non-finite result is found.
 
     `FoundError` is a `BaseException`: code of the step that catches every `Exception` does not catch it.
     """
@@ -56,8 +56,8 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
 
     Attributes:
         finding: the first operator with a non-finite result of finite operands; None if there is none.
-        suspect: the first use of a non-finite value that no operator has computed. If the loss is not finite and
-            `finding` is None, `suspect` is the cause.
+        suspect: the first use of a non-finite value that no operator has computed. This use is the cause if the loss is
+            not finite and `finding` is None.
     """
 
     supports_higher_order_operators = True
@@ -146,7 +146,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return None
 
     def _judge(self, call: Call, result: torch.Tensor, by_code: Sequence[bool]) -> NonFinite | None:
-        """Return a finding if a non-finite result must be reported, else None."""
+        """Return a finding for a non-finite result; None if the result is intended, or only passes on an earlier value."""
         fresh = fresh_elements(call, result, by_code)
         if fresh is not None:
             exact, entries = exact_result(call, fresh, result.dtype), entries_at(call, fresh)
@@ -211,7 +211,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return value_of(operand.role, operand.tensor, name)
 
     def _rows(self, bad: torch.Tensor) -> tuple[int, ...]:
-        """Return which rows of the batch have a True in `bad`; () if the rows of `bad` are not those of the batch."""
+        """Return the rows of the batch in which the mask `bad` has a True; () if the mask's rows are not those of the batch."""
         rows, length = self._shape
         if not rows or not bad.dim() or bad.shape[0] not in (rows, rows * length):
             return ()

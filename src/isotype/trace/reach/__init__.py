@@ -1,1 +1,1 @@
-"""Measurement of the inputs that reach each output, on a small copy of the model."""
+"""Measures, on a small copy of the model, which inputs affect each output."""

@@ -88,7 +88,7 @@ def batch_of(inputs: Mapping[str, Any]) -> Batch | None:
 
 
 def _with_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """For a loss outside of the model (DPO, GRPO, a reward): return the inputs with the tokens that count as labels."""
+    """For a loss outside of the model (DPO, GRPO, a reward): return the inputs, with the tokens that count as `labels`."""
     labels = inputs["input_ids"]
     for name in ("attention_mask", *_LEARNED):
         mask = inputs.get(name)
@@ -170,7 +170,7 @@ def _window(batch: Batch) -> dict[str, Any]:
 
 
 def _border(batch: Batch) -> tuple[int, int, int]:
-    """Find the border with the closest label behind it, and return its row and the first and last column of a window."""
+    """Find the border that has the nearest label behind it. Return its row, and the first and last column of a window."""
     labels = batch.inputs["labels"]
     if labels.shape != batch.ids.shape:
         labels = batch.ids

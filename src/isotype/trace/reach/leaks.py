@@ -32,7 +32,7 @@ def leaks(probe: Probe) -> Iterator[Leak]:
 def _leak(
     probe: Probe, source: Source, changed: dict[str, Any], at: torch.Tensor, guarded: torch.Tensor
 ) -> Leak | None:
-    """Return a leak if the `changed` inputs change a prediction that they must not change, else None.
+    """Return a leak if changed inputs change a prediction that they must not affect, else None.
 
     `at` is a mask of the learned predictions that must not change, `[learned]`; `guarded` is a mask of the tokens whose
     hidden states must not change, `[rows, tokens]`.
@@ -67,7 +67,7 @@ def _neighbours(probe: Probe) -> Leak | None:
 
 
 def _cure(probe: Probe, other: torch.Tensor, at: torch.Tensor) -> str:
-    """Return "attention_mask" if a packed row has no leak without this input, else ""."""
+    """Return "attention_mask" if removing this input removes the leak of a packed row, else ""."""
     batch = probe.batch
     has_positions = isinstance(batch.inputs.get("position_ids"), torch.Tensor)
     if not has_positions or "attention_mask" not in batch.inputs or batch.packed_by == "attention_mask":

@@ -131,7 +131,7 @@ def _labels(probe: Probe) -> Labels:
 
 
 def _matrix(probe: Probe, row: int) -> Matrix | None:
-    """For some predictions of a row: return the tokens whose embeddings have a gradient; None if that is unknown."""
+    """Return, for some predictions of a row, the tokens whose embeddings get a gradient; None if this is unknown."""
     table = getattr(probe.copy.model, "get_input_embeddings", lambda: None)()
     learned, ids = probe.learned, probe.batch.ids
     places = (learned.rows == row).nonzero()[:, 0].tolist()
@@ -157,7 +157,7 @@ def _matrix(probe: Probe, row: int) -> Matrix | None:
 
 
 def _unused_inputs(probe: Probe, padding_is_read: bool) -> Iterator[NoReach]:
-    """Yield the inputs that change no prediction, among images and audio in labelled rows and the attention mask."""
+    """Yield those inputs that change no prediction. Only images and audio in labelled rows and the attention mask are tested."""
     batch, learned, has_picture = probe.batch, probe.learned, probe.of_pictures.any(-1)
     unlearned = bool(has_picture.any()) and not bool(has_picture[learned.rows].any())
     for name, value in () if unlearned else batch.inputs.items():
@@ -217,7 +217,7 @@ def _unused_weights(probe: Probe) -> Iterator[NoReach]:
 
 
 def _reason(probe: Probe, name: str, trained: Iterable[str]) -> str:
-    """If an adapter has no effect because its scaling in PEFT's layer is 0, return this reason, else ""."""
+    """Return a reason if an adapter has no effect because its scaling in PEFT's layer is 0, else ""."""
     parameter = next(other for other in trained if starred(other) == name)
     if ".lora_" not in parameter:
         return ""

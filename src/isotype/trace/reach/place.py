@@ -1,4 +1,4 @@
-"""The module where a leak begins: the first module with equal inputs and different outputs."""
+"""Finds the module where a leak begins: the first module with equal inputs and different outputs."""
 
 from __future__ import annotations
 

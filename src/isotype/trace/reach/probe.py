@@ -23,7 +23,7 @@ _PICTURES = ("image_token_id", "image_token_index", "audio_token_id", "video_tok
 
 
 class UndecidedError(Exception):
-    """The measurement is impossible. The message says why."""
+    """Raised if the measurement is impossible. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Probe:
 
     @property
     def of_rows(self) -> bool:
-        """True if the model makes one prediction for each row, as a classifier does."""
+        """True if the model makes a single prediction per row, as a classifier does."""
         return self.base.dim() == 2
 
     @property
@@ -98,7 +98,7 @@ class Probe:
         return self.copy.model(**self.batch.arguments(inputs))
 
     def loss(self) -> torch.Tensor | None:
-        """Return the model's loss. If the loss is computed outside of the model, return another loss of the predictions."""
+        """Return the copy's loss. If the loss is computed outside of the model, return another loss of the same predictions."""
         output = self.run(self.batch.inputs)
         if self.batch.labelled:
             return find_loss(output)

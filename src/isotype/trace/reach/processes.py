@@ -1,4 +1,4 @@
-"""Differences between processes that train together: modules that a batch does not run, and collectives that differ.
+"""Finds differences between processes that train together: modules that some batches skip, and collectives that differ.
 
 With FSDP, all processes gather and reduce the weights of a group together, and with DDP, they reduce every gradient
 together. If one process's batch skips a module, the processes call different collectives, or wait forever.

@@ -15,7 +15,7 @@ _ATTENTION_HEADS = 4
 
 
 def _fields(sizes: Mapping[str, float]) -> Mapping[str, Any]:
-    """Split the keys, lists of field names, at spaces: every field gets the size of its list."""
+    """Split each key, a list of field names, at spaces. Every field gets the size of its list."""
     return {name: size for names, size in sizes.items() for name in names.split()}
 
 
@@ -94,7 +94,7 @@ def of_few_layers(config: Any) -> Any:
 
 
 def special_tokens(config: Any) -> dict[int, list[tuple[Any, str, int | None]]]:
-    """For each special token id, return where a config has it: (nested config, attribute, index in a list or None)."""
+    """Return each special token id with its places in a config: (nested config, attribute, index in a list or None)."""
     places: dict[int, list[tuple[Any, str, int | None]]] = {}
     for _, part in _parts(config):
         for name, value in list(vars(part).items()):

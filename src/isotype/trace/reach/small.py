@@ -55,7 +55,7 @@ class Copy:
 
 
 class NoCopyError(Exception):
-    """No small copy is possible. The message says why."""
+    """Raised if no small copy is possible. The message says why."""
 
 
 def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | None = None) -> Copy:
@@ -178,7 +178,7 @@ def _copied(
 
 
 def _of_copies(method: MethodType, memo: Mapping[int, Any]) -> MethodType:
-    """Bind a method of a module to the module's copy, and do the same with the methods in its closure.
+    """Bind a method of a module to the module's copy, and likewise the methods in the method's closure.
 
     A library that replaces a model's forward (TRL's fused head) keeps the original forward in a closure.
     """
