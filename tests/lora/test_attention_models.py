@@ -19,7 +19,7 @@ from isotype.lora.attention.blocks import float32_copies, recomputed
 from isotype.lora.attention.choice import OWN, Shape, chosen, measure, offered, shape_of, times_of
 from isotype.lora.attention.registered import use_fast_attention
 from isotype.lora.loops.loading import Loops
-from isotype.lora.measured import Times
+from isotype.lora.measured import Times, file_of
 from tests import cpus
 from tests.adapters import step
 from tests.lora.conftest import KERNELS
@@ -271,7 +271,8 @@ SHAPE = Shape(1, 1, 2, 16, 16, 64, "causal", torch.float32, True)
 
 
 def known(shape: Shape) -> Times | None:
-    return choices._CHOICES.get(choices._file(torch.get_num_threads(), shape.dtype), choices._key(shape))
+    file = file_of("attention", choices.REVISION, torch.get_num_threads(), *offered(shape.dtype))
+    return choices._CHOICES.get(file, f"{shape}, values of {shape.value_head}")
 
 
 def test_a_choice_is_measured_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
