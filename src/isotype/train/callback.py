@@ -67,8 +67,8 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         policy: by default, the model's policy. If the model has no policy, each run derives one from the model's dtypes
             and the trainer's arguments (`fp16`, `bf16`). A derived policy casts no frozen weight.
         check: `"error"` raises PrecisionError if the preflight finds an error or if the trainer contradicts the policy
-            (in the GradScaler, the dtype of the optimizer state, or rounded values). `"warning"` logs the error, and None
-            turns both checks off. Errors from operator contracts that were not measured are only logged.
+            (in the GradScaler, the dtype of the optimizer state, or rounded values). `"warning"` logs the error, and
+            None turns both checks off. An error that follows from an unmeasured operator contract is only logged.
         watch: if True, the training ends when the loss or the gradient norm is not finite.
         ranges: measured value ranges for the preflight, or None if they are unknown. By default, the ranges of a float16
             step are measured on the first batch. The measurement takes additional memory.
@@ -131,7 +131,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._meter.begin(state.global_step + 1)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Store the loss scale for `on_optimizer_step`. Raise TrainingError if the loss or gradient norm is not finite."""
+        """Store the loss scale for `on_optimizer_step`. Raise TrainingError if loss or gradient norm is not finite."""
         meter, scale = self._meter, loss_scale(getattr(kwargs["optimizer"], "scaler", None))
         if meter is None or (scale is None and meter.together):
             self._scale = None if scale is None else float(scale)
@@ -177,7 +177,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._policy.save(directory)
 
     def _report(self, report: Report, logs: bool, whole: bool) -> None:
-        """Raise or log the preflight's errors, as `self.check` says. Log the warnings that the policy has not given."""
+        """Raise or log the preflight's errors, as `self.check` says. Log those warnings that the policy has not given yet."""
         # An error in stored values is only logged: the loss of every step is checked in any case.
         assumed = [f for f in report.errors if f.phase == "load" or is_assumed(f, report.trace)]
         covered = ("device", "memory", "versions")  # the policy has already warned of these kinds
@@ -253,7 +253,7 @@ def before_first_step(
 
 
 def is_assumed(finding: Finding, trace: Trace) -> bool:
-    """Return True if a finding is inferred from an operator contract that was not measured on the device."""
+    """Return True if a finding follows from an operator contract that was not measured on the device."""
     broken = [call for call in trace.breaches() if call.module in finding.places and call.op == finding.op]
     return any(call.breach is not None and call.breach.assumed for call in broken)
 
@@ -325,7 +325,7 @@ def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | Non
 
 
 def raise_optimizer_state(optimizer: Any, master: torch.dtype) -> None:
-    """Cast the optimizer state of each `master` parameter to the dtype `master`: `optimizer.step` requires equal dtypes."""
+    """Cast the optimizer state of parameters in the dtype `master` to this dtype. `optimizer.step` requires equal dtypes."""
     for parameter, state in optimizer.state.items():
         for name, tensor in state.items():
             if _is_moment(name, tensor) and tensor.dtype != master and parameter.dtype == master:
@@ -358,7 +358,7 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
 
 
 def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
-    """Return an error if loading has rounded the values of a resumed run, else None.
+    """Return an error if loading has rounded the saved values of a resumed run, else None.
 
     `model.load_adapter` copies saved values into 16-bit parameters before it casts these parameters to float32.
     Rounded values are recognised because a 16-bit dtype represents each of them exactly.

@@ -1,4 +1,4 @@
-"""Chat with a model or an adapter, in the dtypes it was trained in."""
+"""Chat with a model or an adapter, in the dtypes of its training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLAIN = dict.fromkeys(
     ("penalty_alpha", "dola_layers", "num_beam_groups", "force_words_ids", "constraints", "stop_strings")
 )
 PLAIN |= {"num_beams": 1}
-"""Generation settings that replace a checkpoint's own, because these could need code from the hub or prevent streaming."""
+"""Generation settings that replace those of a checkpoint, which could need code from the hub or prevent streaming."""
 Prompt = str | Sequence[Message]
 """A text that the model continues, or a conversation."""
 LONGEST = 200
@@ -73,7 +73,7 @@ def encode(tokenizer: Any, messages: Prompt) -> Any:
 
 
 def with_pictures(messages: Sequence[Any], pictures: Sequence[Any]) -> list[Any]:
-    """Return `messages` with each content as a list of parts. The image parts contain `pictures`."""
+    """Return messages in which each content is a list of parts, and the image parts contain the given images."""
     from trl import prepare_multimodal_messages
 
     turns: list[Any] = prepare_multimodal_messages([dict(turn) for turn in messages], images=list(pictures))
@@ -96,7 +96,7 @@ def _generated(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int
 
 
 def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 64, **kwargs: Any) -> str:
-    """Return the model's answer. By default, decoding is greedy; `do_sample=True` samples. `kwargs` go to `generate`."""
+    """Return the model's answer. Decoding is greedy unless `do_sample=True`. `kwargs` are arguments of `generate`."""
     ids = _generated(model, tokenizer, messages, max_new_tokens, **{"do_sample": False, **kwargs})
     words = getattr(tokenizer, "tokenizer", tokenizer)
     return str(words.decode(ids, skip_special_tokens=True)).strip()
@@ -128,7 +128,7 @@ def chat(options: argparse.Namespace, console: Console) -> int:
     Raises:
         UsageError: invalid options, a model that generates no text, an image that the model cannot take, or a question
             that does not fit into the context. A keyboard session prints errors about images and questions and goes on.
-        CheckpointError, PrecisionError: as `load_for_inference`.
+        CheckpointError, PrecisionError: raised by `load_for_inference`.
     """
     _check(options)
     with interrupts_kept(), console.status(f"loading {options.model} …"):
@@ -195,7 +195,7 @@ def _asked(question: str, pictures: Sequence[Any]) -> Message:
 def stream_answer(
     model: Any, tokenizer: Any, messages: list[Message], console: Console, **generation: Any
 ) -> tuple[str, bool]:
-    """Print the model's answer word by word. Return the answer and True, or the part before Ctrl-C and False."""
+    """Print the model's answer word by word. Return (answer, True), or after Ctrl-C (answer so far, False)."""
     from transformers import TextStreamer
 
     parts: list[str] = []
@@ -284,7 +284,7 @@ def _turn(
     interactive: bool,
     console: Console,
 ) -> list[Message]:
-    """Print the answer to the last message. Return the turns that fit into the context, followed by the answer."""
+    """Print the answer to the last message. Return the turns that fit into the context, with the answer at the end."""
     turns, longest = _fitting(model, tokenizer, messages, options.max_new_tokens)
     if len(turns) < len(messages):
         console.print("(the oldest turns no longer fit into the context and are left out)", style="dim")
@@ -306,7 +306,7 @@ def _fitting(
     """Drop the oldest turns until the answer fits into the context. Return the kept messages and the answer's token limit.
 
     If `max_new_tokens` is None, the answer needs the smaller of `LONGEST` tokens and half of the context. If only the
-    question is left, one free token is enough.
+    question is left, space for one token is enough.
 
     Raises:
         UsageError: the question alone does not fit.

@@ -60,7 +60,7 @@ def _compiled_class(base: Any) -> Any:
 def take_compilation(accelerator: Any) -> Mapping[str, Any] | None:
     """Return accelerate's options for `torch.compile`, and prevent accelerate from compiling. Without options, return None.
 
-    With DeepSpeed, accelerate still compiles the model, and the result is None.
+    With DeepSpeed, accelerate still compiles the model, and this function returns None.
     """
     from accelerate.utils import DynamoBackend
 

@@ -129,7 +129,7 @@ def show_model(console: Console, model: Any) -> None:
 
 
 def part_rows(model: Any) -> list[tuple[str, int, int, str]]:
-    """For a model with image or audio inputs, return (part, parameters, trainable parameters, storage dtypes) of each part."""
+    """Return (part, parameters, trainable parameters, storage dtypes) for each part of a model with image or audio inputs."""
     base = without_peft(model)
     parts = Parts(base)
     if not parts.towers:
@@ -187,7 +187,7 @@ def model_notes(model: Any) -> tuple[str, ...]:
 
 
 def of_model(model: Any) -> tuple[int, int, tuple[tuple[str, int], ...], tuple[str, ...]]:
-    """Return `parameter_counts`, `weight_bytes` and `model_notes`. A training changes none of them."""
+    """Return the results of `parameter_counts`, `weight_bytes` and `model_notes`, which a training does not change."""
     return *parameter_counts(model), weight_bytes(model), model_notes(model)
 
 
@@ -195,7 +195,7 @@ _PICTURED = 4
 
 
 def sample_questions(settings: Settings, data: Any) -> list[tuple[Sample, Prompt]]:
-    """Return (sample, prompt) for `--ask`, or for the first prompt of the test split (the first four with images)."""
+    """Return (sample, prompt) for `--ask`, or for the test split's first prompt (its first four prompts if it has images)."""
     if settings.ask:
         asked = as_typed(settings.ask)
         return [(Sample(asked, None, None, None), [{"role": "user", "content": asked}])]
@@ -298,6 +298,6 @@ def _kernel_rows(fusion: FusionReport | None) -> list[tuple[str, str]]:
 
 
 def head_rows(trainer: Any) -> list[tuple[str, str]]:
-    """Return a report row about the choice of the language-model head; no row if nothing was measured."""
+    """Return a list with a report row about the choice of the language-model head; empty if nothing was measured."""
     text = vars(trainer).get(HEAD_CHOICE)
     return [] if text is None else [("language-model head", text)]

@@ -35,7 +35,7 @@ FIELDS_OF_CONFIG = {
     "use_rslora": "use_rslora",
     "init_lora_weights": "init_lora_weights",
 }
-"""For each argument of a new adapter, the field of `peft.LoraConfig` that it sets."""
+"""Maps an argument of a new adapter to the field of `peft.LoraConfig` that it sets."""
 
 
 def start_of(settings: Settings) -> Settings:
@@ -111,10 +111,10 @@ _UNABLE = {
     "ADAPTION_PROMPT": "whose forward does not return the log-probabilities that TRL's trainers need",
     **UNUSABLE,
 }
-"""Kinds of adapters that a TRL trainer cannot train, each with the reason."""
+"""Maps a kind of adapter that a TRL trainer cannot train to the reason."""
 
 BOOLEANS = {"true": True, "false": False}
-"""The texts of `--init_lora_weights` for PEFT's booleans. With False, B is random, too: for tests."""
+"""Maps the texts of `--init_lora_weights` to PEFT's booleans. With False, B is random, too, as tests need it."""
 
 
 def sorted_names(value: Any) -> Any:
@@ -149,7 +149,7 @@ _REFUSED: Mapping[str, str] = {
     "lora_ga": _BASE,
     "mica": "its matrix B is not trained, which isotype does not support",
 }
-"""PEFT's initialisations that isotype refuses, each with the reason."""
+"""Maps an initialisation of PEFT that isotype refuses to the reason."""
 
 
 def initial_problems(settings: Settings) -> Iterator[Problem]:
@@ -185,7 +185,7 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def brings_tokens(training: Any) -> bool:
-    """Return True if `--chat_template_path` names another model: TRL then adds the new tokens of that model."""
+    """Return True if `--chat_template_path` names another model, whose new tokens TRL then adds."""
     template = getattr(training, "chat_template_path", None)
     return template is not None and not Path(template).is_file()
 
@@ -196,7 +196,7 @@ def _copies_adapter(settings: Settings) -> bool:
 
 
 def bias_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if biases are trained, and the method needs a second adapter: PEFT allows biases in only one."""
+    """Yield a problem if biases are trained and the method needs two adapters, because PEFT allows biases in only one."""
     if not settings.use_peft or not _copies_adapter(settings):
         return
     name, flag = settings.method.name, settings.lora_bias
@@ -211,7 +211,7 @@ def bias_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def part_of_base_problems(settings: Settings, name: object, adapter: Path | None = None) -> list[Problem]:
-    """Return a problem if the adapter is initialised with a part of the base weights and TRL needs a reference adapter.
+    """Return a problem if the adapter's initialisation takes a part of the base weights, and TRL adds a reference adapter.
 
     For a preference loss or a KL term, TRL adds a second adapter as the reference, with the config of the first. The
     initialisation of the second adapter would change the base weights again.

@@ -1,4 +1,4 @@
-"""Runs in several processes: launchers (torchrun, accelerate launch), sharding by `--fsdp`, and processes that end early."""
+"""Support for runs in several processes: launchers (torchrun, accelerate), sharding by `--fsdp`, processes that end early."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def require_token_ids(config: Any, settings: Settings) -> None:
 
 
 def require_router(config: Any, settings: Settings) -> None:
-    """Raise UsageError if `--router_aux_loss_coef` weights the routers' loss of a model that returns no router logits."""
+    """Raise UsageError if `--router_aux_loss_coef` is not 0 but the model returns no router logits."""
     coefficient = settings.router_aux_loss_coef
     if coefficient and not hasattr(config.get_text_config(), "output_router_logits"):
         what = f"--router_aux_loss_coef {coefficient} and a model of the type {config.model_type}"
@@ -207,7 +207,7 @@ def require_router(config: Any, settings: Settings) -> None:
 
 
 def require_plain_head(model: Any, method: Method) -> None:
-    """Raise UsageError if the head has an adapter: TRL's losses take the head's weight without an adapter."""
+    """Raise UsageError if the head has an adapter, because TRL's losses use only the weight of the head."""
     if method.loss != "reward" and is_tuner_layer(model.get_output_embeddings()):
         headline, expected = "an adapter on the head would not be trained", "layers below the head"
         fix = "leave the head out, or train it: --lora_modules_to_save lm_head; a saved adapter can be merged first"
@@ -249,7 +249,7 @@ def check_module_names(model: Any, config: Any) -> None:
 
 
 def _check_rank(model: Any, config: Any) -> None:
-    """Raise UsageError if the rank exceeds the smaller side of every adapted layer. Add a note if only some are smaller."""
+    """Raise UsageError if the rank exceeds the smaller side of every adapted layer. If of some only, add a note."""
     rank, targets = getattr(config, "r", None), getattr(config, "target_modules", None)
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # heads that are trained, without an adapter
     widths = [
@@ -276,7 +276,7 @@ def _check_rank(model: Any, config: Any) -> None:
 
 
 def _width(module: Any) -> int | None:
-    """Return the smaller side of a linear layer or of transformers' Conv1D (GPT-2), or None for other modules."""
+    """Return the smaller dimension of a linear layer or of transformers' Conv1D (GPT-2); None for other modules."""
     names = ("nx", "nf") if isinstance(module, Conv1D) else ("in_features", "out_features")
     return min(int(getattr(module, name)) for name in names) if hasattr(module, names[0]) else None
 
@@ -386,7 +386,7 @@ def _chosen_by_number(skipped: Iterable[str], lora: Any) -> bool:
 
 
 def _noted(model: Any, policy: PrecisionPolicy, config: Any, adapt: Adapt | None) -> Any:
-    """Call `add_lora` without its warnings, because the command prints the same texts from `model.adapter_notes`."""
+    """Call `add_lora` without its warnings. The command prints the same texts from `model.adapter_notes`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return add_lora(model, policy, config, adapt=adapt)
@@ -404,7 +404,7 @@ def _adapter_arguments() -> Iterator[None]:
 
 
 def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:
-    """Return the parts that get adapters: `--adapt` if given, the language model if no row has an image, else None (all)."""
+    """Return the parts that get adapters: `--adapt` or, if no row has an image, the language model; else None (all parts)."""
     if settings.adapt is not None:
         return Adapt(read_parts(settings.adapt), "--adapt leaves their part out")
     if {"image", "images"} & set(columns):

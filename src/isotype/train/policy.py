@@ -35,7 +35,7 @@ Result = TypeVar("Result", bound=Ranges | Damages)
 def policy_by_ranges(
     checkpoint: Checkpoint, request: PrecisionRequest, device: str, *, when: str = "measure"
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Return the policy, and the value ranges that the decision used (None if it used no ranges).
+    """Return the policy, and the value ranges on which it is based (None if it is based on none).
 
     With `when="measure"`, the ranges of a local checkpoint are measured unless they are cached. With `when="known"`, only
     cached ranges are used.
@@ -51,10 +51,10 @@ def policy_by_ranges(
 
 
 def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
-    """Raise PrecisionError if, under a float16 policy, a module that does not run in float32 has weights above 65504.
+    """Raise PrecisionError if a float16 policy lets a module with weights above 65504 run in a dtype other than float32.
 
-    Linear layers and embeddings with larger values run in float32. The measured results of a norm with larger weights may
-    fit into float16, but an adapter's update changes these results by the weight times the learning rate.
+    Linear layers and embeddings with larger values run in float32. A norm's measured results may fit into float16
+    although its weights do not. But an adapter's update changes these results by the weight times the learning rate.
     """
     if policy.compute != torch.float16 or ranges is None:
         return
@@ -96,7 +96,7 @@ def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tenso
 
 
 def _measured(measure: Callable[..., Result], checkpoint: Checkpoint, profile: DeviceProfile) -> Result:
-    """Measure block by block on the training's GPU. Use the CPU if there is no GPU or the GPU's memory is too small."""
+    """Measure block by block on the training's GPU, or on the CPU if there is no GPU or its memory is too small."""
     if not profile.present or profile.kind not in ("cuda", "rocm", "xpu"):
         return measure(checkpoint)
     device = torch.device(profile.name)
@@ -140,8 +140,8 @@ def enforce_trainer(
     `isotype.compat.liger`).
 
     Args:
-        masters: values of the trainable parameters by name, from before the trainer was built. Parameters get these values
-            back, because TRL casts the trainable parameters of a quantized model to bfloat16 and so rounds them.
+        masters: values of the trainable parameters by name, from before the trainer was built. These values are
+            restored, because TRL casts the trainable parameters of a quantized model to bfloat16, which rounds them.
     """
     parameters = dict(trainer.model.named_parameters())
     for name, values in (masters or {}).items():

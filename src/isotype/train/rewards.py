@@ -66,7 +66,7 @@ def check_rewards(settings: Settings, rewards: Mapping[str, Any], data: Mapping[
 
 
 def rewards_here(settings: Settings) -> tuple[dict[str, Any], list[str]]:
-    """Return `rewards_of` and notes, for a check. A check for another machine's device notes which functions this machine lacks."""
+    """Return the reward functions and notes, for a check. Functions may be missing if the device is in another machine."""
     needed = "reward_funcs" in settings.command.specs
     if needed and not settings.reward_funcs and not settings.reward_model_name_or_path:
         return {}, [f"no reward is named yet: isotype {settings.method.name} needs --reward_funcs"]
@@ -79,7 +79,7 @@ def rewards_here(settings: Settings) -> tuple[dict[str, Any], list[str]]:
 
 
 def _unfit(flag: str, function: Any, row: Mapping[str, Any], renamed: str | None) -> Iterator[Problem]:
-    """Yield a problem if TRL cannot call the function for such a row. `renamed` is the value of `--columns`."""
+    """Yield a problem if TRL cannot call the function for rows like `row`. `renamed` is the value of `--columns`."""
     if isinstance(function, nn.Module):
         return
     try:

@@ -86,11 +86,11 @@ class Run:
     """The decisions of a training command.
 
     Attributes:
-        settings: the command's settings, with the base model's name if the command names an adapter to train further.
+        settings: the command's settings. If the command names an adapter to train further, they name its base model.
         rewards: a dict with the trainer's argument `reward_funcs`, or an empty dict for methods without rewards.
         resume: the checkpoint to resume, or None to start from the beginning.
         earlier: the report of the run up to the checkpoint `resume`.
-        identity: the settings that determine the run's numbers (see `isotype.train.output.resume.identity_of`).
+        identity: the settings that determine the run's results (see `isotype.train.output.resume.identity_of`).
         ranges: the value ranges that decided the policy, or None if ranges were not measured.
     """
 

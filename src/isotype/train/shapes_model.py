@@ -34,7 +34,7 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _NAMES = ((*NUMBERS,), (*COLOURS,), tuple(f"{form}s" for form in FORMS))
-"""Words for an image's tokens. In every three tokens, one means the number, one the colour, and one the form."""
+"""Words for an image's tokens: of three successive tokens, one means the number, one the colour, and one the form."""
 
 
 def make_shapes_model(folder: Path, say: Callable[[str], object] = lambda line: None) -> Path:
@@ -110,7 +110,7 @@ def _processor(tokenizer: Any) -> Any:
 
 
 def _teach(model: Any, tokenizer: Any) -> None:
-    """Train tower and projector until an image's tokens match the words for its number, colour and form (in turn)."""
+    """Train tower and projector until an image's tokens match the words for its number, colour and form, in turns."""
     trained = [model.model.vision_tower, model.model.multi_modal_projector]
     parameters = [parameter for part in trained for parameter in part.parameters()]
     words = [[tokenizer(f" {name}").input_ids[0] for name in names] for names in _NAMES]

@@ -26,7 +26,7 @@ _ECHO_SECONDS = 2.0
 
 @contextmanager
 def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
-    """Let a first Ctrl-C, SIGTERM or SIGHUP end the training after this step with a checkpoint, and a second one at once.
+    """A first Ctrl-C, SIGTERM or SIGHUP ends the training after this step, with a checkpoint; a second one ends it at once.
 
     A second SIGHUP is ignored, because a terminal that hangs up may cause two (from the kernel and the shell).
 
@@ -85,7 +85,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 
 
 def _agreed(trainer: Any, stopped: list[int]) -> bool:
-    """Return True in every process if any process was asked to stop, so that all processes stop after the same step."""
+    """Return True in every process if any of them was asked to stop, so that all stop after the same step."""
     if trainer.accelerator.num_processes > 1:
         asked = torch.tensor(stopped[0] if stopped else 0, device=trainer.args.device)
         numbers = trainer.accelerator.gather(asked.reshape(1)).tolist()
@@ -97,7 +97,7 @@ class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformer
     """Callback that ends a training when the evaluation loss (or `--metric_for_best_model`) no longer improves."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore only the counter from the checkpoint. (transformers would also restore an earlier decision to stop.)"""
+        """Restore only the counter from the checkpoint, whereas transformers also restores an earlier decision to stop."""
         saved = (state.stateful_callbacks or {}).get(type(self).__name__)
         counter = "early_stopping_patience_counter"
         if isinstance(saved, dict) and state.global_step:
@@ -133,7 +133,7 @@ def early_stopping_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def balance(trainer: Any) -> str | None:
-    """Return a note on the routers' load-balancing loss, or None if the training loss does not include it."""
+    """Return a note on the routers' load-balancing loss; None if it is not a part of the training loss."""
     config = trainer.model.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
         return None

@@ -82,7 +82,7 @@ class PolicyTrainer(WholeCheckpoints):
         super().run_epoch(**kwargs)
 
     def floating_point_ops(self: Any, inputs: Any) -> int:
-        """Return the trainer's estimate, but count the model's parameters only at the first call."""
+        """Return the trainer's estimate of FLOPs. The model's parameters are counted only at the first call."""
         name = getattr(self.model, "main_input_name", "input_ids")
         values: int = inputs[name].numel() if name in inputs else 0
         if not values:

@@ -119,7 +119,7 @@ class Outcome:
 def run(settings: Settings, console: Console) -> Outcome:
     """Run one training command.
 
-    Errors in the arguments, the data, the device and the checkpoint's headers are raised before any weights are read.
+    Errors in arguments, data, device and the checkpoint's headers are raised before any weights are read.
 
     Raises:
         IsotypeError: bad arguments, data, checkpoint or precision, or a full disk when a file is saved.
@@ -146,7 +146,7 @@ def run(settings: Settings, console: Console) -> Outcome:
 
 
 def _for_machine(settings: Settings, sharding: Sharding | None, profile: DeviceProfile) -> Settings:
-    """Return the settings for this machine, without `--fsdp`, because isotype shards the model instead of the trainer."""
+    """Return the settings for this machine, without `--fsdp`, because isotype, not the trainer, shards the model."""
     values: dict[str, Any] = {}
     if not torch.cuda.is_available():
         values["dataloader_pin_memory"] = False  # torch warns about pinned memory without a GPU

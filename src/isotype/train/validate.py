@@ -43,14 +43,14 @@ _TEMPLATE = "a .jinja file, or a directory or hub id with a tokenizer"
 
 
 def check_settings(settings: Settings) -> None:
-    """Raise UsageError about the arguments, else about the optimizer and the hub, else about files for the trainer."""
+    """Raise UsageError about the first of these with problems: arguments, optimizer and hub, files for the trainer."""
     problems = [*argument_problems(settings), *machine_problems(settings)]
     if problems := problems or [*_optimizer(settings), *_hub(settings)] or [*_read_later(settings)]:
         raise UsageError("invalid arguments", problems)
 
 
 def machine_problems(settings: Settings) -> list[Problem]:
-    """Return the problems of the arguments with this machine's files, packages, compiler and devices."""
+    """Return the problems of the arguments that depend on this machine: its files, packages, compiler and devices."""
     return [
         *_paths(settings),
         *_packages(settings),
@@ -118,7 +118,7 @@ def _padding_free(settings: Settings) -> Iterator[Problem]:
 
 
 def _trainer(settings: Settings) -> Iterator[Problem]:
-    """Yield the arguments that the method's trainer does not take together; it refuses them when the model is loaded."""
+    """Yield a problem for arguments that the trainer cannot combine. It would refuse them only after the model is loaded."""
     method, losses = settings.method, settings.loss_type or ""
     if method.loss == "unpaired" and losses != "apo_zero_unpaired":
         if settings.per_device_train_batch_size == 1:

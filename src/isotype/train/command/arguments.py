@@ -22,7 +22,7 @@ Read = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Limit:
-    """The range of valid numbers for an argument. With `above`, `least` itself is invalid; with `below`, `most` itself."""
+    """The range of valid numbers for an argument. `above` excludes `least` itself; `below` excludes `most` itself."""
 
     least: float
     most: float = math.inf
@@ -54,7 +54,7 @@ _SHARE = Limit(0, 1, below=True, fix="give a share between 0 and 1")
 
 
 def _names(module: str, name: str, what: Callable[[Any], list[str]] = list) -> Callable[[], list[str]]:
-    """Return a function that imports `module.name` and uses `what` to make a list of names from the imported object."""
+    """Return a function that imports the object `module.name` and returns the list of names that `what` gets from it."""
     return lambda: what(getattr(import_module(module), name))
 
 
@@ -65,8 +65,8 @@ class Argument:
     Attributes:
         group: heading above the argument in the short help, or "" if the short help leaves the argument out.
         example, text: an example value and a short description for the short help.
-        losses: the short help lists the argument for methods whose `Method.loss` is in this tuple (if empty, for all).
-        choices: returns the valid names of an argument that another library checks only after the model is loaded.
+        losses: values of `Method.loss`; the short help lists the argument for these methods, or for all if empty.
+        choices: returns the valid names, if another library checks the argument only after the model is loaded.
         json: an example value for an argument that takes a JSON object.
     """
 

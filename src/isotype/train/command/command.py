@@ -19,7 +19,7 @@ AUTO = "auto"
 PLANNED = ("per_device_train_batch_size", "max_length", "quantization")
 """Arguments that accept `auto`. If the value is `auto`, the plan for this machine (`isotype plan`) chooses a value."""
 RECOMPUTE = ("gradient_checkpointing", "activation_checkpointing")
-"""Old and new name (transformers 5.23) for gradient checkpointing. With `auto`, the step's estimated memory decides."""
+"""Old and new name (transformers 5.23) of the argument for gradient checkpointing. `auto`: the estimated memory decides."""
 
 HOLDERS = ("script", "training", "model", "dataset")
 """Short names of the dataclasses that have TRL's arguments, in the order of `Method.dataclass_types`."""
@@ -30,7 +30,7 @@ _TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
 def boolean(text: str) -> bool:
-    """Return the boolean that transformers reads from a word. Raise ValueError for a word that transformers refuses."""
+    """Parse a boolean as transformers does. Raise ValueError for a word that transformers refuses."""
     word = text.lower()
     if word not in (*_TRUE, *_FALSE):
         raise ValueError(text)
@@ -161,7 +161,7 @@ def _word(value: Any) -> str:
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """Content of the `--config` file: values by argument name, and environment variables."""
+    """The content of the `--config` file: values by argument name, and environment variables."""
 
     path: str
     values: Mapping[str, Value]
@@ -227,7 +227,7 @@ class Command:
         return (*self.environment(), *command)
 
     def environment(self) -> tuple[str, ...]:
-        """Return `env NAME=VALUE …` for the config file's variables, or () if the command names the file, which sets them."""
+        """Return the words `env NAME=VALUE …` for the config file's variables, or () if the command still names the file."""
         if self.file is None or not self.file.env or self._taken_back() is not None:
             return ()
         return ("env", *(f"{name}={value}" for name, value in self.file.env.items()))
@@ -246,7 +246,7 @@ class Command:
         return (*config, *(token for name, value in written.items() for token in self._written(name, value)))
 
     def _taken_back(self) -> dict[str, Value] | None:
-        """Return defaults for the file's arguments that this command lacks, or None if a default cannot be written."""
+        """Return the defaults of arguments that the file sets but this command lacks; None if a default cannot be written."""
         assert self.file is not None
         missing = [name for name in self.file.values if name not in self.values]
         defaults = {name: self.specs[name].default for name in missing}
@@ -278,7 +278,7 @@ class Command:
         return same and not self.difference(other)
 
     def difference(self, other: Command) -> dict[str, tuple[Any, Any]]:
-        """For each argument whose values differ, return the pair (value in this command, value in `other`)."""
+        """Return the arguments whose values differ: name -> (value in this command, value in `other`)."""
         names = dict.fromkeys((*self.values, *other.values))
         return {name: (self[name], other[name]) for name in names if self[name] != other[name]}
 
@@ -305,7 +305,7 @@ def with_dtype(command: Command, dtype: str | None) -> Command:
 def with_storage(command: Command, storage: str | None, memory: int | None = None) -> Command:
     """Set `--quantization` and remove other arguments for storage. With None, weights are stored in the compute dtype.
 
-    With `memory`, the storage is mixed; if `memory` is the command's `--base_memory`, this argument keeps its text.
+    If `memory` (bytes) is given, the storage is mixed, and `--base_memory` is set unless it already has this value.
     """
     others = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
     typed = str(command["base_memory"])

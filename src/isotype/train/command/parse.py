@@ -38,7 +38,7 @@ def parse_command(
     problems_of: Callable[[argparse.Namespace], list[Problem]] = lambda options: [],
     prog: str | None = None,
 ) -> tuple[Command, argparse.Namespace]:
-    """Return the training command, and the caller's own arguments. Flags override keywords, and keywords the config file.
+    """Return the training command, and the caller's own arguments. Flags override keywords, which override the config file.
 
     Args:
         keywords: values by argument name. None means that the argument is not given.
@@ -105,7 +105,7 @@ def parse_command(
 
 
 def value_problems(command: Command) -> list[Problem]:
-    """Return the numbers out of range, the unknown names and the contradictions about precision in a command."""
+    """Return the problems of a command: numbers out of range, unknown names, and contradictions about precision."""
     problems = [*number_problems(command.given), *name_problems(command.given)]
     try:
         read_precision_request(command)
@@ -137,7 +137,7 @@ def _add(
 
 
 def _object(argument: Argument, value: Any) -> tuple[Any, Problem | None]:
-    """Return (the JSON object that `value` is or whose text it is, or the path of a JSON file, None), or (None, problem)."""
+    """Return (JSON object or path of a JSON file, None) for an argument's value, or (None, problem) if it is invalid."""
     if isinstance(value, dict) or (argument.name in _FILES and not str(value).lstrip().startswith("{")):
         return value, None
     try:
@@ -153,7 +153,7 @@ def _object(argument: Argument, value: Any) -> tuple[Any, Problem | None]:
 def _parser(
     method: str, prog: str, add_arguments: Callable[[argparse.ArgumentParser], None] | None
 ) -> tuple[Parser, frozenset[str]]:
-    """Return a parser that keeps training arguments as text. Also return the names of the caller's own arguments."""
+    """Return a parser that leaves training arguments as text, and the names of the caller's own arguments."""
     parser = Parser(prog=prog, add_help=False)
     if add_arguments is not None:
         add_arguments(parser)
@@ -195,7 +195,7 @@ def training_parser(method: str) -> Parser:
 
 
 def named_as_config(argv: Sequence[str]) -> list[str]:
-    """Return the arguments of a command, with `--config` before a file of settings that takes the place of the model."""
+    """Return the arguments of a command, with `--config` inserted if the first one is a file of settings, not a model."""
     name = argv[0] if argv else ""
     named = name.endswith((".yaml", ".yml")) and not name.startswith("-")
     if name.endswith(".json") and Path(name).is_file():  # a config.json describes a model

@@ -59,7 +59,7 @@ class Settings:
         return self.value(name)
 
     def value(self, name: str) -> Any:
-        """Return an argument's value: decided, given or the default. Return None if the method has no such argument."""
+        """Return an argument's decided value, else the given one, else the default; None if the method lacks the argument."""
         spec = self.command.specs.get(name)
         if spec is None or spec.holder == "added":
             return self.added.get(name)
@@ -76,7 +76,7 @@ class Settings:
         return self.dataset_name or "datasets"
 
     def but(self, **values: Any) -> Settings:
-        """Return a copy with `values` that the run has decided. Names that the method lacks have no effect."""
+        """Return a copy with values that the run has decided. Names that the method lacks have no effect."""
         decided = {**self.decided, **values}
         return replace(self, decided=decided, **_built(self.command, decided))
 
@@ -113,7 +113,7 @@ def _incomplete(command: Command) -> Iterator[Problem]:
 
 
 def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all values by argument name: given in the command, decided by the run, isotype's defaults, and implied."""
+    """Return all values by argument name: those of the command, of the run's decisions, isotype's defaults, implied ones."""
     values: dict[str, Any] = {
         name: command[name] for name in ("dtype", "use_peft", "lora_target_modules", "lora_task_type")
     }
@@ -235,7 +235,7 @@ def _works(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any], *
 
 
 def _whole_groups(command: Command, works: Callable[..., bool]) -> Iterator[str]:
-    """Yield a smaller group size and a larger batch size with which whole groups of completions fill a batch."""
+    """Yield fixes that let whole groups of completions fill a batch: a smaller group, and a larger batch."""
     rows, group = command["per_device_train_batch_size"], command["num_generations"]
     larger = range(rows + 1, rows + group + 1)
     choices = {"num_generations": range(group - 1, 1, -1), "per_device_train_batch_size": larger}
@@ -254,7 +254,7 @@ def target_modules(value: Any) -> Any:
 
 
 def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, Any], help_of: str) -> str:
-    """Return a fix for a library's `message`: leave out the arguments that it names, or change those not in `explicit`."""
+    """Return a fix for a library's error message: leave out the explicit arguments that it names, or change other ones."""
     words = dict.fromkeys(re.findall(r"[a-z][a-z0-9_]*", message))
     named = [name for name in words if name in values and ("_" in name or f"--{name}" in message)]
     # A word such as "Packing" in a library's message means the argument only if that was given.

@@ -51,9 +51,9 @@ class Reader:
     Attributes:
         given: the values in the file by name. A name in a group is written `group.name`.
         values: the translated values by isotype's names.
-        used: isotype's names for each translated name. The list is empty if isotype always does as the name requests.
-        notes: for each effect of leaving names out, the names that were left out.
-        trains: False if the data sets need not be on this machine.
+        used: maps a translated name to isotype's names; to an empty list if isotype always does as the name requests.
+        notes: maps each effect to the names that were left out and so cause the effect.
+        trains: True if the data sets must be on this machine, because a training reads them.
     """
 
     table: str
@@ -93,20 +93,20 @@ class Reader:
         return default
 
     def use(self, names: str, **ours: Any) -> None:
-        """Record `names` as translated into the arguments `ours`. Without `ours`, isotype always does as the names request."""
+        """Record that `names` are translated into the arguments `ours`; into none if isotype always does as requested."""
         self.values.update(ours)
         for name in self._open(names):
             self.used[name] = list(ours)
             self._settled.add(name)
 
     def note(self, effect: str, names: str) -> None:
-        """Record `names` as left out, and note the effect of leaving these names out."""
+        """Record that `names` are left out, and what effect this has."""
         for name in self._open(names):
             self.notes.setdefault(OFF if self.get(name) in (None, False) else effect, []).append(name)
             self._settled.add(name)
 
     def refuse(self, what: str, expected: str, fix: str = _REMOVE) -> None:
-        """Record a name as refused. `what` is `NAME`, or `NAME: FAULT`."""
+        """Record that a name is refused. `what` is `NAME`, or `NAME: FAULT`."""
         name = what.partition(":")[0]
         shown = what if ":" in what else f"{name}: {_shown(self.given.get(name))}"
         self.problems.append(Problem(shown, expected, fix))
@@ -184,7 +184,7 @@ class Reader:
             self.refuse(name, f"a name of {table['title']} that isotype knows", fix)
 
     def _open(self, names: str) -> list[str]:
-        """Return the names in the file that match `names` (names or patterns) and are not settled yet."""
+        """Return the file's names that match `names` (names or patterns) and are not settled yet."""
         patterns = names.split()
         left = (name for name in self.given if name not in self._settled)
         return [name for name in left if any(fnmatchcase(name, pattern) for pattern in patterns)]
@@ -253,10 +253,10 @@ class Rows:
     Attributes:
         path: a file, a folder, or a hub id.
         kind: content of each row, which is `chat`, `turns` (a prompt and its answer, as text) or `text`.
-        columns: for each of isotype's column names, the data set's columns that are joined into that column.
+        columns: maps isotype's column name to the data set's columns that are joined into that column.
         name: configuration of the data set on the hub.
         split: the rows to train on, in the notation of `datasets` (`train[:10%]`).
-        files: the files in `path` to read, or None for all files.
+        files: names of the files in `path` to read, or None for all files.
     """
 
     path: str
@@ -280,7 +280,7 @@ class Rows:
 
 
 def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> None:
-    """Record `names` as translated into the data sets `rows`. Translate `whole`, the name that requests loss on prompts."""
+    """Record that `names` are translated into the data sets `rows`. Translate `whole`, which requests loss on prompts."""
     columns = _pairs(rows[0].renamed) if rows else None
     if len(rows) > 1 or (
         rows and (rows[0].files or columns is None or not re.fullmatch(r"\w+", rows[0].split))

@@ -24,7 +24,7 @@ _OTHERS = {
     "_component_": ("torchtune", "isotype {method} --help lists isotype's names"),
     "_target_": ("NeMo Automodel", "isotype {method} --help lists isotype's names"),
 }
-"""Names in files of other programs, or in the groups of such a file: (program, what to do with the file instead)."""
+"""Maps a name that occurs in files of other programs to (program, what the user can do with such a file)."""
 
 
 _MODULES = {"axolotl": axolotl, "llama_factory": llama_factory}

@@ -1,4 +1,4 @@
-"""Measures the peak memory of an optimizer step, and the part of float16's range that each block uses."""
+"""Measures the peak memory of an optimizer step, and the largest output values of each block."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def memory_meter(device: torch.device) -> Iterator[MemoryMeter]:
 
 
 _EVERY = 50
-"""Largest number of steps between two samples. A short run has about twenty samples."""
+"""Largest number of steps between two samples. In a short run, the distance is smaller, for about twenty samples."""
 
 
 class HeadroomMeter:

@@ -37,7 +37,7 @@ class StepMeter:
         together: True if all processes read every step in a collective operation. If False (in a script), tokens are not
             counted, and processes combine their losses only if the gradient norm is not finite. The gradient norm is the
             same in all processes, so all make the same decision, and other steps need no synchronization.
-        memory: measures the memory of a step, or None to measure no memory.
+        memory: meter of a step's memory, or None to measure no memory.
         signals: the signals to stop that this process has received so far.
 
     Attributes:
@@ -80,7 +80,7 @@ class StepMeter:
         return self.now
 
     def read(self) -> Step:
-        """Return the step with its values as numbers. The host waits for the device only in this method, once per step."""
+        """Return the step with its values as numbers. Only this method makes the host wait for the device, once per step."""
         step, accelerator = self.now, self.trainer.accelerator
         if step.is_read:
             return step
@@ -156,7 +156,7 @@ def not_finite(
         measured: measurements of the step, by name.
         checkpoint: the last complete checkpoint, or None if there is none.
         replay: result of running the step again, or None if the step was not run again.
-        script: True in a user's script, where the error writes arguments as in Python.
+        script: True in a user's script: the error then writes arguments as Python code.
         pictures: True if the training data has images.
     """
     figures = ", ".join(f"{name} {value}" for name, value in measured.items())

@@ -31,7 +31,7 @@ _WIDEST = 130  # columns from which the line also shows learning rate and gradie
 
 @dataclass(frozen=True)
 class _Inset:
-    """Makes `inner` narrower than the console, because at Ctrl-C a terminal prints ^C after the live line."""
+    """Makes `inner` narrower than the console, to leave space for the ^C that a terminal prints after the live line."""
 
     inner: RenderableType
 

@@ -30,9 +30,9 @@ _ACTIONS = ("should_log", "should_evaluate", "should_save", "should_training_sto
 class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
     """Callback that makes a `StepRecord` of every optimizer step of a `PolicyTrainer`.
 
-    All processes make the records, so that all processes end a run at the same step. Only rank 0 shows the progress. If
-    the optimizer can skip updates on the device (`isotype.train.monitor.step`), a step is checked and recorded while the
-    next step runs, or earlier if the trainer saves, logs or evaluates.
+    All processes make these records, so that all of them end a run at the same step. Only rank 0 shows the progress. If
+    the optimizer can skip updates on the device (`isotype.train.monitor.step`), a step is checked and recorded while
+    the next step runs, or earlier if the trainer saves, logs or evaluates.
 
     Args:
         view: shows the progress, or None to show nothing.
@@ -64,7 +64,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self._show(state, None)
 
     def headroom(self) -> Headroom | None:
-        """Return the largest values of each block so far in a float16 run, or None for a run in another dtype."""
+        """Return the largest output values of each block so far in a float16 run; None for a run in another dtype."""
         measured = None if self._headroom is None else self._headroom.record()
         before = None if self._earlier is None else self._earlier.headroom
         if measured is None or before is None or measured.blocks != before.blocks:

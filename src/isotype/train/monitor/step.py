@@ -1,4 +1,4 @@
-"""An optimizer step of a trainer, with inputs and measurements. Measurements are collected on the device and read once.
+"""An optimizer step of a trainer: its inputs and measurements, which are collected on the device and read once.
 
 A step whose loss or gradient is not finite must not change the weights. PyTorch's fused Adam and AdamW on CUDA can skip
 the update on the device (`found_inf`, which the GradScaler uses): the host launches the update, and reads the values one
@@ -145,7 +145,7 @@ _MASKS = {"input_ids": "attention_mask", "prompt_ids": "prompt_mask", "completio
 
 
 def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
-    """Count the tokens in a batch's attention masks, without the extra sequences for KTO's KL estimate."""
+    """Count the tokens in a batch's attention masks, but not those of the extra sequences for KTO's KL estimate."""
     total: torch.Tensor | int = 0
     for ids, mask in _MASKS.items():
         if batch.get(ids) is not None:

@@ -59,7 +59,7 @@ def write_manifest(directory: Path) -> None:
 
 
 def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
-    """Describe in a clause what is missing or damaged in a checkpoint. Return None if the checkpoint is complete.
+    """Return a clause that says what is missing or damaged in a checkpoint; None if the checkpoint is complete.
 
     A checkpoint of another program has no manifest, but must have weights and a readable trainer state. If `contents` is
     True, every file is compared with its checksum in the manifest.
@@ -97,11 +97,11 @@ _KINDS: dict[str, dict[str, type]] = {
     "rng_state*.pth": {"python": tuple, "numpy": tuple, "cpu": torch.Tensor},
     "scaler.pt": {},
 }
-"""Files of the trainer's state, with the entries that each file must have and the types of these entries."""
+"""Maps each file of the trainer's state to the entries that the file must have, with their types."""
 
 
 def unreadable_state(checkpoint: Path) -> str | None:
-    """Describe in a clause why the trainer's state cannot be read, or return None. Only tensors and numbers are unpickled."""
+    """Return a clause that says why the trainer's state cannot be read, or None. Only tensors and numbers are unpickled."""
     from transformers import TrainerState
     from transformers.trainer_pt_utils import safe_globals
 
@@ -155,7 +155,7 @@ def saved_at(checkpoint: Path) -> float:
 
 
 def trained_kind(root: Path) -> str | None:
-    """Return the key of `RESULT_FILES` for the result in `root`, or None if there is no result."""
+    """Return the kind of the result in `root`, a key of `RESULT_FILES`, or None if there is no result."""
     kind = (read_json(root / POLICY_FILE) or {}).get("trainable")
     return kind if kind in RESULT_FILES else None
 
@@ -201,7 +201,7 @@ class Order:
 
 
 def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int) -> Order | None:
-    """Restore or record the random states that determine the order of rows. Return None if seed and epoch determine it.
+    """Restore or record the random states that determine the order of rows. Return None if only seed and epoch determine it.
 
     Args:
         checkpoint: the checkpoint that is resumed in this epoch, or None if the epoch begins with its first batch.

@@ -1,4 +1,4 @@
-"""Locks the directory of a run, and resumes a run: finds the checkpoint, compares settings, writes notes for the user and the command that resumes."""
+"""Locks the directory of a run, and resumes runs: finds the checkpoint, compares settings, and prints notes and commands."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def say_what_is_overwritten(settings: Settings, console: Console) -> None:
 
 
 def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | None, console: Console) -> None:
-    """Print which checkpoint is resumed and which checkpoints are incomplete."""
+    """Print the path of the resumed checkpoint and of each incomplete checkpoint."""
     root = settings.output_dir
     if settings.resume_from_checkpoint in _NO_RESUME:
         return
@@ -169,7 +169,7 @@ RUN_FILE = "isotype_run.json"
 """File in a checkpoint that records the settings of the run."""
 
 TEMPLATE_DATE, RECOMPUTED = "template_date", "gradient_checkpointing"
-"""Names in `RUN_FILE` of values that a run decides once. A resumed run keeps the values in `RUN_FILE`."""
+"""Names of values in `RUN_FILE` that a run decides once. A resumed run does not decide them again."""
 
 
 def decided_before(resume: Path | None) -> Mapping[str, Any]:
@@ -191,7 +191,7 @@ def day_of_run(resume: Path | None) -> date:
 
 
 def mark_day(settings: Settings, day: str, tokenizer: Any) -> None:
-    """Store the day in the tokenizer, so that the day is in the key under which `datasets` caches tokenized rows."""
+    """Store the day in the tokenizer, so that it becomes part of the key under which `datasets` caches tokenized rows."""
     if writes_date(tokenizer) or settings.chat_template_path is not None:
         getattr(tokenizer, "tokenizer", tokenizer).template_date = day
 
@@ -233,7 +233,7 @@ _POLICY = {
     "layers": "--quantization",
 }
 _PARTS = {True: "language", False: "all"}
-"""Value of `--quantized_parts`, by whether the policy's `dense` names modules (True) or is empty (False)."""
+"""Value of `--quantized_parts` if the policy's `dense` names modules (True) or is empty (False)."""
 _BATCH = "rows in an optimizer step"
 _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("dataset_name", "dataset_config")}
 

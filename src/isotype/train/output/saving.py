@@ -47,7 +47,7 @@ class Hooks:
         before: raises an error if the current step must not be saved.
         in_checkpoint: writes more files into the folder of a checkpoint.
         card: returns the model card of the run. If `card` is None, the trainer makes the model card.
-        goes_on: returns the command that resumes a checkpoint, or is None in a script.
+        goes_on: returns the command that resumes a checkpoint. It is None in a script.
     """
 
     before: Callable[[], object] = lambda: None
@@ -68,7 +68,7 @@ class WholeCheckpoints(Sharded):
     def train(
         self: Any, resume_from_checkpoint: Any = None, *args: Any, hooks: Hooks | None = None, **kwargs: Any
     ) -> Any:
-        """Call the trainer's `train` after finishing or undoing a save that a killed run left in the output directory."""
+        """Call the trainer's `train`, after a save that a killed run left incomplete is finished or undone."""
         if self.args.should_save:
             recover(Path(self.args.output_dir))
         self.hooks, self._began = hooks or Hooks(), time.time()

@@ -109,7 +109,7 @@ def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def put_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
-    """Copy unsharded tensors, which every process has read, into sharded parameters."""
+    """Copy whole tensors, which every process has read, into sharded parameters."""
     from torch.distributed.tensor import distribute_tensor
 
     for name, parameter in _trained(model).items():

@@ -62,7 +62,7 @@ class StepPlan:
 
     Attributes:
         device: name of a device or of a device profile.
-        rows: number of rows in a batch (of pairs of rows for dpo and reward).
+        rows: number of rows in a batch, or of pairs of rows for dpo and reward.
         length: length of a row, or None for the default.
         checkpointing: arguments of `gradient_checkpointing_enable`, or None if gradient checkpointing is off.
         auto: True if the memory of the step decides `checkpointing`.
@@ -76,8 +76,8 @@ class StepPlan:
         evaluation_length: length of the longest evaluation row, or None if it is the training's length.
         prompt: length of the prompt at the beginning of every row. Prompt tokens have no loss.
         completion: length of a completion (grpo, rloo).
-        generations: batches whose completions are generated at once; 0 for those of an optimizer step, or None if no
-            completion is generated on the device.
+        generations: number of batches whose completions are generated together; 0 means the batches of an optimizer
+            step. None if the device generates no completions.
         reference: True if every step runs the reference model.
         copied: `weights` or `adapters` if the reference model is a frozen copy of these, or None if nothing is copied.
         attention: attention implementation, or None if transformers chooses.
@@ -158,7 +158,7 @@ class Repaired:
 def with_commands(
     findings: Sequence[Finding], command: Command, *, bare: bool, present: bool
 ) -> tuple[Finding, ...]:
-    """Add to each fix that changes arguments the command with these changes (of a check if `bare`, else of a training)."""
+    """Give each fix that changes arguments a command with these changes: a check if `bare` is True, else a training."""
 
     def commanded(fix: Fix) -> Fix:
         if fix.command or fix.scope != "setting":
@@ -183,7 +183,7 @@ def repaired_command(
     present: bool = True,
     remaining: Callable[[Command], Sequence[tuple[Finding, str]]] | None = None,
 ) -> Repaired:
-    """Apply the fixes to a training command. The text of the result also lists the fixes that no argument can make.
+    """Apply the fixes to a training command. The result also describes the fixes that no argument can make.
 
     Args:
         unresolved: findings of the traced step that have no fix, each with the reason.

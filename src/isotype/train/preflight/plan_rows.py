@@ -180,7 +180,7 @@ def _with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: An
 
 
 def _bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | None) -> StepPlan:
-    """Return the plan with the rows of a batch, the length of its prompts and the longest possible row."""
+    """Return the plan with the number of rows in a batch, their prompts' length and the longest possible row's length."""
     if lengths is not None and len(lengths.tokens) == lengths.rows:
         prompts_count = settings.completion_only_loss is False
         plan = replace(plan, prompt=0 if prompts_count else lengths.prompt)
@@ -212,7 +212,7 @@ _TRIED = 8
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
-    """Return the images of the sampled row that has the most encoded pixel values, or None if this row is unknown."""
+    """Return the images of the sampled row that has the most pixel values after encoding; None if this row is unknown."""
     if not hasattr(rows, "__len__") or not len(rows):
         return None
     if not picture_columns(rows):

@@ -58,7 +58,7 @@ _MXFP4_BYTES = (4 + 8 / 32) / 8
 """Bytes per value, for 4 bits and an 8-bit scale per 32 values (OCP MX specification 1.0, section 5.2)."""
 
 _PART_OF_ROOM = 0.25
-"""If a step without recomputation needs less than this share of the allowed memory, no alternative is reported."""
+"""No alternative is reported if a step without recomputation needs less than this share of the allowed memory."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ def least_row(plan: StepPlan, config: Any) -> int:
 
 
 def _beyond(config: Any, length: int) -> Iterator[str]:
-    """Yield a detail of the step if its rows are longer than the model's positions. The training does not cut such rows."""
+    """Yield a clause if the rows are longer than the model's positions. The training does not cut such rows."""
     positions = positions_of(config)
     if positions is not None and length > positions:
         yield f"rows longer than the model's {positions:,} positions"

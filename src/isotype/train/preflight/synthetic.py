@@ -23,11 +23,11 @@ PROMPT_TOKENS = 512
 def synthetic_batch(
     model: Any, rows: int, length: int, pictures: Pictures | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return a batch for a transformers model, in the form that TRL's collators make.
+    """Return a batch for a transformers model, like the batches of TRL's collators.
 
     Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`). Each row has
-    `pictures`, or one image by default if the config gives its number of tokens. Image tokens have no loss. The
-    tokens without which an adapter has no effect are at the begin of each row, behind its images.
+    `pictures`, or one image by default if the config gives its number of tokens. Image tokens have no loss. Tokens that
+    an adapter needs to have an effect are at the beginning of each row, after its images.
 
     Raises:
         UsageError: the model's input is not token ids, or `length` is too small for the tokens of the images.
@@ -63,7 +63,7 @@ def synthetic_batch(
 
 
 def least_length(config: Any, pictures: Pictures | None = None) -> int:
-    """Return the fewest tokens in a row that `synthetic_batch` can make for a model with this config."""
+    """Return the length of the shortest row that `synthetic_batch` can make for a model with this config."""
     pictures = pictures or by_config(config)
     return 2 if pictures is None else pictures.tokens + 2
 
@@ -143,7 +143,7 @@ def _log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _log_ratios(model: Any, batch: Mapping[str, torch.Tensor], reference: bool) -> torch.Tensor:
-    """Return each row's log-probability (float32 `[rows]`). If `reference`, subtract the reference model's value."""
+    """Return each row's log-probability (float32 `[rows]`), minus the reference model's if `reference` is True."""
     sums = _log_probs(model, batch).sum(-1)
     return sums - _reference_log_probs(model, batch).sum(-1) if reference else sums
 

@@ -35,9 +35,9 @@ def labelled_rows(
     limit: int | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> Any:
-    """Turn the rows of all splits into `input_ids` and `labels` if TRL cannot find the targets, else return `data` unchanged.
+    """If TRL cannot find the targets, convert all splits to `input_ids` and `labels`; else return `data` unchanged.
 
-    TRL needs a chat template with markers, and TRL ignores the marks that exclude a turn of a row from the loss.
+    TRL needs a chat template with markers, and it ignores the keys that exclude a turn of a row from the loss.
 
     Args:
         limit: number of rows to label in each split, or None for all rows.
@@ -147,8 +147,8 @@ def labelled_row(
     """Return the token ids of one conversation, and labels (-100 for tokens without loss).
 
     Args:
-        row: has `messages`, or `prompt` and `completion` as messages. `tools` and `chat_template_kwargs` are as for TRL.
-        whole: True if prompts have loss, too.
+        row: has `messages`, or `prompt` and `completion` as messages, and may have `tools` and `chat_template_kwargs`.
+        whole: True if prompts also have loss.
         only: True if only the assistant's turns have loss.
         source: name of the data set, for error messages.
 

@@ -34,7 +34,7 @@ _TRIED = 64
 def training_data(
     settings: Settings, say: Callable[[str], object], *, evaluates: bool | None = None
 ) -> DatasetDict | IterableDatasetDict:
-    """Read the data before rows are held back. If `evaluates` (by default, if evaluation is on), require a test split."""
+    """Read the data before rows are held back. Require a test split if `evaluates` is True (default: if evaluation is on)."""
     evaluates = settings.eval_strategy != "no" if evaluates is None else evaluates
     return load_training_data(
         settings.script,
@@ -101,7 +101,7 @@ def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> A
 
 
 def lists_in(features: Mapping[str, Any], names: Collection[str], wanted: Callable[[Any], bool]) -> list[str]:
-    """Return the list columns in `names` whose item type is unknown or makes `wanted` true."""
+    """Return the list columns in `names` whose item type is unknown or makes `wanted` return True."""
     items = {name: getattr(features[name], "feature", None) for name in features if name in names}
     lists = {name: item for name, item in items.items() if item is not None}
     return [name for name, item in lists.items() if not isinstance(item, Mapping) or wanted(item)]
@@ -143,7 +143,7 @@ def _text(content: Any) -> Any:
 
 
 def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
-    """Raise DataError if rows have images but the model takes none, or if the processor refuses a row (tries up to 64)."""
+    """Raise DataError if rows have images but the model takes none, or if the processor refuses one of up to 64 rows."""
     problems = [p for name, rows in data.items() for p in _problems(settings, tokenizer, name, rows)]
     if problems:
         raise data_error(settings.data_name, problems)
@@ -179,7 +179,7 @@ def has_pictures(settings: Settings, data: Any) -> bool:
 
 
 def uncut(settings: Settings, data: Any) -> Settings:
-    """Return settings without a length limit if the rows have images, which are not cut, else `settings`."""
+    """Return settings without a length limit if the rows have images, because such rows are not cut; else `settings`."""
     return settings.but(max_length=None) if has_pictures(settings, data) else settings
 
 

@@ -45,7 +45,7 @@ def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | 
 
 
 def planned_epochs(args: Any, rows: int, batch: int) -> float:
-    """Return the number of epochs as transformers counts it: the last batch and last step of an epoch may be smaller."""
+    """Return the number of epochs as transformers counts it. The last batch and the last step of an epoch may be smaller."""
     if args.max_steps <= 0 or not rows:
         return float(args.num_train_epochs)
     accumulated: int = args.gradient_accumulation_steps

@@ -34,7 +34,7 @@ class Lengths:
     """Numbers of tokens in the rows of a data set.
 
     Attributes:
-        tokens: number of tokens in each tokenized row (for a pair, in the prompt with the longer answer).
+        tokens: number of tokens in each tokenized row; for a pair, of the prompt with the longer answer.
         rows: number of rows in the data set.
         doubled: number of tokenized rows that begin with two beginning-of-text tokens.
         prompt: number of tokens in the shortest prompt, which has no loss.
@@ -57,7 +57,7 @@ class Lengths:
         return f"{rows} begin with the beginning-of-text token, which the tokenizer adds again; remove it from the rows"
 
     def cut(self, limit: int | None, whole: bool = False) -> str | None:
-        """Describe the rows longer than `limit` tokens, which are cut (or left out if `whole`), or return None."""
+        """Describe the rows longer than `limit` tokens, which are cut, or left out if `whole`; None if there are none."""
         over = [length - limit for length in self.tokens if limit is not None and length > limit]
         if not over:
             return None
@@ -71,7 +71,7 @@ class Lengths:
 
 
 def sampled(rows: Any) -> range:
-    """Return the numbers of the rows to tokenize or decode."""
+    """Return the indices of the rows to tokenize or decode: all, or a sample of a large data set."""
     return range(0, len(rows), max(1, -(-len(rows) // COUNTED_ROWS)))
 
 
@@ -121,7 +121,7 @@ def lengths_in(settings: Settings, tokenizer: Any, rows: Any, *, every: bool = F
 
 
 def adapter_notes(settings: Settings, tokenizer: Any, rows: Any) -> list[str]:
-    """Return notes on an adapter to train further: rows without the tokens that it needs to have an effect, and AdaLoRA.
+    """Return notes on an adapter that is trained further: about AdaLoRA, and about rows without the tokens that it needs.
 
     Raises:
         DataError: no row has these tokens, so that the adapter would learn nothing.
@@ -216,7 +216,7 @@ def padding_share(tokens: Sequence[int], rows: int) -> float:
 
 
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
-    """Give each document in `rows` packed rows its own row. Return (documents, longest length) of the largest such batch."""
+    """Unpack `rows` packed rows, one row per document. Return (documents, longest length) of the largest such batch."""
     largest: tuple[int, int] = (0, 0)
     fullest: list[int] = []  # numbers of documents in other rows of the batch, which have no longer documents
     for row in sorted(packed_rows(lengths, limit) or [[limit]] * rows, key=max):
@@ -239,7 +239,7 @@ def ids_of_row(tokenizer: Any, row: Mapping[str, Any], text_field: str = "text")
 
 
 def _ids_of(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str) -> list[Sequence[int]]:
-    """Return the token ids of a row, for each answer with the prompt in front."""
+    """Return the token ids of each answer of a row, with the prompt in front."""
     ids = _stored_ids(row)
     return ids or [_ids(tokenizer, *parts, row.get("tools")) for parts in _parts(method, row, text_field)]
 

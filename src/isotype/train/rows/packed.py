@@ -1,7 +1,7 @@
 """Layout of packed batches.
 
 TRL (1.16) joins the rows of a batch into one row for attention that uses the lengths of documents. In a joined row,
-attention with a mask would need memory for every pair of tokens in the batch, so isotype does not join rows for it.
+attention with a mask would need memory for every pair of tokens in the batch. So isotype does not join rows for it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def keep_rows(trainer: Any) -> str | None:
 
 
 def seen_as_joined(trainer: Any, batch: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Show the batch to embedding hooks as one row in this context, because NEFTune's noise depends on the row's length."""
+    """In this context, embedding hooks see the batch as one row, because NEFTune's noise depends on the row's length."""
     if not isinstance(trainer.data_collator, Rows):
         return nullcontext()
     return hooks_see_one_row(trainer.accelerator.unwrap_model(trainer.model), batch["attention_mask"])

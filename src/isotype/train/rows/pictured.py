@@ -55,7 +55,7 @@ class Pictured:
 
     Attributes:
         only: True if only the assistant's turns are targets (`--assistant_only_loss`).
-        whole: True if prompts are targets, too (`--completion_only_loss False`).
+        whole: True if prompts are also targets (`--completion_only_loss False`).
         multiple: rows are padded to a multiple of this length (`--pad_to_multiple_of`).
         always: True to add a row with an image and no labels to a batch without images. A sharded model needs the
             added row, because all processes must gather the weights of the vision tower in every step.
@@ -197,7 +197,7 @@ class Pictured:
         return {}
 
     def _replacement(self, size: tuple[int, int] | Problem) -> tuple[str, str]:
-        """Return the template's placeholder for an image, and the text that replaces it if the image has this size."""
+        """Return the template's placeholder for an image, and the text that replaces it for an image of this size."""
         if isinstance(size, Problem):
             raise ValueError(size.given)
         if size not in self._replacements:
@@ -255,7 +255,7 @@ def _turns(messages: Sequence[Mapping[str, Any]], pictures: int) -> list[Any]:
 
 
 def _moved(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
-    """Return the spans of targets and of images after image tokens have replaced the placeholders in the text."""
+    """Return the spans of targets and of images in the text in which image tokens have replaced the placeholders."""
     ends = [place["span"][1] for place in replaced]
     gains = [0, *(place["new_span"][1] - place["span"][1] for place in replaced)]
     spans = [
@@ -266,5 +266,5 @@ def _moved(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Sp
 
 
 def _inside(places: torch.Tensor, span: Span) -> torch.Tensor:
-    """Return bool `[tokens]`, True for tokens with a character in `span`. `places` (`[tokens, 2]`) has each token's span."""
+    """Return bool `[tokens]`: True for a token with a character in `span`. `places` (`[tokens, 2]`) has the tokens' spans."""
     return (places[:, 0] < span[1]) & (places[:, 1] > span[0])

@@ -50,7 +50,7 @@ def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0)
 
 
 def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
-    """Return a conversation's text and the spans that have loss: all from message `first`, except excluded turns."""
+    """Return a conversation's text and the spans that have loss: the text from message `first` on, without excluded turns."""
     text = render(messages, False)
     at, spans = 0 if first == 0 else _span(render, messages, first, text)[0], []
     excluded = [n for n in range(first, len(messages)) if left_out(messages[n])]
@@ -89,7 +89,7 @@ def _start(render: Render, messages: Sequence[Message], at: int, text: str) -> i
 
 
 def _after_first_prompt(render: Render, text: str) -> int:
-    """Return where the text begins in a first message by the assistant, which is after the prompt for an answer."""
+    """Return the position in `text` after the prompt for an answer, where the first message, an assistant's, begins."""
     probe = [{"role": "user", "content": "a"}]
     bare, prompt = render(probe, False), render(probe, True)
     opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
