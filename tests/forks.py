@@ -64,12 +64,14 @@ def _answer(request: socket.socket) -> NoReturn:
         request.close()
         os._exit(_status(call))
     request.sendall(_NUMBER.pack(pid))
-    # Nothing more is sent: where the request can be read its other end is closed.
-    ends: list[socket.socket | int] = [request, os.pidfd_open(pid)]
-    if request in select.select(ends, [], [])[0]:
-        os.kill(pid, signal.SIGKILL)
-        os._exit(0)
-    request.sendall(_NUMBER.pack(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+    # Linux wakes this process when the other one ends; elsewhere it looks.
+    pidfd: list[socket.socket | int] = [os.pidfd_open(pid)] if sys.platform == "linux" else []
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        # Nothing more is sent: where the request can be read its other end is closed.
+        if request in select.select([request, *pidfd], [], [], None if pidfd else 0.005)[0]:
+            os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+    request.sendall(_NUMBER.pack(os.waitstatus_to_exitcode(ended[1])))
     os._exit(0)
 
 
