@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from isotype.records.trace import Operand, Origin
+from isotype.rules import ist109_kernels
 from tests.reality import real_step
+from tests.rules.samples import FP16, refused, trace, weight
 from tests.rules.traces import BF16, FP32, found, traced, verified
 
 RULE = "ist109_kernels"
@@ -93,3 +96,13 @@ def test_packed_codes_that_a_cast_made_floats() -> None:
 
 def test_svd_in_float32() -> None:
     assert found(RULE, traced(Spectral(FP32), {"x": X})) == []
+
+
+def test_an_operator_that_a_real_step_refused_in_float16_is_to_run_in_float32() -> None:
+    """speechbrain/speechbrain #1803: the loss of a script, which no trace converted."""
+    log_probs = Operand("log_probs", FP16, (4, 2, 3), Origin("parameter", FP16, weight(dtype=FP16).name))
+    call = refused(
+        "aten._ctc_loss.Tensor", "forward", log_probs, message="\"ctc_loss_cpu\" not implemented for 'Half'"
+    )
+    (finding,) = ist109_kernels.find(trace([weight(dtype=FP16)], [call], compute=FP16))
+    assert {action.value for fix in finding.fixes for action in fix.actions} <= {"float32", "compute:float32"}

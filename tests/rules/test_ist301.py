@@ -63,3 +63,30 @@ def test_a_parameter_that_the_code_casts_gets_its_inputs_cast_instead() -> None:
     assert finding.fixes[0].verified
     assert not any(each.severity == "error" for each, _ in repair(broken, report).left)
     assert real_step(broken, inputs, autocast=FP16, scaler=True).error is None
+
+
+@pytest.mark.real_cpu
+def test_complex_gradients_are_refused_as_the_kernel_refuses_them() -> None:
+    """pytorch/pytorch #58228, SJTU-DMTai/LIFT #9: the weights of a Fourier layer are complex, or pairs of real numbers."""
+
+    class Spectral(nn.Module):
+        def __init__(self, pairs: bool) -> None:
+            super().__init__()
+            weight = torch.ones(WIDTH, dtype=torch.complex64)
+            self.weight, self.pairs = nn.Parameter(torch.view_as_real(weight) if pairs else weight), pairs
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = torch.view_as_complex(self.weight) if self.pairs else self.weight
+            return torch.fft.ifft(torch.fft.fft(x.float()) * weight).real
+
+    def model(pairs: bool) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Spectral(pairs))
+
+    inputs = {"input": torch.ones(2, WIDTH)}
+    real = real_step(model(False), inputs, autocast=FP16, scaler=True)
+    (finding,) = check(model(False), inputs, device="cpu", autocast=FP16, scaler=True).errors
+    assert (finding.code, finding.module, real.phase) == ("IST301", "1", "unscale")
+    assert finding.notes == (f"the device raises: {real.error}",)
+    (simulated,) = check(model(False), inputs, device="t4", autocast=FP16, scaler=True).errors
+    assert "_unscale_cuda" in simulated.notes[0]
+    assert not check(model(True), inputs, device="cpu", autocast=FP16, scaler=True).errors

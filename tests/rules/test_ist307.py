@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -12,7 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import isotype
+from isotype.records.reach import Unreached
+from isotype.rules import ist307_no_gradient
 from tests.reality import real_step
+from tests.rules.samples import call, operand, trace, weight
 from tests.rules.traces import BF16, FP16, FP32, WHOLE, batch, found, llama, of_llama, traced, verified
 from tests.zoo import ARCHITECTURES
 
@@ -325,3 +329,14 @@ def test_adapters_that_are_off_while_a_layer_is_computed_again(reentrant: bool, 
     made.backward()
     grads = [block.down.weight.grad is not None for block in model.blocks]  # type: ignore[union-attr]
     assert all(grads) == (until == "backward")
+
+
+def test_a_model_that_another_optimizer_trains_is_not_counted() -> None:
+    """SheldonTsui/GOF_NeurIPS2021 #2: the generator ran under torch.no_grad(), the discriminator has gradients."""
+    both = [weight(f"{name}.weight", trainable=True) for name in ("generator", "discriminator")]
+    used = call("aten.mm.default", operand(BF16, "parameter", "generator.weight"))
+    step = trace(both, [used])
+    step = replace(step, reached=0, unreached=(Unreached("generator.weight", "generator", ignored=True),))
+    (finding,) = ist307_no_gradient.find(step)
+    assert finding.message == "no gradient reaches 1 of 2 trainable parameters"
+    assert "torch.no_grad()" in finding.fixes[0].description

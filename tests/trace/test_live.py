@@ -490,3 +490,10 @@ def test_a_measurement_with_a_fault_is_no_measurement(monkeypatch: pytest.Monkey
     ):
         step()
     assert _is_clean()
+
+
+def test_an_input_in_a_tuple_is_named_by_its_position() -> None:
+    recorder, state = LiveRecorder("cpu"), torch.ones(2)
+    recorder.mark_inputs({"states": (torch.zeros(2), state)})
+    assert (recorder.origin(state).kind, recorder.origin(state).name) == ("input", "states[1]")
+    recorder.forget()

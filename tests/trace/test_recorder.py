@@ -72,6 +72,9 @@ BREAKING: dict[str, Forward] = {
     "index_add": lambda m, x: m.table.index_add(0, torch.tensor([0, 1]), x),
     "index_copy": lambda m, x: m.table.index_copy(0, torch.tensor([0, 1]), x),
     "scatter": lambda m, x: m.table.scatter(0, torch.zeros(2, 8, dtype=torch.long), x),
+    "scatter_reduce_": lambda m, x: torch.zeros(2, 8, dtype=BF16).scatter_reduce_(
+        0, torch.zeros(2, 8, dtype=torch.long), m.weight[:2], "mean", include_self=False
+    ),
     "masked_scatter": lambda m, x: m.table.masked_scatter(torch.eye(4, 8) > 0, x),
     "layer_norm": lambda m, x: functional.layer_norm(x.float(), (8,), m.bias.bfloat16(), m.bias),
     "conv1d": lambda m, x: functional.conv1d(x[None], m.weight[:2, :2, None]),
@@ -161,8 +164,9 @@ def test_a_breach_only_in_the_backward() -> None:
     assert real_step(model, {"input": X}).phase == "backward"
 
 
-def test_the_backward_of_a_breach_is_its_consequence() -> None:
-    trace = traced(Doing(BREAKING["mm"]), {"x": X})
+@pytest.mark.parametrize("name", ["mm", "scatter_reduce_"])
+def test_the_backward_of_a_breach_is_its_consequence(name: str) -> None:
+    trace = traced(Doing(BREAKING[name]), {"x": X})
     assert [call.phase for call in breaches(trace)] == ["forward"]
 
 

@@ -7,6 +7,8 @@ parameter that is trained:
 - an adapter that was cast together with its model (`.half()`);
 - an adapter from a float16 file.
 
+`unscale_` has no kernel for complex gradients either, as of the weights of a Fourier neural operator.
+
 **Why it is bad.** The run stops at its first optimizer step with `ValueError: Attempting to unscale FP16
 gradients.`
 
@@ -26,7 +28,8 @@ gradients.`
 Float32 adapters take only a small part of the memory.
 
 **Seen in** huggingface/peft #1249, #1706, #341; huggingface/diffusers #5004, #6514; oobabooga/textgen #5268;
-yk7333/d3po #6; koda-dernet/Side-Step #39; mk-minchul/AdaFace #127; QwenAudio/FunMusic #28.
+yk7333/d3po #6; koda-dernet/Side-Step #39; mk-minchul/AdaFace #127; QwenAudio/FunMusic #28; pytorch/pytorch #58228;
+SJTU-DMTai/LIFT #9.
 """
 
 from __future__ import annotations
@@ -36,11 +39,12 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
+from isotype.core.names import plural
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, modules, trained
-from isotype.rules.kit.words import device_error, fix
+from isotype.rules.kit.words import advice, device_error, fix
 
 TITLE = "GradScaler with float16 trainable parameters"
 CLAIMS = (Claim("step", lambda broken: broken.call.phase == "unscale", grouped=False),)
@@ -50,6 +54,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if not trace.setup.scaler or "unscale" not in trace.setup.phases:
         return
     half = _refused(trace)
+    yield from _complex(trace)
     if not half:
         return
     cast = {weight.name: weight.was for weight in half if weight.was is not None}
@@ -72,6 +77,24 @@ def find(trace: Trace) -> Iterator[Finding]:
         notes=device_error("Attempting to unscale FP16 gradients."),
         fixes=fixes,
     )
+
+
+def _complex(trace: Trace) -> Iterator[Finding]:
+    weights = [weight for weight in trace.weights if weight.trainable and weight.dtype.is_complex]
+    calls = [
+        c for c in trace.breaches() if c.phase == "unscale" and any(o.dtype.is_complex for o in c.operands)
+    ]
+    if calls and weights:
+        how = "keep torch.view_as_real(weight) as the parameter, and call torch.view_as_complex(weight) in the forward"
+        yield finding_of(
+            "error",
+            f"GradScaler has no kernel for the complex gradients of {plural(count(weights), 'parameter')}",
+            weights,
+            phase="unscale",
+            op="GradScaler.unscale_",
+            notes=device_error(calls[0]),
+            fixes=(advice(weights[0].name, how, "view_as_real"),),
+        )
 
 
 def _refused(trace: Trace) -> tuple[Weight, ...]:

@@ -36,7 +36,7 @@ import torch
 from isotype.core.dtypes import parse_dtype
 from isotype.core.names import agree
 from isotype.records.finding import Action, Finding, Fix
-from isotype.records.trace import HALVES, Call, Trace, Weight
+from isotype.records.trace import HALVES, Trace, Weight
 from isotype.rules import ist404_compute_dtype
 from isotype.rules.kit import costs
 from isotype.rules.kit.value_ranges import flushed
@@ -59,7 +59,11 @@ def find(trace: Trace) -> Iterator[Finding]:
             unused = spoiled[0]
             message += f": the first update makes values of {count(spoiled)} parameters NaN or infinite"
             notes.insert(0, "Adam's epsilon of 1e-8 and the squares of small gradients are zero in float16")
-        elif any(_divides(call) for call in trace.calls):
+        # A fused kernel divides in float32.
+        elif any(
+            call.phase == "optimizer" and "addcdiv" in call.op and call.operands[0].dtype == torch.float16
+            for call in trace.calls
+        ):
             notes.insert(0, "Adam's epsilon of 1e-8 is zero in float16: a zero gradient becomes 0 / 0")
             unused = next(_unused_rows(trace, half), None)
             if unused is not None:
@@ -83,11 +87,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         notes=tuple(notes),
         fixes=tuple(_fixes(trace)),
     )
-
-
-def _divides(call: Call) -> bool:
-    """Return whether a call is the division of an Adam step in float16; a fused kernel divides in float32."""
-    return call.phase == "optimizer" and "addcdiv" in call.op and call.operands[0].dtype == torch.float16
 
 
 def _unused_rows(trace: Trace, half: Sequence[Weight]) -> Iterator[Weight]:

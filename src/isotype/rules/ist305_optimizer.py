@@ -139,14 +139,17 @@ def _fixes(trace: Trace, broken: Sequence[Call], mismatched: Operand) -> Iterato
         by_torch and len({c.source for c in trace.calls if c.phase == call.phase}) == 1
     ):
         lines = {other.source: other for other in reversed(broken) if other.source}
-        casts = [Action("line", line, _common(other)) for line, other in reversed(lines.items())]
         alone = len({operand.dtype for operand in call.floats}) == 1
+        casts = [
+            Action(
+                "line",
+                line,
+                "float32"
+                if len({o.dtype for o in other.floats}) == 1
+                else dtype_name(other.operands[0].dtype),
+            )
+            for line, other in reversed(lines.items())
+        ]
         why = "and the result back" if alone else "the dtype of the updated tensor"
         dtypes = " and ".join(f"at {short(c.target)} to {c.value}" for c in casts)
         yield Fix(f"cast the operands {dtypes}, {why}", "safe", actions=tuple(casts))
-
-
-def _common(call: Call) -> str:
-    """Return the dtype to which the operands of a refused call are to be cast."""
-    alone = len({operand.dtype for operand in call.floats}) == 1
-    return "float32" if alone else dtype_name(call.operands[0].dtype)

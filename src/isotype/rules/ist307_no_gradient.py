@@ -167,7 +167,8 @@ def _at(unreached: Unreached) -> str:
 
 def _none_reached(trace: Trace, refused: Call | None) -> Finding:
     """Return a finding for a step in which no parameter gets a gradient."""
-    weights = trained(trace)
+    lost = {part.weight for part in trace.unreached}  # another optimizer may train the other weights
+    weights = [weight for weight in trained(trace) if not lost or weight.name in lost]
     if not weights:
         frozen = [weight for weight in trace.weights if weight.adapter and weight.dtype.is_floating_point]
         fixes = (
@@ -184,7 +185,7 @@ def _none_reached(trace: Trace, refused: Call | None) -> Finding:
         if unseen_towers(trace):
             how = "train on rows with images or audio, or adapt the language model, too"
         return _finding(trace, refused, weights, f"the forward does not use {named}", (advice(named, how),))
-    how = "compute the loss without detach(), .data, tolist() or numpy()"
+    how = "compute the loss outside of torch.no_grad(), and without detach(), .data, tolist() or numpy()"
     return _finding(
         trace, refused, weights, "the loss is computed from detached values", (advice("loss", how),)
     )

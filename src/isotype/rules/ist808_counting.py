@@ -48,7 +48,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         if call.phase in ("forward", "generate")
         and not call.recomputed
         and call.source not in angles
-        and (_counts(call) or (before is not None and _casts(call, before)))
+        and _counts(call, before)
         and _is_too_long(call)
     )
     for (source, dtype), calls in grouped(too_long, lambda call: (call.source, call.results[0][0])).items():
@@ -89,13 +89,10 @@ def _is_counter(call: Call) -> bool:
     return counter and operand.origin.cause.kind in ("constant", "outside")
 
 
-def _counts(call: Call) -> bool:
-    return call.op.startswith("aten.arange.")
-
-
-def _casts(call: Call, before: Call) -> bool:
-    """Return whether `before` is an `arange`, and `call` casts its result on the same line."""
-    return _counts(before) and call.op.startswith("aten._to_copy.") and call.source == before.source
+def _counts(call: Call, before: Call | None) -> bool:
+    """Return whether a call is an `arange`, or casts the result of `before`, an `arange`, on the same line."""
+    casts = call.op.startswith("aten._to_copy.") and before is not None and call.source == before.source
+    return (before if casts and before else call).op.startswith("aten.arange.")
 
 
 def _is_too_long(call: Call) -> bool:

@@ -424,7 +424,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         frame = self._frames[-1] if self._frames else None
         place = Place(frame.name if frame else "", asking_line(), frame.repeats if frame else 1)
         if self.phase == "forward" or (self.phase == "backward" and torch.is_grad_enabled()):
-            self._places.setdefault(last_node_number(), place)
+            known = self._places.setdefault(last_node_number(), place)  # or of a copy for the backward
+            return known if (known.module, known.source) == (place.module, place.source) else place
         return place
 
 

@@ -253,9 +253,10 @@ def _check_rank(model: Any, config: Any) -> None:
     rank, targets = getattr(config, "r", None), getattr(config, "target_modules", None)
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # heads that are trained, without an adapter
     widths = [
-        width
+        min(int(getattr(module, side)) for side in sides)
         for name, module in model.named_modules()
-        if (width := _width(module)) and _is_target(name, targets) and name.rpartition(".")[2] not in whole
+        for sides in [("nx", "nf") if isinstance(module, Conv1D) else ("in_features", "out_features")]
+        if hasattr(module, sides[0]) and _is_target(name, targets) and name.rpartition(".")[2] not in whole
     ]
     narrow = [width for width in widths if rank is not None and width < rank]
     if rank is None or not narrow:
@@ -273,12 +274,6 @@ def _check_rank(model: Any, config: Any) -> None:
         f"at most {max(widths)}, the width of the widest adapted layer (the narrowest has {min(widths)})",
         f"--lora_r {min(16, max(widths))} is common; --use_peft False trains every weight",
     )
-
-
-def _width(module: Any) -> int | None:
-    """Return the smaller dimension of a linear layer or of transformers' Conv1D (GPT-2); None for other modules."""
-    names = ("nx", "nf") if isinstance(module, Conv1D) else ("in_features", "out_features")
-    return min(int(getattr(module, name)) for name in names) if hasattr(module, names[0]) else None
 
 
 def _is_target(name: str, targets: Any) -> bool:

@@ -492,3 +492,8 @@ def test_adapters_that_the_backward_computes_without_are_named_after_the_first_s
     if not kept:
         assert "warning[IST307]: no gradient reaches 2 of 5 trainable parameters" in err
         assert "the recomputation of gradient checkpointing does not" in err
+
+
+def test_the_line_that_calls_a_layer_is_named(runs: Runs) -> None:  # huggingface/diffusers #4619
+    _, _, err = runs("with torch.no_grad(): nn.Conv2d(3, 4, 2)(torch.ones(1, 3, 4, 4).half())\n")
+    assert re.search(r"--> the model   torch.conv2d   generate   \S*train.py:\d+\n", err)

@@ -212,7 +212,8 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
     for shard, exists in zip(shards, _fetched([index.parent / shard for shard in shards]), strict=True):
         names, file = expected[shard], index.parent / shard
         if not exists:
-            missing = f"{shard} is missing; {index.name} expects {_some(names)} in it"
+            wanted = f"{len(names)} tensors ({listed(sorted(names), 1)})" if len(names) > 1 else listed(names)
+            missing = f"{shard} is missing; {index.name} expects {wanted} in it"
             problems.append(Problem(missing, f"the file {file}", "download or copy it into the directory"))
             continue
         try:
@@ -244,10 +245,6 @@ def _fetched(files: Sequence[Path]) -> Iterator[bool]:
 
     with ThreadPoolExecutor(_READERS) as readers:
         yield from readers.map(fetch, files)
-
-
-def _some(names: set[str]) -> str:
-    return f"{len(names)} tensors ({listed(sorted(names), 1)})" if len(names) > 1 else listed(names)
 
 
 def missing_shards(index: Path) -> list[str]:

@@ -357,7 +357,6 @@ class Diagnosis:
                 breach = Breach(f"{_UNSCALE_REFUSED}.", False, None)
                 call = Call("GradScaler.unscale_", "unscale", "", "", (), (), breach=breach)
                 recorder.calls.append(call)
-                self.watch.scaler = True
                 self._diagnose(call, headline)
                 return
         refused = any(words in text for words in ist308_clipped_scaled.REFUSALS)
@@ -381,6 +380,7 @@ class Diagnosis:
                 self._print_brief(_of(findings, ist307_no_gradient, ist309_not_trained))
 
     def _diagnose(self, call: Call, headline: str) -> None:
+        self.watch.scaler |= call.phase == "unscale"
         setup = self._setup()
         if setup is None:
             self._print_call(call)
@@ -473,7 +473,8 @@ def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Rep
     for finding in report.errors:
         place = call.module in (finding.module, *finding.places) and finding.phase == call.phase
         if (place or finding.cause in causes) and (finding.code in codes or not live):
-            stopped = replace(finding, notes=("the script stopped here", *finding.notes))
+            notes = "the script stopped here", *finding.notes
+            stopped = replace(finding, source=finding.source or call.source, notes=notes)
             others = [other for other in report.findings if other is not finding]
             return replace(report, findings=(stopped, *others))
     return None

@@ -150,7 +150,9 @@ def watched_command(words: Sequence[str], flags: Sequence[str]) -> list[str] | N
         return None
     if is_python_script(Path(program)):
         return [sys.executable, *_RUN, *flags, "--", program, *words[1:]]
-    if not _is_this_python(Path(program)):
+    path, here = Path(program), Path(sys.executable)
+    # The Python of a virtual environment is a link: a link in another folder belongs to another environment.
+    if path.absolute().parent != here.parent or not path.samefile(here):
         return None
     split = _split_python(words)
     if split is None:
@@ -168,12 +170,6 @@ def is_python_script(path: Path) -> bool:
         head = file.read(1024).split(b"\n")
     # If the path of Python is too long for a `#!` line, pip writes it into a shell command in the second line.
     return head[0].startswith(b"#!") and any(os.fsencode(sys.executable) in line for line in head[:2])
-
-
-def _is_this_python(path: Path) -> bool:
-    # The Python of a virtual environment is a link: a link in another folder belongs to another environment.
-    here = Path(sys.executable)
-    return path.absolute().parent == here.parent and path.samefile(here)
 
 
 def _split_python(words: Sequence[str]) -> tuple[list[str], list[str]] | None:

@@ -218,7 +218,8 @@ def distinct(causes: Iterable[Origin]) -> tuple[Origin, ...]:
 
 
 def _expected(call: Call, compute: torch.dtype) -> torch.dtype:
-    return (call.breach and call.breach.converted) or compute
+    refused = {operand.dtype for operand in call.floats} == {compute}  # by a real device: not converted
+    return (call.breach and call.breach.converted) or (torch.float32 if refused else compute)
 
 
 def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weight]) -> Operand:

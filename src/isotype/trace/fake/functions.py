@@ -200,7 +200,6 @@ def name_of(func: Any) -> str:
 
 
 def _cast(values: Any, dtype: torch.dtype, kinds: Collection[torch.dtype]) -> Any:
-
     def cast(leaf: Any) -> Any:
         wrong = isinstance(leaf, torch.Tensor) and leaf.dtype in kinds and leaf.dtype != dtype
         return leaf.to(dtype) if wrong else leaf

@@ -15,7 +15,6 @@ from torch import nn
 
 from isotype.compat.torch import (
     FakeTensor,
-    FakeTensorMode,
     run_backward,
     storage_of,
     unscale_,
@@ -25,6 +24,7 @@ from isotype.compat.torch import (
 from isotype.compat.torch_casts import casts_in_place
 from isotype.compat.transformers import fp8_kernels_replaced
 from isotype.contracts.contract import contracts_of
+from isotype.contracts.pattern import Spelled
 from isotype.core.errors import first_line
 from isotype.core.names import base_name, grouped
 from isotype.core.optimizers import OPTIMIZERS, state_bytes
@@ -56,7 +56,7 @@ from isotype.trace.fake.code import (
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.sharded import ProcessMemory
-from isotype.trace.fake.twin import fake_inputs, fake_like, fake_mode, twin_of
+from isotype.trace.fake.twin import fake_inputs, fake_mode, twin_of
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.fake.values import LIMIT
 from isotype.trace.sides import sides_of
@@ -176,7 +176,13 @@ class _Step:
     def __init__(self, code: StepCode, twin: nn.Module, setup: Setup, recorder: FakeRecorder) -> None:
         self.code, self.twin, self.setup, self.recorder = code, twin, setup, recorder
         self.mode, self.loss_of = recorder.fake, loss_function(code.inputs)
-        self.states = _kept_states(code.optimizer, code.model, self.mode)
+        kept = code.optimizer.state if isinstance(code.optimizer, torch.optim.Optimizer) else {}
+        # If the model is cast after the first step, the optimizer's state keeps its earlier dtype.
+        self.states = {
+            name: fake_inputs(kept[parameter], self.mode)
+            for name, parameter in code.model.named_parameters()
+            if parameter in kept
+        }
         self.inputs = fake_inputs(code.named_inputs, self.mode)
         self.evaluated = fake_inputs(named_inputs(code.evaluation or {}), self.mode)
         # The values are copied outside of the modes: inside of a mode the copies would be fakes.
@@ -330,15 +336,19 @@ class _Step:
         return trained
 
     def _unscale(self) -> None:
-        """Unscale gradients, one dtype after the other, like `GradScaler.unscale_`, which raises for float16."""
+        """Unscale gradients, one dtype after the other, like `GradScaler.unscale_`, which refuses float16 and complex ones."""
         if not self.setup.scaler:
             return
         held = (parameter.grad for _, parameter in self._trained() if parameter.grad is not None)
         groups = grouped(held, lambda gradient: gradient.dtype)
-        if refused := [("grad", gradient) for gradient in groups.pop(torch.float16, [])]:
-            self._refuse("GradScaler.unscale_", "Attempting to unscale FP16 gradients.", refused)
-        for gradients in groups.values():
-            unscale_(gradients, torch.zeros(1), torch.ones(1))
+        on = "cpu" if self.setup.profile.kind == "cpu" else "cuda"
+        for dtype, gradients in groups.items():
+            if dtype == torch.float16 or dtype.is_complex:
+                kernel = f"\"_amp_foreach_non_finite_check_and_unscale_{on}\" not implemented for '{Spelled(dtype):name}'"
+                says = kernel if dtype.is_complex else "Attempting to unscale FP16 gradients."
+                self._refuse("GradScaler.unscale_", says, [("grad", gradient) for gradient in gradients])
+            else:
+                unscale_(gradients, torch.zeros(1), torch.ones(1))
 
     def _optimize(self) -> None:
         named = self._trained()
@@ -457,20 +467,3 @@ def make_optimizer(request: Any, parameters: Sequence[torch.Tensor], learning_ra
     if make is None:
         return f"the step of optimizer {request} is not traced: the optimizer has its own kernels"
     return make(parameters, **({} if learning_rate is None else {"lr": learning_rate}))
-
-
-def _kept_states(optimizer: Any, model: nn.Module, mode: FakeTensorMode) -> dict[str, dict[str, Any]]:
-    """Return the existing state of an optimizer as fake tensors, by the names of the parameters in `model`.
-
-    If the model is cast after the first step, the state keeps its earlier dtype.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return {}
-    return {
-        name: {
-            key: fake_like(value, mode) if isinstance(value, torch.Tensor) else value
-            for key, value in optimizer.state[parameter].items()
-        }
-        for name, parameter in model.named_parameters()
-        if parameter in optimizer.state
-    }

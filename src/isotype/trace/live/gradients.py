@@ -101,14 +101,14 @@ def optimizers_of(names: Mapping[int, Origin]) -> int:
 
 
 def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) -> list[Sample]:
-    """Return (name, parameter, mask of nonzero gradients, values) of the first elements of each 16-bit parameter to be changed.
+    """Return (name, parameter, mask of nonzero gradients, values) of the first elements of each 16-bit parameter with a finite gradient.
     Return nothing while a scheduler warms up, or if the optimizer itself may skip the step."""
     samples: list[Sample] = []
     for group in optimizer.param_groups if getattr(optimizer, "found_inf", None) is None else ():
         starts = 0 < float(group.get("lr", 0.0)) >= float(group.get("initial_lr", 0.0))
         for weight in group["params"] if starts else ():
             plain = type(weight) in (nn.Parameter, torch.Tensor) and type(weight.grad) is torch.Tensor
-            if plain and weight.dtype in HALVES and id(weight) in names:
+            if plain and weight.dtype in HALVES and id(weight) in names and weight.grad.isfinite().all():
                 some, gradient = weight.detach().reshape(-1)[:_SAMPLE], weight.grad.reshape(-1)[:_SAMPLE]
                 samples.append((names[id(weight)].name, weight, gradient != 0, some.clone()))
     return samples

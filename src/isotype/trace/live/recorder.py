@@ -31,6 +31,7 @@ from isotype.core.source import asking_line, shown
 from isotype.records.finding import in_library
 from isotype.records.memory import Phase
 from isotype.records.trace import FLOATS, Breach, Call, Origin, Weight
+from isotype.trace.fake.code import named_tensors
 from isotype.trace.recorder import ORIGIN, Recorder
 from isotype.trace.taken import DTYPE
 from isotype.trace.weights import memory_kind, state_tensors, tensors_and_weights
@@ -235,8 +236,8 @@ class LiveRecorder(Recorder):
 
     def mark_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Register each tensor in the inputs of a model by its name, unless the step itself has computed it."""
-        for name, value in inputs.items():
-            if isinstance(value, torch.Tensor) and not hasattr(value, ORIGIN):
+        for name, value in (pair for key in inputs for pair in named_tensors(inputs[key], key)):
+            if not hasattr(value, ORIGIN):
                 self.mark(value, Origin("input", value.dtype, name))
                 self.ledger.count(value, "inputs")
 

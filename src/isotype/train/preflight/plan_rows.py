@@ -161,7 +161,6 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
 
 
 def _generations(settings: Settings) -> int | None:
-    """Return `StepPlan.generations`."""
     if settings.method.loss != "policy" or settings.use_vllm:
         return None
     if "generation_batch_size" in settings.command:
