@@ -44,7 +44,7 @@ class Group:
         values: number of weights, after unpacking if the format is packed.
         bytes: bytes of the tensors and their quantization constants in the files.
         mismatched: tensors that are stored in another dtype or format than `dtype`.
-        unlike: if this group has another float dtype than most of the checkpoint, that most common dtype; else None.
+        unlike: the checkpoint's most common float dtype if this group has another float dtype; else None.
     """
 
     name: str

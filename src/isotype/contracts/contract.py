@@ -348,7 +348,7 @@ class AutocastLists:
 
 @cache
 def autocast_lists(kind: str) -> AutocastLists:
-    """Return the lists of a device kind (ROCm uses CUDA's); raise ValueError for an unknown kind."""
+    """Return the autocast lists of a device kind (ROCm uses CUDA's). Raise ValueError for an unknown kind."""
     lists = json.loads(TABLE.read_text(encoding="utf-8"))["lists"]
     name = {"rocm": "cuda"}.get(kind, kind)
     if name not in lists:

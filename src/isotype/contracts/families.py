@@ -386,7 +386,7 @@ def integer_refusal(op: str, dtypes: Sequence[torch.dtype]) -> str:
 
 
 def families_of(op: str, device: str, capability: tuple[int, int] | None = None) -> tuple[Family, ...]:
-    """Return the families of an overload (`aten.mm.default`) on a device kind, in torch's order of checks.
+    """Return the families of an overload (`aten.mm.default`) on a device kind, in the order in which torch checks them.
 
     `capability` is the compute capability of an NVIDIA GPU; the default is `UNKNOWN_CAPABILITY`.
     """

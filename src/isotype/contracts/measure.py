@@ -102,7 +102,7 @@ class Outcome:
 
 
 def combinations(recorded: str, doubles: bool) -> list[str]:
-    """Return the dtype letters to measure for a call, whose float operands were recorded with the letters `recorded`."""
+    """Return the combinations of dtype letters to measure. `recorded` has the letters of a call's float operands (`"fbb"`)."""
     letters = "fbhd" if doubles else "fbh"
     count = len(recorded)
     if count <= 4:

@@ -81,7 +81,7 @@ class Spec:
 
     @property
     def drops(self) -> bool:
-        """True if an adapter has dropout, so that each adapter has another input."""
+        """True if an adapter has dropout: each adapter then has its own input."""
         return any(map(_drops, self.layers))
 
     @property

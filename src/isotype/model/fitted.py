@@ -137,7 +137,7 @@ def _constants(values: torch.Tensor, weights: torch.Tensor | None, form: str) ->
 
 
 def _finite(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
-    """If a constant is not finite, return the blocks' values with 0 in place of NaN and infinity."""
+    """Replace NaN and infinity in the blocks' values by 0 if a constant is not finite."""
     return values if constants.max() < torch.inf else values.nan_to_num(0, 0, 0)
 
 

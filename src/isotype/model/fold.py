@@ -59,7 +59,7 @@ class _Fold:
     Attributes:
         kept: the original numbers of the layers that stay.
         stands_for: for each layer that stays, the number of layers that it represents.
-        represents: for each original layer, the position in the folded list of the layer that represents it.
+        represents: for each original layer, its representing layer's position in the folded list.
     """
 
     kept: tuple[int, ...]

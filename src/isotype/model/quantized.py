@@ -227,7 +227,7 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
 
 
 def leave_dense(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) -> None:
-    """Replace quantized layers whose weights the checkpoint lacks by dense layers, which are initialized and trained."""
+    """Replace the quantized layers of these weights, which the checkpoint lacks, by dense layers to initialize and train."""
     modules = dict(model.named_modules())
     for name in {weight.rpartition(".")[0] for weight in weights}:
         if name in modules and kind_of(modules[name]) in _BITS:

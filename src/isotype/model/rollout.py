@@ -17,7 +17,7 @@ _CACHES = ("cache", "past_key_values")
 
 
 def rollout(prompts: Mapping[str, torch.Tensor], completion: int) -> LossOf:
-    """Return the code that needs the most memory in `generate`, for a model's inputs and `completion` tokens in each row.
+    """Return code that runs the part of `generate` with the most memory, for these prompts and `completion` tokens per row.
 
     TRL generates all rows of an optimizer step at once.
     """

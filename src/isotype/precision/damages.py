@@ -140,6 +140,6 @@ class Damages(Measurement):
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def require_whole(self) -> None:
-        """Raise ValueError if a layer lacks a format."""
+        """Raise ValueError if the measurement of a layer lacks a format."""
         if any(set(MEASURED) - set(layer.damage) for layer in self.layers):
             raise ValueError("not a measurement: a layer lacks a format")

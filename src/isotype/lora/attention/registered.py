@@ -132,7 +132,7 @@ def use_fast_attention(
     """Replace the `sdpa` attention of a model on a CPU by the fastest kernel of this machine.
 
     On other devices the model keeps `sdpa`, which calls FlashAttention or cuDNN there. If FlashAttention supports the
-    compute dtype, its variable-length kernel computes rows that were concatenated to remove their padding. On an NVIDIA
+    compute dtype, its variable-length kernel is used for rows that were concatenated to remove their padding. On an NVIDIA
     GPU without a fused kernel for grouped heads, keys and values are repeated for torch's kernel. If the user chose
     `eager` or `flex_attention`, the model keeps this choice. Results differ only by rounding.
 

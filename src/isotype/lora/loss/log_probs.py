@@ -161,7 +161,7 @@ def _forward(
     *,
     ahead: bool,
 ) -> tuple[Mapping[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
-    """Return (results by name, None). If `ahead` is True, (rows of gradients, their float32 factors) replace None."""
+    """Return (results by name, None). If `ahead` is True, the second item is (rows of gradients, their float32 factors)."""
     tokens = hidden.shape[0]
     names = {"log_probs", "logsumexp", *call.outputs} | (call.gradients & {"entropy"})
     dtypes = {name: torch.bool if name == "is_top1" else torch.float32 for name in names}

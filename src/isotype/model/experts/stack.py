@@ -176,7 +176,7 @@ def codes_of(module: nn.Module, name: str) -> nn.Parameter:
 
 
 def stacked_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (module name, module, parameter name) of each stacked expert weight, except of adapters."""
+    """Yield (module name, module, parameter name) of each stacked expert weight that is not part of an adapter."""
     for place in places(model):
         module = place.module
         if place.adapter or is_tuner_layer(module) or not _holds_experts(place.name, module):

@@ -95,7 +95,7 @@ def in_operands_dtype(result: Any, tensors: Sequence[tuple[str, torch.Tensor]], 
 
 
 def as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
-    """Cast an operator's results to the measured dtypes. Return the results unchanged if the numbers of both differ."""
+    """Cast each result of an operator to its measured dtype. If there are more or fewer dtypes than results, cast none."""
     outputs = list(leaves(result))
     if len(outputs) != len(dtypes):
         return result

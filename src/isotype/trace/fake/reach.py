@@ -1,4 +1,4 @@
-"""The inputs of a step that may affect its loss, and the trainable parameters that get a gradient.
+"""Finds the inputs of a step that may affect its loss, and the trainable parameters that get a gradient.
 
 An input that cannot reach the loss cannot change the loss, in a model of any size. An input that may reach the loss
 need not change the loss: `trace/reach` measures on a small copy whether it does.
@@ -117,7 +117,7 @@ class Gradients:
                 uses[key] = Unreached(origin.name, place.module, at, function or "", behind, ignored)
 
     def unreached(self, cuts: Mapping[int, str]) -> Iterator[Unreached]:
-        """Yield the parameters that the forward used but that have no gradient after the backward. `cuts`: `Recorder.cuts`."""
+        """Yield the parameters that the forward used but that have no gradient after the backward. `cuts` is `Recorder.cuts`."""
         for key, unreached in {**self._off, **self._used}.items():
             if key not in self.reached:
                 yield replace(unreached, cut=cuts.get(key, "") if unreached.ignored else "")
@@ -126,8 +126,8 @@ class Gradients:
 def _function() -> str | None:
     """Return the name of the running `torch.autograd.Function` that turns gradients off; "" under `torch.no_grad()`.
 
-    An example is reentrant gradient checkpointing whose inputs require no gradient. Return None inside a function that
-    computes the gradients of its inputs itself, such as a fused layer, if that function runs with gradients on.
+    An example is reentrant gradient checkpointing whose inputs require no gradient. Return None if the function
+    runs with gradients on and computes the gradients of its inputs itself, as a fused layer does.
     """
     frame: Any = frame_above(2)
     while frame is not None:

@@ -120,7 +120,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def watch(self, model: nn.Module) -> ExitStack:
         """Add the recorder's hooks, and a hook that registers the tensors in a call's arguments as inputs.
 
-        Plain tensor attributes of modules also get names: the model's `.to()` does not move these tensors.
+        Plain tensor attributes of modules, which the model's `.to()` does not move, also get names.
         """
         hooks = super().watch(model)
         if not isinstance(model, torch.jit.ScriptModule):

@@ -65,7 +65,7 @@ class _Gathering:
 
 
 class ProcessMemory:
-    """Changes the counts of `ledger` to those of one process while the step of `setup` runs on `twin`.
+    """Adjusts the counts of a ledger to the share of one process while a step runs on the twin.
 
     With one device, nothing changes. `repeats` maps the `id` of a parameter to the number of equal parameters that the
     parameter represents.

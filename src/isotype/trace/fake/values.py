@@ -282,7 +282,7 @@ def is_data_dependent(func: Any) -> bool:
 
 
 def fakes_of(result: Any, values: Values, mode: Any) -> Any:
-    """Return the fakes of a real result, with the result's values."""
+    """Return fake tensors in place of a real result, and store the result's values on them."""
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

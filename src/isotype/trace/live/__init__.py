@@ -1,1 +1,1 @@
-"""Traces of real steps: the recorder under a running script, and the hooks that find its steps."""
+"""Traces real steps: a recorder beneath a running script, and the hooks that find the script's steps."""

@@ -100,7 +100,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
     """Detects that the script averages trained weights into a 16-bit copy between an optimizer step and the next forward.
     The copy may be a frozen weight of the same model, such as a second adapter's.
 
-    `report` is called with the first call that adds to a copy. Tensors get no marks, because scripts may save them.
+    `report` is called with the first call that adds to a copy. Tensors get no attributes, because scripts may save them.
     """
 
     def __init__(self, report: Callable[[Call], None]) -> None:

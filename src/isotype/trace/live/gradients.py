@@ -131,7 +131,7 @@ def after_step(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> d
 
 
 class LastStep:
-    """The line of an optimizer's last step, and one gradient of that step. Without an optimizer, no step has run yet."""
+    """The line of an optimizer's last step, and one gradient of that step. If `optimizer` is None, no step has run yet."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._line = shown(asking_line())

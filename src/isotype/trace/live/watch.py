@@ -264,7 +264,7 @@ class Watch:
             recorder.leave()
 
     def _is_mine(self) -> bool:
-        """Return whether the current call is real, and runs in the recorded thread or recomputes for that thread.
+        """Return whether the current call computes real values, and runs in the recorded thread or recomputes for it.
 
         A process that is forked during a recorded step (a worker of a data loader) is not recorded.
         """
