@@ -190,7 +190,7 @@ def _references(
         rest = iter(letters)
 
         def rounded(value: Any, rest: Iterator[str] = rest, place: torch.device = place) -> Any:
-            """Move an argument to `place`; round float values to the operand's dtype, but keep the trusted run's dtype."""
+            """Move an argument to the device `place`. Round floats to the operand's dtype, and return them in the trusted run's dtype."""
             if not isinstance(value, torch.Tensor):
                 return place if isinstance(value, torch.device) else value
             if value.dtype in _FLOATS:

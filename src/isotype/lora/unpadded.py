@@ -118,7 +118,7 @@ _traced: ContextVar[Unpadded | None] = ContextVar("traced", default=None)
 
 
 def traced_as(bare: Unpadded | None) -> AbstractContextManager[None]:
-    """In the `with` block, `unpadded` removes the padding of a fake batch as in the batch `bare`. None removes no padding."""
+    """In the `with` block, `unpadded` removes a fake batch's padding just as in `bare`. If `bare` is None, the padding stays."""
     return _holding(_traced, bare)
 
 
@@ -195,7 +195,7 @@ def hooks_see_one_row(model: Any, present: torch.Tensor) -> AbstractContextManag
 
 @contextmanager
 def _embedding_as(model: Any, into: torch.Tensor, back: torch.Tensor) -> Iterator[None]:
-    """Let the embeddings and their hooks see `ids.flatten()[into]`, and rearrange the results by `back`."""
+    """Pass `ids.flatten()[into]` to the embeddings and their hooks, and rearrange the results by `back`."""
     if not _is_hooked(model):
         yield
         return

@@ -126,7 +126,7 @@ def stands_for(model: nn.Module) -> dict[str, int]:
 
 
 def repeats_of(model: nn.Module) -> dict[str, int]:
-    """Return name -> number of represented modules of the original model, for each module."""
+    """Return module name -> number of modules of the original model that this module represents."""
     repeats: dict[str, int] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         repeats[name] = repeats.get(name.rpartition(".")[0], 1) * int(getattr(module, STANDS_FOR, 1))

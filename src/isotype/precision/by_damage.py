@@ -108,7 +108,7 @@ def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) ->
 def mix(
     damages: Damages, policy: PrecisionPolicy, parameters: int, request: PrecisionRequest
 ) -> tuple[PrecisionRequest, str]:
-    """Return the request with the layers' formats that do the least total damage within a memory limit, and the reason.
+    """Return (request with the layer formats that do the least total damage within a memory limit, reason in words).
 
     Each layer gets nf4 with fitted constants (in blocks of 64 or 32), int8, or the float dtype of unquantized weights.
 

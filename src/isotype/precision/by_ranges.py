@@ -116,7 +116,7 @@ def number(value: float) -> str:
 
 @cache
 def known_families() -> Mapping[str, Mapping[str, str]]:
-    """Return model_type -> a dict with two entries: the published ranges in words (`reaches`), the publication (`source`)."""
+    """Return model_type -> a dict with the published ranges in words (`reaches`) and the publication (`source`)."""
     table: Mapping[str, Mapping[str, str]] = loads(
         (files("isotype") / "precision" / "families.json").read_text(encoding="utf-8")
     )

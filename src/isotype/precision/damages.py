@@ -90,7 +90,7 @@ class Damages(Measurement):
     notes: tuple[str, ...] = ()
 
     def total(self, form: str) -> float:
-        """Return the damage in nats per token if all layers have a format: the measured one, or else the layers' sum."""
+        """Return the damage in nats per token if all layers have a format: as measured, or else summed over the layers."""
         if form in self.measured:
             return self.measured[form]
         return self._sum((layer, form) for layer in self.layers)

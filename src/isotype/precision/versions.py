@@ -209,7 +209,7 @@ def _own_requirements() -> Sequence[str]:
 
 
 def pip_command(incompatible: Iterable[Incompatibility], absent: Iterable[str] = ()) -> str | None:
-    """Return a pip command that installs all `change`s of the incompatibilities and all absent packages; None if none."""
+    """Return one pip command for all changes that fix incompatibilities, and all absent packages; None if there are none."""
     demands: dict[str, SpecifierSet] = {}
     for text in (*(incompatibility.change for incompatibility in incompatible), *absent):
         requirement = Requirement(text)

@@ -122,7 +122,7 @@ class Ledger:
             self._change("activations", size)
 
     def keep(self, module: str, since: int, times: int, outputs: Sequence[torch.Tensor]) -> None:
-        """Multiply the memory that a forward without a backward keeps besides its outputs, such as a key-value cache."""
+        """Multiply by `times` the memory that a forward without a backward keeps besides its outputs, such as a key-value cache."""
         passed = {storage_of(output) for output in outputs}
         kept = {
             key: size * (times - 1)

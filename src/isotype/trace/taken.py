@@ -102,7 +102,7 @@ class DtypeReads:
     def _in(
         self, frame: FrameType, arguments: Sequence[_Argument], dtype: torch.dtype, callers: int
     ) -> _Read | None:
-        """Return the recorded read of `dtype` that the arguments of the call in `frame` contain or name."""
+        """Return the recorded read of `dtype` in the arguments of the call in `frame`, or in variables that they name."""
         call: Any = frame.f_trace
         seen = self._reads.get(frame.f_code, {}).values() if isinstance(call, _Call) else ()
         in_call = [read for read in seen if read.call() is call and read.dtype == dtype]
@@ -256,7 +256,7 @@ def _stores(code: CodeType) -> tuple[tuple[int, int, str], ...]:
 
 
 def _is_stored(code: CodeType, at: int, name: str) -> bool:
-    """Return whether the code stores, as `name`, the value that the instruction at byte `at` reads."""
+    """Return whether the code stores the value that the instruction at byte `at` reads in the variable `name`."""
     span = position(code, at)
     return span is not None and any(
         store > at and line <= span[0] and stored == name for store, line, stored in _stores(code)

@@ -78,7 +78,7 @@ TOWERS = ("vision", "vq", "audio", "qformer", "perceiver")
 
 
 def shrunk_config(config: Any) -> Any:
-    """Return a copy of a transformers config with small widths and few layers. The layers are of the kinds of the first layers."""
+    """Return a copy of a transformers config with small widths and few layers. Its layers have the kinds of the first layers."""
     small = copy.deepcopy(config)
     for name, part in _parts(small):
         _shrink(part, TOWER if any(word in name for word in TOWERS) else TEXT)
