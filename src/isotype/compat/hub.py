@@ -1,4 +1,4 @@
-"""huggingface_hub: find out in seconds if the hub is reachable; the library itself tries for half a minute."""
+"""huggingface_hub: finds out in seconds whether the hub is reachable. The library itself tries for half a minute."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ def fuse(
             few tokens, which run the language model but no vision tower.
         budget: maximum bytes for dense copies. Base weights that are quantized or need a cast get copies. The default is
             0 on a GPU. On a CPU the default is a quarter of the free memory, because
-            dequantizing a weight takes a CPU more than half the time of multiplying by it. A sharded (FSDP2) model gets no copies.
+            dequantizing a weight there takes more than half as long as its product. A sharded (FSDP2) model gets no copies.
         device: kind (`"cpu"`, `"cuda"`) or profile of the device for which a model on the meta device is fused. None
             means the device of the parameters.
 

@@ -37,7 +37,7 @@ class Times:
 
     @classmethod
     def of(cls, turns: Mapping[str, Sequence[float]], share: float = 0.5) -> Times:
-        """Return the times from each kernel's milliseconds per turn. The speed-up is the quantile `share` over all turns."""
+        """Return the times from each kernel's milliseconds per turn. The speed-up is the `share`-quantile over the turns."""
         medians = {name: round(statistics.median(times), 4) for name, times in turns.items()}
         ratios = sorted(map(truediv, next(iter(turns.values())), turns[cls(medians, 1).fastest]))
         return cls(medians, round(ratios[int(share * len(ratios))], 3))

@@ -133,7 +133,7 @@ class Probe:
         return torch.nan_to_num(change, nan=float("inf")) / before.abs().max()
 
     def other_tokens(self, where: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Return `tokens` (default: the batch's ids), in which random other tokens replace those at `where`.
+        """Return a copy of `tokens` (default: the batch's ids) with random other tokens where the mask `where` is True.
 
         Both have the shape `[rows, tokens]`. The new tokens have no special meaning.
         """
