@@ -26,7 +26,7 @@ from isotype.core.cache import LIBRARIES, default_cache_dir
 from isotype.core.files import bring_to_disk, wait_for_turn
 
 SWITCH = "ISOTYPE_COMPILE"
-"""Environment variable: the value 0 disables the compiling and loading of libraries."""
+"""Environment variable. If its value is 0, no libraries are compiled or loaded."""
 
 logger = logging.getLogger("isotype")
 

@@ -60,7 +60,7 @@ NAME_PARTS: tuple[NamePart, ...] = (
     NamePart("stable_adamw", own_kernels=True),
     NamePart("sgd", state="none", why="no moments without momentum"),
 )
-"""The first matching part that has a fact decides the fact: `galore_adamw_8bit` has galore's package and an 8-bit state."""
+"""A fact is that of the first matching part that has it: `galore_adamw_8bit` has galore's package and an 8-bit state."""
 
 
 def package_of(name: str) -> str | None:
@@ -107,7 +107,7 @@ _MOMENTS = {
     "lomo": 0, "adafactor": 0, "schedule_free_sgd": 1, "lion": 1, "rmsprop": 1, "muon": 1, "grok": 3,
     "ademamix": 3,
 }  # fmt: skip
-"""Part of an optimizer's name -> states as large as the parameter, copies of the weights included. The default is 2."""
+"""Part of a name -> number of states as large as the parameter (copies of the weights included). The default is 2."""
 
 _RANK = 128
 """Default rank to which GaLore and APOLLO project gradients. The projection matrix also takes memory."""

@@ -30,7 +30,7 @@ _FORMS = "a path, base64 text, a data URL, or {bytes, path}"
 _SHORTEST = 32
 """Minimum characters of base64 text; a shorter text is a path."""
 _THREADS = 16
-"""Number of threads that read images; they mostly wait for files, so there may be more than cores."""
+"""Number of threads that read images; they mostly wait for files, so more threads than cores are useful."""
 
 Stored = str | bytes | Mapping[str, Any]
 """An image: its path, the bytes of its file, or {bytes, path} as `datasets` stores it."""

@@ -162,7 +162,7 @@ def _before(chats: Row, count: int) -> None:
 
 
 def _spoken(row: Row, pictured: bool) -> Row | Problem:
-    """Convert a row to conversations, or return the problem with it. `pictured` is True if its image columns have any.
+    """Convert a row to conversations, or return the problem with it. `pictured` is True if its image columns contain images.
 
     Texts become messages. A caption becomes the answer to `QUESTION`. The common beginning of a pair of conversations
     becomes the prompt.

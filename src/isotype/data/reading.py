@@ -103,8 +103,7 @@ class Reading:
     Attributes:
         columns: map from the data set's columns to the trainer's columns, or None if no column is renamed.
         chat: True if plain text becomes messages, with prompts written by the user and answers by the assistant.
-        joined: True if prompt and completion become one conversation, `messages`, and only `CHAT_COLUMNS` stay beside
-            it.
+        joined: True if prompt and completion become the column `messages`. Of other columns, only `CHAT_COLUMNS` stay.
         prompts: True if the loss includes prompt tokens (`--completion_only_loss False`).
         lines: True if each line of a .txt file is an example; False if the whole file is one example.
         listed: True if a single image of a stored data set becomes a list, as in text files.

@@ -335,7 +335,7 @@ def read_rows(
 
 
 def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
-    """Yield the rows of a file with their images: a caption file's row has the image beside the file."""
+    """Yield a file's rows with their images. The image of a caption file's row is in the same folder as the file."""
     if picture := captioned(path):
         yield from ((line, {"image": picture.name, "caption": row["text"].strip()}) for line, row in rows)
         return

@@ -68,7 +68,7 @@ def _struct(fields: tuple[tuple[str, Shape], ...]) -> Shape:
 
 
 def merge(a: Shape, b: Shape) -> Shape:
-    """Return the narrowest shape that includes both: JSON for objects with different keys, MIXED if there is none."""
+    """Return the narrowest shape that includes `a` and `b`: JSON for objects with different keys, MIXED if there is none."""
     if a is b or a == b or b == NULL:
         return a
     if a == NULL:

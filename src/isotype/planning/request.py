@@ -48,7 +48,7 @@ class PlanRequest:
         count: number of devices that train together.
         memory: bytes that a step may use; None for the device's limit.
         rows: rows of a micro-batch; None if the plan chooses them.
-        at_most: maximum rows of a micro-batch; None for no limit but the rows of a step.
+        at_most: maximum rows of a micro-batch; None if only the rows of a step limit it.
         length: tokens of a row; None for the data's longest row or a default.
         step_rows: rows of an optimizer step over all devices and micro-batches; None if `step_tokens` is set instead.
         quantize: True to let the plan choose the storage if no argument names one.
@@ -215,7 +215,7 @@ def command_of(
 
 
 def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
-    """Return the command's arguments for the rows per step. They are never fewer than requested."""
+    """Return the command's arguments for the rows per step, which are never fewer than the requested rows."""
     rows, accumulation = row.rows, row.accumulation
     if request.step_rows is not None and rows * accumulation * request.count < request.step_rows:
         if accumulation == 1:

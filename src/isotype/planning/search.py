@@ -114,7 +114,7 @@ class Search:
     _steps_by_key: dict[tuple[str, str, str], Steps] = field(default_factory=dict)
 
     def rows(self) -> Iterator[Row]:
-        """Yield a row for each combination of settings on each device, in the order of `STORAGES`, and mixed storage last."""
+        """Yield a row for each combination of settings and device, in the order of `STORAGES`; mixed storage comes last."""
         uniform: dict[str, list[Row]] = {profile.name: [] for profile in self.profiles}
         pinned = self._mixed_is_pinned()
         for row in self._uniform_rows():
@@ -320,7 +320,7 @@ class Search:
         return layers.estimate(storages, "nf4")
 
     def _micro_batch(self, steps: Steps, size: int) -> tuple[int, bool]:
-        """Return (rows of the largest micro-batch that fits and divides the step, True), or (1, False) if none fits."""
+        """Return the rows of the largest micro-batch that fits and divides the step, and True; if none fits, 1 and False."""
         if self.request.rows is not None:
             return self.request.rows, steps.peak(self.request.rows, self.length) <= size
         most = largest(

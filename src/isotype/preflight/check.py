@@ -176,7 +176,8 @@ _RETURNS = "(model, inputs), or a dict with model, inputs and other arguments of
 def function_arguments(text: str) -> dict[str, Any]:
     """Call the function `package.module:function` and return its result as arguments of `isotype.check`.
 
-    Raises UsageError if there is no such module or function, or if the function raises an error or returns no such arguments.
+    Raises UsageError if the module or function does not exist, or if the function raises an error or returns other
+    values.
     """
     module, attribute = _module(text), text.partition(":")[2]
     function = getattr(module, attribute, None)

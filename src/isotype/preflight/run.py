@@ -347,7 +347,7 @@ _FLOPS_A_SECOND = {"cpu": 3e10, "cuda": 3e12}
 _WEIGHTS_A_SECOND = 2e8
 """Number of weights that are cast to float32 in a second."""
 _AGAIN = 4 / 3
-"""FLOPs of a measurement, relative to a step: its backward also computes the forward of each block again."""
+"""FLOPs of a measurement, relative to a step: the measurement's backward also computes each block's forward again."""
 
 
 def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[str, ...]]:

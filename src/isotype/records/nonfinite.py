@@ -72,7 +72,7 @@ class NonFinite:
             result is not finite either, or if the operator does not support that dtype.
         entries: the operands' values at the first element that is not finite, for an element-wise operator; empty for
             cause `"row"`.
-        rows: rows of the batch with elements that are not finite, if the result has the batch's rows.
+        rows: indices of the batch's rows whose result is not finite; empty if the result has no row for each of them.
         batch: number of rows in the batch; 0 if unknown.
         scale: loss scale of the backward; None without a loss scale.
     """

@@ -30,7 +30,7 @@ class Leak:
         of: number of compared predictions.
         largest: the largest change of a logit, relative to the largest logit.
         module, kind: name and class of the first module with equal inputs and changed outputs; "" if there is none.
-        without: an input of the model without which there is no leak; "" if there is none.
+        without: an input of the model; if it is left out, the leak disappears. "" if there is no such input.
     """
 
     source: Source

@@ -21,8 +21,8 @@ DEFAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimize
 class LossOf:
     """A loss function (model, inputs) -> loss, and its inputs by name. A trace replaces the input tensors by fake tensors.
 
-    Two attributes describe evaluations. `generates`: the function generates tokens, and its phase is `rollout`. `kept`:
-    the function returns predictions, and this many times their bytes stay in memory; 0 if it returns none.
+    Two attributes describe an evaluation's function. If `generates` is True, it generates tokens, and its phase is
+    `rollout`. If `kept` is not 0, it returns predictions, and `kept` times their bytes stay in memory.
     """
 
     function: Callable[[nn.Module, Any], Any]
@@ -55,7 +55,7 @@ class StepRequest:
             (DDP). Memory is counted for one device.
         reshard: whether FSDP frees a block's gathered weights after the block's forward.
         zero3: version of DeepSpeed if the run uses its ZeRO-3; else "".
-        find_unused: whether DDP runs with `find_unused_parameters`: it looks for parameters without a gradient.
+        find_unused: whether DDP looks for parameters without a gradient (`find_unused_parameters`).
         shard_integers: whether FSDP shards frozen weights stored as integers (isotype does so, accelerate does not).
         gradient_checkpointing: True, or arguments of the model's `gradient_checkpointing_enable`; None or False keeps
             the model's setting.

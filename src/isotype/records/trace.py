@@ -97,10 +97,10 @@ class Origin:
 
     @property
     def cause(self) -> Origin:
-        """The nearest origin on the path that chose the dtype.
+        """The origin that chose the dtype, the nearest one on the path.
 
-        A promotion has the cause of the operand whose dtype it chose. A cast to another tensor's dtype has the cause of
-        that tensor. A parameter, an input, and a cast to an explicit dtype are their own causes.
+        The cause of a promotion is that of the operand whose dtype it chose. The cause of a cast to another tensor's
+        dtype is that of the other tensor. A parameter, an input, and a cast to an explicit dtype are their own causes.
         """
         cause = self
         while earlier := cause.like or (cause.before if cause.kind in ("promotion", "gradient") else None):
@@ -281,7 +281,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of the step. Fields without a line below are those of `isotype.records.request.StepRequest`.
+    """Settings of the step. Fields that are not listed are those of `isotype.records.request.StepRequest`.
 
     Attributes:
         profile: profile of the device.
@@ -389,7 +389,7 @@ class Trace:
         by_ranges: modules whose values do not fit into plain float16: name in the base model -> exponent. A layer with
             a nonzero exponent multiplies its values by 2^-exponent; with exponent 0 it computes in float32.
         reached: number of trainable parameters with a gradient; None if no backward finished.
-        unreached: trainable parameters without a gradient, because the forward uses them with gradients off.
+        unreached: trainable parameters that the forward uses, but that get no gradient.
         without_effect: inputs from which no chain of operators leads to the loss.
         reach: dependence of predictions on inputs; None if not measured.
         stale_casts: whether a forward used weights that autocast had cast, and cached, before an optimizer step.

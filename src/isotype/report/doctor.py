@@ -109,7 +109,7 @@ def verdict(report: DoctorReport) -> str:
 def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
     """Return a pair (operation, kernel) for each operation between matmuls; for a CPU, return an empty list.
 
-    If the GPU is in this machine, the kernels were tried in its best dtype. Otherwise, they are expected ones.
+    If the GPU is in this machine, the kernels were tried in its best dtype. Otherwise, they are only expected.
     """
     kind = {"rocm": "cuda"}.get(profile.kind, profile.kind)
     if kind not in kernels.DEVICES:

@@ -71,7 +71,7 @@ NARROW = 60
 """On a console with fewer columns than this, each cell of a table gets its own line."""
 
 _LABEL = re.compile(r" *(?:(?:[-=|]|-->) +)?(?:\S+(?: \S+)? {2,})?")
-"""The start of a line: spaces, a bullet, and a label of one or two words. A wrapped line continues after its width."""
+"""The start of a line: spaces, a bullet, and a label of one or two words. A wrapped line is indented by its width."""
 
 _COMMAND = re.compile(r" {4}(?=(?:env|isotype|torchrun) )")
 

@@ -249,7 +249,8 @@ def check_module_names(model: Any, config: Any) -> None:
 
 
 def _check_rank(model: Any, config: Any) -> None:
-    """Raise UsageError if the rank exceeds the smaller side of every adapted layer. If of some only, add a note."""
+    """Raise UsageError if the rank exceeds the smaller side of every adapted layer; add a note if it does so for some
+    layers."""
     rank, targets = getattr(config, "r", None), getattr(config, "target_modules", None)
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # heads that are trained, without an adapter
     widths = [

@@ -264,7 +264,7 @@ class Diagnosis:
         )
 
     def left(self, code: Any, reason: BaseException | None) -> bool:
-        """Report at the end of a script that has exited, and return whether an error was explained. Call `stop` first.
+        """Print findings at the end of a script that has exited; return whether an error was explained. Call `stop` first.
 
         `code` is the argument of `sys.exit`. `reason` is the exception that the script handled when it exited, or None.
         """

@@ -83,7 +83,7 @@ class Session:
         self.safely(explain)
 
     def left(self, code: Any, leaving: SystemExit | None = None) -> None:
-        """Report at the end of a script that has exited. `code` is the argument of `sys.exit`."""
+        """Print findings at the end of a script that has exited. `code` is the argument of `sys.exit`."""
         reason = None if leaving is None or code in (None, 0) else leaving.__context__
 
         def end() -> None:

@@ -66,7 +66,7 @@ def casts(trace: Trace) -> tuple[Cast, ...]:
 
 
 def by_autocast(origin: Origin) -> bool:
-    """Return whether autocast made a cast, not a call such as `.to()` or `.float()`."""
+    """Return True if autocast made a cast, False if a call such as `.to()` or `.float()` made it."""
     return origin.kind == "autocast" or (origin.kind == "cast" and origin.name not in CAST_FUNCTIONS)
 
 

@@ -212,7 +212,7 @@ def side_at(call: Call, sides: Sides) -> torch.dtype:
 
 
 def distinct(causes: Iterable[Origin]) -> tuple[Origin, ...]:
-    """Return the first of all causes that have the same name (without layer numbers) and the same source line."""
+    """Return the causes, but only the first of those with equal names (without layer numbers) and source lines."""
     by_place = grouped(causes, lambda cause: (starred(cause.name), cause.source))
     return tuple(first for first, *_ in by_place.values())
 

@@ -137,7 +137,7 @@ def _calls(trace: Trace) -> dict[_Key, list[Call]]:
 
 
 def _casts(trace: Trace) -> dict[int, Call]:
-    """For calls whose result their module casts to float16: map the id of the call to the cast."""
+    """Return the casts of results to float16 by the module that computed them, by the id of the call whose result is cast."""
     casts: dict[int, Call] = {}
     last: dict[str, Call] = {}
     for call in trace.calls:

@@ -172,7 +172,7 @@ def _implied(command: Command, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _built(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return TRL's dataclasses and isotype's own values by the names of the fields of `Settings`."""
+    """Return the fields of `Settings` by name: TRL's dataclasses and isotype's own values."""
     kinds = METHODS[command.method].dataclass_types()
     names = {item.name for kind in kinds for item in fields(kind) if item.init}
     if absent := [n for n in command.values if n not in names and command.specs[n].holder != "added"]:

@@ -52,7 +52,7 @@ class Reader:
         given: the values in the file by name. A name in a group is written `group.name`.
         values: the translated values by isotype's names.
         used: maps a translated name to isotype's names; to an empty list if isotype always does as the name requests.
-        notes: maps each effect to the names that were left out and so cause the effect.
+        notes: maps an effect to the names that cause it by being left out.
         trains: True if the data sets must be on this machine, because a training reads them.
     """
 
@@ -280,7 +280,7 @@ class Rows:
 
 
 def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> None:
-    """Record that `names` are translated into the data sets `rows`. Translate `whole`, which requests loss on prompts."""
+    """Record that `names` are translated into the data sets `rows`, and translate `whole`, which requests loss on prompts."""
     columns = _pairs(rows[0].renamed) if rows else None
     if len(rows) > 1 or (
         rows and (rows[0].files or columns is None or not re.fullmatch(r"\w+", rows[0].split))

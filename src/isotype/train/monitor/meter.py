@@ -156,7 +156,7 @@ def not_finite(
         measured: measurements of the step, by name.
         checkpoint: the last complete checkpoint, or None if there is none.
         replay: result of running the step again, or None if the step was not run again.
-        script: True in a user's script: the error then writes arguments as Python code.
+        script: True in a user's script. The error then shows arguments as Python code.
         pictures: True if the training data has images.
     """
     figures = ", ".join(f"{name} {value}" for name, value in measured.items())

@@ -201,7 +201,7 @@ class Order:
 
 
 def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int) -> Order | None:
-    """Restore or record the random states that determine the order of rows. Return None if only seed and epoch determine it.
+    """Restore or record the random states that determine the order of rows. Return None if seed and epoch alone do.
 
     Args:
         checkpoint: the checkpoint that is resumed in this epoch, or None if the epoch begins with its first batch.

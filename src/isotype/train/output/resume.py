@@ -233,7 +233,7 @@ _POLICY = {
     "layers": "--quantization",
 }
 _PARTS = {True: "language", False: "all"}
-"""Value of `--quantized_parts` if the policy's `dense` names modules (True) or is empty (False)."""
+"""Values of `--quantized_parts` for a policy whose `dense` names modules (True) or is empty (False)."""
 _BATCH = "rows in an optimizer step"
 _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("dataset_name", "dataset_config")}
 

@@ -55,7 +55,7 @@ _TRIAL = 32
 """Tokens in a trial row with two documents. The trace of this row shows whether the documents attend to each other."""
 
 _MXFP4_BYTES = (4 + 8 / 32) / 8
-"""Bytes per value, for 4 bits and an 8-bit scale per 32 values (OCP MX specification 1.0, section 5.2)."""
+"""Bytes per MXFP4 value: 4 bits, and an 8-bit scale for 32 values (OCP MX specification 1.0, section 5.2)."""
 
 _PART_OF_ROOM = 0.25
 """No alternative is reported if a step without recomputation needs less than this share of the allowed memory."""
@@ -107,7 +107,7 @@ class PlannedStep:
     def mixed(self) -> bool:
         """True if the documents of a packed row would attend to each other, so that the training puts each in its own row.
 
-        A training tests its masks by running the model. Without weights, a trace shows if masks depend on documents.
+        A training runs the model to test its masks. A trace without weights shows whether masks depend on documents.
         """
         plan = self.plan
         if not plan.packed:

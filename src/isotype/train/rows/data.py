@@ -65,7 +65,7 @@ def training_data_here(
 
 
 def hold_back(settings: Settings, data: Any) -> Any:
-    """With `--eval_split`, make a share of the training rows the test split. Otherwise, return `data` unchanged."""
+    """With `--eval_split`, move a part of the training rows to the test split. Otherwise, return `data` unchanged."""
     share = settings.eval_split
     if share is None:
         return data
