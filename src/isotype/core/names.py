@@ -50,7 +50,7 @@ def plain_name(name: str) -> str:
 
 
 def unwrapping(name: str) -> str:
-    """Return how to repair a saved tensor's name that contains a part of a model wrapper; "" if it contains none."""
+    """Return how to repair a saved tensor's name if a model wrapper has added a part to it; else ""."""
     parts = name.split(".")
     part = "module" if parts[0] == "module" else next((part for part in parts if part in WRAPPERS), "")
     again = "save the model inside of the wrapper (accelerator.unwrap_model(model))"

@@ -73,7 +73,7 @@ _OF_ONE_AXIS = frozenset(
 
 
 def numbers_in(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, float], ...]:
-    """Return the name and value of each Python float argument of a call (`(("eps", 1e-12),)`), and of its axis."""
+    """Return (name, value) of each Python float argument of a call; for operators in `_OF_ONE_AXIS`, also of the axis."""
     floats = [(position, value) for position, value in enumerate(args) if type(value) is float]
     if func in _OF_ONE_AXIS:
         floats.append((1, args[1]))

@@ -60,7 +60,8 @@ class Method:
         auto_class: name of transformers' auto class, or None for the class that the config names.
         reference: condition under which the loss needs a reference model; `compares` evaluates this condition.
         always_copies: True if TRL adds a second adapter for the reference even if `compares` returns False.
-        dropped: beginning of the message about rows that the trainer drops, before a length; "" if it drops none.
+        dropped: first words of the message about rows that the trainer drops (a length follows); "" if it drops no
+            rows.
         fused_head: True if the trainer takes log-probabilities from TRL's fused head and never reads logits.
     """
 

@@ -239,7 +239,7 @@ def _same(row: Any, pictured: bool) -> dict[str, Any]:
 
 
 def _shares(args: Any, built: list[Any]) -> list[Any]:
-    """Return the first rows of each data set, as many as the proportions `fraction` allow without repeating a row."""
+    """Return the first rows of each data set. Their numbers have the proportions `fraction`, and no row is repeated."""
     fractions = [entry.fraction for entry in args.datasets]
     if all(fraction is None for fraction in fractions):
         return built

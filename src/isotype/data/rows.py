@@ -352,7 +352,7 @@ def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
 
 
 def captioned(path: Path) -> Path | None:
-    """Return the image whose path differs from that of a .txt file only by the suffix, or None."""
+    """Return the image beside a .txt file that has the same name except for the suffix, or None."""
     if path.suffix.lower() != ".txt":
         return None
     return next((at for suffix in SUFFIXES if (at := path.with_suffix(suffix)).is_file()), None)

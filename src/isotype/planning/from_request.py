@@ -189,7 +189,7 @@ def is_out_of_reach(rows: Sequence[Row]) -> bool:
 
 
 def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:
-    """Return the smallest number of devices, from `COUNTS`, on which the row with the least memory fits sharded, or None."""
+    """Return the smallest of `COUNTS` that suffices for the row with the least memory if it is sharded; None if none does."""
     least = min(rows, key=lambda row: row.peak, default=None)
     if not request.longest or least is None or profile.kind in ("cpu", "mps"):
         return None

@@ -174,7 +174,7 @@ class Row:
 
     @property
     def checkpointing_value(self) -> bool | None:
-        """Value of `--gradient_checkpointing`, or None for every n-th layer, which needs a second argument."""
+        """Value of `--gradient_checkpointing`; None if every n-th layer is recomputed, which needs a second argument."""
         return {"off": False, "every layer": True}.get(self.checkpointing)
 
 
@@ -261,7 +261,7 @@ _CODES = ("int8", MIXED, "nf4", "fp4")
 
 
 def picked(rows: Sequence[Row], goal: str) -> Row | None:
-    """Return the row of one device that a goal picks (see `GOALS`); None if none fits."""
+    """Return the best of a device's rows for a goal (see `GOALS`); None if no row fits."""
     fitting = [row for row in rows if row.fits and not _gathers_more(row, rows)]
     if not fitting:
         return None
@@ -290,7 +290,7 @@ def front(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
-    """Return True if a sharded row gathers its weights more often than another row that fits and has the same storage.
+    """Return True if a sharded row gathers weights more often than another row with the same storage that fits.
 
     Each micro-batch gathers all weights twice. The estimated time does not include this communication.
     """

@@ -95,8 +95,8 @@ def check(
             - `autocast_eval`: whether autocast is also active in the phase `"generate"`.
             - `fold`: whether layers that differ only in their values are traced once; a finding about one of them then
               applies to all.
-            - `evaluation`: a batch that is evaluated between steps, given in the same ways as `inputs`; the report
-              shows its memory as a separate phase.
+            - `evaluation`: a batch that is evaluated between steps, given like `inputs`; the report shows its memory as
+              a separate phase.
             - `accumulates`: number of micro-batches in an optimizer step, or True for several (default False).
             - `room`: how much of the device's memory the step may use (`isotype.precision.devices.room.Room`); by default
               a share of the memory.

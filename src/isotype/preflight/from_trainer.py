@@ -27,10 +27,10 @@ from isotype.records.request import LossOf, StepRequest, batches_ahead
 def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
     """Return the request for a trainer's first step, before `train()` is called, with the trainer's loss and arguments.
 
-    The trainer, its data order and the random states stay unchanged. If the data set has prompts only (GRPO, RLOO), the
-    step is a forward and a backward over the first prompts with completions of the greatest length, without rewards.
-    Unless vLLM generates the completions, the memory of a rollout is counted, and the step generates one token. With
-    PEFT, it does so outside of autocast, as the trainer does.
+    The trainer, its data order and the random states stay unchanged. If the data set has only prompts (GRPO, RLOO), the
+    step is a forward and a backward over the first prompts, with completions of the greatest length and without
+    rewards. Unless vLLM generates the completions, the memory of a rollout is counted, and the step generates one
+    token. With PEFT, it does so outside of autocast, as the trainer does.
 
     Args:
         trainer: a trainer of transformers or TRL.
@@ -84,7 +84,7 @@ def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _between_steps(trainer: Any, first: Any) -> LossOf | None:
-    """Return the loss over an evaluation batch, or the rollout of a `first` batch that has rows with prompts, or None."""
+    """Return the loss over an evaluation batch; without one, the rollout if `first` has rows with prompts, else None."""
     rows = getattr(trainer, "eval_dataset", None)
     if trainer.args.eval_strategy == "no" or rows is None:
         return None if isinstance(first, Mapping) else _rollout(trainer, first)
@@ -291,7 +291,7 @@ def _shadow(trainer: Any, twin: nn.Module) -> Any:
 # Errors of accelerate for a data stream without a batch, and of torch for an empty data set.
 _NO_DATA = ("does not contain any data", "num_samples should be a positive integer")
 _PROCESSES = 8
-"""Number of batches (of different processes or steps) to compare if several processes train."""
+"""Number of batches to compare if several processes train. The batches are of different processes or steps."""
 
 
 def _first_batches(trainer: Any, most: int) -> list[Any]:

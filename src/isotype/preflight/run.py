@@ -351,7 +351,7 @@ _AGAIN = 4 / 3
 
 
 def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[str, ...]]:
-    """Return (measured ranges or None, notes that say why something was not measured)."""
+    """Return the measured ranges, or None, and notes that say why something was not measured."""
     model, inputs = request.model, named_inputs(request.inputs)
     if not _measurable(model, inputs, trace):
         return None, ()

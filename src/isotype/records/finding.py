@@ -139,7 +139,7 @@ class Fix:
 
     @property
     def scope(self) -> Scope:
-        """The last of the actions' scopes in the order of `SCOPES`: `setting` if a fix changes a model and a setting."""
+        """The scope of an action that comes last in `SCOPES`. A fix that changes a model and a setting has `setting`."""
         return max((action.scope for action in self.actions), key=SCOPES.index, default="advice")
 
 

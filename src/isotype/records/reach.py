@@ -171,8 +171,8 @@ class Reach:
         undecided: dependences that were not measured; each clause names one, with the reason.
         matrix: the tokens on which some predictions of one row depend; None if not measured.
         skipped: modules with weights that run for the batches of some processes, but not of all.
-        parting: the first place at which processes call different collectives of FSDP. None if there is no such place
-            or only one batch, or if this process already has a process group.
+        parting: the first place at which processes call different collectives of FSDP. None if no calls differ, if
+            there is only one batch, or if this process already has a process group.
         ungraded: trainable parameters that get no gradient from the loss of at least one batch.
     """
 

@@ -62,7 +62,7 @@ class StepRequest:
         generate: function of the model that the phase `"generate"` runs.
         autocast_eval: whether autocast is also on in evaluation and in the phase `"generate"`.
         fold: whether equal layers are traced once; a finding in one layer then applies to all equal layers.
-        evaluation: an evaluation batch between steps, given in the same ways as `inputs`; None without evaluation.
+        evaluation: an evaluation batch between steps, given like `inputs`; None without evaluation.
         reference: kind of the frozen reference copy that the loss uses (`weights` or `adapters`); None without a copy.
         accumulates: number of micro-batches in an optimizer step, or True for several.
         ahead: number of batches that are in the device's memory in addition to the current batch.

@@ -97,7 +97,7 @@ class Origin:
 
     @property
     def cause(self) -> Origin:
-        """The origin that chose the dtype, the nearest one on the path.
+        """The origin that chose the dtype. If several on the path did, it is the nearest.
 
         The cause of a promotion is that of the operand whose dtype it chose. The cause of a cast to another tensor's
         dtype is that of the other tensor. A parameter, an input, and a cast to an explicit dtype are their own causes.
@@ -162,7 +162,7 @@ class Call:
         outside: an index out of range that makes the operator fail, and the size of the table that it indexes.
         undefined: number of results that are NaN whatever the weights are: softmax rows with every element masked, or a
             mean over no label.
-        by_script: True if the user's script made this call after autograd's backward in a live step, such as clipping.
+        by_script: True if the user's script made this call (such as clipping) after the backward of a live step.
     """
 
     op: str
@@ -400,7 +400,7 @@ class Trace:
         spoiled: 16-bit parameters in which the optimizer's step made values NaN or infinite.
         lost_terms: terms of the loss without a graph, as (line that drops the graph, line that adds the term).
         unheld: trainable parameters that have a gradient, but are in no optimizer of the script.
-        orphans: number of the optimizer's parameters that have no gradient and are in no module that was called.
+        orphans: number of the optimizer's parameters that have no gradient and belong to no called module.
         unmatched: names in PEFT's `target_modules` and `modules_to_save` that match no module.
         no_autocast: the reason why this step should run under autocast, if it does not; else "".
     """

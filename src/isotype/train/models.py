@@ -249,8 +249,7 @@ def check_module_names(model: Any, config: Any) -> None:
 
 
 def _check_rank(model: Any, config: Any) -> None:
-    """Raise UsageError if the rank exceeds the smaller side of every adapted layer; add a note if it does so for some
-    layers."""
+    """Raise UsageError if the rank exceeds the smaller side of all adapted layers; add a note if it exceeds that of some."""
     rank, targets = getattr(config, "r", None), getattr(config, "target_modules", None)
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # heads that are trained, without an adapter
     widths = [

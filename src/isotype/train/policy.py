@@ -140,7 +140,7 @@ def enforce_trainer(
     `isotype.compat.liger`).
 
     Args:
-        masters: values of the trainable parameters by name, from before the trainer was built. These values are
+        masters: the values that the trainable parameters had before the trainer was built, by name. These values are
             restored, because TRL casts the trainable parameters of a quantized model to bfloat16, which rounds them.
     """
     parameters = dict(trainer.model.named_parameters())

@@ -144,7 +144,7 @@ def _attention(settings: Settings) -> Any:
 
 
 def _flash(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if FlashAttention does not run on the device, or not in the requested dtype."""
+    """Yield a problem if FlashAttention does not support the device or the requested dtype."""
     name = str(_attention(settings))
     if not name.startswith("flash_attention"):
         return

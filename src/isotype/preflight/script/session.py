@@ -220,7 +220,7 @@ def _is_bare(frame: FrameType) -> bool:
 
 
 def _at_plain_call(entry: _Entry) -> _Entry:
-    """Return the traceback entry of `Module._call_impl` with the line that a module without hooks would have."""
+    """Return the traceback entry of `Module._call_impl`, but with the line that calls the forward if there are no hooks."""
     frame = entry[0]
     place = _plain_call(frame.f_code)
     return entry if place is None else (frame, *place)

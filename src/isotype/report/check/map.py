@@ -26,7 +26,7 @@ class Row:
     """A row of the dtype map: a part of the model, or the same part of several equal layers.
 
     Attributes:
-        part: name of the part within its layer, or within the model outside of layers; numbers are written as `*`.
+        part: name within the layer, or within the model for a part outside of layers; numbers are written as `*`.
         stack: name that the layers have in common, such as `model.layers`; "" for a part outside of layers.
         first, last: numbers of the first and the last layer in this row; None for a part outside of layers.
         layers: number of layers, in the real model, that this row describes.

@@ -212,8 +212,8 @@ class RunSummary:
         steps: number of recorded optimizer steps.
         skipped: number of steps that the GradScaler skipped.
         tokens: tokens of all steps, without padding.
-        seconds: wall-clock time of the run and of the commands that it resumes; the duration of all steps if the end
-            of the run is unknown.
+        seconds: wall-clock time of the run and of the commands that it resumes. If the run's end is unknown, the
+            duration of all steps.
         first_loss: mean training loss of the first `window` steps.
         final_loss: mean training loss of the last `window` steps; NaN if the loss of one of these steps is NaN.
         window: number of steps over which `first_loss` and `final_loss` are means: a tenth of the run, from 1 to 10.
@@ -313,7 +313,7 @@ def _held_back_sentence(evals: Sequence[EvalRecord]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards that GRPO's or RLOO's trainer logged once, for all completions since its previous log.
+    """Statistics that GRPO's or RLOO's trainer logged about the rewards of all completions since its previous log.
 
     Attributes:
         step: step after which the trainer logged the rewards.

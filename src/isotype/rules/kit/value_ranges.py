@@ -30,7 +30,7 @@ class Held:
     Attributes:
         call: the traced call, which may represent the same operator of several layers.
         operator: the measured ranges of this operator, in one of the layers that `call` represents.
-        at: position of the measured operator in program order; 0.5 more for a cast of the operator's result.
+        at: position of the measured operator in program order, plus 0.5 for a cast of the operator's result.
         value: the largest magnitude of the call's float16 operands or results.
         takes: True if an operand has this magnitude, False if a result has it.
     """

@@ -113,7 +113,7 @@ def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
 
 
 def spacing(value: float, dtype: torch.dtype) -> float:
-    """Return the distance from `value` to the next larger number of bfloat16 or float16."""
+    """Return the distance from `value` to the next larger number that bfloat16 or float16 represents."""
     exponent = max(math.floor(math.log2(value)), _SMALLEST[dtype]) if value > 0 else _SMALLEST[dtype]
     return math.ldexp(1.0, exponent - _DIGITS[dtype])
 
@@ -134,7 +134,7 @@ def finding_of(
     phase: Literal["load", "forward", "backward", "unscale", "optimizer"] = "forward",
     **more: Any,
 ) -> Finding:
-    """Return a finding about `weights`. The first weight gives the module and, unless `cause` is given, the cause."""
+    """Return a finding about `weights`. Its module and (by default) its cause are those of the first weight."""
     first = weights[0]
     others = names(weights)[1:4]
     return Finding(

@@ -43,7 +43,7 @@ _READERS: Mapping[str, tuple[Callable[[str], Any], tuple[type, ...], str, str]] 
     "bool": (boolean, (bool,), "True or False", "True"),
     "str": (str, (str, dict, list, int, float, bool), "a text", "VALUE"),
 }
-"""For each `Spec.kind`: a parser, the types accepted from YAML and Python, and an expected value and example for messages."""
+"""Maps `Spec.kind` to a parser, the types accepted from YAML and Python, and the expected value and example in messages."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class Command:
         return (*self.environment(), *command)
 
     def environment(self) -> tuple[str, ...]:
-        """Return the words `env NAME=VALUE …` for the config file's variables, or () if the command still names the file."""
+        """Return the words `env NAME=VALUE …` for the config file's variables; () if the command still uses the file."""
         if self.file is None or not self.file.env or self._taken_back() is not None:
             return ()
         return ("env", *(f"{name}={value}" for name, value in self.file.env.items()))

@@ -32,7 +32,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     All processes make these records, so that all of them end a run at the same step. Only rank 0 shows the progress. If
     the optimizer can skip updates on the device (`isotype.train.monitor.step`), a step is checked and recorded while
-    the next step runs, or earlier if the trainer saves, logs or evaluates.
+    the next step runs. It is recorded before the trainer saves, logs or evaluates.
 
     Args:
         view: shows the progress, or None to show nothing.

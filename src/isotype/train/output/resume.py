@@ -233,7 +233,7 @@ _POLICY = {
     "layers": "--quantization",
 }
 _PARTS = {True: "language", False: "all"}
-"""Values of `--quantized_parts` for a policy whose `dense` names modules (True) or is empty (False)."""
+"""Maps whether a policy's `dense` names modules to the value of `--quantized_parts`."""
 _BATCH = "rows in an optimizer step"
 _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("dataset_name", "dataset_config")}
 
@@ -244,7 +244,7 @@ def identity_of(
     """Return the settings that determine the numerical results of a run, by argument name, as plain JSON values.
 
     Some names are not arguments, such as `rows in an optimizer step` (of all processes). `weights` and `rows` are
-    fingerprints of the model and the training rows, or None. `settings` must be from before the trainer was built.
+    fingerprints of the model and the training rows, or None. `settings` must be those before the trainer was built.
     """
     from transformers import TrainingArguments
 
@@ -279,7 +279,7 @@ def identity_of(
 
 
 def changed_length(checkpoint: Path, identity: Mapping[str, Any]) -> str | None:
-    """Describe a changed number of steps or epochs if the learning rate schedule depends on it."""
+    """Describe a change in the number of steps or epochs if the learning rate schedule depends on this number."""
     saved = read_json(checkpoint / RUN_FILE)
     schedule = str(identity["lr_scheduler_type"])
     if saved is None or schedule.startswith("constant"):

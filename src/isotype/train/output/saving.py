@@ -68,7 +68,7 @@ class WholeCheckpoints(Sharded):
     def train(
         self: Any, resume_from_checkpoint: Any = None, *args: Any, hooks: Hooks | None = None, **kwargs: Any
     ) -> Any:
-        """Call the trainer's `train`, after a save that a killed run left incomplete is finished or undone."""
+        """Finish or undo a save that a killed run left incomplete, then call the trainer's `train`."""
         if self.args.should_save:
             recover(Path(self.args.output_dir))
         self.hooks, self._began = hooks or Hooks(), time.time()

@@ -56,7 +56,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
 def without_version(command: Command, versions: Collection[str]) -> tuple[int | None, Command]:
     """Return the FSDP version in `--fsdp`, and the command with TRL's value for `--fsdp` instead (`full_shard` or none).
 
-    A value that is not one of `versions` is TRL's own: the version is None, and the command is returned unchanged.
+    If the value is not in `versions`, it is TRL's own. The result is then None and the unchanged command.
     """
     if command.given("fsdp") not in versions:
         return None, command

@@ -104,7 +104,7 @@ def _check_rows(columns: Mapping[str, Any]) -> None:
 
 
 def _with_template(tokenizer: Any, path: str | None) -> Any:
-    """Return the tokenizer with the template at `path`, or None if `path` is a model whose template TRL can use itself."""
+    """Return the tokenizer with the template from `path`; None if `path` is a model whose template TRL itself can use."""
     if path is None:
         return tokenizer
     templated = copy.deepcopy(tokenizer)
