@@ -190,18 +190,21 @@ def test_a_healthy_raw_loop_is_watched_in_a_line(capsys: pytest.CaptureFixture[s
     assert "; peak " in last
 
 
+@pytest.mark.parametrize("loss", ["of_script", "Loss()"], ids=["a function", "a module"])
 def test_a_loss_of_the_script_is_judged_after_the_first_step(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, loss: str
 ) -> None:
     """The trace before the step lacks the loss, because the model returns none; the real step shows it."""
     script = tmp_path / "loop.py"
     script.write_text(
         "import torch\n"
+        "class Loss(torch.nn.Module):\n"
+        "    def forward(self, h): return of_script(h)\n"
+        "of_script = lambda h: -torch.log(h + 1e-10).mean()\n"
         "model = torch.nn.Linear(8, 8).half()\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)\n"
         "for step in range(2):\n"
-        "    loss = -torch.log(model(torch.ones(2, 8).half()).relu() + 1e-10).mean()\n"
-        "    loss.backward()\n"
+        f"    {loss}(model(torch.ones(2, 8).half()).relu()).backward()\n"
         "    optimizer.step()\n",
         encoding="utf-8",
     )
@@ -211,7 +214,7 @@ def test_a_loss_of_the_script_is_judged_after_the_first_step(
     assert "error" not in err
     assert "IST811" not in before
     assert after.count("warning[IST811]: an epsilon of 1e-10 is zero in float16") == 1
-    assert "loop.py:5" in after
+    assert "loop.py:4" in after
 
 
 @pytest.mark.parametrize(

@@ -197,17 +197,17 @@ class Diagnosis:
             self._live = judge(self._trace(setup))
         elif setup is not None and self._speaks:
             trace = self._trace(setup)
-            modules = {unreached.module for unreached in trace.unreached}
+            traced = {*dict(self.watch.roots[0].named_modules())} - {part.module for part in trace.unreached}
             by_script = trace.unheld or trace.scaled or trace.no_autocast or trace.lost_terms
             if not self._loss_traced or setup.scaler or by_script:
-                modules.add("")  # the script's own code, which computes the loss and clips gradients
+                traced.discard("")  # the script's own code, which computes the loss and clips gradients
             findings = [f for f in judge(trace) if f.severity != "note"]
             # Before the step, a GradScaler that the script has created counts as one that it uses.
             assert self._request is not None
             late = [ist303_no_scaler] if trace.spoiled or self._request.keywords["scaler"] else []
             late += [ist801_lost_updates, ist808_counting] if trace.unmoved else [ist808_counting]
             shown = _of(findings, *late)
-            self._say_late([f for f in findings if f.module in modules or f in shown])
+            self._say_late([f for f in findings if f.module not in traced or f in shown])
         if self.watch.skipped == MANY_SKIPPED and self._speaks:
             self._say(f"{_SKIPPED} {MANY_SKIPPED} steps; `isotype run --watch` names the operator")
         if self.watch.skipping:
