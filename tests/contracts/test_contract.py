@@ -320,7 +320,7 @@ def test_a_mixture_with_float64_is_judged_by_those_with_bfloat16(name: str) -> N
 def test_nothing_is_said_of_integers_or_of_operators_and_dtypes_nobody_knows() -> None:
     assert CPU.judge("aten.add.Tensor", (I, I)) is None
     assert CPU.judge("aten.mm.default", ()) is None
-    assert CPU.judge("aten.mm.default", (torch.complex64, F)) is None
+    assert CPU.judge("aten.mm.default", (torch.complex64, torch.float8_e8m0fnu)) is None
     assert CPU.judge("mylib.op.default", (F, B)) is None
     assert CPU.judge("GradScaler.unscale_", (F, B)) is None
 
@@ -387,6 +387,10 @@ def test_index_put_through_a_mask_with_one_value_is_a_fill() -> None:
     assert not is_exempt(op, (x, [rows], one))
     assert not is_exempt(op, (x, [mask], two))
     assert not is_exempt("aten.mm.default", (x, x))
+    norm, wide = "aten.native_batch_norm.default", x.double()
+    assert is_exempt(norm, (x, None, None, wide, wide), "cuda")
+    assert not is_exempt(norm, (x, None, None, wide, wide), "cpu")
+    assert not is_exempt(norm, (x, wide, wide, wide, wide), "cuda")
 
 
 def test_a_lerp_whose_weight_has_no_dimensions() -> None:

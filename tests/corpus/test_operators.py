@@ -36,6 +36,7 @@ def given(dtype: torch.dtype = BF16) -> dict[str, torch.Tensor]:
 REFUSE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "quantile": lambda h: torch.quantile(h.flatten(), 0.8),
     "linalg_pinv": lambda h: torch.linalg.pinv(h),
+    "linalg_lstsq": lambda h: torch.linalg.lstsq(h, h).solution,
     "fft_rfft": lambda h: torch.fft.rfft(h).abs(),
 }
 
@@ -49,6 +50,20 @@ def test_a_function_that_takes_float32_only(name: str, device: str) -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
         Then(REFUSE[name])(**given())
     assert isotype.check(Then(REFUSE[name], FP32), given(FP32), device=device).ok
+
+
+@pytest.mark.parametrize("other", [torch.complex128, FP32])
+@pytest.mark.parametrize(
+    "act", [torch.matmul, nnf.linear, lambda a, b: a[0].index_put((torch.arange(4),), b[:4])]
+)
+def test_a_complex_operand_beside_one_of_another_dtype(
+    act: Callable[..., torch.Tensor], other: torch.dtype
+) -> None:
+    module = Then(lambda h: act(h.to(torch.complex64), torch.ones(8, 8, dtype=other)).abs(), FP32)
+    (finding,) = isotype.check(module, given(FP32), device="cpu", verify=False).errors
+    with pytest.raises(RuntimeError) as real:
+        module(**given(FP32))
+    assert finding.cause == f"RuntimeError: {real.value}"
 
 
 def test_its_line_is_what_to_change() -> None:

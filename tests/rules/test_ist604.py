@@ -52,6 +52,8 @@ def test_float32_queries(wide: Trace) -> None:
     (finding,) = found(RULE, on(wide, "a100", attention="flash_attention_2"))
     assert finding.severity == "error"
     assert "attention with float32 queries raises" in finding.message
+    (finding,) = found(RULE, on(wide, "a100", attention="flex_attention"))
+    assert finding.message == "FlexAttention runs in float32, but is faster in bfloat16 and float16"
 
 
 def test_a_float32_model_has_no_flash_kernel_to_lose() -> None:

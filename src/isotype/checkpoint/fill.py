@@ -113,7 +113,7 @@ def fill(
     broken: dict[str, str] = {}
     bar = Bar("loading", shown)
     bar.total = len(sources)
-    pinned = _to_gpu(sources, placement)
+    pinned = any(torch.device(placement.device(s.target)).type in ("cuda", "xpu") for s in sources)
     size = staging or (BUFFER if pinned else None)
     read = _mapped(sources, files) if size is None else _staged(sources, files, placement, size, pinned)
     with closing(bar), closing(read):
@@ -145,10 +145,6 @@ def _staged(
         for source, tensors in read:
             buffered = tensors is not None and tensors.at.keys() >= {*_headers(source)}
             yield source, tensors if tensors is not None and buffered else files
-
-
-def _to_gpu(sources: Sequence[Source], placement: Placement) -> bool:
-    return any(torch.device(placement.device(source.target)).type in ("cuda", "xpu") for source in sources)
 
 
 def _is_saved(source: Source, placement: Placement) -> bool:

@@ -225,7 +225,10 @@ def stream(
     """
     store_layers(model, policy)
     matched = match(model, headers)
-    matched = replace(matched, wrong=tuple(wrong for wrong in matched.wrong if not _is_turned(model, wrong)))
+    # A bitsandbytes layer that replaced a GPT-2 Conv1D takes the transposed tensor.
+    turned = {w.name for w in matched.wrong if holds_turned(model.get_submodule(w.name.rpartition(".")[0]))}
+    wrong = (w for w in matched.wrong if w.name not in turned or w.stored != w.wanted[::-1])
+    matched = replace(matched, wrong=tuple(wrong))
     matched.require_complete()
     leave_dense(model, matched.initialised, policy.plain)
     expected = set(model.state_dict())  # before quantized layers add their constants
@@ -278,12 +281,6 @@ def _save_stacks_whole(model: Any) -> None:
         return hasattr(step, "operations") and stacked
 
     set_conversions(model, [s for s in steps if not isinstance(s, PrefixChange) and not splits(s)])
-
-
-def _is_turned(model: Any, wrong: Any) -> bool:
-    """Return True if a bitsandbytes layer replaced a GPT-2 Conv1D, and the transposed tensor fits the layer."""
-    layer = model.get_submodule(wrong.name.rpartition(".")[0])
-    return holds_turned(layer) and wrong.stored == wrong.wanted[::-1]
 
 
 def _info(missing: set[str], matched: Match) -> Any:

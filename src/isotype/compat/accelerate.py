@@ -7,6 +7,8 @@ from typing import Any, Final
 
 HOOK: Final = "_hf_hook"
 """Name of the module attribute with accelerate's hook, which moves weights or inputs to a device."""
+PREPARED: Final = "_is_accelerate_prepared"
+"""Name of the attribute, true for what `accelerator.prepare` has returned, that `unwrap_model` does not remove."""
 FORWARD_BEFORE: Final = "_old_forward"
 """Name of the module attribute with the original forward, which accelerate's hook calls."""
 

@@ -11,20 +11,17 @@ from types import MethodType
 
 from torch import nn
 
-_PACKAGE = "liger_kernel"
+_PACKAGE = "liger_kernel."
 
 
 def without_liger(model: nn.Module) -> tuple[str, ...]:
     """Remove Liger's methods from a model's modules; return the names of the modules that had Liger's forward."""
     names = []
     for name, module in model.named_modules():
-        bound = [key for key, own in vars(module).items() if type(own) is MethodType and _is_ligers(own)]
+        methods = {key: value for key, value in vars(module).items() if type(value) is MethodType}
+        bound = [key for key, m in methods.items() if (m.__func__.__module__ or "").startswith(_PACKAGE)]
         for key in bound:
             del module.__dict__[key]
         if "forward" in bound:
             names.append(name)
     return tuple(names)
-
-
-def _is_ligers(method: MethodType) -> bool:
-    return (method.__func__.__module__ or "").partition(".")[0] == _PACKAGE

@@ -284,14 +284,14 @@ def fakes_taken_for_real() -> Iterator[None]:
 
 
 @contextmanager
-def fp8_kernels_replaced(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Replace FP8 kernels by plain products of equal shapes in the `with` block, if a GPU of this capability has FP8.
+def fp8_kernels_replaced(runs: bool) -> Iterator[None]:
+    """Replace FP8 kernels by plain products of equal shapes in the `with` block, if the device `runs` FP8 layers.
 
     The kernels of FP8 layers (transformers 5.23) read memory, which fake tensors do not have. For older GPUs, transformers
     dequantizes the weights when it loads them.
     """
     layers, replacements = sys.modules.get("transformers.integrations.finegrained_fp8"), Replacements()
-    if layers is not None and capability is not None and capability >= (8, 9):
+    if layers is not None and runs:
         replacements.wrap(layers, "fp8_linear", _with_bias)
         replacements.wrap(layers, "fp8_grouped_matmul", _product)
     try:

@@ -55,13 +55,16 @@ def are_powers_of_two(sizes: Iterable[int]) -> bool:
     return all(size & (size - 1) == 0 for size in sizes)
 
 
-def is_exempt(op: str, args: Sequence[Any]) -> bool:
-    """Return whether a call may break its operator's contract, because its operands have special shapes.
+def is_exempt(op: str, args: Sequence[Any], kind: str = "cpu") -> bool:
+    """Return whether a call may break its operator's contract on a device kind, because its operands have special shapes.
 
-    cuFFT transforms float16 in sizes of a power of two. Two operators accept one operand of any dtype (measured on a
-    CPU, torch 2.13): `index_put` with bool masks and one value, which torch runs as `masked_fill`, and `lerp` with a
-    0-dim weight.
+    cuFFT transforms float16 in sizes of a power of two. Without a weight, the batch norm of an NVIDIA or AMD GPU accepts
+    running statistics of any dtype (`batch_norm_update_stats` in Normalization.cu). Two operators accept one operand of
+    any dtype (measured on a CPU, torch 2.13): `index_put` with bool masks and one value, which torch runs as
+    `masked_fill`, and `lerp` with a 0-dim weight.
     """
+    if op == "aten.native_batch_norm.default":
+        return kind in ("cuda", "rocm") and args[1] is None
     if op == "aten._fft_r2c.default":
         signal, dims, *_ = args
         return signal.dtype == torch.float16 and are_powers_of_two(signal.shape[dim] for dim in dims)

@@ -19,6 +19,10 @@ UNKNOWN_CAPABILITY = (8, 0)
 ALL = GPUS | {"cpu"}
 
 
+_PARTS = str.maketrans("xzy", "hfd")
+"""The letter of a complex dtype -> the letter of the dtype of its real part."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A rule about the operand dtypes of several operators.
@@ -62,7 +66,7 @@ class Family:
         compared = chosen if self.exact else [letter for letter in chosen if letter != "i"]
         if not re.match(self.matches, "".join(compared)):
             return None
-        refused = next((letter for letter in compared if self.only and letter not in self.only), None)
+        refused = next((c for c in compared if self.only and c.translate(_PARTS) not in self.only), None)
         if refused is not None:
             return fill(self.refusal, [refused], integer)
         other = next((letter for letter in compared if letter != compared[0]), None)
@@ -292,7 +296,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     *(
         Family(_ops(name), only="fd", refusal=_NO_KERNEL.format(name.removeprefix("_")))
-        for name in " ".join([*_CUDA_FACTORIZATIONS, "linalg_eig cholesky_inverse linalg_lstsq"]).split()
+        for name in " ".join([*_CUDA_FACTORIZATIONS, "linalg_eig cholesky_inverse"]).split()
     ),
     *(
         Family(_ops("_fft_r2c"), only=only, refusal=refusal, devices=_NVIDIA)

@@ -41,12 +41,9 @@ _CPP: dict[torch.dtype, tuple[str, str]] = {
     torch.uint16: ("unsigned short", "UInt16"),
     torch.uint32: ("unsigned int", "UInt32"),
     torch.uint64: ("unsigned long", "UInt64"),
-}
-
-_COMPLEX = {
-    torch.complex32: "ComplexHalf",
-    torch.complex64: "ComplexFloat",
-    torch.complex128: "ComplexDouble",
+    torch.complex32: ("c10::complex<c10::Half>", "ComplexHalf"),
+    torch.complex64: ("c10::complex<float>", "ComplexFloat"),
+    torch.complex128: ("c10::complex<double>", "ComplexDouble"),
 }
 
 FLOAT_DTYPES: dict[str, torch.dtype] = {
@@ -63,15 +60,16 @@ RESULT_DTYPES: dict[str, torch.dtype] = {
     "s": torch.int16,
     "n": torch.int32,
     "l": torch.int64,
+    "x": torch.complex32,
     "z": torch.complex64,
     "y": torch.complex128,
 }
 RESULT_LETTERS: dict[torch.dtype, str] = {dtype: letter for letter, dtype in RESULT_DTYPES.items()}
 """Letters of result dtypes, one for each integer dtype."""
 LETTERS: dict[torch.dtype, str] = {
-    dtype: RESULT_LETTERS[dtype] if dtype.is_floating_point else "i" for dtype in _CPP
+    dtype: RESULT_LETTERS[dtype] if dtype.is_floating_point or dtype.is_complex else "i" for dtype in _CPP
 }
-"""Letters of operand dtypes; other dtypes (complex, float8) are in no table."""
+"""Letters of operand dtypes; other dtypes (float8) are in no table."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class Spelled:
         if style == "torch":
             return str(self.dtype)
         if self.dtype not in _CPP:
-            return _COMPLEX.get(self.dtype) or str(self.dtype).removeprefix("torch.").capitalize()
+            return str(self.dtype).removeprefix("torch.").capitalize()
         return _CPP[self.dtype][style == "name"]
 
 
@@ -95,7 +93,7 @@ def letters_in(pattern: str) -> str:
 
 def fill(template: str, letters: Sequence[str], integer: torch.dtype = torch.int64) -> str:
     """Fill a message template with the operands' dtypes. The letter `i` stands for the dtype `integer`."""
-    return template.format(*(Spelled(FLOAT_DTYPES.get(letter, integer)) for letter in letters))
+    return template.format(*(Spelled(RESULT_DTYPES.get(letter, integer)) for letter in letters))
 
 
 @dataclass(frozen=True)

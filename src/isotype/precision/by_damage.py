@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -118,7 +118,7 @@ def mix(
             bytes than in nf4.
 
     Returns:
-        The request, with `quantization` for the whole model (see `_most`) and the layers in other formats; and a sentence with
+        The request, with `quantization` for the whole model (libraries expect one format: nf4 if any layer has 4 bits) and the layers in other formats; and a sentence with
         the number of layers in each format, their bytes, and the estimated damage in nats per token.
 
     Raises:
@@ -144,7 +144,8 @@ def mix(
         raise PrecisionError.of("no mixed storage fits", what, expected, fix)
     chosen = {layer.module: forms[at] for layer, at in zip(damages.layers, picked, strict=True)}
     size = sum(layer[at].bytes for layer, at in zip(options, picked, strict=True))
-    storage = _most(chosen, plain)
+    kinds = set(chosen.values())
+    storage = "nf4" if kinds & set(FITTED) else "int8" if "int8" in kinds else plain
     damage = damages.estimate(chosen, "nf4")
     counts = Counter(chosen.values())
     count = ", ".join(f"{counts[form]} in {form}" for form in forms if counts[form])
@@ -177,9 +178,3 @@ def base_bytes(damages: Damages, policy: PrecisionPolicy, parameters: int) -> in
     double = policy.double_quant
     layers = sum(x.bytes(policy.storage_of(x.module), double_quant=double) for x in damages.layers)
     return layers + (parameters - weights) * policy.plain.itemsize
-
-
-def _most(chosen: Mapping[str, str], plain: str) -> str:
-    """Return one format for the whole model, because libraries expect one: nf4 if any layer has 4 bits."""
-    forms = set(chosen.values())
-    return "nf4" if forms & set(FITTED) else "int8" if "int8" in forms else plain

@@ -167,7 +167,9 @@ def _forward_operators(ranges: Ranges) -> Iterator[tuple[OperatorRange, float]]:
 
 def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterator[ModuleException]:
     """Yield a `ModuleException` for each module that cannot run in float16 even if the residual stream is float32."""
-    stream = _carriers(ranges)
+    # Blocks and all their parents only pass on the residual stream.
+    paths = [name.split(".") for name in ranges.stream]
+    stream = {"", *(".".join(path[: end + 1]) for path in paths for end in range(len(path)))}
     worst: dict[str, tuple[OperatorRange, float]] = {}
     for operator, value in _forward_operators(ranges):
         if value > worst.get(operator.module, (operator, LIMIT))[1]:
@@ -186,12 +188,6 @@ def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterato
             op = operator.op.split(".")[1] if "." in operator.op else operator.op
             reason = f"the operands of {op} reach {number(value)}"
             yield ModuleException(module.name, "float32", reason=reason)
-
-
-def _carriers(ranges: Ranges) -> frozenset[str]:
-    """Return the names of the blocks and of all their parents, because these modules only pass on the residual stream."""
-    paths = [name.split(".") for name in ranges.stream]
-    return frozenset({"", *(".".join(path[: end + 1]) for path in paths for end in range(len(path)))})
 
 
 def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> ModuleException | None:

@@ -72,16 +72,12 @@ def _targets(model: nn.Module, action: Action) -> Iterator[Any]:
                 yield module
             continue
         of_buffers = action.kind == "buffer"
-        targets = {key: (module, key) for key in _buffers(module)} if of_buffers else parameters
+        buffers = [key for key, tensor in own_buffers(module).items() if tensor is not None]
+        buffers += [key for key, _ in plain_tensors(module)]
+        targets = {key: (module, key) for key in buffers} if of_buffers else parameters
         for key, target in targets.items():
             if pattern.fullmatch(f"{name}.{key}" if name else key):
                 yield target
-
-
-def _buffers(module: nn.Module) -> list[str]:
-    """Return the names of a module's buffers, and of its tensors that are not registered."""
-    buffers = [name for name, tensor in own_buffers(module).items() if tensor is not None]
-    return buffers + [name for name, _ in plain_tensors(module)]
 
 
 def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
@@ -109,11 +105,6 @@ def _cast_in_place(parameter: Any, value: str) -> list[Undo]:
     if parameter.dtype == dtype:
         return []
     return [exchange(parameter, "data", parameter.data.to(dtype), dtype)]
-
-
-def _set_gradient(parameter: Any, value: str) -> list[Undo]:
-    dtype = parse_dtype(value)
-    return [exchange(parameter, "grad_dtype", dtype, dtype)]
 
 
 def _set_trainable(parameter: Any, value: str) -> list[Undo]:
@@ -157,10 +148,6 @@ def _require_gradient(module: nn.Module, args: Any, output: Any) -> Any:
         return leaf.requires_grad_(True) if floats and not leaf.requires_grad else leaf
 
     return tree_map(requiring, output)
-
-
-def _set_output(module: nn.Module, value: str) -> list[Undo]:
-    return [module.register_forward_hook(partial(_cast_output, parse_dtype(value))).remove]
 
 
 def _set_input(module: nn.Module, value: str) -> list[Undo]:
@@ -236,9 +223,11 @@ _CHANGES: dict[str, Callable[[Any, str], list[Undo]]] = {
     "parameter": _cast_in_place,
     "trainable": _set_trainable,
     "differentiable": lambda module, _: [module.register_forward_hook(_require_gradient).remove],
-    "gradient": _set_gradient,
+    "gradient": lambda weight, value: [exchange(weight, "grad_dtype", *[parse_dtype(value)] * 2)],
     "buffer": _cast_buffer,
-    "output": _set_output,
+    "output": lambda module, value: [
+        module.register_forward_hook(partial(_cast_output, parse_dtype(value))).remove
+    ],
     "input": _set_input,
     "state": _set_state,
     "compute": _set_compute,

@@ -170,7 +170,9 @@ class _Step:
             if resolves(finding, findings, after):
                 good.append(replace(fix, verified=True, outcome=_outcome(after, values_known)))
             elif finding.severity == "error" and resolves(finding, findings, after, True):
-                costly.append(replace(fix, verified=True, outcome=_at_a_cost(findings, after)))
+                new = {f.code for f in after if f.severity == "warning"} - {f.code for f in findings}
+                outcome = f"the finding is gone, but the step then has {', '.join(sorted(new))}"
+                costly.append(replace(fix, verified=True, outcome=outcome))
         return (*(good or costly[:1]), *advice)
 
     def _with(
@@ -276,11 +278,6 @@ def _outcome(after: Sequence[Finding], values_known: bool) -> str:
     if not remaining:
         return "the step then runs clean" if values_known else "nothing else is found"
     return f"the finding is gone; {plural(remaining, 'other finding')} left"
-
-
-def _at_a_cost(before: Sequence[Finding], after: Sequence[Finding]) -> str:
-    new = {finding.code for finding in after if finding.severity == "warning"} - {f.code for f in before}
-    return f"the finding is gone, but the step then has {', '.join(sorted(new))}"
 
 
 def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:

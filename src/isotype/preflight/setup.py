@@ -53,6 +53,7 @@ def setup_of(request: StepRequest) -> Setup:
     between = [evaluation.between if isinstance(evaluation, LossOf) else "evaluate"]
     phases = {*request.phases, *(between if evaluation is not None else ())}
     dtype = getattr(config, "dtype", None)
+    family = known_families().get(str(getattr(config, "model_type", "")))
     return Setup(
         profile=profile,
         autocast=autocast,
@@ -86,7 +87,7 @@ def setup_of(request: StepRequest) -> Setup:
         ),
         incompatible=incompatible_here() if profile.present else (),
         ranges=request.ranges,
-        family_ranges=_family_ranges(config),
+        family_ranges=f"{family['reaches']} ({family['source']})" if family else "",
     )
 
 
@@ -109,11 +110,6 @@ def _problems(request: StepRequest) -> Iterator[Problem]:
     if unknown:
         phases = (phase for phase in PHASES if phase not in BETWEEN_STEPS)
         yield Problem(f"phases {unknown}", f"of {', '.join(phases)}", "leave them out")
-
-
-def _family_ranges(config: Any) -> str:
-    family = known_families().get(str(getattr(config, "model_type", "")))
-    return f"{family['reaches']} ({family['source']})" if family else ""
 
 
 def _checkpointing_words(request: StepRequest) -> str:

@@ -187,7 +187,13 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         if is_view(func) or short in _MOVES:
             return
         operands = [magnitude(tensor) for tensor in sources]
-        fills = any(operand.filled for operand in operands) or _is_fill(short, args, kwargs)
+        # An infinity in the result is intended if it is an argument of the operator, or log(0).
+        numbers = (abs(value) for value in (*args, *kwargs.values()) if type(value) is float)
+        fills = (
+            any(operand.filled for operand in operands)
+            or short == "aten.log"
+            or any(n >= FILL for n in numbers)
+        )
         output = 0.0
         for tensor in outputs:
             output = _larger(output, self._checked(tensor, operands, fills, func).value)
@@ -284,9 +290,3 @@ def _is_float(tensor: torch.Tensor) -> bool:
 @cache
 def _short(func: Any) -> str:
     return operator_name(func).rpartition(".")[0]
-
-
-def _is_fill(short: str, args: Any, kwargs: Any) -> bool:
-    """Return whether infinity in a result is intended: it is an argument of the operator, or log(0)."""
-    numbers = (value for value in (*args, *kwargs.values()) if type(value) is float)
-    return short == "aten.log" or any(abs(number) >= FILL for number in numbers)

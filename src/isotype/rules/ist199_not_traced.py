@@ -48,7 +48,7 @@ KIND: Kind = "untraced"
 
 _DTYPES = re.compile(
     r"\bd?type\b.*\b(same|but|expected|got|found)\b|scalar type|\b(b?float([ -]?\d+)?|half|double)\b|"
-    r"c10::|not implemented for '|data type|\b(bf|fp)[ -]?(16|32)\b",
+    r"c10::|Complex(Half|Float|Double)|not implemented for '|data type|\b(bf|fp)[ -]?(16|32)\b",
     re.IGNORECASE,
 )
 
@@ -68,6 +68,9 @@ def find(trace: Trace) -> Iterator[Finding]:
         return  # a recomputation that fails is IST107
     without_state = any(w.module == failure.module and not state.present for w, state in quantized(trace))
     if ist403_packed_raw.explains(trace, failure) or without_state:  # IST402
+        return
+    if "finegrained-fp8" in failure.error:
+        yield _of_fp8(trace, failure)
         return
     error = is_about_dtypes(failure)
     blames = error and named_integer(failure.error) is None
@@ -97,6 +100,20 @@ def find(trace: Trace) -> Iterator[Finding]:
         fixes=(advice("isotype run", how, "the training script"),),
         places=(failure.module,),
     )
+
+
+def _of_fp8(trace: Trace, failure: Failure) -> Finding:
+    """Return a finding for FP8 layers of transformers that the device, or a backward, has no kernel for."""
+    profile, layer = trace.setup.profile, trace.modules[failure.module]
+    message = f"{profile.title} has no kernel for transformers' {layer}"
+    cause = "the kernel needs an NVIDIA GPU of compute capability 8.9 or later, or an Intel GPU"
+    how = "load the model with quantization_config=FineGrainedFP8Config(dequantize=True), as from_pretrained does by itself on this device"
+    if profile.runs_fp8:
+        message = f"transformers' {layer} has no backward with batched_mm"
+        cause = "the model's experts_implementation is batched_mm"
+        how = 'call model.set_experts_implementation("grouped_mm")'
+    fixes, at = (advice("quantization_config", how),), failure.module
+    return Finding("error", message, at, "", failure.phase, failure.source, cause, fixes=fixes, places=(at,))
 
 
 def is_about_dtypes(failure: Failure) -> bool:

@@ -34,7 +34,7 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, named, plural, short
 from isotype.records.finding import Finding, Fix, finding_at
-from isotype.records.trace import Call, Failure, Operand, Quantization, Trace, Weight
+from isotype.records.trace import Call, Failure, Operand, Trace, Weight
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, finding_of, quantized
 from isotype.rules.kit.words import advice, device_error
@@ -51,7 +51,11 @@ _ROUNDING = ("round", "clamp", "floor", "trunc")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    cast = [(weight, dtype_name(state.packed)) for weight, state in quantized(trace) if _was_cast(state)]
+    cast = [
+        (weight, dtype_name(q.packed))
+        for weight, q in quantized(trace)
+        if q.present and (q.packed.is_floating_point if q.storage is None else q.packed != q.storage)
+    ]
     if cast:
         (first, dtype), weights = cast[0], [weight for weight, _ in cast]
         yield finding_of(
@@ -100,11 +104,6 @@ def explains(trace: Trace, failure: Failure) -> bool:
     """Return True if the step failed because code uses packed codes as a plain weight."""
     layer = next((w for w in trace.weights if w.module == failure.module and _is_bare(w)), None)
     return layer is not None or _cause(failure, trace.owners) is not None
-
-
-def _was_cast(state: Quantization) -> bool:
-    other = state.packed.is_floating_point if state.storage is None else state.packed != state.storage
-    return state.present and other
 
 
 def _is_bare(weight: Weight) -> bool:

@@ -36,7 +36,7 @@ import torch
 
 from isotype.core.names import grouped, short
 from isotype.records.finding import Finding, Kind, finding_at
-from isotype.records.trace import Call, Trace
+from isotype.records.trace import Trace
 from isotype.rules.kit import slow_dtype
 
 TITLE = "bfloat16 on a device without it"
@@ -59,20 +59,16 @@ def _wide_results(trace: Trace) -> Iterator[Finding]:
     wide = (call for call in run if torch.bfloat16 in (operand.dtype for operand in call.operands))
     for calls in grouped(wide, lambda call: call.source or call.module).values():
         first = calls[0]
+        batch = next(shape[0] for _, shape in first.results)
+        kernel = "bgemm" if "bmm" in first.op and batch > 1 else "gemm"  # in CUDABlas.cpp
         yield finding_at(
             "error",
             f"{trace.setup.profile.title} refuses bfloat16 matmuls with a float32 result",
             calls,
             cause=f"a product of bfloat16 operands has a float32 result at {short(first.source)}",
             notes=(
-                f"torch raises: {_kernel(first)} input type at::BFloat16 and output type float is only supported for CUDA "
+                f"torch raises: {kernel} input type at::BFloat16 and output type float is only supported for CUDA "
                 "devices with compute capability 8.0 or higher",
             ),
             fixes=slow_dtype.fixes(trace, torch.bfloat16, torch.float16),
         )
-
-
-def _kernel(product: Call) -> str:
-    """Return the kernel's name in torch's error (`CUDABlas.cpp`): gemm for one matrix, bgemm for a batch of matrices."""
-    batch = next(shape[0] for _, shape in product.results)
-    return "bgemm" if "bmm" in product.op and batch > 1 else "gemm"

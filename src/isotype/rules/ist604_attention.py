@@ -105,9 +105,12 @@ def _wide(trace: Trace, calls: list[Call], dtype: torch.dtype, flash: bool) -> F
     group = Group(tuple(calls), query, (blamed,), trace.setup.compute, trace.setup.compute)
     count = sum(call.repeats for call in calls)
     effect = "raises" if flash else "falls back to a slower kernel"
+    message = f"attention with {dtype_name(dtype)} queries {effect}: flash kernels take {takes}"
+    if trace.setup.attention == "flex_attention":  # its own kernel takes float32
+        message = f"FlexAttention runs in {dtype_name(dtype)}, but is faster in {takes}"
     return finding_at(
         "error" if flash else "warning",
-        f"attention with {dtype_name(dtype)} queries {effect}: flash kernels take {takes}",
+        message,
         calls,
         cause=cause_text(blamed, trace.owners),
         evidence=evidence(query.origin),

@@ -254,7 +254,10 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         if not tensor.shape or isinstance(tensor, FakeTensor) or self.function in _FACTORIES:
             function, like = self.function or "a tensor", self._like(tensor.dtype)
             return Origin("constant", tensor.dtype, function, self.module, source, like=like)
-        if _is_borrowed(tensor):
+        plain = (
+            type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+        )
+        if plain and not tensor.untyped_storage().resizable():  # as with `torch.from_numpy`
             return Origin("constant", tensor.dtype, "NumPy", self.module, source)
         return Origin("outside", tensor.dtype, _KEPT_OUTSIDE, self.module, source)
 
@@ -427,12 +430,6 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             known = self._places.setdefault(last_node_number(), place)  # or of a copy for the backward
             return known if (known.module, known.source) == (place.module, place.source) else place
         return place
-
-
-def _is_borrowed(tensor: torch.Tensor) -> bool:
-    """Return whether another library has allocated a tensor's memory, as with `torch.from_numpy`."""
-    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    return plain and not tensor.untyped_storage().resizable()
 
 
 def _is_anothers_scratch(operands: Sequence[Operand], place: Place) -> bool:

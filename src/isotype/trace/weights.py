@@ -57,6 +57,7 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
                 continue
             # Values are read before the shape: torch's error about the values of a lazy layer names the fix.
             largest, median_magnitude = (None, None) if buffer else _magnitudes(tensor)
+            misspelt = ((n, value) for n in _MISSPELT if isinstance(value := vars(tensor).get(n), bool))
             row = replace(
                 _row(place, name, tensor, pinned),
                 buffer=buffer,
@@ -67,15 +68,10 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
                 median_magnitude=median_magnitude,
                 exact_in=None if buffer else _exact_in(tensor),
                 # Adapters that were added later do not take the attribute of the base model.
-                set_on=None if buffer or place.adapter else _misspelt(tensor) or set_on.get(place.name),
+                set_on=None if buffer or place.adapter else next(misspelt, None) or set_on.get(place.name),
             )
             rows[id(tensor)] = tensor, row
     return list(rows.values())
-
-
-def _misspelt(tensor: torch.Tensor) -> tuple[str, bool] | None:
-    set_to = ((name, vars(tensor).get(name)) for name in _MISSPELT)
-    return next(((name, value) for name, value in set_to if isinstance(value, bool)), None)
 
 
 def unread_weights(model: nn.Module) -> Iterator[Weight]:

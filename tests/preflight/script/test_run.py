@@ -448,6 +448,23 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loop:
             "earlier steps ran under autocast to bfloat16",
         ),
         (
+            "from accelerate import Accelerator; acc = Accelerator(mixed_precision='bf16', cpu=True)  # one of two nets is prepared\n"
+            "critic = torch.nn.Linear(8, 1); other = torch.optim.SGD(critic.parameters(), lr=1e-3)\n"
+            "model[1] = torch.nn.Linear(8, 8); optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)\n"
+            "model, optimizer = acc.prepare(model, optimizer)",
+            "fake = model(x); critic(fake.detach()).mean().backward(); other.step(); other.zero_grad()\n"
+            "    critic(fake).mean().backward(); optimizer.step(); optimizer.zero_grad(); other.zero_grad()",
+            "",
+            "",
+        ),
+        (
+            "from accelerate import Accelerator; acc = Accelerator(mixed_precision='bf16', cpu=True)\n"
+            "model, optimizer = acc.prepare(model, optimizer); model = acc.unwrap_model(model, keep_fp32_wrapper=False)",
+            _PLAIN_STEP,
+            "IST306]: the step runs in float32, without autocast",
+            "accelerate's mixed precision is bf16",
+        ),
+        (
             "critic = torch.nn.Linear(8, 1); other = torch.optim.SGD(critic.parameters(), lr=1e-3)",
             "with torch.autocast('cpu', torch.bfloat16): loss = mse_loss(model(x), y)\n"
             "    optimizer.zero_grad(); loss.backward(); optimizer.step()\n"

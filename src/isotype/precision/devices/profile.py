@@ -116,6 +116,11 @@ class DeviceProfile:
     page_rate: float | None = None
     steps: StepRates | None = None
 
+    @property
+    def runs_fp8(self) -> bool:
+        """True if FP8 layers of transformers run; for other devices, `from_pretrained` dequantizes their weights."""
+        return self.kind == "xpu" or (self.capability or (0, 0)) >= (8, 9)
+
     def supports(self, dtype: torch.dtype) -> Support:
         """Return how the device runs matmuls in `dtype`; a dtype that the profile lacks counts as refused."""
         if dtype in self.native:

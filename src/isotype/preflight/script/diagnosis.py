@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from isotype.compat.accelerate import mixed_precision
+from isotype.compat.accelerate import PREPARED, mixed_precision
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import first_line
 from isotype.core.names import format_bytes, named, plural
@@ -220,10 +220,12 @@ class Diagnosis:
     def _trace(self, setup: Setup) -> Trace:
         """Return the trace of the step that has just run. If it should have run under autocast, the trace says why."""
         asked, products, why = mixed_precision(), self.watch.products(), ""
+        prepared = self.watch.weights_of(root for root in self.watch.roots if getattr(root, PREPARED, False))
         autocasts = {name: call.autocast for name, call in products.items() if call.autocast is not None}
         if not autocasts and any(call.results[0][0] == torch.float32 for call in products.values()):
             before = [self._autocasts[name] for name in products if name in self._autocasts]
-            why = f"accelerate's mixed precision is {asked}" if asked in ("fp16", "bf16") else ""
+            asked_for = asked in ("fp16", "bf16") and not prepared.isdisjoint(products)
+            why = f"accelerate's mixed precision is {asked}" if asked_for else ""
             why = f"earlier steps ran under autocast to {dtype_name(before[0])}" if before else why
         self._autocasts |= autocasts
         return self.watch.trace(setup, no_autocast=why)

@@ -77,7 +77,9 @@ def held(trace: Trace) -> tuple[Held, ...]:
     exceptions = {} if policy is None else {e.module: (e.how, e.exponent) for e in policy.exceptions}
     casts = _casts(trace)
     weights = {layer.name: layer.weight for layer in ranges.modules}
-    for (module, op, phase), calls in _calls(trace).items():
+    measurable = (c for c in trace.calls if c.phase in ("forward", "backward") and not c.recomputed)
+    floats = (c for c in measurable if any(dtype in FLOATS for dtype, _ in c.results))
+    for (module, op, phase), calls in grouped(floats, _key).items():
         others = away.get(starred(module), ()) if calls[0].repeats > 1 else ()
         alike = (name for name in others if exceptions.get(name) == exceptions.get(module))
         for layer in (module, *alike):
@@ -129,11 +131,6 @@ def _key(call: Call | OperatorRange) -> _Key:
     """
     operator = "attention" if is_attention(call.op) else call.op.rpartition(".")[0]
     return base_name(call.module), operator, call.phase
-
-
-def _calls(trace: Trace) -> dict[_Key, list[Call]]:
-    measurable = (c for c in trace.calls if c.phase in ("forward", "backward") and not c.recomputed)
-    return grouped((c for c in measurable if any(dtype in FLOATS for dtype, _ in c.results)), _key)
 
 
 def _casts(trace: Trace) -> dict[int, Call]:

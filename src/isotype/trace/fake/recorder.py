@@ -257,7 +257,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return self._run(func, args, kwargs, tensors, edited)[0], too_large
         dtypes = tuple(tensor.dtype for _, tensor in tensors)
         verdict = self.contracts.judge(name, dtypes)
-        if verdict is None or (not verdict.accepted and is_exempt(name, args)):
+        if verdict is None or (not verdict.accepted and is_exempt(name, args, self.contracts.kind)):
             return self._run(func, args, kwargs, tensors, edited)
         if verdict.accepted:
             if name in BFLOAT16_WITHOUT_MEMORY:
@@ -268,6 +268,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             # Fake kernels of mixed norms and some losses return another dtype than the one measured on the device.
             mixed = len(FLOATS.intersection(dtypes)) > 1
             return (as_measured(result, verdict.results) if mixed and not breach else result), breach
+        if any(dtype.is_complex for dtype in dtypes):  # no cast of a float operand helps
+            self._run(func, args, kwargs, tensors, edited)  # its own error, if it raises one
+            raise RuntimeError(verdict.message)
         if named_integer(verdict.message, dtypes) is not None:
             return self._without_integers(func, args, kwargs, tensors), Breach(
                 verdict.message, verdict.assumed, None

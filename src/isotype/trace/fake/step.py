@@ -109,7 +109,7 @@ def trace_step(
     if enough is not None:
         step.enough = lambda: enough(_trace_so_far(step, real))
     try:
-        with surroundings(), fp8_kernels_replaced(setup.profile.capability):
+        with surroundings(), fp8_kernels_replaced(setup.profile.runs_fp8):
             failure = step.run()
     finally:
         untouched.restore()

@@ -349,7 +349,20 @@ def _ctc_loss(scores: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any) -
     return scores.new_empty((batch,)), scores.new_empty((batch, steps, 2 * targets.shape[-1] + 1))
 
 
+def _lstsq(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """Return a solution, no residuals, ranks of 0, and no singular values; raise torch's errors about dtypes."""
+    if a.dtype != b.dtype:
+        raise RuntimeError("torch.linalg.lstsq: Expected input and other to have the same dtype")
+    if a.dtype in HALVES:
+        raise RuntimeError("This function doesn't handle types other than float and double")
+    batch, columns, none = a.shape[:-2], a.shape[-1], a.new_empty(0).abs()
+    vector = b.dim() == 1 or b.shape == a.shape[:-1]
+    solution = b.new_empty((*batch, columns) if vector else (*batch, columns, b.shape[-1]))
+    return solution, none, torch.zeros(batch, dtype=torch.long), none.clone()
+
+
 STAND_INS: dict[Any, Callable[..., Any]] = {
+    aten.linalg_lstsq.default: _lstsq,
     aten._ctc_loss.default: _ctc_loss,
     aten._ctc_loss.Tensor: _ctc_loss,
     aten._ctc_loss_backward.default: lambda _, scores, *__: torch.empty_like(scores),

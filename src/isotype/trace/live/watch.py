@@ -13,10 +13,11 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -481,8 +482,16 @@ class Watch:
         assert self.recorder is not None
         trained = {weight.name for weight in self.recorder.weights if weight.trainable}
         matmuls = (call for call in self.recorder.calls if call.phase == "forward" and call.flops)
-        steps = ((call, s) for call in matmuls for operand in call.operands for s in operand.origin.path())
+        # A cast in the code, such as accelerate's of a model's output, is the origin of another value.
+        paths = ((call, o.origin.path()) for call in matmuls for o in call.operands)
+        steps = ((call, s) for call, path in paths for s in takewhile(lambda s: s.kind != "cast", path))
         return {step.name: call for call, step in steps if step.name in trained}
+
+    def weights_of(self, models: Iterable[nn.Module]) -> set[str]:
+        """Return the names of all parameters of recorded models."""
+        assert self.recorder is not None
+        names = self.recorder.names
+        return {names[id(weight)].name for m in models for weight in m.parameters() if id(weight) in names}
 
     def autocast(self) -> torch.dtype | None:
         """Return the autocast dtype under which most operators of the forward ran; None without autocast."""

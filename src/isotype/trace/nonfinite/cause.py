@@ -205,7 +205,8 @@ def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand
     for role, tensor in () if like else tensors_in(func, args, kwargs):
         argument = role.partition("[")[0]
         written = argument in schema.written
-        if _is_count(tensor) and argument in _NUMBERS and not written:
+        counts = not (tensor.dim() or tensor.is_floating_point() or tensor.is_complex())
+        if counts and tensor.dtype != torch.bool and argument in _NUMBERS and not written:
             operands.append(Operand(role, None, None, float(tensor)))
         if not tensor.is_floating_point() or (written and (overwrites or argument not in positional)):
             continue
@@ -219,12 +220,6 @@ def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand
         if role in _NUMBERS and isinstance(value, (int, float)) and not isinstance(value, bool):
             operands.append(Operand(role, None, None, float(value)))
     return operands
-
-
-def _is_count(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a single integer, such as the divisor of a mean."""
-    is_float = tensor.is_floating_point() or tensor.is_complex()
-    return not tensor.dim() and not is_float and tensor.dtype != torch.bool
 
 
 def widened(value: Any, operands: Sequence[Operand], wide: torch.dtype) -> Any:

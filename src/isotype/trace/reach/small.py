@@ -71,7 +71,8 @@ def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | Non
         NoCopyError: the model is too large, and no smaller model can be made from its classes and first layers.
     """
     base = without_peft(model)
-    weights = sum(weight.numel() for weight in _matrices(base))
+    tables = {id(module.weight) for module in base.modules() if isinstance(module, nn.Embedding)}
+    weights = sum(weight.numel() for weight in base.parameters() if id(weight) not in tables)
     config = getattr(base, "config", None)
     special = special_tokens(config) if hasattr(config, "model_type") else {}
     present = set() if ids is None else set(ids.flatten().tolist())
@@ -82,11 +83,6 @@ def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | Non
         plain = tuple(sorted(present - special.keys()))
         return Copy(_quiet(_copied(model), model.training), "a copy of the model", None, plain)
     return _of_class(model, base, present) if hasattr(config, "model_type") else _of_parts(model, present)
-
-
-def _matrices(model: nn.Module) -> Iterator[nn.Parameter]:
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return (parameter for parameter in model.parameters() if id(parameter) not in tables)
 
 
 def _copyable(model: nn.Module) -> bool:
