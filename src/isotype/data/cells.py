@@ -90,8 +90,7 @@ def _ids_fault(value: object) -> str | None:
 
 
 def _no(*kinds: type) -> Callable[[object], str | None]:
-    """Return a function that returns a value's fault, or None if the value's type is in `kinds`. A bool is not an int
-    here."""
+    """Return a function that returns a value's fault, or None if its type is in `kinds`. A bool is not an int here."""
     return lambda value: None if type(value) in kinds else f"is {describe(value)}"
 
 

@@ -38,7 +38,7 @@ def parse_command(
     problems_of: Callable[[argparse.Namespace], list[Problem]] = lambda options: [],
     prog: str | None = None,
 ) -> tuple[Command, argparse.Namespace]:
-    """Return the training command, and the caller's own arguments. Flags override keywords, which override the config file.
+    """Return the training command and the caller's own arguments. Flags override keywords; keywords override the file.
 
     Args:
         keywords: values by argument name. None means that the argument is not given.

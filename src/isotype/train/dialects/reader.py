@@ -219,8 +219,7 @@ def _listed(table: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _fate(table: str, name: str) -> tuple[str, str]:
-    """Return a name's kind (idle, differs, refused) and text in the table, or ("", ""). Exact entries come before
-    patterns."""
+    """Return a name's kind (idle, differs, refused) and text, or ("", ""). Exact entries come before patterns."""
     entries = [entry for entry in _listed(table) if fnmatchcase(name, entry[2])]
     kind, text, _ = min(entries, key=lambda entry: entry[2] != name, default=("", "", ""))
     return kind, text
