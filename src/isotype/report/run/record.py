@@ -153,7 +153,7 @@ class RunRecord:
         settings: names and values of the hyperparameters.
         resumed_from: step of the checkpoint from which the run was resumed; None if the run was not resumed.
         data: the training data; None if unknown.
-        headroom: distance of the run's values from float16's largest number; None if the run used another dtype.
+        headroom: the largest output values of the blocks in a float16 run; None if the run used another dtype.
         earlier_seconds: for a resumed run, the total duration in seconds of the commands before this one.
 
     Raises:
