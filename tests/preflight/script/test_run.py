@@ -548,6 +548,14 @@ def test_every_term_without_a_gradient_is_named(
     ]
 
 
+def test_an_evaluation_with_gradients_names_what_it_holds(
+    capsys: pytest.CaptureFixture[str], loop: Loop
+) -> None:
+    _, _, err = _run(capsys, "--no-preflight", loop("kept = []", "kept.append(model.eval()(x))"))
+    assert "isotype: forwards with gradients on, but no backward: peak " in err
+    assert "activations" in err.partition("no backward: peak ")[2]
+
+
 def test_a_script_without_an_optimizer_accumulates_no_gradients(
     capsys: pytest.CaptureFixture[str], loop: Loop
 ) -> None:

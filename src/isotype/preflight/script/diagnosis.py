@@ -224,8 +224,8 @@ class Diagnosis:
         autocasts = {name: call.autocast for name, call in products.items() if call.autocast is not None}
         if not autocasts and any(call.results[0][0] == torch.float32 for call in products.values()):
             before = [self._autocasts[name] for name in products if name in self._autocasts]
-            asked_for = asked in ("fp16", "bf16") and not prepared.isdisjoint(products)
-            why = f"accelerate's mixed precision is {asked}" if asked_for else ""
+            if asked in ("fp16", "bf16") and not prepared.isdisjoint(products):
+                why = f"accelerate's mixed precision is {asked}"
             why = f"earlier steps ran under autocast to {dtype_name(before[0])}" if before else why
         self._autocasts |= autocasts
         return self.watch.trace(setup, no_autocast=why)
@@ -252,12 +252,13 @@ class Diagnosis:
         autocast, profile = watch.autocast(), device_profile(self._device or device_of(model))
         assert self._request is not None
         asked = self._request.keywords
-        multiplied = watch.gradients.get("scaled", False)
         return Setup(
             profile=profile,
             autocast=autocast,
             # Without the phase "unscale", the script itself scales the loss.
-            scaler=watch.scaler or multiplied or (asked["scaler"] and "unscale" not in asked["phases"]),
+            scaler=watch.scaler
+            or watch.gradients.get("scaled", False)
+            or (asked["scaler"] and "unscale" not in asked["phases"]),
             phases=asked["phases"],
             optimizer=watch.optimizer or "an optimizer",
             compute=autocast or compute_dtype(nn.ModuleList(watch.roots)),
@@ -292,6 +293,9 @@ class Diagnosis:
                 self._say(f"{_SKIPPED} at least {plural(watch.skipped, 'step')}, and the optimizer took none")
             elif watch.recorder is not None and any(c.phase == "unscale" for c in watch.recorder.calls):
                 self._say(_ALL_SKIPPED)
+            elif watch.recorder is not None and {call.phase for call in watch.recorder.calls} == {"forward"}:
+                peak = _peak(watch.recorder.ledger.record())
+                self._say(f"forwards with gradients on, but no backward: {peak}, less under torch.no_grad()")
             return
         steps, last = len(watch.seen), watch.seen[-1]
         words = plural(len(findings), "finding") if findings else "no findings"
