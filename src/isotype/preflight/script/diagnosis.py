@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -38,7 +38,7 @@ from isotype.preflight.script.ahead import (
 from isotype.preflight.script.branch import Branch
 from isotype.preflight.script.family import Family, Options
 from isotype.preflight.script.numbers import Numbers
-from isotype.preflight.script.outside import outside, stepped_at
+from isotype.preflight.script.outside import chain, outside, stepped_at
 from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
@@ -310,7 +310,7 @@ class Diagnosis:
     def crashed(self, error: BaseException) -> bool:
         """Explain the exception that ended the script, and return whether there is an explanation. Call `stop` first."""
         explained = False
-        for link in _chain(error):
+        for link in chain(error):
             text, recorder = str(link), self.watch.recorder
             if recorder is not None and recorder.failed is not None and recorder.failure_text == text:
                 explained = self._explain_once(partial(self._explain, text, type(link).__name__))
@@ -489,14 +489,6 @@ def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Rep
 def _of(findings: Iterable[Finding], *rules: ModuleType) -> list[Finding]:
     codes = {code_of(rule.__name__) for rule in rules}
     return [finding for finding in findings if finding.code in codes]
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    visited: set[int] = set()
-    while error is not None and id(error) not in visited:
-        visited.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _peak(memory: Memory) -> str:

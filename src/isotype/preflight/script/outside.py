@@ -111,3 +111,12 @@ def _of_optimizer(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
                 yield "parameter", parameter
                 yield from tensors.items()
                 return
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and the exceptions that it was raised from."""
+    visited: list[BaseException] = []
+    while error is not None and error not in visited:
+        visited.append(error)
+        error = error.__cause__ or error.__context__
+    yield from visited
