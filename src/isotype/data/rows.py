@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,8 +27,8 @@ from isotype.data.reading import Reading
 Record = tuple[int, Any]
 
 LONGEST_LINE = 1 << 28
-"""Maximum bytes in a line. A tokenizer needs about a hundred times as much memory as the text."""
-_CHUNK = 1 << 20
+"""Maximum bytes in a line, because a tokenizer needs about a hundred times as much memory as the text."""
+_FEW_NULS = 1 << 12
 _WHOLE = (".json",)  # suffixes of files whose lines are not examples
 _NO_TEXT_FIX = "save the file in UTF-8; to convert UTF-16 without a byte order mark: iconv -f UTF-16LE -t UTF-8 OLD > NEW"
 _UNPACK = "unpack the file first, for example: {} OLD > NEW"
@@ -50,30 +51,25 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 def digest_or_problem(path: Path) -> str | Problem:
     """Return the hex digest of a file's content or, if the file is not UTF-8 text, the problem."""
     digest = hashlib.blake2b(digest_size=16)
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset = lines = length = 0
+    limit = -1 if path.suffix.lower() in _WHOLE else LONGEST_LINE + 1
+    offset = 0
     try:
         with path.open("rb") as file:
-            while raw := file.read(_CHUNK):
+            for number, raw in enumerate(iter(partial(file.readline, limit), b""), 1):
                 if offset == 0 and (other := _other_kind(raw)):
                     return other
-                if (offset == 0 and b"\0" in raw[:2]) or 2 * raw.count(b"\0") > max(len(raw), _CHUNK // 256):
+                if (offset == 0 and b"\0" in raw[:2]) or 2 * raw.count(b"\0") > max(len(raw), _FEW_NULS):
                     what = f"NUL bytes from offset {offset + raw.index(bytes(1))} on"
                     return Problem(what, "a text file in UTF-8", _NO_TEXT_FIX)
-                pending = len(decoder.getstate()[0])
-                decoder.decode(raw)
-                digest.update(raw)
-                offset += len(raw)
-                last = raw.rpartition(b"\n")[2]
-                lines, length = lines + raw.count(b"\n"), len(last) + (length if len(last) == len(raw) else 0)
-                if length > LONGEST_LINE and path.suffix.lower() not in _WHOLE:
-                    what = f"line {lines + 1} is longer than {LONGEST_LINE >> 20} MiB"
+                if len(raw) == limit:
+                    what = f"line {number} is longer than {LONGEST_LINE >> 20} MiB"
                     expected = "examples that can be tokenized at once"
                     return Problem(what, expected, "split the line into several examples")
-            pending = len(decoder.getstate()[0])
-            decoder.decode(b"", final=True)
+                raw.decode()
+                digest.update(raw)
+                offset += len(raw)
     except UnicodeDecodeError as error:
-        return _not_utf8(offset - pending + error.start, error.object[error.start], "CP1252")
+        return _not_utf8(offset + error.start, error.object[error.start], "CP1252")
     except OSError as error:
         return unreadable(error)
     return digest.hexdigest()
@@ -151,26 +147,17 @@ def _lone_surrogate(text: str, value: object) -> Problem | None:
 def read_json(path: Path) -> Iterator[Record]:
     """Yield the JSON objects of a file. If the first character is `[`, the file is an array, else each line is an object."""
     with path.open(encoding="utf-8-sig", newline="\n") as file:
-        for number, line in enumerate(file, 1):
-            text = line.strip(_BLANK)
-            if not text:
-                continue
-            if text[0] == "[":
-                break
-            yield from _json_lines(number, line, enumerate(file, number + 1))
+        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip(_BLANK))
+        first = next(lines, None)
+        if first is None:
             return
-        else:
+        if first[1].lstrip(_BLANK).startswith("["):
+            yield from _json_array(path.read_text(encoding="utf-8-sig"))
             return
-    yield from _json_array(path.read_text(encoding="utf-8-sig"))
-
-
-def _json_lines(first: int, line: str, rest: Iterable[tuple[int, str]]) -> Iterator[Record]:
-    yield first, _json_line(line)
-    if line.strip(_BLANK) == "{":
-        return  # an object over several lines: each further line would repeat the problem
-    for number, text in rest:
-        if text.strip(_BLANK):
-            yield number, _json_line(text)
+        for number, line in chain([first], lines):
+            yield number, _json_line(line)
+            if line.strip(_BLANK) == "{":
+                return  # an object over several lines: each further line would repeat the problem
 
 
 def _json_line(line: str) -> Any:
@@ -186,33 +173,21 @@ def _json_line(line: str) -> Any:
 
 
 def _json_array(text: str) -> Iterator[Record]:
-    expected = "an array of JSON objects"
-    at, line, counted = text.index("[") + 1, 1, 0
-    at = _skip(text, at)
-    while text[at : at + 1] != "]":
-        line, counted = line + text.count("\n", counted, at), at
-        try:
+    line, counted, at = 1, 0, _skip(text, text.index("[") + 1)
+    try:
+        while text[at : at + 1] != "]":
+            line, counted = line + text.count("\n", counted, at), at
             value, end = _DECODER.raw_decode(text, at)
-            value = _lone_surrogate(text[at:end], value) or value
-        except (ValueError, RecursionError) as error:
-            where = error.lineno if isinstance(error, json.JSONDecodeError) else line
-            yield where, _not_json(text, error, expected)
-            return
-        yield line, value
-        end = _skip(text, end)
-        separator = text[end : end + 1]
-        if separator == "]":
-            at = end
-        elif separator == ",":
-            at = _skip(text, end + 1)
-        else:
-            missing = json.JSONDecodeError("Expecting ',' or ']'", text, end)
-            yield missing.lineno, _not_json(text, missing, expected)
-            return
-    end = _skip(text, at + 1)
-    if end < len(text):
-        extra = json.JSONDecodeError("Extra data", text, end)
-        yield extra.lineno, _not_json(text, extra, expected)
+            yield line, _lone_surrogate(text[at:end], value) or value
+            at = _skip(text, end)
+            if text[at : at + 1] == ",":
+                at = _skip(text, at + 1)
+            elif text[at : at + 1] != "]":
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+        if (end := _skip(text, at + 1)) < len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
+    except (ValueError, RecursionError) as error:
+        yield getattr(error, "lineno", line), _not_json(text, error, "an array of JSON objects")
 
 
 def _skip(text: str, at: int) -> int:
@@ -302,36 +277,30 @@ def cell_value(cell: str) -> bool | int | float | str | None:
 
 
 def read_rows(
-    path: Path,
-    textual: frozenset[str] = frozenset(),
-    reading: Reading | None = None,
-    names: Counter[str] | None = None,
+    path: Path, textual: frozenset[str], reading: Reading, names: Counter[str] | None = None
 ) -> Iterator[Record]:
     """Yield (line, row) of one file, or (line, Problem) for an unreadable row.
 
-    In a CSV file, cells of the columns `textual` are text; cells of other columns may become numbers or bools.
-    `reading` converts rows to the trainer's format; `names` counts speakers, see `Reading.apply`.
+    `reading` converts the rows to the format that a trainer takes; `names` counts speakers, see `Reading.apply`.
+    Cells of a CSV file are text in the columns `textual`; cells of other columns may become numbers or bools.
     """
-    if reading is not None:
-        sources = reading.columns.sources if reading.columns is not None else frozenset()
-        if reading.takes_pictures:
-            textual |= _PICTURE_CELLS
-        lines = reading.lines and path.suffix.lower() == ".txt"
-        rows = read_text(path) if lines else read_rows(path, textual | sources)
-        if reading.takes_pictures:
-            rows = _with_pictures(path, rows)
-        at = path.parent
-        return ((line, reading.apply(row, names, at) if isinstance(row, dict) else row) for line, row in rows)
     suffix = path.suffix.lower()
-    records = READERS[suffix](path)
-    if suffix not in CELL_SUFFIXES:
-        return records
-    return (
-        (line, {name: cell if name in textual else cell_value(cell) for name, cell in row.items()})
-        if isinstance(row, dict)
-        else (line, row)
-        for line, row in records
-    )
+    rows = read_text(path) if reading.lines and suffix == ".txt" else READERS[suffix](path)
+    if suffix in CELL_SUFFIXES:
+        textual |= frozenset() if reading.columns is None else reading.columns.sources
+        textual |= _PICTURE_CELLS if reading.takes_pictures else frozenset()
+        rows = _valued(rows, textual)
+    if reading.takes_pictures:
+        rows = _with_pictures(path, rows)
+    at = path.parent
+    return ((line, reading.apply(row, names, at) if isinstance(row, dict) else row) for line, row in rows)
+
+
+def _valued(rows: Iterable[Record], textual: frozenset[str]) -> Iterator[Record]:
+    for line, row in rows:
+        if isinstance(row, dict):
+            row = {name: cell if name in textual else cell_value(cell) for name, cell in row.items()}
+        yield line, row
 
 
 def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
