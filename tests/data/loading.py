@@ -32,9 +32,11 @@ def load(
 ) -> Any:
     """The splits of a data set, or of a mixture; `said` takes the lines about it."""
     arguments = ScriptArguments(dataset_name=name, **script)
-    reading = Reading(method, parse_columns(columns), chat, prompts=prompts, lines=lines)
+    reading = Reading(
+        method, parse_columns(columns), chat, prompts=prompts, lines=lines, text_field=text_field
+    )
     say = ([] if said is None else said).append
-    return load_training_data(arguments, config, reading, need_test=evaluate, text_field=text_field, say=say)
+    return load_training_data(arguments, config, reading, need_test=evaluate, say=say)
 
 
 def refusal(

@@ -450,7 +450,7 @@ def test_a_hub_data_set_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> N
     assert refusal("owner/name").splitlines()[1:] == [
         "  - 'owner/name' is no file or directory here, and the hub data set cannot be loaded: Config name is missing.",
         "    expected  a hub data set of plain data files",
-        "    fix       check the spelling, --dataset_config and your access to the data set, or name a local file",
+        "    fix       check the spelling, the configuration, the split and your access to the data set, or name a local file",
     ]
 
 
@@ -567,14 +567,14 @@ def test_what_nothing_reads_is_said_with_its_name_and_number() -> None:
         {"role": "assistant", "content": [{"type": "text", "text": "4"}], "weight": 1},
     ]
     row = {"messages": turns, "id": 7, "source": None, "tools": None}
-    for kind, counted in (("jsonl", ""), ("parquet", " (in the first 1,000 rows)")):
+    for kind in ("jsonl", "parquet"):
         said: list[str] = []
         write(f"t.{kind}", WRITERS[kind]([row, {**row, "id": 8}]))
         load(f"t.{kind}", said=said)
         columns = "'id' of 2 rows" if kind == "jsonl" else "'id' of 2 rows, 'source' of 2 rows"
         assert said == [
             f"t.{kind}: unused: {columns}; used only by a chat template that names it: "
-            f"'date' of 2 messages, 'cache_control' of 2 parts{counted}"
+            "'date' of 2 messages, 'cache_control' of 2 parts"
         ]
     said = []
     write("t.jsonl", lines({"prompt": "a", "x": 1}))

@@ -166,11 +166,11 @@ def chat_problems(column: str, value: object) -> Iterator[Problem]:
     if not isinstance(value, list):
         return
     roles = [str(message["role"]) for message in value]
-    for role in dict.fromkeys(roles):
+    for role in dict.fromkeys(role for role in roles if role not in ROLES):
         # A role that is similar to none of `ROLES` may be defined by the model's chat template.
         near = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=0.75)
         meant = near[0] if near else _MEANT.get(role.lower())
-        if meant is not None and role not in ROLES:
+        if meant is not None:
             what = f"column '{column}' holds a message of the role '{role}'"
             yield Problem(what, f"one of {', '.join(ROLES)}", f"did you mean '{meant}'?")
     # A role that only the chat template defines may be that of an answer.

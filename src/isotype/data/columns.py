@@ -10,17 +10,14 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Any
 
 from isotype.core.errors import Problem
 from isotype.core.names import listed
 from isotype.data.cells import (
-    ANSWERS,
     CHATS,
     COLUMNS,
     REFILL,
-    ROLES,
     TEXT,
     TURN_COLUMNS,
     Column,
@@ -34,6 +31,9 @@ from isotype.data.cells import (
 from isotype.data.methods import METHODS, Format
 from isotype.data.pictures import PICTURE_COLUMNS
 from isotype.data.shapes import DEEP, DEEPEST, HUGE, MIXED, NULL, PICTURE, STRING, Shape, merge, shape_of
+
+Record = tuple[str, int, Any]
+"""The name of a file or split, the number of a line or row, and the row or the problem with it."""
 
 NEAR_NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("instruction", "question", "query", "problem", "input"),
@@ -127,27 +127,36 @@ class Survey:
     """Results of one pass over all rows of a data set.
 
     Attributes:
+        word: "line" if the numbers of rows are lines of a file, "row" if they are rows of a table.
+        cells: True if the rows come from CSV, where a column with several kinds of values is text.
         findings: maps (source, problem) to line numbers, or to an empty list if the problem concerns the whole source.
         shapes: type of every column, merged over all rows.
         first: first row that is an object, valid or not; None if there is no such row.
         keys: maps (place, name of an unused key) to a count; a place is "row", "message" or "part".
+        pictured: True if a row has an image.
     """
+
+    word: str = "line"
+    cells: bool = False
 
     findings: dict[tuple[str, Problem], list[int]] = field(default_factory=dict)
     shapes: dict[str, Shape] = field(default_factory=dict)
     count: int = 0
     first: Row | None = None
     keys: Counter[tuple[str, str]] = field(default_factory=Counter)
+    pictured: bool = False
 
     def note(self, source: str, line: int | None, problem: Problem) -> None:
         lines = self.findings.setdefault((source, problem), [])
         if line is not None:
             lines.append(line)
 
-    def problems(self, word: str = "line") -> list[Problem]:
-        """Return the findings as problems that begin with `word` ("line" or "row") and the numbers of the lines."""
+    def problems(self) -> list[Problem]:
+        """Return the findings as problems that begin with their source and the numbers of their lines or rows."""
         findings = self.findings.items()
-        return [replace(p, given=f"{source}{_places(word, at)}: {p.given}") for (source, p), at in findings]
+        return [
+            replace(p, given=f"{source}{_places(self.word, at)}: {p.given}") for (source, p), at in findings
+        ]
 
 
 def _places(word: str, lines: Sequence[int]) -> str:
@@ -210,55 +219,6 @@ def same_beginning(row: Row) -> bool:
     return bool(chosen[:1] == rejected[:1])
 
 
-def empty_rows(dataset: Any, columns: Iterable[str]) -> list[int]:
-    """Return the numbers of the rows that have null, an empty text or an empty list in one of the columns."""
-    import pyarrow.compute as compute
-
-    numbers: set[int] = set()
-    for name in columns:
-        values: Any = dataset.select_columns([name]).with_format("arrow")[:][name]
-        kind, lengths = values.type, None
-        if str(kind) in ("string", "large_string"):
-            lengths = compute.binary_length(values)
-        elif str(kind).startswith(("list", "large_list")):
-            lengths = compute.list_value_length(values)
-        empty = (
-            compute.is_null(values) if lengths is None else compute.equal(compute.fill_null(lengths, 0), 0)
-        )
-        numbers.update(compute.indices_nonzero(empty).to_pylist())
-    return sorted(numbers)
-
-
-def misspoken_rows(dataset: Any, chats: Mapping[str, str]) -> list[int]:
-    """Return the numbers of the rows of a stored data set in which a chat may be faulty. These rows have to be checked.
-
-    A faulty chat has no answer, or a message without content or with an unusual role. `chats` maps a column to its name
-    for the trainer.
-    """
-    import numpy as np
-    import pyarrow
-    import pyarrow.compute as compute
-
-    rows: set[int] = set()
-    for name, meant in chats.items():
-        column: Any = dataset.select_columns([name]).with_format("arrow")[:][name].combine_chunks()
-        item = getattr(column.type, "value_type", None)
-        fields = [field.name for field in item] if item is not None and pyarrow.types.is_struct(item) else []
-        if not {"role", "content"} <= {*fields}:
-            continue
-        of_row, messages = compute.list_parent_indices(column).to_numpy(), compute.list_flatten(column)
-        role, *others = (
-            compute.struct_field(messages, key) for key in ("role", "content", "tool_calls") if key in fields
-        )
-        faulty = compute.invert(compute.is_in(role, pyarrow.array(ROLES)))
-        faulty = compute.or_(faulty, reduce(compute.and_, map(compute.is_null, others)))
-        rows.update(of_row[faulty.to_numpy(zero_copy_only=False)].tolist())
-        if meant in ANSWERS:
-            answered = compute.equal(role, "assistant").fill_null(False).to_numpy(zero_copy_only=False)
-            rows.update(np.setdiff1d(np.arange(len(column)), of_row[answered]).tolist())
-    return sorted(rows)
-
-
 def _plan(row: Row, place: str, method: str, text_field: str) -> _Plan:
     chosen = matching(row, formats_of(method, text_field))
     judged = (*chosen.required, *METHODS[method].optional) if chosen else ()
@@ -279,7 +239,7 @@ def _plan(row: Row, place: str, method: str, text_field: str) -> _Plan:
 
 
 def survey(
-    records: Iterable[tuple[str, int, object]],
+    records: Iterable[Record],
     method: str,
     text_field: str = "text",
     *,
@@ -290,10 +250,9 @@ def survey(
 
     Args:
         records: (source, line, row) in order. A record may have a `Problem` instead of a row.
-        word: "line" if the numbers are lines of a file, "row" if they are rows of a table.
-        cells: True if the rows come from CSV, where a column with several kinds of values is text.
+        word, cells: see `Survey`.
     """
-    result = Survey()
+    result = Survey(word, cells)
     plan: _Plan | None = None
     pictures = PICTURE_COLUMNS if METHODS[method].takes_pictures else ()
     optional = {*pictures} - {"image"}  # rows may lack the column `images`
@@ -306,6 +265,7 @@ def survey(
             fix = 'write {"column": value, …}'
             result.note(source, line, Problem(f"the row is {describe(row)}", "a JSON object", fix))
             continue
+        result.pictured |= any(row.get(name) for name in pictures)
         if plan is None:
             result.first = row
             plan = _plan(row, f"{word} {line}", method, text_field)
@@ -331,7 +291,7 @@ def survey(
         if not faults:
             result.keys.update(("row", name) for name in plan.unread if row.get(name) is not None)
             count_keys(row, plan.chats, result.keys)
-            _widen(result, source, line, {k: v for k, v in row.items() if k not in pictures}, cells)
+            _widen(result, source, line, {k: v for k, v in row.items() if k not in pictures})
             if "images" in optional & row.keys():
                 result.shapes["images"] = ("list", PICTURE)
     return result
@@ -349,7 +309,7 @@ _UNFIT = {
 }
 
 
-def _widen(result: Survey, source: str, line: int, row: Row, cells: bool) -> None:
+def _widen(result: Survey, source: str, line: int, row: Row) -> None:
     """Merge the types of a row's cells into the types of the columns. Record a problem if no type fits all rows."""
     for name, value in row.items():
         before = result.shapes.setdefault(name, NULL)
@@ -357,7 +317,7 @@ def _widen(result: Survey, source: str, line: int, row: Row, cells: bool) -> Non
         if shape == before:
             continue
         after = merge(before, shape)
-        if after == MIXED and cells:
+        if after == MIXED and result.cells:
             after = STRING
         elif after in _UNFIT and after != before:
             what, expected, fix = _UNFIT[str(after)]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from isotype.compat.hub import offline_if_unreachable
 from isotype.core.errors import Problem, first_line
-from isotype.data.build import Job, Prepared, literal, opened, prepare, undecoded
+from isotype.data.build import Prepared, from_hub, opened, prepare
 from isotype.data.cells import COLUMNS, TURN_COLUMNS
 from isotype.data.columns import formats_of, matching, quoted
-from isotype.data.locate import LocalData, data_error, find_local, splits_problems
-from isotype.data.reading import Reading, column_map
-from isotype.data.shapes import Shape, merge, shape_of_feature, to_feature
+from isotype.data.locate import data_error, find_local, splits_problems
+from isotype.data.reading import Reading, parse_columns
+from isotype.data.shapes import NULL, Shape, merge
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
@@ -26,28 +23,23 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class _Part:
-    """A data set of a mixture.
+    """An entry of a mixture; `splits` are (name, checked split) of each split that the entry names."""
 
-    Attributes:
-        splits: (name, checked split) of each split that the entry names.
-        prepare: function that checks the splits again with another `Reading`.
-    """
-
-    name: str
-    reading: Reading
+    entry: Any
     splits: Sequence[tuple[str, Prepared]]
-    prepare: Callable[[Reading], Sequence[tuple[str, Prepared]]]
 
     @property
-    def problems(self) -> list[Problem]:
-        return [problem for _, item in self.splits for problem in item.problems]
+    def name(self) -> str:
+        return str(self.entry.path)
 
     @property
     def row(self) -> dict[str, Any]:
         return next((item.first for _, item in self.splits if item.first is not None), {})
 
 
-def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
+def load_mixture(
+    args: Any, reading: Reading, wanted: Sequence[str], say: Callable[[str], object]
+) -> DatasetDict | IterableDatasetDict:
     """Return the split `train` of a `trl.DatasetMixtureConfig` and, if `test_split_size` is set, the split `test`."""
     import datasets
 
@@ -55,19 +47,16 @@ def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
         conflict = f"--test_split_size {args.test_split_size} with a streamed mixture"
         fix = "leave out --streaming or --test_split_size"
         raise data_error("datasets", [Problem(conflict, "a mixture of known size, which can be split", fix)])
-    if len(job.wanted) > 1 and args.test_split_size is None:
+    if len(wanted) > 1 and args.test_split_size is None:
         conflict = "evaluation is on and the mixture has no test split"
         fix = "--test_split_size 0.1, or --eval_strategy no"
         raise data_error("datasets", [Problem(conflict, "a share of the mixture to evaluate on", fix)])
-    job = dataclasses.replace(job, reading=dataclasses.replace(job.reading, listed=True))
-    parts = [_part(entry, job, args.streaming) for entry in args.datasets]
-    if problems := [problem for part in parts for problem in part.problems]:
-        raise data_error("datasets", problems)
-    parts = _of_one_form(parts, job)
+    parts = _valid([_part(entry, reading, args.streaming) for entry in args.datasets])
+    parts = _valid(_of_one_form(parts, reading, args.streaming, say))
     for line in dict.fromkeys(note for part in parts for _, item in part.splits for note in item.notes):
-        job.say(line)
+        say(line)
     try:
-        whole = datasets.concatenate_datasets(_shares(args, _aligned(parts, job, args.streaming)))
+        whole = datasets.concatenate_datasets(_shares(args, _aligned(parts, reading, args.streaming)))
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
         named = quoted(entry.path for entry in args.datasets)
         fix = "check each entry's path, split, columns and fraction; an unreachable hub needs local files"
@@ -77,63 +66,44 @@ def load_mixture(args: Any, job: Job) -> DatasetDict | IterableDatasetDict:
         splits = whole.train_test_split(test_size=args.test_split_size, seed=_SEED)
     else:
         splits = (datasets.IterableDatasetDict if args.streaming else datasets.DatasetDict)({"train": whole})
-    problems = splits_problems("datasets", splits, job.wanted)
+    problems = splits_problems("datasets", splits, wanted)
     if problems:
         raise data_error("datasets", problems)
-    return type(splits)({name: splits[name] for name in job.wanted})
+    return type(splits)({name: splits[name] for name in wanted})
 
 
-def _part(entry: Any, job: Job, streaming: bool) -> _Part:
-    only = entry.columns if isinstance(entry.columns, (list, tuple)) else None
-    reading = job.reading
-    if entry.columns is not None:
-        columns = None if only is not None else column_map(entry.columns, f"`columns` of {entry.path}")
-        reading = dataclasses.replace(reading, columns=columns)
+def _part(entry: Any, reading: Reading, streaming: bool) -> _Part:
+    if isinstance(entry.columns, (list, tuple)):
+        reading = replace(reading, columns=None, only=tuple(entry.columns))
+    elif entry.columns is not None:
+        reading = replace(reading, columns=parse_columns(entry.columns, f"`columns` of {entry.path}"))
     local = None if entry.data_files or entry.data_dir else find_local(entry.path)
-
-    def read(reading: Reading) -> list[tuple[str, Prepared]]:
-        by_reading = dataclasses.replace(job, reading=reading)
-        if local is not None:
-            return _from_here(entry, local, by_reading, only)
-        return [("", _from_hub(entry, by_reading, only, streaming))]
-
-    return _Part(entry.path, reading, read(reading), read)
-
-
-def _from_here(
-    entry: Any, local: LocalData, job: Job, only: Sequence[str] | None
-) -> list[tuple[str, Prepared]]:
+    if local is None:
+        files = {"data_dir": entry.data_dir, "data_files": entry.data_files}
+        loaded = from_hub(entry.path, name=entry.name, split=entry.split, streaming=streaming, **files)
+        failed = isinstance(loaded, Problem)
+        return _Part(
+            entry, [("", Prepared([loaded]) if failed else opened(loaded, [(entry.path, None)], reading))]
+        )
     named = [part.strip() for part in entry.split.split("+")]
     problems = splits_problems(local.name, local.splits, [name.split("[")[0] for name in named])
     if problems:
-        return [("", Prepared(problems))]
-    return [(name, prepare(local, name.split("[")[0], job, only)) for name in named]
+        return _Part(entry, [("", Prepared(problems))])
+    return _Part(entry, [(name, prepare(local, name.split("[")[0], reading)) for name in named])
 
 
-def _from_hub(entry: Any, job: Job, only: Sequence[str] | None, streaming: bool) -> Prepared:
-    import datasets
-
-    why = ""
-    try:
-        with offline_if_unreachable() as why:
-            loaded = datasets.load_dataset(
-                entry.path,
-                name=entry.name,
-                data_dir=entry.data_dir,
-                data_files=entry.data_files,
-                split=entry.split,
-                streaming=streaming,
-            )
-    except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
-        failure = f"'{entry.path}' cannot be loaded: {why or first_line(error)}"
-        fix = "check the path, name and split of the data set, or name a local file; an unreachable hub needs local files"
-        return Prepared([Problem(failure, "a hub data set of plain data files", fix)])
-    return opened(loaded, [(entry.path, None)], job, only)
+def _valid(parts: list[_Part]) -> list[_Part]:
+    """Return the parts; raise DataError if they have problems."""
+    if problems := [problem for part in parts for _, item in part.splits for problem in item.problems]:
+        raise data_error("datasets", problems)
+    return parts
 
 
-def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
+def _of_one_form(
+    parts: list[_Part], reading: Reading, streaming: bool, say: Callable[[str], object]
+) -> list[_Part]:
     """Convert parts of different formats to one format: texts become messages, or prompts and completions become chats."""
-    formats = formats_of(job.method, job.text_field)
+    formats = formats_of(reading.method, reading.text_field)
     forms = [matching(part.row, formats) for part in parts]
     required = [() if form is None else form.required for form in forms]
     plain = [
@@ -141,18 +111,22 @@ def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
         for part, names in zip(parts, required, strict=True)
     ]
     if len(set(required)) == 1 and len(set(plain)) == 1:
-        return list(parts)
+        return parts
     if len(set(required)) == 1 and "prompt" in required[0]:
         named = quoted(part.name for part, text in zip(parts, plain, strict=True) if text)
-        job.say(f"{named}: plain prompts and answers become messages, like the rest of the mixture")
-        return [_again(part, chat=True) if text else part for part, text in zip(parts, plain, strict=True)]
-    if job.method == "sft" and set(required) <= {("messages",), ("prompt", "completion")}:
+        say(f"{named}: plain prompts and answers become messages, like the rest of the mixture")
+        spoken = replace(reading, chat=True)
+        return [
+            _part(part.entry, spoken, streaming) if text else part
+            for part, text in zip(parts, plain, strict=True)
+        ]
+    if reading.method == "sft" and set(required) <= {("messages",), ("prompt", "completion")}:
         turned = [part.name for part, names in zip(parts, required, strict=True) if "prompt" in names]
-        job.say(
+        say(
             f"{quoted(turned)}: prompts and completions become conversations, like the rest of the mixture; "
             "the loss counts prompts too, unless --assistant_only_loss True is given"
         )
-        return [_again(part, joined=True) for part in parts]
+        return [_part(part.entry, replace(reading, joined=True), streaming) for part in parts]
     held = "; ".join(
         f"'{part.name}' holds {' and '.join(map(repr, names))}{' as text' if text else ''}"
         for part, names, text in zip(parts, required, plain, strict=True)
@@ -162,26 +136,18 @@ def _of_one_form(parts: Sequence[_Part], job: Job) -> list[_Part]:
     raise data_error("datasets", [Problem(held, expected, fix)])
 
 
-def _again(part: _Part, **changes: Any) -> _Part:
-    reading = dataclasses.replace(part.reading, **changes)
-    again = dataclasses.replace(part, reading=reading, splits=part.prepare(reading))
-    if again.problems:
-        raise data_error("datasets", again.problems)
-    return again
-
-
-def _aligned(parts: Sequence[_Part], job: Job, streaming: bool) -> list[Any]:
+def _aligned(parts: Sequence[_Part], reading: Reading, streaming: bool) -> list[Any]:
     """Return a data set for each part, such that columns of the same name have the same type in all of them."""
     import datasets
 
     used = None
-    if job.method == "sft":  # SFT ignores other columns, whose types may differ between the parts
-        used = {*COLUMNS, job.text_field, "image", "images"}
+    if reading.method == "sft":  # SFT ignores other columns, whose types may differ between the parts
+        used = {*COLUMNS, reading.text_field, "image", "images"}
     shapes: dict[str, Shape] = {}
-    for part in parts:
-        for _, item in part.splits:
-            for name, shape in _shapes(item).items():
-                shapes[name] = shape if name not in shapes else merge(shapes[name], shape)
+    for item in (item for part in parts for _, item in part.splits):
+        for name, shape in item.shapes.items():
+            if shape is not None:
+                shapes[name] = merge(shapes.get(name, NULL), shape)
     built = []
     for part in parts:
         pieces = [_piece(name, item, shapes, used, streaming) for name, item in part.splits]
@@ -189,53 +155,19 @@ def _aligned(parts: Sequence[_Part], job: Job, streaming: bool) -> list[Any]:
     return built
 
 
-def _shapes(item: Prepared) -> dict[str, Shape]:
-    if item.dataset is None:
-        return dict(item.shapes)
-    features = item.dataset.features or {}
-    known = {name: shape_of_feature(feature) for name, feature in features.items()}
-    return {name: shape for name, shape in known.items() if shape is not None}
-
-
 def _piece(name: str, item: Prepared, shapes: dict[str, Shape], used: set[str] | None, stream: bool) -> Any:
-    import datasets
+    from datasets import ReadInstruction
 
-    if item.dataset is None:
-        held = [*item.shapes, *({"images"} & shapes.keys() - item.shapes.keys())]  # rows of texts have none
-        used_shapes = {column: shapes[column] for column in held if used is None or column in used}
-        dataset = dataclasses.replace(item, shapes=used_shapes).build()
-    else:
-        dataset = item.dataset
-        if used is not None and dataset.column_names is not None:
-            dataset = dataset.select_columns([column for column in dataset.column_names if column in used])
-        dataset = _cast(dataset, shapes)
+    kinds: dict[str, Shape | None] = dict.fromkeys(
+        {"images"} & shapes.keys(), NULL
+    )  # rows of texts have none
+    kinds |= item.shapes
+    kept = {column: shape for column, shape in kinds.items() if used is None or column in used}
+    dataset = item.build({column: shape and shapes[column] for column, shape in kept.items()})
     if "[" in name:
-        files = literal(Path(stored["filename"]) for stored in dataset.cache_files)
-        split = name.split("[")[0]
-        return datasets.load_dataset("arrow", data_files={split: files}, split=name, streaming=stream)
-    return dataset.to_iterable_dataset() if stream and hasattr(dataset, "to_iterable_dataset") else dataset
-
-
-def _cast(dataset: Any, shapes: dict[str, Shape]) -> Any:
-    import datasets
-
-    features = dataset.features
-    if features is None:
-        return dataset
-    stored = {name: shape_of_feature(feature) for name, feature in features.items()}
-    others = (name for name, shape in stored.items() if shape is not None and shape != shapes[name])
-    target = dict(features) | {name: to_feature(shapes[name]) for name in others}
-    if "images" in shapes:
-        target["images"] = to_feature(shapes["images"])
-    if target == dict(features):
-        return dataset
-    pictured = {"pictured": "images" in shapes}
-    return undecoded(dataset).map(_same, fn_kwargs=pictured, features=datasets.Features(target))
-
-
-def _same(row: Any, pictured: bool) -> dict[str, Any]:
-    # `map` does not cast a row that it gets back as the same object, so a copy is returned.
-    return {"images": [], **row} if pictured else dict(row)
+        rows = ReadInstruction.from_spec(name).to_absolute({name.split("[")[0]: len(dataset)})[0]
+        dataset = dataset.select(range(rows.from_, rows.to))
+    return dataset.to_iterable_dataset() if stream and hasattr(dataset, "__len__") else dataset
 
 
 def _shares(args: Any, built: list[Any]) -> list[Any]:

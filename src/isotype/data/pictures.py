@@ -7,7 +7,6 @@ import binascii
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from importlib.util import find_spec
 from operator import methodcaller
 from pathlib import Path
@@ -127,15 +126,12 @@ def broken(paths: Sequence[str]) -> Iterator[tuple[str, Problem]]:
     """Yield (path, problem) of each image whose header cannot be read."""
     bar = Bar("reading the headers of images")
     bar.total = len(paths)
-    pool = ThreadPoolExecutor(_THREADS)
-    try:
+    with ThreadPoolExecutor(_THREADS) as pool:
         for path, problem in zip(paths, pool.map(picture_problem, paths), strict=True):
             bar.advance()
             if problem is not None:
                 yield path, problem
-    finally:
-        bar.close()
-        pool.shutdown(cancel_futures=True)
+    bar.close()
 
 
 def picture_columns(rows: Any) -> list[str]:
@@ -143,27 +139,6 @@ def picture_columns(rows: Any) -> list[str]:
     names: Iterable[str] = getattr(rows, "column_names", None) or next(iter(rows), {})
     present = {*names}
     return [name for name in PICTURE_COLUMNS if name in present]
-
-
-def broken_rows(rows: Any, *, whole: bool = False) -> Iterator[tuple[int, Problem]]:
-    """Yield (row number, problem) for each unreadable image in a `datasets.Dataset`."""
-    read = partial(picture_problem, whole=whole)
-    names = picture_columns(rows)
-    bar = Bar("reading images")
-    bar.total = len(rows)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        start = 0
-        # Arrow gives the stored values, undecoded.
-        for table in rows.select_columns(names).with_format("arrow").iter(batch_size=64):
-            pictures = [(at, p) for at, row in enumerate(table.to_pylist(), start) for p in pictures_in(row)]
-            problems = pool.map(read, (picture for _, picture in pictures))
-            for (at, _), problem in zip(pictures, problems, strict=True):
-                if problem is not None:
-                    yield at, problem
-            start += table.num_rows
-            for _ in range(table.num_rows):
-                bar.advance()
-    bar.close()
 
 
 def data_url(picture: Any) -> str:
@@ -174,19 +149,6 @@ def data_url(picture: Any) -> str:
     plain = small.size == picture.size and small.width * small.height <= 64 * 64
     small.convert("RGB").save(stream, "png" if plain else "jpeg", quality=80)
     return f"data:image/{'png' if plain else 'jpeg'};base64,{base64.b64encode(stream.getvalue()).decode()}"
-
-
-def row_without_pictures(rows: Any) -> int | None:
-    """Return the number of the first row without an image in a `datasets.Dataset`, or None. Images are not decoded."""
-    at = 0
-    for table in rows.with_format("arrow").iter(1000):
-        columns = [table.column(name) for name in PICTURE_COLUMNS if name in table.column_names]
-        for number in range(table.num_rows):
-            cells = [column[number] for column in columns]
-            if not any(cell.is_valid and len(cell) for cell in cells):
-                return at + number
-        at += table.num_rows
-    return None
 
 
 def pictures_in(row: Mapping[str, Any]) -> list[Any]:

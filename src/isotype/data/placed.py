@@ -11,9 +11,7 @@ The input has one of these formats:
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -39,9 +37,7 @@ _ANSWERS = ("completion", "chosen", "rejected")
 _FIX = 'write {"type": "image"} or <image> for each image, and as many images in a column \'images\''
 
 
-def with_places(
-    row: Row, folder: Path | None = None, *, listed: bool = True, pictured: bool = False
-) -> Row | Problem:
+def with_places(row: Row, folder: Path | None = None, *, pictured: bool = False) -> Row | Problem:
     """Return the row with its images in `images` and a place for each image, or the problem with the row.
 
     A row without images is returned unchanged. In a row with images, texts become messages, unless they contain a
@@ -49,7 +45,6 @@ def with_places(
 
     Args:
         folder: folder to which paths of images are relative; None for a stored data set.
-        listed: True if a single image in a column `image` moves into the list `images`.
         pictured: True if a row without images gets the same format as a row with images.
     """
     pictured = pictured or not row.keys().isdisjoint(PICTURE_COLUMNS)
@@ -61,71 +56,52 @@ def with_places(
         return spoken
     chats = {name: spoken[name] for name in _ORDER if isinstance(spoken.get(name), list)}
     if not chats:
-        return _stored(spoken, beside, folder, listed)
-    pictures = _Pictures(deque(beside), bool(beside))
+        return _stored(spoken, beside, folder)
+    places: list[Row] = []
     for name, chat in chats.items():
-        before = pictures.seen
-        chats[name] = [pictures.of_turn(turn) if isinstance(turn, Mapping) else turn for turn in chat]
-        if name in _ANSWERS and pictures.seen > before:
+        before = len(places)
+        chats[name] = [
+            _placed(turn, bool(beside), places) if isinstance(turn, Mapping) else turn for turn in chat
+        ]
+        if name in _ANSWERS and len(places) > before:
             expected = "images only in prompts: no model answers with one"
             return Problem(f"column '{name}' holds an image", expected, "move the image to the prompt")
-    if pictures.seen:
+    if places:
         # If a question were plain text, TRL would add places for the images before it again.
         chats = {name: [in_parts(turn) for turn in chat] for name, chat in chats.items()}
     elif beside:
         _before(chats, len(beside))
-        pictures.places, pictures.taken = len(beside), list(beside)
-    if pictures.places != len(beside):
-        what = f"{plural(pictures.places, 'place')} for an image and {plural(len(beside), 'image')}"
+        places = [{} for _ in beside]
+    if places.count({}) != len(beside):
+        what = f"{plural(places.count({}), 'place')} for an image and {plural(len(beside), 'image')}"
         return Problem(what, "as many places as images", _FIX)
-    return _stored({**spoken, **chats}, pictures.taken, folder, listed)
+    waiting = iter(beside)
+    return _stored({**spoken, **chats}, [inside or next(waiting) for inside in places], folder)
 
 
-@dataclass
-class _Pictures:
-    """The images of a row, which are collected in the order of its messages.
+def _placed(turn: Mapping[str, Any], marked: bool, places: list[Row]) -> Mapping[str, Any]:
+    """Return a message with a place for each image, and append to `places` the image inside of each, or {}.
 
-    Attributes:
-        waiting: images of the image columns that have no place in a message yet.
-        marked: True if image columns contain images. Otherwise, `<image>` in a text is plain text, not a place.
+    If `marked` is True, `<image>` in a text is a place.
     """
-
-    waiting: deque[Any]
-    marked: bool
-    taken: list[Any] = field(default_factory=list)
-    places: int = 0
-
-    @property
-    def seen(self) -> int:
-        """Number of places so far, including places that have no image."""
-        return max(len(self.taken), self.places)
-
-    def of_turn(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
-        content = turn.get("content")
-        if isinstance(content, str) and self.marked and "<image>" in content:
-            content = _split(content)
-        if not isinstance(content, list):
-            return turn
-        return {**turn, "content": [self._of_part(part) for part in content]}
-
-    def _of_part(self, part: Any) -> Any:
-        if not isinstance(part, Mapping) or part.get("type") not in PART_KINDS:
-            return part
-        inside = {key: part[key] for key in PAYLOADS if part.get(key) is not None}
-        if inside:
-            self.taken.append(inside)
-        else:
-            self.places += 1
-            self.taken += [self.waiting.popleft()] if self.waiting else []
-        return {**{key: value for key, value in part.items() if key not in PAYLOADS}, **PLACE}
+    content = turn.get("content")
+    if isinstance(content, str) and marked and "<image>" in content:
+        content = _split(content)
+    if not isinstance(content, list):
+        return turn
+    parts = []
+    for part in content:
+        if isinstance(part, Mapping) and part.get("type") in PART_KINDS:
+            places.append({key: part[key] for key in PAYLOADS if part.get(key) is not None})
+            part = {**{key: value for key, value in part.items() if key not in PAYLOADS}, **PLACE}
+        parts.append(part)
+    return {**turn, "content": parts}
 
 
-def _stored(row: Row, pictures: list[Any], folder: Path | None, listed: bool) -> Row | Problem:
+def _stored(row: Row, pictures: list[Any], folder: Path | None) -> Row | Problem:
     images = [stored(picture, folder) for picture in pictures]
     if problem := next((image for image in images if isinstance(image, Problem)), None):
         return problem
-    if not listed and len(images) == 1 and "images" not in row and row.get("image") is pictures[0]:
-        return {**row, "image": images[0]}
     return {name: value for name, value in row.items() if name not in PICTURE_COLUMNS} | {"images": images}
 
 

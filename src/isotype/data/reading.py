@@ -63,36 +63,32 @@ class ColumnMap:
         return mapped
 
 
-def column_map(value: object, origin: str) -> ColumnMap | None:
-    """Parse `columns` of a mixture's entry: a preset, pairs as text, or a dict from trainer's columns to the data's columns."""
-    if isinstance(value, str):
-        return parse_columns(value, origin)
-    pairs = {
-        str(target): tuple(names) if isinstance(names, list) else (names,)
-        for target, names in (value.items() if isinstance(value, dict) else ())
-    }
-    if not pairs or not all(isinstance(name, str) and name for names in pairs.values() for name in names):
-        expected = "a list of columns to keep, a preset, or {prompt: question, completion: answer}"
-        fix = "columns: {prompt: question, completion: answer}"
-        raise DataError.of("the columns cannot be parsed", f"{origin}: {value!r}", expected, fix)
-    return ColumnMap(tuple(pairs.items()), origin)
+def parse_columns(value: object, origin: str = "--columns") -> ColumnMap | None:
+    """Parse a preset, pairs `prompt=question,completion=answer`, or a dict from the trainer's to the data's columns.
 
-
-def parse_columns(text: str | None, origin: str = "--columns") -> ColumnMap | None:
-    """Parse `alpaca` or pairs `prompt=question,completion=answer`. Return None for None, and raise DataError for other texts."""
-    if text is None:
+    Return None for None, and raise DataError for another value.
+    """
+    if value is None:
         return None
-    if text in PRESETS:
-        return ColumnMap(tuple(PRESETS[text].items()), origin)
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(target.strip() and source.strip() for target, _, source in pairs):
-        expected = f"{', '.join(PRESETS)}, or TRAINER=DATASET pairs"
-        fix = "--columns prompt=question,completion=answer"
-        raise DataError.of("the columns cannot be parsed", f"{origin} {text}", expected, fix)
-    targets = tuple((target.strip(), (source.strip(),)) for target, _, source in pairs)
+    if isinstance(value, str) and value in PRESETS:
+        return ColumnMap(tuple(PRESETS[value].items()), origin)
+    pairs: list[tuple[Any, Any]] = [*value.items()] if isinstance(value, dict) else []
+    if isinstance(value, str):
+        named = (part.partition("=") for part in value.split(","))
+        pairs = [(target.strip(), source.strip()) for target, _, source in named]
+    targets = tuple(
+        (target, tuple(names) if isinstance(names, list) else (names,)) for target, names in pairs
+    )
+    parsed = (name for target, names in targets for name in (target, *names))
+    if not targets or not all(isinstance(name, str) and name for name in parsed):
+        expected = f"{', '.join(PRESETS)}, pairs TRAINER=DATASET, or such a mapping in a configuration file"
+        fix = (
+            "--columns prompt=question,completion=answer, or columns: {prompt: question, completion: answer}"
+        )
+        raise DataError.of("the columns cannot be parsed", f"{origin}: {value}", expected, fix)
     if len(dict(targets)) < len(targets):
         expected, fix = "each of the trainer's columns once", "remove one of the pairs"
-        raise DataError.of("two columns would become one", f"{origin} {text}", expected, fix)
+        raise DataError.of("two columns would become one", f"{origin}: {value}", expected, fix)
     return ColumnMap(targets, origin)
 
 
@@ -101,12 +97,13 @@ class Reading:
     """The conversion of all rows of a data set for a training method.
 
     Attributes:
+        only: the columns of the data set that are read, or None for all.
+        text_field: name of SFT's plain text column.
         columns: map from the data set's columns to the trainer's columns, or None if no column is renamed.
         chat: True if plain text becomes messages, with prompts written by the user and answers by the assistant.
         joined: True if prompt and completion become the column `messages`. Of other columns, only `CHAT_COLUMNS` stay.
         prompts: True if the loss includes prompt tokens (`--completion_only_loss False`).
         lines: True if each line of a .txt file is an example; False if the whole file is one example.
-        listed: True if a single image of a stored data set becomes a list, as in text files.
         pictured: True if rows without images take the format of rows with images.
     """
 
@@ -116,8 +113,9 @@ class Reading:
     joined: bool = False
     prompts: bool = False
     lines: bool = False
-    listed: bool = False
     pictured: bool = False
+    text_field: str = "text"
+    only: tuple[str, ...] | None = None
 
     @property
     def takes_pictures(self) -> bool:
@@ -136,6 +134,8 @@ class Reading:
             names: counter for the speakers of {from, value} messages, see `standard_chats`.
             folder: folder of the row's file, to which paths of images are relative; None for a stored data set.
         """
+        if self.only is not None:
+            row = {name: row[name] for name in self.only if name in row}
         mapped = row if self.columns is None else self.columns.apply(row)
         if isinstance(mapped, Problem):
             return mapped
@@ -150,8 +150,7 @@ class Reading:
             del standard["messages"]  # in LLaMA-Factory's rows the label belongs to the last message
             standard = {**standard, "prompt": chat[:-1], "completion": chat[-1:]}
         if self.takes_pictures:
-            listed = self.listed or folder is not None
-            standard = with_places(standard, folder, listed=listed, pictured=self.pictured)
+            standard = with_places(standard, folder, pictured=self.pictured)
             if isinstance(standard, Problem):
                 return standard
             if unpaired and pictures_in(standard) and "chosen" in standard:

@@ -27,7 +27,7 @@ from isotype.data.reading import Reading
 Record = tuple[int, Any]
 
 LONGEST_LINE = 1 << 28
-"""Maximum bytes in a line, because a tokenizer needs about a hundred times as much memory as the text."""
+"""Maximum bytes in a line. A tokenizer needs about a hundred times as much memory as the text."""
 _FEW_NULS = 1 << 12
 _WHOLE = (".json",)  # suffixes of files whose lines are not examples
 _NO_TEXT_FIX = "save the file in UTF-8; to convert UTF-16 without a byte order mark: iconv -f UTF-16LE -t UTF-8 OLD > NEW"
@@ -227,18 +227,10 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
             yield start, Problem(f"not CSV: {error}", "comma-separated values (RFC 4180)", fix)
 
 
-def read_document(path: Path) -> Iterator[Record]:
-    """Yield the file as one text in a column `text`, unless it is blank."""
-    text = path.read_text(encoding="utf-8-sig")
-    if text.strip():
-        yield 1, {"text": text}
-
-
-def read_text(path: Path) -> Iterator[Record]:
-    """Yield each line as a text in a column `text`."""
+def read_text(path: Path, lines: bool = False) -> Iterator[Record]:
+    """Yield the file as one text in a column `text` or, if `lines` is True, each line, except blank texts."""
     with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            text = line.rstrip("\n")
+        for number, text in enumerate((line.rstrip("\n") for line in file) if lines else [file.read()], 1):
             if text.strip():
                 yield number, {"text": text}
 
@@ -249,7 +241,7 @@ READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".ndjson": read_json,
     ".csv": read_csv,
     ".tsv": partial(read_csv, delimiter="\t"),
-    ".txt": read_document,
+    ".txt": read_text,
 }
 CELL_SUFFIXES = (".csv", ".tsv")
 METADATA = "metadata"
@@ -281,11 +273,11 @@ def read_rows(
 ) -> Iterator[Record]:
     """Yield (line, row) of one file, or (line, Problem) for an unreadable row.
 
-    `reading` converts the rows to the format that a trainer takes; `names` counts speakers, see `Reading.apply`.
-    Cells of a CSV file are text in the columns `textual`; cells of other columns may become numbers or bools.
+    In a CSV file, cells of the columns `textual` are text; cells of other columns may become numbers or bools.
+    `reading` converts rows to the trainer's format; `names` counts speakers, see `Reading.apply`.
     """
     suffix = path.suffix.lower()
-    rows = read_text(path) if reading.lines and suffix == ".txt" else READERS[suffix](path)
+    rows = read_text(path, lines=True) if reading.lines and suffix == ".txt" else READERS[suffix](path)
     if suffix in CELL_SUFFIXES:
         textual |= frozenset() if reading.columns is None else reading.columns.sources
         textual |= _PICTURE_CELLS if reading.takes_pictures else frozenset()

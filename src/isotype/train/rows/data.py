@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -18,7 +19,7 @@ from isotype.data.build import undecoded
 from isotype.data.cells import CHATS
 from isotype.data.load import load_training_data
 from isotype.data.locate import data_error, find_local
-from isotype.data.pictures import broken_rows, picture_columns
+from isotype.data.pictures import picture_columns, picture_problem, pictures_in
 from isotype.data.reading import Reading, parse_columns
 from isotype.train.command.settings import Settings
 from isotype.train.rows.lengths import Lengths
@@ -45,9 +46,9 @@ def training_data(
             settings.apply_chat_template,
             prompts=settings.completion_only_loss is False,
             lines=settings.text_lines,
+            text_field=settings.dataset_text_field or "text",
         ),
         need_test=evaluates and settings.eval_split is None,
-        text_field=settings.dataset_text_field or "text",
         say=say,
     )
 
@@ -245,9 +246,11 @@ def pictures_named(trainer: Any) -> Iterator[None]:
             evaluation = evaluation if isinstance(evaluation, dict) else {"evaluation": evaluation}
             for split, rows in {"train": trainer.train_dataset, **evaluation}.items():
                 if hasattr(rows, "__len__") and picture_columns(rows):
-                    for at, problem in broken_rows(rows, whole=True):
-                        what = replace(problem, given=f"{split}, row {at + 1}: {problem.given}")
-                        raise data_error("datasets", [what]) from error
+                    read = partial(picture_problem, whole=True)
+                    for at, row in enumerate(undecoded(rows), 1):
+                        if problem := next(filter(None, map(read, pictures_in(row))), None):
+                            what = replace(problem, given=f"{split}, row {at}: {problem.given}")
+                            raise data_error("datasets", [what]) from error
         raise
 
 

@@ -20,9 +20,10 @@ import torch
 from isotype.compat.templates import render_chat
 from isotype.core.errors import Problem, UsageError
 from isotype.core.names import plural
+from isotype.data.build import undecoded
 from isotype.data.cells import left_out
 from isotype.data.locate import data_error
-from isotype.data.pictures import pictures_in, row_without_pictures, size_of
+from isotype.data.pictures import picture_columns, pictures_in, size_of
 from isotype.data.placed import in_parts
 from isotype.data.tokens import IGNORED
 from isotype.model.shard import is_sharded
@@ -226,7 +227,8 @@ def learn_no_pictures(trainer: Any, training: Any) -> None:
             collator.processor, only, whole, collator.pad_to_multiple_of, always=sharded
         )
     if sharded and isinstance(collator, DataCollatorForVisionPreference):
-        empty = row_without_pictures(trainer.train_dataset)
+        pictures = undecoded(trainer.train_dataset.select_columns(picture_columns(trainer.train_dataset)))
+        empty = next((at for at, row in enumerate(pictures) if not pictures_in(row)), None)
         if empty is not None:
             what = f"row {empty + 1} has no image, but others have one"
             expected = "an image in every pair: all processes of a sharded model must run its vision tower"
