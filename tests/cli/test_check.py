@@ -22,10 +22,11 @@ from isotype.records.memory import Memory
 from isotype.records.trace import Failure, Setup, Trace
 from isotype.report.check.report import Report
 from isotype.train.command.parse import parse_command
-from isotype.train.preflight.plan import repaired_command
-from isotype.train.preflight.step_plan import parse_options
+from isotype.train.preflight.plan import repaired_command, with_commands
+from isotype.train.preflight.step_plan import parse_options, plan_of
 from tests.models import CONFIGS
 from tests.pairwise import few
+from tests.planning.conftest import by_formula
 from tests.zoo.shrink import tiny_config
 from tests.zoo.vision import MODELS
 
@@ -104,19 +105,38 @@ def report_json(capsys, *argv: object) -> dict:
 
 
 @few("quantization", [(), ("--quantization", "nf4"), ("--quantization", "int8")], ("--quantization", "nf4"))
-def test_a_config_alone_is_enough(capsys, config, quantization):
-    status, out, err = run(capsys, config / "config.json", "--device", "h100", "--length", 16, *quantization)
+def test_a_config_alone_is_enough_and_sarif_and_html_are_written(
+    capsys, config, quantization, tmp_path, monkeypatch
+):
+    reports = []
+    shown = check_command._show
+
+    def show(report, *rest):
+        reports.append(report)
+        shown(report, *rest)
+
+    monkeypatch.setattr(check_command, "_show", show)
+    argv = (config / "config.json", "--device", "h100", "--length", 16, *quantization)
+    status, out, err = run(capsys, *argv, "--sarif", tmp_path / "a.sarif", "--html", tmp_path / "a.html")
     assert (status, err) == (0, "")
     assert "1 row of 16 tokens, " in out
     assert "runs clean on NVIDIA H100" in out
+    assert json.loads((tmp_path / "a.sarif").read_text(encoding="utf-8"))["version"] == "2.1.0"
+    assert (tmp_path / "a.html").read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html>")
+    (report,) = reports
+    monkeypatch.setattr(check_command, "_check_plan", lambda *_: (report, None))
+    status, out, _ = run(capsys, *argv, "--sarif", "-")
+    assert json.loads(out)["version"] == "2.1.0"
 
 
-def test_a_device_that_is_not_here_and_its_dtype(capsys, config):
-    report = report_json(capsys, config, "--device", "t4", "--batch", 3)
+def test_a_device_that_is_not_here_its_dtype_and_generation_as_a_phase_more(capsys, config):
+    report = report_json(capsys, config, "--device", "t4", "--batch", 3, "--generate")
     assert report["setup"]["device"]["name"] == "t4"
     assert (report["setup"]["autocast"], report["setup"]["scaler"]) == ("float16", True)
     assert report["setup"]["batch"]["input_ids"] == [3, 64]  # no row is longer than the model
     assert report["model"] == str(config)
+    assert report["setup"]["phases"][-1] == "generate"
+    assert "generate" in report["memory"]["phases"]
 
 
 @pytest.mark.exhaustive
@@ -131,12 +151,6 @@ def test_the_model_stands_for_all_its_layers(capsys, config):
         assert four - two == six - four > 0
 
 
-def test_a_requested_row_may_be_longer_than_the_positions_which_is_said(capsys, config):
-    found = report_json(capsys, config, "--device", "h100", "--length", 100)
-    assert found["setup"]["batch"]["input_ids"] == [1, 100]
-    assert "rows longer than the model's 64 positions" in found["setup"]["details"]
-
-
 @few("method", [name for name in METHODS if name != "sft"], "grpo")
 def test_every_method_runs(capsys, config, method, tmp_path):
     found = report_json(
@@ -146,12 +160,6 @@ def test_every_method_runs(capsys, config, method, tmp_path):
     assert found["complete"]
     assert found["flops"].keys() == {"bfloat16"}
     assert not (tmp_path / "out").exists()
-
-
-def test_generation_is_a_phase_more(capsys, config):
-    found = report_json(capsys, config, "--device", "h100", "--length", 16, "--generate")
-    assert found["setup"]["phases"][-1] == "generate"
-    assert "generate" in found["memory"]["phases"]
 
 
 def test_a_policy_that_cannot_be_is_an_error_of_its_own(capsys, config):
@@ -205,27 +213,6 @@ def test_arguments_that_a_function_decides(capsys, script):
     assert "--quantization nf4 --batch --images" in err
 
 
-def test_sarif_and_html_are_written(capsys, config, tmp_path, monkeypatch):
-    reports = []
-    shown = check_command._show
-
-    def show(report, *rest):
-        reports.append(report)
-        shown(report, *rest)
-
-    monkeypatch.setattr(check_command, "_show", show)
-    argv = (config, "--device", "h100", "--length", 16)
-    status, out, _ = run(capsys, *argv, "--sarif", tmp_path / "a.sarif", "--html", tmp_path / "a.html")
-    assert status == 0
-    assert "runs clean" in out
-    assert json.loads((tmp_path / "a.sarif").read_text(encoding="utf-8"))["version"] == "2.1.0"
-    assert (tmp_path / "a.html").read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html>")
-    (report,) = reports
-    monkeypatch.setattr(check_command, "_check_plan", lambda *_: (report, None))
-    status, out, _ = run(capsys, *argv, "--sarif", "-")
-    assert json.loads(out)["version"] == "2.1.0"
-
-
 def report_with(*findings: Finding, failure: Failure | None = None, peak: int = 0) -> Report:
     setup = Setup(device_profile("t4"), None, False, "adamw", torch.float16)
     memory = Memory({"forward": {"weights": peak}})
@@ -267,6 +254,15 @@ def test_the_repaired_command():
     )
 
 
+def test_a_fix_of_a_training_has_the_command_of_the_training_on_a_device_that_is_here():
+    command = parse_command("sft", ["--model_name_or_path", "m", "--dtype", "bfloat16", "--device", "v100"])[
+        0
+    ]
+    fix = Fix("compute in float16", "unsafe", actions=(Action("setting", "autocast", "float16"),))
+    (found,) = with_commands([Finding("warning", "", fixes=(fix,))], command, bare=False, present=False)
+    assert found.fixes[0].command == ("isotype", "sft", "--model_name_or_path", "m", "--dtype", "float16")
+
+
 def test_what_is_left_is_found_in_a_check_of_the_repaired_command():
     """What a trace with changed settings still had was printed; the training decides its policy anew."""
     command = parse_command("sft", ["--model_name_or_path", "m", "--device", "t4"])[0]
@@ -290,6 +286,12 @@ def test_the_repaired_command_is_the_one_that_was_proven(capsys, config):
     argv = (config, "--device", "t4", "--length", 16, "--dtype", "bfloat16")
     findings, _, fixed = run(capsys, *argv, "--fix")[1].partition("repaired:")
     assert "warning[IST601]" in findings
+    assert "; float16 overflows above 65,504 (a setting; unsafe; " in " ".join(findings.split())
+    (line,) = [each.strip() for each in findings.splitlines() if "--dtype float16" in each]
+    program, check, *words = shlex.split(line)
+    assert (program, check) == ("isotype", "check")
+    alone = plan_of(*parse_options(words))
+    assert (alone.device, alone.precision.dtype, alone.rows) == ("t4", "float16", 1)
     assert len(fixed.splitlines()) == 2  # nothing by hand, nothing left
     status, again, _ = run(capsys, *fixed.split()[2:], "--device", "t4", "--length", 16, "--fix")
     assert status == 0
@@ -297,8 +299,9 @@ def test_the_repaired_command_is_the_one_that_was_proven(capsys, config):
     assert again.endswith("nothing to repair\n")
 
 
-def test_what_is_auto_is_planned_for_the_device_that_is_named(capsys, config, tmp_path):
+def test_what_is_auto_is_planned_for_the_device_that_is_named(capsys, config, tmp_path, monkeypatch):
     """TRL refused it: "expected a whole number"."""
+    by_formula(monkeypatch)
     training = ["sft", "--model_name_or_path", config, "--dataset_name", "embedded:precision_qa"]
     training += ["--gradient_checkpointing", "False"]
     (tmp_path / "c.yaml").write_text("per_device_train_batch_size: auto\n")
@@ -311,23 +314,6 @@ def test_what_is_auto_is_planned_for_the_device_that_is_named(capsys, config, tm
     assert train[train.index("--per_device_train_batch_size") + 1] == "8"
 
 
-def test_a_fix_that_arguments_make_has_its_command(capsys, config):
-    _, out, _ = run(capsys, config, "--dtype", "bfloat16", "--device", "v100")
-    assert "; float16 overflows above 65,504 (a setting; unsafe; " in " ".join(out.split())
-    (line,) = [each.strip() for each in out.splitlines() if "--dtype float16" in each]
-    program, check, *words = shlex.split(line)
-    assert (program, check) == ("isotype", "check")
-    again, out, _ = run(capsys, *words)
-    assert again == 0
-    assert "IST601" not in out
-    assert "1 row of" in out  # as many as were checked before
-    training = ["sft", "--model_name_or_path", config, "--dataset_name", "embedded:precision_qa"]
-    _, out, _ = run(capsys, *training, "--dtype", "bfloat16", "--device", "v100")
-    (line,) = [each.strip() for each in out.splitlines() if "--dtype float16" in each]
-    assert line.startswith("isotype sft ")
-    assert "--device" not in line
-
-
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a model that takes images of any size, without a processor."""
@@ -335,7 +321,10 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config_of(folder: Path, name: str) -> Path:
-    tiny_config(name, {**MODELS[name].settings, "architectures": [CLASSES[name]]}).save_pretrained(folder)
+    config = tiny_config(name, {**MODELS[name].settings, "architectures": [CLASSES[name]]})
+    text = config.get_text_config()
+    text.num_hidden_layers, text.layer_types = 1, (text.layer_types or [])[:1] or None
+    config.save_pretrained(folder)
     return folder
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import pickle
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 import isotype
 from isotype.cli.run import run
-from isotype.preflight.script.family import VARIABLE, family
-from isotype.preflight.script.processes import watched_command
+from isotype.preflight.script.family import VARIABLE, Options, family
+from isotype.preflight.script.processes import Processes, watched_command
 
 PYTHON = sys.executable
 FLAGS = ("--steps", "2")
@@ -72,6 +76,29 @@ def test_one_of_a_family_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started.claim("seen")  # the top has gone; nobody else would say it
 
 
+JOINED: list[Options] = []
+
+
+def join(options: Options) -> None:
+    JOINED.append(options)
+
+
+def test_a_spawned_process_joins_when_it_unpickles_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", lambda process: None)
+    options = Options("train.py", False, ("x",), 2, "t4")
+    session: Any = SimpleNamespace(options=options)
+    processes = Processes(session, join)
+    processes.watch()
+    try:
+        process: Any = multiprocessing.get_context("spawn").Process(target=print)
+        process.start()
+    finally:
+        processes.leave()
+    assert processes.watched == 1
+    pickle.loads(pickle.dumps(process._isotype))
+    assert [options] == JOINED
+
+
 TRAINING = """
 import multiprocessing, subprocess, sys
 
@@ -108,7 +135,7 @@ def script(tmp_path: Path) -> str:
     "how",
     [
         "fork",
-        pytest.param("spawn", marks=pytest.mark.slow),
+        pytest.param("spawn", marks=pytest.mark.exhaustive),
         pytest.param("launched", marks=pytest.mark.exhaustive),
     ],
 )
