@@ -132,11 +132,9 @@ _NUMBERS = ("margin", "ref_chosen_logps", "ref_rejected_logps")
 COLUMNS: Mapping[str, Column] = {
     "text": TEXT,
     **dict.fromkeys(TURN_COLUMNS, _TURNS),
-    "messages": Column("a list of {role, content} messages", messages_fault, _MESSAGES_FIX),
-    "conversations": Column(
-        "a list of {from, value} messages",
-        conversation_fault,
-        "write {role, content} messages in a column 'messages'",
+    **dict.fromkeys(
+        ("messages", "conversations"),
+        Column("a list of {role, content} messages", messages_fault, _MESSAGES_FIX),
     ),
     "label": Column("true or false", _no(bool), _LABEL_FIX),
     **dict.fromkeys(_NUMBERS, _NUMBER),

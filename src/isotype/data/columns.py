@@ -20,7 +20,6 @@ from isotype.data.cells import (
     REFILL,
     TEXT,
     TURN_COLUMNS,
-    Column,
     Row,
     chat_problems,
     count_keys,
@@ -28,7 +27,7 @@ from isotype.data.cells import (
     message_problems,
     mixed_turns,
 )
-from isotype.data.methods import METHODS, Format
+from isotype.data.methods import METHODS, Format, Method
 from isotype.data.pictures import PICTURE_COLUMNS
 from isotype.data.shapes import DEEP, DEEPEST, HUGE, MIXED, NULL, PICTURE, STRING, Shape, merge, shape_of
 
@@ -122,9 +121,37 @@ def quoted(names: Iterable[str]) -> str:
     return listed((f"'{name if len(name) <= 40 else name[:37] + '…'}'" for name in names), 12) or "none"
 
 
+def _places(word: str, lines: Sequence[int]) -> str:
+    if len(lines) <= 1:
+        return f", {word} {lines[0]}" if lines else ""
+    shown = lines[:3] if len(lines) > 3 else lines[:-1]
+    last = f"{len(lines) - 3} more" if len(lines) > 3 else lines[-1]
+    return f", {word}s {', '.join(map(str, shown))} and {last}"
+
+
+def same_beginning(row: Row) -> bool:
+    """Return True if `chosen` and `rejected` begin with the same message, or if one of them is not a conversation."""
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        return True
+    return bool(chosen[:1] == rejected[:1])
+
+
+_ALL_ALIKE = "write all values of the column as text, or as numbers"
+_UNFIT = {
+    MIXED: ("changes its kind of value", "one kind of value in a column", _ALL_ALIKE),
+    HUGE: (
+        "holds a whole number beyond 64 bits",
+        "whole numbers of at most 64 bits",
+        "write the number as text",
+    ),
+    DEEP: ("is nested too deeply", f"at most {DEEPEST} nested lists and objects", "write the value as text"),
+}
+
+
 @dataclass
 class Survey:
-    """Results of one pass over all rows of a data set.
+    """One pass over all rows of a data set: their checks for a method, and the results.
 
     Attributes:
         word: "line" if the numbers of rows are lines of a file, "row" if they are rows of a table.
@@ -136,6 +163,8 @@ class Survey:
         pictured: True if a row has an image.
     """
 
+    method: Method
+    text_field: str = "text"
     word: str = "line"
     cells: bool = False
 
@@ -158,84 +187,101 @@ class Survey:
             replace(p, given=f"{source}{_places(self.word, at)}: {p.given}") for (source, p), at in findings
         ]
 
+    def add(self, source: str, line: int, row: object) -> None:
+        """Check a row; a `Problem` instead of a row is its only fault."""
+        self.count += 1
+        if isinstance(row, Problem):
+            self.note(source, line, row)
+        elif not isinstance(row, dict):
+            fix = 'write {"column": value, …}'
+            self.note(source, line, Problem(f"the row is {describe(row)}", "a JSON object", fix))
+        else:
+            if self.first is None:
+                self._begin(source, line, row)
+            faults = [*self._faults(row)]
+            for fault in faults or self._widen(row):
+                self.note(source, line, fault)
+            if not faults:
+                unread = (name for name in self._unread if row.get(name) is not None)
+                self.keys.update(("row", name) for name in unread)
+                count_keys(row, self._chats, self.keys)
 
-def _places(word: str, lines: Sequence[int]) -> str:
-    if len(lines) <= 1:
-        return f", {word} {lines[0]}" if lines else ""
-    shown = lines[:3] if len(lines) > 3 else lines[:-1]
-    last = f"{len(lines) - 3} more" if len(lines) > 3 else lines[-1]
-    return f", {word}s {', '.join(map(str, shown))} and {last}"
+    def _begin(self, source: str, line: int, row: Row) -> None:
+        """Derive the checks for all rows from the first row, and check its columns."""
+        chosen = matching(row, formats_of(self.method.name, self.text_field))
+        judged = (*chosen.required, *self.method.optional) if chosen else ()
+        known = {**COLUMNS, self.text_field: TEXT} if self.method.name == "sft" else COLUMNS
+        self.first, self._place = row, f"{self.word} {line}"
+        self._pictures = {*PICTURE_COLUMNS} if self.method.takes_pictures else set()
+        self._optional = self._pictures - {"image"}  # rows may lack the column `images`
+        self._checks = [(name, known[name]) for name in judged if name in row and name in known]
+        self._chats = [name for name in judged if name in row and name in CHATS]
+        self._turns = [name for name in TURN_COLUMNS if chosen and name in chosen.required]
+        self._plain = all(isinstance(row[name], str) for name in self._turns)
+        # GRPO and RLOO pass all columns to the reward functions.
+        reads_all = chosen is None or self.method.loss == "policy"
+        self._unread = [] if reads_all else [name for name in row if name not in judged]
+        if wrong := columns_problem(tuple(row), self.method.name, self.text_field):
+            usual = {*COLUMNS, *NEAR_NAMES, *(name for names in NEAR_NAMES.values() for name in names)}
+            if self.cells and usual.isdisjoint(name.lower() for name in row):
+                # The first line of the CSV file is a row, not the header.
+                fix = "add a first line that names the columns, such as prompt,completion"
+                wrong = replace(wrong, fix=fix)
+            self.note(source, None, wrong)
 
-
-@dataclass(frozen=True)
-class _Plan:
-    """The checks for all rows, derived from the first row: `columns` is that row, and `place` names its line."""
-
-    columns: Row
-    place: str
-    checks: tuple[tuple[str, Column], ...]
-    turns: tuple[str, ...]
-    plain: bool
-    chats: tuple[str, ...]
-    method: str
-    unread: tuple[str, ...]
-
-    def faults(self, row: Row) -> Iterator[Problem]:
-        sound = True
-        for name, column in self.checks:
-            value = row[name]
-            fault = column.fault(value)
-            if fault:
-                sound = False
-                empty = value is None or value == "" or value == []
-                yield Problem(f"column '{name}' {fault}", column.expected, REFILL if empty else column.fix)
-        if not sound:
+    def _faults(self, row: Row) -> Iterator[Problem]:
+        assert self.first is not None
+        self.pictured |= any(row.get(name) for name in self._pictures)
+        if row.keys() - self._optional != self.first.keys() - self._optional:
+            lacking = [name for name in self.first if name not in row]
+            added = [name for name in row if name not in self.first]
+            differs = [f"lacks {quoted(lacking)}"] * bool(lacking) + [f"adds {quoted(added)}"] * bool(added)
+            expected = f"the columns of {self._place}: {quoted(self.first)}"
+            fix = "give every row the same columns; write null where an optional one has no value"
+            yield Problem(f"the row {' and '.join(differs)}", expected, fix)
             return
-        for name in self.chats:
-            yield from chat_problems(name, row[name])
-        yield from message_problems(row, self.chats, self.method, METHODS[self.method].takes_pictures)
-        method = METHODS[self.method]
+        faults = [
+            (name, column, fault) for name, column in self._checks if (fault := column.fault(row[name]))
+        ]
+        for name, column, fault in faults:
+            fix = REFILL if row[name] in (None, "", []) else column.fix
+            yield Problem(f"column '{name}' {fault}", column.expected, fix)
+        if not faults:
+            for name in self._chats:
+                yield from chat_problems(name, row[name])
+            yield from message_problems(row, self._chats, self.method.name, self.method.takes_pictures)
+            yield from self._turn_problems(row)
+
+    def _turn_problems(self, row: Row) -> Iterator[Problem]:
         # Of such a pair the common messages become the prompt; a reward model takes both conversations whole.
-        if method.loss != "reward" and "prompt" not in self.turns and not same_beginning(row):
+        if self.method.loss != "reward" and "prompt" not in self._turns and not same_beginning(row):
             expected = "conversations with the same first messages, which are the prompt"
             fix = "write the question in both, or in a column 'prompt'"
             yield Problem("'chosen' and 'rejected' begin with different messages", expected, fix)
-        if not self.turns:
-            return
-        mixed = mixed_turns(row, self.turns)
-        if mixed:
+        if mixed := mixed_turns(row, self._turns):
             yield mixed
-        elif isinstance(row[self.turns[0]], str) != self.plain:
-            kind, first = ("messages", "text") if self.plain else ("text", "messages")
-            expected, fix = f"{first}, as on {self.place}", "write all rows as text, or all as messages"
-            yield Problem(f"{kind} in {quoted(self.turns)}", expected, fix)
+        elif self._turns and isinstance(row[self._turns[0]], str) != self._plain:
+            kind, first = ("messages", "text") if self._plain else ("text", "messages")
+            expected, fix = f"{first}, as on {self._place}", "write all rows as text, or all as messages"
+            yield Problem(f"{kind} in {quoted(self._turns)}", expected, fix)
 
-
-def same_beginning(row: Row) -> bool:
-    """Return True if `chosen` and `rejected` begin with the same message, or if one of them is not a conversation."""
-    chosen, rejected = row.get("chosen"), row.get("rejected")
-    if not isinstance(chosen, list) or not isinstance(rejected, list):
-        return True
-    return bool(chosen[:1] == rejected[:1])
-
-
-def _plan(row: Row, place: str, method: str, text_field: str) -> _Plan:
-    chosen = matching(row, formats_of(method, text_field))
-    judged = (*chosen.required, *METHODS[method].optional) if chosen else ()
-    # GRPO and RLOO pass all columns to the reward functions.
-    reads_all = chosen is None or METHODS[method].loss == "policy"
-    known = {**COLUMNS, text_field: TEXT} if method == "sft" else COLUMNS
-    turns = tuple(name for name in TURN_COLUMNS if chosen and name in chosen.required)
-    return _Plan(
-        columns=row,
-        place=place,
-        checks=tuple((name, known[name]) for name in judged if name in row and name in known),
-        turns=turns,
-        plain=all(isinstance(row[name], str) for name in turns),
-        chats=tuple(name for name in judged if name in row and name in CHATS),
-        method=method,
-        unread=() if reads_all else tuple(name for name in row if name not in judged),
-    )
+    def _widen(self, row: Row) -> Iterator[Problem]:
+        """Merge the types of a row's cells into the types of the columns. Yield a problem if no type fits all rows."""
+        for name, value in row.items():
+            if name in self._pictures:
+                self.shapes["images"] = ("list", PICTURE)
+                continue
+            before = self.shapes.setdefault(name, NULL)
+            shape = STRING if type(value) is str else shape_of(value)
+            if shape == before:
+                continue
+            after = merge(before, shape)
+            if after == MIXED and self.cells:
+                after = STRING
+            elif after in _UNFIT and after != before:
+                what, expected, fix = _UNFIT[str(after)]
+                yield Problem(f"column '{name}' {what}", expected, fix)
+            self.shapes[name] = after
 
 
 def survey(
@@ -246,80 +292,8 @@ def survey(
     word: str = "line",
     cells: bool = False,
 ) -> Survey:
-    """Check all rows of a data set for `method` in one pass.
-
-    Args:
-        records: (source, line, row) in order. A record may have a `Problem` instead of a row.
-        word, cells: see `Survey`.
-    """
-    result = Survey(word, cells)
-    plan: _Plan | None = None
-    pictures = PICTURE_COLUMNS if METHODS[method].takes_pictures else ()
-    optional = {*pictures} - {"image"}  # rows may lack the column `images`
-    for source, line, row in records:
-        result.count += 1
-        if isinstance(row, Problem):
-            result.note(source, line, row)
-            continue
-        if not isinstance(row, dict):
-            fix = 'write {"column": value, …}'
-            result.note(source, line, Problem(f"the row is {describe(row)}", "a JSON object", fix))
-            continue
-        result.pictured |= any(row.get(name) for name in pictures)
-        if plan is None:
-            result.first = row
-            plan = _plan(row, f"{word} {line}", method, text_field)
-            wrong = columns_problem(tuple(row), method, text_field)
-            usual = {*COLUMNS, *NEAR_NAMES, *(name for names in NEAR_NAMES.values() for name in names)}
-            if wrong and cells and usual.isdisjoint(name.lower() for name in plan.columns):
-                # The first line of the CSV file is a row, not the header.
-                fix = "add a first line that names the columns, such as prompt,completion"
-                wrong = replace(wrong, fix=fix)
-            if wrong:
-                result.note(source, None, wrong)
-        if row.keys() - optional != plan.columns.keys() - optional:
-            lacking = [name for name in plan.columns if name not in row]
-            added = [name for name in row if name not in plan.columns]
-            differs = [f"lacks {quoted(lacking)}"] * bool(lacking) + [f"adds {quoted(added)}"] * bool(added)
-            expected = f"the columns of {plan.place}: {quoted(plan.columns)}"
-            fix = "give every row the same columns; write null where an optional one has no value"
-            result.note(source, line, Problem(f"the row {' and '.join(differs)}", expected, fix))
-            continue
-        faults = list(plan.faults(row))
-        for fault in faults:
-            result.note(source, line, fault)
-        if not faults:
-            result.keys.update(("row", name) for name in plan.unread if row.get(name) is not None)
-            count_keys(row, plan.chats, result.keys)
-            _widen(result, source, line, {k: v for k, v in row.items() if k not in pictures})
-            if "images" in optional & row.keys():
-                result.shapes["images"] = ("list", PICTURE)
+    """Check all rows of a data set: (source, line, row) in order, or (source, line, problem of a row)."""
+    result = Survey(METHODS[method], text_field, word, cells)
+    for record in records:
+        result.add(*record)
     return result
-
-
-_ALL_ALIKE = "write all values of the column as text, or as numbers"
-_UNFIT = {
-    MIXED: ("changes its kind of value", "one kind of value in a column", _ALL_ALIKE),
-    HUGE: (
-        "holds a whole number beyond 64 bits",
-        "whole numbers of at most 64 bits",
-        "write the number as text",
-    ),
-    DEEP: ("is nested too deeply", f"at most {DEEPEST} nested lists and objects", "write the value as text"),
-}
-
-
-def _widen(result: Survey, source: str, line: int, row: Row) -> None:
-    """Merge the types of a row's cells into the types of the columns. Record a problem if no type fits all rows."""
-    for name, value in row.items():
-        before = result.shapes.setdefault(name, NULL)
-        shape = STRING if type(value) is str else shape_of(value)
-        if shape == before:
-            continue
-        after = merge(before, shape)
-        if after == MIXED and result.cells:
-            after = STRING
-        elif after in _UNFIT and after != before:
-            what, expected, fix = _UNFIT[str(after)]
-            result.note(source, line, Problem(f"column '{name}' {what}", expected, fix))
-        result.shapes[name] = after

@@ -6,7 +6,8 @@ CSV into integers and "NA" into null, and adds other rows' keys to objects. The 
 
 from __future__ import annotations
 
-from functools import lru_cache, reduce
+from collections.abc import Iterable
+from functools import reduce
 from typing import Any
 
 # A scalar type's name, ("list", shape) or ("struct", ((key, shape), …)).
@@ -29,8 +30,6 @@ def shape_of(value: object, depth: int = 0) -> Shape:
     if depth > DEEPEST:
         return DEEP
     if isinstance(value, dict):
-        if set(map(type, value.values())) == {str}:
-            return _string_struct(tuple(value))
         return _struct(tuple((key, shape_of(item, depth + 1)) for key, item in value.items()))
     if isinstance(value, list):
         return _list_of(value, depth)
@@ -52,14 +51,15 @@ def _list(item: Shape) -> Shape:
     return item if item in (MIXED, HUGE, DEEP) else ("list", item)
 
 
-@lru_cache(maxsize=4096)
-def _string_struct(keys: tuple[str, ...]) -> Shape:
-    return _struct(tuple((key, STRING) for key in keys))
+def _unfit(shapes: Iterable[Shape]) -> Shape | None:
+    """Return the shape in `shapes` that cannot be stored, not even as JSON text, or None."""
+    present = {*shapes}
+    return next((shape for shape in (DEEP, HUGE) if shape in present), None)
 
 
 def _struct(fields: tuple[tuple[str, Shape], ...]) -> Shape:
     kinds = [shape for _, shape in fields]
-    if unfit := next((shape for shape in (DEEP, HUGE) if shape in kinds), None):
+    if unfit := _unfit(kinds):
         return unfit
     # `datasets` takes an object with the key "_type" for a feature; Arrow ends a name at its first NUL.
     if not fields or MIXED in kinds or any(key == "_type" or "\0" in key for key, _ in fields):
@@ -73,7 +73,7 @@ def merge(a: Shape, b: Shape) -> Shape:
         return a
     if a == NULL:
         return b
-    if unfit := next((shape for shape in (DEEP, HUGE) if shape in (a, b)), None):
+    if unfit := _unfit((a, b)):
         return unfit
     if {a, b} == {"int64", "float64"}:
         return "float64"
@@ -85,8 +85,7 @@ def merge(a: Shape, b: Shape) -> Shape:
 
 def _merge_structs(a: dict[str, Shape], b: dict[str, Shape]) -> Shape:
     if a.keys() != b.keys():
-        kinds = (*a.values(), *b.values())
-        return next((shape for shape in (DEEP, HUGE) if shape in kinds), JSON)
+        return _unfit((*a.values(), *b.values())) or JSON
     return _struct(tuple((key, merge(shape, b[key])) for key, shape in a.items()))
 
 

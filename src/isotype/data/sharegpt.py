@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from isotype.core.errors import Problem
@@ -100,14 +101,11 @@ def _messages(column: str, value: Any, names: Counter[str]) -> list[Row] | Probl
             what = f"column '{column}' holds a message from {listed(map(repr, unknown))}"
             fix = "rename the speaker; if the chat template has such a role, write {role, content} messages in a column 'messages'"
             return Problem(what, f"one of {', '.join(SPEAKERS)}", fix)
-    messages: list[Row] = []
-    for message in value:
-        converted = message if standard else _message(column, message)
-        if isinstance(converted, Problem):
-            return converted
-        messages.append(converted)
-    if (wrong := next(chat_problems(column, messages), None)) is not None:
-        return wrong
+    converted = value if standard else [_message(column, message) for message in value]
+    messages = [message for message in converted if not isinstance(message, Problem)]
+    wrong = (message for message in converted if isinstance(message, Problem))
+    if problem := next(chain(wrong, chat_problems(column, messages)), None):
+        return problem
     if not standard:
         names.update(message["from"] for message in value)
     return messages
@@ -127,23 +125,21 @@ def _message(column: str, message: Row) -> Row | Problem:
 
 def _calls(text: str) -> list[Row] | None:
     """Convert a JSON text to tool calls in the format of chat templates; return None if the text contains no call."""
-    try:
-        value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        return None
+    value = _parsed(text)
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         return None
-    functions = ({"name": call["name"], "arguments": _arguments(call)} for call in calls)
+    # Chat templates write arguments as JSON, so arguments that are JSON text are parsed.
+    arguments = (_parsed(call.get("arguments", call.get("parameters", {}))) for call in calls)
+    functions = (
+        {"name": call["name"], "arguments": args} for call, args in zip(calls, arguments, strict=True)
+    )
     return [{"type": "function", "function": function} for function in functions]
 
 
-def _arguments(call: Row) -> Any:
-    """Return the arguments of a call. JSON text is parsed, because chat templates write arguments as JSON again."""
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if not isinstance(arguments, str):
-        return arguments
+def _parsed(value: Any) -> Any:
+    """Return the content of a JSON text; return another value unchanged."""
     try:
-        return json.loads(arguments)
+        return json.loads(value) if isinstance(value, str) else value
     except (json.JSONDecodeError, RecursionError):
-        return arguments
+        return value
