@@ -8,6 +8,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -400,6 +401,16 @@ def test_sound_chats_behind_the_sample_are_loaded() -> None:
     rows = [[*USER, *ASSISTANT]] * 1499
     pyarrow.parquet.write_table(pyarrow.table({"messages": rows}), "t.parquet")
     assert len(load("t.parquet")["train"]) == 1499
+
+
+def test_values_that_json_does_not_have_are_kept() -> None:
+    """A date in a message ended with KeyError."""
+    when = datetime(2024, 5, 1)
+    row = {"talk": [{**turn, "sent": when} for turn in CHATML], "label": when}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 2), "t.parquet")
+    rows = load("t.parquet", columns="messages=talk")["train"]
+    assert rows["label"][:] == [when] * 2
+    assert [turn["content"] for turn in rows[0]["messages"]] == ["a", "b"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

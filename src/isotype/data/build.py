@@ -28,7 +28,7 @@ from isotype.data.pictures import SUFFIXES, broken, picture_problem, pictures_in
 from isotype.data.placed import QUESTION
 from isotype.data.reading import Reading
 from isotype.data.rows import CELL_SUFFIXES, captioned, digest_or_problem, generate, read_rows, unreadable
-from isotype.data.shapes import JSON, PICTURE, Shape, shape_of_feature, to_feature
+from isotype.data.shapes import JSON, OTHER, PICTURE, Shape, shape_of_feature, to_feature
 from isotype.data.sharegpt import roles_line
 from isotype.data.tokens import ID_COLUMNS
 
@@ -318,7 +318,9 @@ def opened(dataset: Any, parts: Parts, reading: Reading) -> Prepared:
     reading, result = _surveyed(read, names, reading, word="row")
     features = dataset.features or dict.fromkeys(first)
     kept = [name for name in features if not changed or name not in judged]
-    shapes = {name: shape_of_feature(features[name]) for name in kept} | (result.shapes if changed else {})
+    shapes = {name: shape_of_feature(features[name]) for name in kept}
+    if changed:
+        shapes |= {name: None if shape == OTHER else shape for name, shape in result.shapes.items()}
     if changed and is_stream:  # later messages may have other keys
         shapes |= {
             name: ("list", JSON) for name in CHATS & result.shapes.keys() if result.shapes[name] != "string"

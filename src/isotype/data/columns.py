@@ -151,7 +151,7 @@ _UNFIT = {
 
 @dataclass
 class Survey:
-    """One pass over all rows of a data set: their checks for a method, and the results.
+    """A pass over all rows of a data set: their checks for a method, and the results.
 
     Attributes:
         word: "line" if the numbers of rows are lines of a file, "row" if they are rows of a table.

@@ -21,6 +21,7 @@ MIXED: Shape = "mixed"  # values without a common type
 HUGE: Shape = "huge"  # an integer beyond 64 bits
 DEEP: Shape = "deep"  # nested deeper than `DEEPEST`: Arrow and JSON libraries cannot read it
 DEEPEST = 48
+OTHER: Shape = "other"  # a value that JSON does not have, such as a date; `datasets` knows its type
 
 _SCALARS: dict[type, Shape] = {type(None): NULL, bool: "bool", int: "int64", float: "float64", str: STRING}
 
@@ -35,7 +36,7 @@ def shape_of(value: object, depth: int = 0) -> Shape:
         return _list_of(value, depth)
     if type(value) is int and not -(2**63) <= value < 2**63:
         return HUGE
-    return _SCALARS[type(value)]
+    return _SCALARS.get(type(value), OTHER)
 
 
 def _list_of(value: list[Any], depth: int) -> Shape:
@@ -48,7 +49,7 @@ def _list_of(value: list[Any], depth: int) -> Shape:
 
 
 def _list(item: Shape) -> Shape:
-    return item if item in (MIXED, HUGE, DEEP) else ("list", item)
+    return item if item in (MIXED, HUGE, DEEP, OTHER) else ("list", item)
 
 
 def _unfit(shapes: Iterable[Shape]) -> Shape | None:
@@ -62,7 +63,12 @@ def _struct(fields: tuple[tuple[str, Shape], ...]) -> Shape:
     if unfit := _unfit(kinds):
         return unfit
     # `datasets` takes an object with the key "_type" for a feature; Arrow ends a name at its first NUL.
-    if not fields or MIXED in kinds or any(key == "_type" or "\0" in key for key, _ in fields):
+    if (
+        not fields
+        or MIXED in kinds
+        or OTHER in kinds
+        or any(key == "_type" or "\0" in key for key, _ in fields)
+    ):
         return JSON
     return ("struct", fields)
 
