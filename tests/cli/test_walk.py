@@ -16,6 +16,7 @@ from tests.checkpoint.test_gguf_export import byte_level
 from tests.checkpoint.test_merge import save_base
 from tests.pairwise import few
 from tests.parsed import parse_settings
+from tests.planning.conftest import by_formula
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
@@ -70,6 +71,7 @@ def test_a_plan_of_a_file_and_its_check_print_the_values_of_the_file(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("isotype.planning.from_request.with_rates", lambda profile: (profile, ""))
+    by_formula(monkeypatch)
     _, *words = until_trained(PLAN_OF_A_FILE, capsys)
     command = parse_settings(METHODS["sft"], words).command
     assert {name: command[name] for name in TRAINED} == TRAINED

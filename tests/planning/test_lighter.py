@@ -75,22 +75,17 @@ def whole(experts: Path) -> int:
 
 
 def test_adapters_of_experts_are_given_up_where_nothing_fits_with_them(experts: Path, whole: int) -> None:
-    attention = ["k_proj", "o_proj", "q_proj", "v_proj"]
-    least = _peak(experts, lora_target_modules=attention)
-    states = _peak(experts, optim="adamw_bnb_8bit")
-    assert least < states < whole
-
-    plan = _plan(experts, (least + states) // 2)
+    plan = _plan(experts, whole - 1)
     assert plan.chosen is not None
-    assert "--lora_target_modules k_proj o_proj q_proj v_proj" in plan.command
-    assert plan.notes[0] == (
-        "switched off, because nothing fits otherwise: adapters on experts (they stay on k_proj, o_proj, q_proj, v_proj)"
-    )
-    plan = _plan(experts, (states + whole) // 2)
     assert "--optim adamw_bnb_8bit" in plan.command
     assert (
         plan.notes[0]
         == "switched off, because nothing fits otherwise: optimizer states in 32 bits (--optim adamw_bnb_8bit)"
+    )
+    plan = _plan(experts, plan.chosen.peak - 1)
+    assert "--lora_target_modules k_proj o_proj q_proj v_proj" in plan.command
+    assert plan.notes[0] == (
+        "switched off, because nothing fits otherwise: adapters on experts (they stay on k_proj, o_proj, q_proj, v_proj)"
     )
 
 

@@ -370,13 +370,13 @@ def test_what_a_layer_passes_on_counts_as_often_as_a_layer_keeps_its_input() -> 
 @few("checkpointing", [False, True], True)
 def test_int8_layers_fold_to_what_they_are_and_lose_no_weight(checkpointing: bool) -> None:
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4
     )
     policy = resolve_precision(config, dtype="bfloat16", quantization="int8", device="h100")
-    tokens = torch.ones(2, 32, dtype=torch.long)
+    tokens, lora = torch.ones(2, 32, dtype=torch.long), {"r": 4, "target_modules": ["q_proj"]}
 
     def trace(fold: bool) -> Memory:
-        model = weightless_model(config, policy, lora={"r": 4}, fold=fold, use_cache=False).train()
+        model = weightless_model(config, policy, lora=lora, fold=fold, use_cache=False).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
@@ -390,8 +390,8 @@ def test_int8_layers_fold_to_what_they_are_and_lose_no_weight(checkpointing: boo
         assert sum(folded.phases[phase].values()) == pytest.approx(
             sum(whole.phases[phase].values()), rel=0.02
         )
-    # 64 x 64 and 64 x 128 codes with a float32 scale a row, in four layers: no less can be a model's int8 weights.
-    assert whole.phases["load"]["weights"] >= 4 * (4 * 64 * (64 + 4) + 2 * 128 * (64 + 4) + 64 * (128 + 4))
+    # 64 x 64 and 64 x 128 codes with a float32 scale a row, in three layers: no less can be a model's int8 weights.
+    assert whole.phases["load"]["weights"] >= 3 * (4 * 64 * (64 + 4) + 2 * 128 * (64 + 4) + 64 * (128 + 4))
 
 
 def test_the_picture_of_a_folded_model_goes_up_and_down_layer_by_layer() -> None:

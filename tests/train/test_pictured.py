@@ -258,7 +258,7 @@ def test_a_training_on_a_file_of_every_kind_of_row(method, tmp_path, monkeypatch
             for row in chats
         ]
     Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats * 2))
-    more = "--max_steps 2 --per_device_train_batch_size 3 --save_strategy no --lora_r 2 --device cpu --gradient_checkpointing False"
+    more = "--max_steps 2 --per_device_train_batch_size 3 --save_strategy no --lora_r 2 --lora_target_modules q_proj --device cpu --gradient_checkpointing False"
     data = ("--model_name_or_path", "model", "--dataset_name", "t.jsonl", "--output_dir", "out")
     status = main(
         [
@@ -311,9 +311,7 @@ def test_rows_of_unlike_tiles_are_traced_and_more_rows_than_are_counted_are_samp
         turns = [said("user", [*[PLACE] * len(sizes), text("w1")]), said("assistant", "w2")]
         rows.append(json.dumps({"messages": turns, "images": names}))
     Path("t.jsonl").write_text("\n".join(rows) + "\n")
-    words = (
-        "sft --model_name_or_path model --dataset_name t.jsonl --output_dir out --device cpu --max_steps 1"
-    )
+    words = "sft --model_name_or_path model --dataset_name t.jsonl --output_dir out --device cpu --max_steps 1 --lora_target_modules q_proj"
     status = main([*words.split(), "--per_device_train_batch_size", "3", "--save_strategy", "no"])
     output, errors = capsys.readouterr()
     assert status == 0, output + errors
