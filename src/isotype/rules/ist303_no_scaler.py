@@ -81,7 +81,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     yield finding_of(
         "warning" if unused is None else "error",
         message,
-        half or weights,
+        sorted(half or weights, key=lambda weight: weight is not unused),
         cause=cause,
         phase="backward",
         notes=tuple(notes),
