@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from isotype.compat.hub import offline_if_unreachable
+from isotype.core.console import Bar
 from isotype.core.errors import Problem, first_line
 from isotype.core.names import listed, plural
 from isotype.data.cells import CHATS, COLUMNS, TEXT_COLUMNS, Row, unread_line
@@ -339,11 +340,16 @@ def opened(dataset: Any, parts: Parts, reading: Reading) -> Prepared:
 
 def _numbered(dataset: Any, parts: Parts, sample: int | None) -> Iterator[Record]:
     """Yield (part, row number, row) of the first `sample` rows of each part, or of all rows if it is None."""
+    bar = Bar("checking the rows")
+    bar.total = len(dataset) if sample is None else sample * len(parts)
     start = 0
     for source, count in parts:
         rows = dataset if count is None else dataset.select(range(start, start + count))
         start += count or 0
-        yield from ((source, number, row) for number, row in enumerate(islice(rows, sample), 1))
+        for number, row in enumerate(islice(rows, sample), 1):
+            yield source, number, row
+            bar.advance()
+    bar.close()
 
 
 def _retyped(
