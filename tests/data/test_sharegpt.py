@@ -167,6 +167,23 @@ def test_data_sets_of_unlike_form_become_conversations(store: Callable[[Any], st
     assert said[1].startswith("share.jsonl: ShareGPT messages get the roles of chat templates: ")
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_stream_that_is_converted_and_a_file_keep_their_types(reverse: bool) -> None:
+    write("share.jsonl", lines({"conversations": SHARED}))
+    write("chats.jsonl", lines({"messages": STANDARD}))
+    entries = [{"path": "json", "data_files": "share.jsonl"}, {"path": "chats.jsonl"}]
+    data, _ = load(None, mixture(*(reversed(entries) if reverse else entries), streaming=True))
+    assert data == [{"messages": STANDARD}] * 2
+
+
+def test_concatenated_streams_have_the_types_that_the_first_one_needs() -> None:
+    """Once this fails, `isotype.data.mixture._typed` can go."""
+    kinds = datasets.Features({"x": datasets.Json()})
+    stored = datasets.Dataset.from_dict({"x": [{"a": 1}]}, features=kinds).to_iterable_dataset()
+    both = datasets.concatenate_datasets([stored.map(dict, features=kinds), stored])
+    assert [row["x"] for row in both] == [{"a": 1}, '{"a":1}']
+
+
 def test_messages_of_unlike_keys_fit_together() -> None:
     call = {
         "role": "assistant",

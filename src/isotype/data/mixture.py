@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from isotype.core.errors import Problem, first_line
-from isotype.data.build import Prepared, from_hub, opened, prepare
+from isotype.data.build import Prepared, from_hub, opened, prepare, undecoded
 from isotype.data.cells import COLUMNS, TURN_COLUMNS
 from isotype.data.columns import formats_of, matching, quoted
 from isotype.data.locate import data_error, find_local, splits_problems
@@ -151,8 +151,19 @@ def _aligned(parts: Sequence[_Part], reading: Reading, streaming: bool) -> list[
     built = []
     for part in parts:
         pieces = [_piece(name, item, shapes, used, streaming) for name, item in part.splits]
-        built.append(pieces[0] if len(pieces) == 1 else datasets.concatenate_datasets(pieces))
+        whole = pieces[0] if len(pieces) == 1 else datasets.concatenate_datasets(pieces)
+        built.append(_typed(whole) if streaming else whole)
     return built
+
+
+def _typed(stream: Any) -> Any:
+    """Return a stream whose rows have the types of its columns.
+
+    `datasets` gives all concatenated streams the types of their columns, or none, as the first stream needs it:
+    https://github.com/huggingface/datasets/blob/5.2.0/src/datasets/iterable_dataset.py (`is_typed`). A mapped stream
+    needs none. After a mapped stream, the messages of a file would arrive as JSON texts.
+    """
+    return stream if stream.features is None else undecoded(stream).map(dict, features=stream.features)
 
 
 def _piece(name: str, item: Prepared, shapes: dict[str, Shape], used: set[str] | None, stream: bool) -> Any:
