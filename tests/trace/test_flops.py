@@ -10,6 +10,7 @@ import pytest
 import torch
 from packaging.version import Version
 from torch.nn.attention import varlen
+from torch.utils.flop_counter import FlopCounterMode
 
 from isotype.trace.flops import flops_of
 
@@ -51,6 +52,16 @@ def test_sequences_of_several_lengths(known: bool) -> None:
     backward = (query, query, key, key, query, query, ends, ends, 4, 4)
     assert flops_of(operators._varlen_attn.default, forward, {}, None) == 2 * scores
     assert flops_of(operators._varlen_attn_backward.default, backward, {}, None) == 5 * scores
+
+
+@pytest.mark.parametrize("name", ["mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_"])
+def test_products_count_as_torch_counts_them(name: str) -> None:
+    batch = (3,) if "bmm" in name else ()
+    left, right, result = (torch.empty(*batch, *shape) for shape in ((4, 5), (5, 6), (4, 6)))
+    args = (result, left, right) if "add" in name else (left, right)
+    with FlopCounterMode(display=False) as counter:
+        getattr(ATEN, name.rstrip("_")).default(*args)
+    assert flops_of(getattr(ATEN, name).default, args, {}, result) == counter.get_total_flops() > 0
 
 
 def test_rows_of_grouped_products_count_once() -> None:

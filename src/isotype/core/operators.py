@@ -74,14 +74,13 @@ _OF_ONE_AXIS = frozenset(
 
 def numbers_in(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, float], ...]:
     """Return (name, value) of each Python float argument of a call; for operators in `_OF_ONE_AXIS`, also of the axis."""
-    floats = [(position, value) for position, value in enumerate(args) if type(value) is float]
-    if func in _OF_ONE_AXIS:
-        floats.append((1, args[1]))
-    if not floats and not kwargs:
-        return ()
-    roles = schema_of(func).roles
-    named = ((name, value) for name, value in kwargs.items() if type(value) is float)
-    return (*((roles[position], value) for position, value in floats), *named)
+    kinds = [*map(type, args), *map(type, kwargs.values())]
+    if float not in kinds and func not in _OF_ONE_AXIS:
+        return ()  # most calls
+    named = [*zip(schema_of(func).roles, args, strict=False)]
+    numbers = [(name, value) for name, value in named if type(value) is float]
+    numbers += named[1:2] if func in _OF_ONE_AXIS else ()
+    return (*numbers, *((name, value) for name, value in kwargs.items() if type(value) is float))
 
 
 def _add(tensors: list[tuple[str, torch.Tensor]], role: str, value: Any) -> None:

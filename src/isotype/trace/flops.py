@@ -1,4 +1,4 @@
-"""FLOPs of operators that multiply matrices, by PyTorch's formulas, and by isotype's formulas if PyTorch has none."""
+"""FLOPs of operators that multiply matrices, by PyTorch's formulas, and by isotype's if PyTorch has none or a slow one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 @functools.cache
 def _known(func: Any) -> tuple[Callable[[Any, Any], int] | None, Any]:
     """Return isotype's formula and torch's formula for an operator, each None if there is none."""
-    packet = operator_packet(func)
-    return _OURS.get(str(func).removesuffix(".default")), flop_registry.get(_IN_PLACE.get(packet, packet))
+    return _OURS.get(str(func).removesuffix(".default")), flop_registry.get(operator_packet(func))
 
 
 def _grouped_mm(args: Any, result: Any) -> int:
@@ -60,8 +59,8 @@ def _with_all_heads(operands: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], 
     return tuple((tensor.shape[0], heads, *tensor.shape[2:]) for tensor in operands)
 
 
-def _gemm_4bit(args: Any, result: Any) -> int:
-    """Return the FLOPs for x [..., k] and a packed weight of [n, k]."""
+def _product(args: Any, result: Any) -> int:
+    """Return the FLOPs for x [..., k] and a matrix [k, n], or a packed weight of [n, k]."""
     product = result[0] if isinstance(result, (list, tuple)) else result
     return 2 * int(args[0].shape[-1]) * int(prod(product.shape)) if isinstance(product, torch.Tensor) else 0
 
@@ -71,12 +70,7 @@ _ATTENTIONS = tuple(
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 )
 
-# torch has formulas only for the operators that do not work in place.
-_IN_PLACE: dict[Any, Any] = {
-    torch.ops.aten.addmm_: torch.ops.aten.addmm,
-    torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm,
-}
-
+_ADDED = ("aten.addmm", "aten.addmm_", "aten.baddbmm", "aten.baddbmm_")
 _OURS: dict[str, Callable[[Any, Any], int]] = {
     "aten._grouped_mm": _grouped_mm,
     **dict.fromkeys(_ATTENTIONS, lambda args, _: int(sdpa_flop_count(*_with_all_heads(args[:3])))),  # type: ignore[no-untyped-call]
@@ -84,7 +78,9 @@ _OURS: dict[str, Callable[[Any, Any], int]] = {
     # The query, the sequences' ends, the greatest length.
     VARLEN_ATTENTION: lambda args, _: 2 * _scores(args[0], args[3], args[6]),
     f"{VARLEN_ATTENTION}_backward": lambda args, _: 5 * _scores(args[1], args[6], args[9]),
-    "bitsandbytes.gemm_4bit": _gemm_4bit,
-    "bitsandbytes.gemv_4bit": _gemm_4bit,
-    "bitsandbytes.int8_linear_matmul": _gemm_4bit,
+    **dict.fromkeys(("aten.mm", "aten.mm.out", "aten.bmm"), _product),
+    **dict.fromkeys(_ADDED, lambda args, result: _product(args[1:], result)),
+    "bitsandbytes.gemm_4bit": _product,
+    "bitsandbytes.gemv_4bit": _product,
+    "bitsandbytes.int8_linear_matmul": _product,
 }

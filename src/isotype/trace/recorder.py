@@ -290,7 +290,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     def operands(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[Operand, ...]:
         """Return an operand for each (argument name, tensor), with the origin of the tensor's dtype."""
-        return tuple(Operand(role, t.dtype, tuple(t.shape), self.origin(t)) for role, t in tensors)
+        return tuple([Operand(role, t.dtype, tuple(t.shape), self.origin(t)) for role, t in tensors])
 
     @property
     def _recomputing(self) -> bool:
@@ -317,7 +317,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 place.module,
                 shown(place.source),
                 operands,
-                tuple((tensor.dtype, tuple(tensor.shape)) for tensor in outputs),
+                tuple([(tensor.dtype, tuple(tensor.shape)) for tensor in outputs]),
                 flops,
                 place.repeats * calls_represented.get(),
                 breach,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -65,6 +66,9 @@ _COUNTED = frozenset(
     {aten.view, aten.select, aten.slice, aten._to_copy, aten.eq, aten.ne, aten.sum, aten.any, aten.all}
 )
 _UNSET = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided})
+_DRAWS = frozenset({aten.rand, aten.randint, aten.randperm})
+_UNREAD = _SHAPE_ONLY | _NEVER | _UNSET | _DRAWS
+"""Operators whose result does not depend on the values of their operands."""
 
 
 class Values:
@@ -112,21 +116,20 @@ class Values:
     def compute(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
         """Return the real result of an operator with known operands; None if an operand is unknown."""
         packet = operator_packet(func)
-        if packet in (aten.rand, aten.randint, aten.randperm):
+        counted, shape_only = packet in _COUNTED, packet in _SHAPE_ONLY
+        values = [self._read(tensor, counted) for _, tensor in tensors]
+        if packet not in _UNREAD and any(value is None for value in values):
+            return _guess(tensors) if packet in _COMPARISONS else None
+        if packet in _DRAWS:
             with unset_fake_temporarily():
                 return _drawn(packet, args, kwargs)
         if packet in _UNSET or torch.Tag.nondeterministic_seeded in func.tags:
             return None
-        shape_only = packet in _SHAPE_ONLY
         if packet in _NEVER:
             with unset_fake_temporarily():
                 never = torch.zeros((), dtype=torch.bool).expand(tensors[0][1].shape)
                 setattr(never, _LARGE, None)
                 return never
-        counted = packet in _COUNTED
-        values = [self._read(tensor, counted) for _, tensor in tensors]
-        if not shape_only and any(value is None for value in values):
-            return _guess(tensors) if packet in _COMPARISONS else None
         guessed = not shape_only and any(hasattr(value, _GUESSED) for value in values)
         with unset_fake_temporarily():
 
@@ -276,6 +279,7 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
+@cache
 def is_data_dependent(func: Any) -> bool:
     """Return whether an operator's result is a Python number or has a shape that depends on the values of its operands."""
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
