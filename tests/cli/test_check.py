@@ -329,14 +329,14 @@ def _config_of(folder: Path, name: str) -> Path:
 
 
 def _check(capsys, *argv: object) -> tuple[int, str]:
-    return run(capsys, *argv)[:2]
+    return run(capsys, *argv, "--device", "h100", "-v", "--lora_target_modules", "q_proj")[:2]
 
 
 CLASSES = {"qwen2_vl": "Qwen2VLForConditionalGeneration", "gemma3": "Gemma3ForConditionalGeneration"}
 
 
 def test_text_alone_is_not_called_clean_of_a_model_that_takes_pictures(capsys, seeing):
-    status, out = _check(capsys, seeing, "--device", "h100", "-v")
+    status, out = _check(capsys, seeing)
     assert status == 0
     assert "runs clean" not in out
     assert "The text part of this step runs on NVIDIA H100" in out
@@ -345,9 +345,7 @@ def test_text_alone_is_not_called_clean_of_a_model_that_takes_pictures(capsys, s
 
 
 def test_pictures_are_traced_by_the_config(capsys, seeing):
-    status, out = _check(
-        capsys, seeing, "--device", "h100", "-v", "--image", "64x64", "--images", "2", "--length", "64"
-    )
+    status, out = _check(capsys, seeing, "--image", "64x64", "--images", "2", "--length", "64")
     assert status == 0
     assert "runs clean" in out
     assert "2 images of 64x64 in each row: 36 tokens, by the config" in " ".join(out.split())
@@ -355,7 +353,7 @@ def test_pictures_are_traced_by_the_config(capsys, seeing):
 
 
 def test_a_tower_of_one_size_is_traced_without_being_asked(capsys, tmp_path):
-    status, out = _check(capsys, _config_of(tmp_path, "gemma3"), "--device", "h100", "-v")
+    status, out = _check(capsys, _config_of(tmp_path, "gemma3"))
     assert status == 0
     assert "runs clean" in out
     assert "1 image of 32x32 in each row: 4 tokens, by the config" in " ".join(out.split())

@@ -23,8 +23,8 @@ TEMPLATE = (
 )
 ROWS = [{"prompt": f"number {number} and", "completion": f" {number + 1}, as it is"} for number in range(16)]
 TRAINED = {"learning_rate": 0.02, "num_train_epochs": 2.0, "lora_r": 4, "max_length": 64}
-CHOSEN = {"gradient_checkpointing": False, "quantization": "nf4"}
-"""Not left to the plan, which would trace every storage with it and without."""
+CHOSEN = {"gradient_checkpointing": False, "quantization": "nf4", "lora_target_modules": "q_proj"}
+"""Not left to the plan, which would trace every storage with it and without, and adapters on every layer."""
 
 
 @pytest.fixture
