@@ -206,7 +206,19 @@ def test_an_output_directory_that_cannot_be_made(capsys, model, data, tmp_path):
 def test_a_whole_run_leaves_adapter_policy_and_report(capsys, model, data, tmp_path):
     out = tmp_path / "out"
     status, text, _ = sft(
-        capsys, model, data, "--output_dir", out, "--max_steps", 3, "--ask", "w1 w2", "--quantization", "nf4"
+        capsys,
+        model,
+        data,
+        "--output_dir",
+        out,
+        "--max_steps",
+        3,
+        "--ask",
+        "w1 w2",
+        "--quantization",
+        "nf4",
+        "--lora_target_modules",
+        "q_proj",
     )
     assert status == 0
     assert "precision policy" in text

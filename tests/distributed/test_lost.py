@@ -52,7 +52,18 @@ def test_killing_one_process_ends_the_other_with_one_message_and_the_run_goes_on
 ) -> None:
     model, data = prepared(tmp_path)
     out, log = tmp_path / "out", tmp_path / "log"
-    common = ("--dtype", "float32", "--quantization", "nf4", "--max_steps", 300, "--save_steps", 2)
+    common = (
+        "--dtype",
+        "float32",
+        "--quantization",
+        "nf4",
+        "--max_steps",
+        300,
+        "--save_steps",
+        2,
+        "--lora_target_modules",
+        "q_proj",
+    )
     launcher, ended = started([str(tmp_path), "sft", *argv(model, data, out, 2, *common, *SHARDED)], log)
     try:
         until = time.monotonic() + SECONDS

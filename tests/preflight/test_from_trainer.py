@@ -72,7 +72,7 @@ def make(method: str, path: Path, out: Path, **more: Any) -> Any:
         args=arguments(config, out, **more),
         train_dataset=datasets.Dataset.from_list(rows(method)),
         processing_class=transformers.AutoTokenizer.from_pretrained(path),
-        peft_config=peft.LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear"),
+        peft_config=peft.LoraConfig(r=4, lora_dropout=0.2, target_modules=["q_proj"]),
     )
 
 
@@ -123,7 +123,7 @@ def test_trainers_whose_batches_are_prompts(method: str, path: Path, tmp_path: P
         reward_funcs=reward_by_words,
         train_dataset=datasets.Dataset.from_list(rows(method)),
         processing_class=transformers.AutoTokenizer.from_pretrained(path),
-        peft_config=peft.LoraConfig(r=4, target_modules="all-linear"),
+        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj"]),
     )
     report = isotype.check(trainer, verify=False)
     assert report.complete
@@ -171,7 +171,7 @@ def test_the_memory_of_a_rollout_is_what_the_trainer_needs(path: Path, tmp_path:
         reward_funcs=lambda completions, **columns: [float(at) for at, _ in enumerate(completions)],
         train_dataset=datasets.Dataset.from_list([{"prompt": "w1 " * 60}] * 4),
         processing_class=transformers.AutoTokenizer.from_pretrained(path),
-        peft_config=peft.LoraConfig(r=4, target_modules="all-linear"),
+        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj"]),
     )  # fmt: skip
     phases = isotype.check(trainer, wiring=False, verify=False).memory.phases
     foreseen = {name: phases[name]["activations"] for name in ("rollout", "forward")}

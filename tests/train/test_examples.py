@@ -39,7 +39,10 @@ def model(tmp_path_factory) -> Path:
 def train(method: str, model: Path, data: Path, out: Path, *argv: object) -> tuple[training.Outcome, str]:
     fixed = ["--model_name_or_path", model, "--dataset_name", data, "--output_dir", out, "--max_steps", 2]
     text = io.StringIO()
-    settings = parse_settings(METHODS[method], [str(a) for a in (*fixed, "--save_strategy", "no", *argv)])
+    settings = parse_settings(
+        METHODS[method],
+        [str(a) for a in (*fixed, "--save_strategy", "no", "--lora_target_modules", "q_proj", *argv)],
+    )
     return training.run(settings, Console(file=text, width=80)), text.getvalue()
 
 

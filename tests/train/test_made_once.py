@@ -53,7 +53,7 @@ def test_a_training_sets_no_attribute_of_its_arguments(
     changes: list[str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     model, data = save_chat_model(tmp_path / "model"), save_rows(tmp_path / "train.jsonl", rows("sft"))
-    argv = f"""--model_name_or_path {model} --dataset_name {data} --output_dir {tmp_path / "out"} --max_steps 2 --lora_r 4
+    argv = f"""--model_name_or_path {model} --dataset_name {data} --output_dir {tmp_path / "out"} --max_steps 2 --lora_r 4 --lora_target_modules q_proj
         --per_device_train_batch_size 2 --eval_split 4 --early_stopping_patience 2 --dtype bfloat16 --device cpu
         --model_init_kwargs {{"attn_implementation":"sdpa"}} --report_to none --save_steps 0.5""".split()
     outcome = training.run(parse_settings(METHODS["sft"], argv), Console(file=io.StringIO()))

@@ -183,7 +183,8 @@ def _train(root: Path, *flags: str) -> tuple[list[float], str]:
     console = Console(record=True, width=400, file=StringIO())
     arguments = f"""--model_name_or_path {root / "model"} --dataset_name {root / "train.jsonl"} --dtype float32 --device cpu
         --output_dir {root / "out"} --max_length 24 --learning_rate 1e-2 --lora_dropout 0 --logging_steps 1 --max_steps 2
-        --per_device_train_batch_size 4 --gradient_checkpointing False --save_strategy no --report_to none""".split()
+        --per_device_train_batch_size 4 --gradient_checkpointing False --save_strategy no --report_to none
+        --lora_target_modules q_proj""".split()
     outcome = train(parse_settings(METHODS["sft"], [*arguments, *flags]), console)
     return [step.loss for step in outcome.record.steps], console.export_text()
 
@@ -209,7 +210,7 @@ def _trl(root: Path) -> list[float]:
         args=config,
         train_dataset=load_dataset("json", data_files=str(root / "train.jsonl"), split="train"),
         processing_class=transformers.AutoTokenizer.from_pretrained(root / "model"),
-        peft_config=LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear"),
+        peft_config=LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules=["q_proj"]),
     )
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -71,7 +71,8 @@ def test_a_run_whose_reward_fails_ends_with_the_users_line(
     status = main(
         ["grpo", "--model_name_or_path", str(model), "--dataset_name", str(data), "--output_dir", str(out),
          "--reward_funcs", f"{module}.scores", "--max_steps", "1", "--num_generations", "2",
-         "--per_device_train_batch_size", "2", "--max_completion_length", "4"]
+         "--per_device_train_batch_size", "2", "--max_completion_length", "4",
+         "--lora_target_modules", "q_proj"]
     )  # fmt: skip
     assert status == 1
     assert f"{module}.py:4" in capsys.readouterr().err
@@ -89,7 +90,8 @@ def trained(
     status = main(
         [method, "--model_name_or_path", str(model), "--dataset_name", str(data), "--output_dir", str(out),
          "--reward_funcs", reward, "--max_steps", "2", "--num_generations", "2", "--logging_steps", "1",
-         "--per_device_train_batch_size", "2", "--max_completion_length", "4", "--save_strategy", "no"]
+         "--per_device_train_batch_size", "2", "--max_completion_length", "4", "--save_strategy", "no",
+         "--lora_target_modules", "q_proj"]
     )  # fmt: skip
     assert status == 0
     return capsys.readouterr().out, json.loads((out / "run_report.json").read_text())

@@ -33,7 +33,7 @@ def train(root: Path, *argv: object) -> tuple[training.Outcome, str]:
     arguments = [
         "--model_name_or_path", root / "model", "--dataset_name", root / "train.jsonl", "--output_dir", root / "out",
         "--max_steps", 2, "--save_steps", 1, "--logging_steps", 1, "--per_device_train_batch_size", 2,
-        "--report_to", "none", "--dtype", "float32", *argv,
+        "--report_to", "none", "--dtype", "float32", "--lora_target_modules", "q_proj", *argv,
     ]  # fmt: skip
     text = io.StringIO()
     settings = parse_settings(METHODS["sft"], [str(each) for each in arguments])

@@ -51,7 +51,10 @@ def train(model: Path, data: Path, out: Path | None, *argv: object) -> tuple[tra
     arguments = ["--model_name_or_path", model, "--dataset_name", data, "--max_steps", 2]
     arguments += [] if out is None else ["--output_dir", out]
     text = io.StringIO()
-    settings = parse_settings(METHODS["sft"], [str(a) for a in (*arguments, "--save_steps", 1, *argv)])
+    settings = parse_settings(
+        METHODS["sft"],
+        [str(a) for a in (*arguments, "--save_steps", 1, "--lora_target_modules", "q_proj", *argv)],
+    )
     return training.run(settings, Console(file=text, width=200)), text.getvalue()
 
 
@@ -101,7 +104,16 @@ def test_adapter_and_model_do_not_mix_in_a_reused_directory(model, data, tmp_pat
 def test_lora_layers_are_fused_unless_it_is_not_wanted(model, data, tmp_path):
     losses = {}
     for name, flags in {"fused": ("-v",), "plain": ("--no_fuse",)}.items():
-        outcome, text = train(model, data, tmp_path / name, "--save_strategy", "no", *flags)
+        outcome, text = train(
+            model,
+            data,
+            tmp_path / name,
+            "--save_strategy",
+            "no",
+            "--lora_target_modules",
+            "all-linear",
+            *flags,
+        )
         losses[name] = [step.loss for step in outcome.record.steps]
         assert ("fused: " in text) == (name == "fused")
         assert ("together: q_proj k_proj v_proj" in text) == (name == "fused")

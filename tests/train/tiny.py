@@ -108,7 +108,7 @@ def arguments(root: Path, name: str, steps: int, *more: str) -> list[str]:
     return (
         f"""sft --model_name_or_path {root / "model"} --dataset_name {root / "train.jsonl"}
         --output_dir {root / name} --max_steps {steps} --logging_steps 1 --learning_rate 1e-2 --lora_dropout 0.2
-        --per_device_train_batch_size 2 --gradient_checkpointing False --quantization nf4
+        --per_device_train_batch_size 2 --gradient_checkpointing False --quantization nf4 --lora_target_modules q_proj
         --report_to none""".split()
         + list(more)
     )

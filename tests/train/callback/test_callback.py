@@ -188,7 +188,7 @@ def bare_script(
         parameter.requires_grad_(not frozen or frozen not in name)
     if lora:
         model = peft.get_peft_model(
-            model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+            model, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
         )
     trainer = transformers.Trainer(
         model=model,
@@ -322,9 +322,7 @@ def float16_script(path: Path, out: Path, check: str | None = "error", **more: A
     with quiet():
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float16)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    model = peft.get_peft_model(
-        model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     texts = [tokenizer(row["prompt"][0]["content"]) for row in rows("sft")]
     trainer = transformers.Trainer(
         model=model,
