@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from rich.console import Console
 
 import isotype
 from isotype.cli.run import run
+from isotype.preflight.script import session
 from isotype.preflight.script.family import VARIABLE, Options, family
 from isotype.preflight.script.processes import Processes, watched_command
 
@@ -76,18 +76,13 @@ def test_one_of_a_family_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started.claim("seen")  # the top has gone; nobody else would say it
 
 
-JOINED: list[Options] = []
-
-
-def join(options: Options) -> None:
-    JOINED.append(options)
-
-
 def test_a_spawned_process_joins_when_it_unpickles_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[Options] = []
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", lambda process: None)
+    monkeypatch.setattr(session, "family", lambda: None)
+    monkeypatch.setattr(session.Session, "watch", lambda self: joined.append(self.options))
     options = Options("train.py", False, ("x",), 2, "t4")
-    session: Any = SimpleNamespace(options=options)
-    processes = Processes(session, join)
+    processes = Processes(session.Session(options), session.join)
     processes.watch()
     try:
         process: Any = multiprocessing.get_context("spawn").Process(target=print)
@@ -96,7 +91,7 @@ def test_a_spawned_process_joins_when_it_unpickles_what_it_is_given(monkeypatch:
         processes.leave()
     assert processes.watched == 1
     pickle.loads(pickle.dumps(process._isotype))
-    assert [options] == JOINED
+    assert joined == [options]
 
 
 TRAINING = """
