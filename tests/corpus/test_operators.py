@@ -64,6 +64,19 @@ def test_a_complex_operand_beside_one_of_another_dtype(
     with pytest.raises(RuntimeError) as real:
         module(**given(FP32))
     assert finding.cause == f"RuntimeError: {real.value}"
+    assert "x.to(torch.complex64)" in finding.fixes[0].text
+
+
+@pytest.mark.parametrize("act", [torch.matmul, lambda a, b: torch.einsum("ij,jk->ik", a, b)])
+def test_a_transform_of_float16_beside_complex64(act: Callable[..., torch.Tensor]) -> None:
+    def model(h: torch.Tensor, dtype: torch.dtype = torch.complex32) -> torch.Tensor:
+        h = torch.fft.rfft(h.half().flatten(1)[:, :8]).to(dtype)
+        return act(h, torch.ones(5, 5, dtype=torch.complex64)).abs()
+
+    (finding,) = isotype.check(Then(model, FP32), given(FP32), device="t4", verify=False).errors
+    assert (finding.code, "returns complex32" in finding.fixes[0].text) == ("IST199", True)
+    fixed = Then(lambda h: model(h, torch.complex64), FP32)
+    assert not isotype.check(fixed, given(FP32), device="t4", verify=False).errors
 
 
 def test_its_line_is_what_to_change() -> None:

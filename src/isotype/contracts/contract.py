@@ -329,6 +329,15 @@ def _float8_verdict(op: str, kind: str, dtypes: tuple[torch.dtype, ...]) -> Verd
 
 TABLE = TABLES / "autocast.json"
 
+_CALLED = {
+    "cross_entropy": "nll_loss",
+    "normalize": "norm",
+    "__pow__": "pow",
+    "__rpow__": "pow",
+    "__matmul__": "matmul",
+}
+"""Python functions -> the function that they call, whose name the autocast lists contain."""
+
 
 @dataclass(frozen=True)
 class AutocastLists:
@@ -347,6 +356,17 @@ class AutocastLists:
     promote: frozenset[str]
     float32_opt: frozenset[str]
     banned: frozenset[str]
+
+    def treatment(self, function: str, has_dtype: bool) -> str:
+        """Return the list with a Python function (`banned`, `float32`, `promote`, `lower`); "" if no list has it.
+
+        Set `has_dtype` if the function is called with a dtype.
+        """
+        name = _CALLED.get(function, function)
+        if name in self.float32_opt and not has_dtype:
+            return "float32"
+        lists = ("banned", "float32", "promote", "lower")
+        return next((kind for kind in lists if name in getattr(self, kind)), "")
 
 
 @cache

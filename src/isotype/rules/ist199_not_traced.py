@@ -59,6 +59,8 @@ _CERTAIN = re.compile(
 )
 """Messages of errors that do not depend on tensors' values. The real step raises these errors, too."""
 
+_COMPLEX = re.compile(r"(expected|same|match).*complex|ComplexHalf", re.IGNORECASE)
+
 _REFUSALS = ("AssertionError", "NotImplementedError", "RuntimeError", "TypeError", "ValueError")
 
 
@@ -85,6 +87,10 @@ def find(trace: Trace) -> Iterator[Finding]:
     was = "was" if traced == 1 else "were"
     place = " at ".join(filter(None, (failure.module, short(failure.source)))) or "it"
     how = "run and record the real step: isotype run SCRIPT"
+    fixes = (advice("isotype run", how, "the training script"),)
+    if error and _COMPLEX.search(failure.error):
+        how = "give both operands one complex dtype, such as x.to(torch.complex64); torch.fft of a float16 tensor returns complex32"
+        fixes = (advice(failure.source, how),)
     yield Finding(
         severity="error" if error or _CERTAIN.search(failure.error) else "warning",
         message=message,
@@ -97,7 +103,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             if failure.phase == "load"
             else f"{plural(traced, 'operator')} of the {failure.phase} {was} checked; nothing after {place} was checked",
         ),
-        fixes=(advice("isotype run", how, "the training script"),),
+        fixes=fixes,
         places=(failure.module,),
     )
 

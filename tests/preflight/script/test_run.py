@@ -635,6 +635,38 @@ def test_a_script_that_takes_its_branch_for_the_cpu_is_told_so(
     assert torch.cuda.is_available is before
 
 
+_F16 = "with torch.autocast('cpu', torch.float16):"
+
+
+@pytest.mark.parametrize(
+    ("step", "codes"),
+    [
+        (
+            f"{_F16} z = F.normalize(model(x), eps=1e-8); loss = (z * z.roll(1, 0) / (z.max() + 1e-8)).sum()",
+            [],
+        ),
+        (f"{_F16} z = model(x).softmax(-1); q = z @ z.T; loss = (q / (q.max() + 1e-8)).mean()", ["IST811"]),
+        (f"{_F16} loss = F.binary_cross_entropy(model(x).sigmoid(), x.sigmoid())", ["IST109"]),
+        (f"{_F16} z = model(x)\nloss = F.binary_cross_entropy(z.float().sigmoid(), x.sigmoid())", []),
+        ("with torch.autocast(device_type='cpu'): loss = F.mse_loss(model(x), x)", ["IST303"]),
+        ("with torch.autocast('cpu', dtype=torch.bfloat16): loss = F.mse_loss(model(x), x)", ["IST601"]),
+    ],
+)
+def test_a_step_on_a_cpu_is_judged_by_the_autocast_of_the_device_that_is_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, step: str, codes: list[str]
+) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(
+        "import torch\nfrom torch.nn import functional as F\nmodel, x = torch.nn.Linear(8, 8), torch.ones(4, 8)\n"
+        f"optimizer = torch.optim.SGD(model.parameters())\n{step}\nloss.backward()\noptimizer.step()\n"
+    )
+    status, _, err = _run(capsys, "--device", "t4", str(script))
+    assert status == 0
+    known = {"IST303"} if _F16 in step else set()
+    found = set(re.findall(r"IST\d+", err)) - {"IST302"}  # of a GradScaler that another test has left
+    assert found == {*codes, *known}
+
+
 def test_a_broken_raw_loop_is_warned_of_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = _run(capsys, *_script("raw_loop", "broken"))
     assert (status, out) == (1, "")

@@ -1,4 +1,4 @@
-"""Finds the line where a script asks whether a GPU is available, if this machine lacks the GPU of `--device`."""
+"""Finds where a script depends on the GPU of `--device`, if this machine lacks it: questions for it, autocast without a dtype."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ class Branch:
 
     Attributes:
         line: `file:line` of the script's first question; "" if it has not asked.
-        title: name of the device for which the step is checked.
+        title, kind: name and device type of the device for which the step is checked.
+        stands: the CPU's default autocast dtype -> the device's, if the script opens autocast without a dtype.
     """
 
     def __init__(self, profile: DeviceProfile) -> None:
         self.line, self.title = "", profile.title
+        self.stands: dict[torch.dtype, torch.dtype] = {}
+        self.kind = device_type(profile.kind)
         self._replaced = Replacements()
-        backend = getattr(torch, device_type(profile.kind), None)
+        backend = getattr(torch, self.kind, None)
         if profile.kind == "cpu" or backend is None or backend.is_available():
             return
         for holder, name in (
@@ -35,6 +38,7 @@ class Branch:
             (torch.accelerator, "is_available"),
         ):
             self._replaced.wrap(holder, name, self._note_caller)
+        self._replaced.wrap(torch.autocast, "__init__", self._note_autocast)
 
     def _note_caller(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         caller = frame_above(2)
@@ -42,6 +46,12 @@ class Branch:
             line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
             self.line = "" if in_library(line) else line
         return ask(*args, **kwargs)
+
+    def _note_autocast(self, init: Callable[..., None], autocast: Any, *args: Any, **kwargs: Any) -> None:
+        init(autocast, *args, **kwargs)
+        if autocast.device == "cpu":
+            dtype, here = kwargs.get("dtype", dict(enumerate(args)).get(1)), autocast.fast_dtype
+            self.stands[here] = torch.get_autocast_dtype(self.kind) if dtype is None else here
 
     def detach(self) -> None:
         self._replaced.put_back()

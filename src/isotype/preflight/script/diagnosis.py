@@ -145,7 +145,7 @@ class Diagnosis:
             self._branch.detach()
             if self._branch.line and self._speaks:
                 self._say(f"{self._branch.line} {_NO_GPU} {self._branch.title}")
-        request = request_of_script(beginning, LossOfForward(self._returned), self._device)
+        request = self._request_of(beginning)
         if self._seconds and self._speaks:
             self.report = self._looked_ahead(request)
         self._request = without_tensors(request)
@@ -154,8 +154,15 @@ class Diagnosis:
 
     def _evaluates(self, beginning: Beginning) -> None:
         """Store the request for a forward before the first training step, in case this forward raises an error."""
-        request = request_of_script(beginning, LossOfForward(self._returned), self._device, ("generate",))
-        self._request = without_tensors(request)
+        self._request = without_tensors(self._request_of(beginning, ("generate",)))
+
+    def _request_of(self, beginning: Beginning, *phases: Sequence[str]) -> StepRequest:
+        request = request_of_script(beginning, LossOfForward(self._returned), self._device, *phases)
+        if (branch := self._branch) is not None:
+            self.watch.kind, self.watch.stands = branch.kind, branch.stands
+            if isinstance(request.autocast, torch.dtype):
+                return replace(request, autocast=branch.stands.get(request.autocast, request.autocast))
+        return request
 
     def _looked_ahead(self, request: StepRequest) -> Report | None:
         started = time.perf_counter()

@@ -39,14 +39,6 @@ from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.twin import SPARSE
 from isotype.trace.taken import DTYPE
 
-# Python functions -> the function that they call, whose name the autocast lists contain.
-_ALIASES = {
-    "cross_entropy": "nll_loss",
-    "normalize": "norm",
-    "__pow__": "pow",
-    "__rpow__": "pow",
-    "__matmul__": "matmul",
-}
 _READS = frozenset({torch.Tensor.shape, torch.Tensor.is_sparse, torch.Tensor.requires_grad})
 """Attributes that are read often, and whose reads run no operator and depend on no device."""
 _FROM_LISTS = (torch.tensor, torch.as_tensor)
@@ -117,7 +109,7 @@ class Functions(TorchFunctionMode):
         recorder.function, recorder.autocast = name, torch.get_autocast_dtype("cpu") if cast else None
         try:
             if self._foreign and cast:
-                return self._autocast(func, _ALIASES.get(name, name), args, kwargs)
+                return self._autocast(func, name, args, kwargs)
             return self._call(func, args, kwargs)
         finally:
             recorder.function, recorder.autocast, recorder.like = before
@@ -165,23 +157,23 @@ class Functions(TorchFunctionMode):
                 return in_operands_dtype(result, given_tensors(args, kwargs), target)
 
     def _autocast(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        lists = self._lists
-        if name in lists.banned:
+        has_dtype = kwargs.get("dtype") is not None
+        treatment, on_cpu = (lists.treatment(name, has_dtype) for lists in (self._lists, self._cpu))
+        if treatment == "banned":
             self._recorder.banned(name, args, kwargs)
-        optional = name in lists.float32_opt and kwargs.get("dtype") is None
-        if name in lists.banned or name in lists.float32 or optional:
+        if treatment in ("banned", "float32"):
             with torch.autocast("cpu", enabled=False):
                 return self._call(func, *(_cast(part, torch.float32, HALVES) for part in (args, kwargs)))
-        if name in lists.promote:
+        if treatment == "promote":
             floats = {tensor.dtype for _, tensor in given_tensors(args, kwargs) if tensor.is_floating_point()}
             widest = floats.pop() if len(floats) == 1 else torch.float32
             return self._call(func, *(_cast(part, widest, HALVES) for part in (args, kwargs)))
         # A sparse product calls `addmm`, which autocast casts on a GPU.
         sparse = func is torch.sparse.mm and self._recorder.edited() is None
-        if sparse or (name in lists.lower and name not in self._cpu.lower):
+        if sparse or (treatment == "lower" and on_cpu != "lower"):
             low = torch.get_autocast_dtype("cpu")
             return self._call(func, *(_cast(part, low, _LOWERED) for part in (args, kwargs)))
-        if name in self._cpu.float32 or name in self._cpu.promote:
+        if on_cpu in ("float32", "promote"):
             with torch.autocast("cpu", enabled=False):
                 return self._call(func, args, kwargs)
         return self._call(func, args, kwargs)

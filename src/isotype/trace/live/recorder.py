@@ -23,14 +23,14 @@ from torch.utils.weak import TensorWeakRef
 
 from isotype.compat.standard import frame_above
 from isotype.compat.torch import OpOverload, current_node, forget_gradient_hooks, node_number
-from isotype.contracts.contract import contracts_here
+from isotype.contracts.contract import autocast_lists, contracts_here
 from isotype.core.dtypes import autocast_dtype
 from isotype.core.errors import first_line
 from isotype.core.operators import given_tensors, leaves, tensors_in
 from isotype.core.source import asking_line, shown
 from isotype.records.finding import in_library
 from isotype.records.memory import Phase
-from isotype.records.trace import FLOATS, Breach, Call, Origin, Weight
+from isotype.records.trace import CASTS, FLOATS, HALVES, UNSAFE, Breach, Call, Origin, Weight
 from isotype.trace.fake.code import named_tensors
 from isotype.trace.recorder import ORIGIN, Recorder
 from isotype.trace.taken import DTYPE
@@ -56,6 +56,7 @@ class LiveRecorder(Recorder):
         device: device type of the step.
         limit: maximum number of recorded calls.
         seconds: time limit of the recorder's own work.
+        kind: kind of the device whose autocast a step on a CPU is recorded for; the step itself does not change.
 
     Attributes:
         contracts: contracts of the device, for the diagnosis of an error.
@@ -66,16 +67,21 @@ class LiveRecorder(Recorder):
         weights: parameters and buffers of every model that the script has called.
         terms: scalars of this step that have lost their graph.
         graded: ids of the parameters for which a backward of this step has computed a gradient.
+        treatment: the autocast list of the simulated device with the running function; "" if none has it.
         of_gradients: True to record only operators whose first operand is a gradient that backward has accumulated.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: str, limit: float = math.inf, seconds: float = math.inf) -> None:
+    def __init__(
+        self, device: str, limit: float = math.inf, seconds: float = math.inf, kind: str = "cpu"
+    ) -> None:
         super().__init__()
         self._limit, self._seconds, self._spent = limit, seconds, 0.0
         self.contracts = contracts_here(device)
         self.autocast_device = device
+        self._lists = None if kind == "cpu" or device != "cpu" else autocast_lists(kind)
+        self.treatment = ""
         self.fault = ""
         self.of_gradients = False
         self.failed: Call | None = None
@@ -115,9 +121,40 @@ class LiveRecorder(Recorder):
 
     def _done(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self._turn(func)
-        self._write(func, args, kwargs, tensors_in(func, args, kwargs), result, self._place(), None)
+        tensors = tensors_in(func, args, kwargs)
+        self._write(func, args, kwargs, tensors, result, self._place(), None)
+        if self._lists is not None and self.phase == "forward" and self.calls[-1].op not in CASTS:
+            self._as_on_device([tensor for _, tensor in tensors], result)
         if self.phase == "backward" and current_node() is None:
             self.calls[-1] = replace(self.calls[-1], by_script=True)
+
+    def begin_function(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Record the Python function that begins, and how the autocast of the simulated device treats it."""
+        self.like, self.autocast = self.cast_origin(name, args, kwargs), autocast_dtype(self.autocast_device)
+        self.function = "" if name in _BACKWARDS else name
+        self.treatment = ""
+        if self._lists is not None and self.autocast is not None:
+            self.treatment = self._lists.treatment(name, kwargs.get("dtype") is not None)
+            if self.treatment == "banned" and not self.fault:
+                breach = Breach(f"torch.nn.functional.{name} {UNSAFE}", False, torch.float32)
+                self._book(self.note, f"torch.{name}", given_tensors(args, kwargs), breach)
+
+    def _as_on_device(self, tensors: Sequence[torch.Tensor], result: Any) -> None:
+        """Record float32 in place of 16 bits if the simulated device's autocast computes the last call in float32.
+
+        The origin of each 16-bit result then has the dtype float32, so that later calls count as well.
+        """
+        call, scalars = self.calls[-1], not any(operand.shape for operand in self.calls[-1].operands)
+        wide = [o for o in call.operands if o.dtype in HALVES and o.origin.dtype == torch.float32]
+        widens = self.treatment in ("banned", "float32")
+        widens |= self.treatment != "lower" and any(operand.shape or scalars for operand in wide)
+        if widens:
+            self.calls[-1] = call.in_dtypes(dict.fromkeys(HALVES, torch.float32))
+        for tensor in leaves(result) if widens or wide else ():
+            if isinstance(tensor, torch.Tensor) and not any(tensor is operand for operand in tensors):
+                dtype = torch.float32 if widens and tensor.dtype in HALVES else tensor.dtype
+                if self.origin(tensor).dtype != dtype:
+                    self.mark(tensor, Origin("autocast", dtype, self.function, call.module, call.source))
 
     def _raised(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
         self._turn(func)
@@ -267,12 +304,10 @@ class LiveFunctions(TorchFunctionMode):
             recorder.reads_dtype(args[0])
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        before = recorder.function, recorder.autocast, recorder.like
-        autocast = autocast_dtype(recorder.autocast_device)
-        recorder.like = recorder.cast_origin(name, args, kwargs)
-        recorder.function, recorder.autocast = "" if name in _BACKWARDS else name, autocast
         if name == "backward":
             recorder.add_up(recorder.terms.backward, *args[:1])
+        before = recorder.function, recorder.autocast, recorder.like, recorder.treatment
+        recorder.begin_function(name, args, kwargs)
         try:
             result = func(*args, **kwargs)
             if recorder.phase == "forward":
@@ -282,7 +317,7 @@ class LiveFunctions(TorchFunctionMode):
             recorder.refused(func, args, kwargs, error)
             raise
         finally:
-            recorder.function, recorder.autocast, recorder.like = before
+            recorder.function, recorder.autocast, recorder.like, recorder.treatment = before
 
 
 @contextmanager

@@ -111,6 +111,8 @@ class Watch:
         gradients: the result of `gradients_of` at the start of the last optimizer step; empty before it.
         skipped: number of steps that the GradScaler has skipped.
         skipping: whether `after` is called for a skipped step.
+        kind: the kind of the device for which the step is checked.
+        stands: dtypes of the step -> dtypes of the same step on that device.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Watch:
         self.gradients: dict[str, Any] = {}
         self._samples: list[Sample] = []
         self.skipped, self.skipping = 0, False
+        self.kind, self.stands = "cpu", dict[torch.dtype, torch.dtype]()
         self._stepping = False
         self._steps, self._before, self._after, self._evaluates = steps, before, after, evaluates
         self._repeats, self._last = repeats, LastStep()
@@ -280,7 +283,7 @@ class Watch:
         self.state, self._mine = "looking", (os.getpid(), threading.get_ident())
         self._model = weakref.ref(inner)
         self._before(Beginning(inner, named_inputs(inner, args, kwargs), args, kwargs))
-        self._record(LiveRecorder(device_of(module), seconds=WATCH_SECONDS), "forward")
+        self._record(LiveRecorder(device_of(module), seconds=WATCH_SECONDS, kind=self.kind), "forward")
         self.state = "watching"
 
     def _record(self, recorder: LiveRecorder, phase: Phase) -> None:
@@ -454,8 +457,10 @@ class Watch:
         recorder = self.recorder
         calls = recorder.calls
         if failure is None:
-            # The script has caught every error: no error has ended the step.
-            calls = [replace(call, breach=None) for call in calls]
+            # The script has caught every error. Breaches with a conversion are of the simulated device.
+            calls = [replace(c, breach=c.breach if c.breach and c.breach.converted else None) for c in calls]
+        if self.stands and not any(weight.dtype in self.stands for weight in recorder.weights):
+            calls = [call.in_dtypes(self.stands) for call in calls]
         return Trace(
             setup=setup,
             calls=tuple(calls),
@@ -498,7 +503,8 @@ class Watch:
         assert self.recorder is not None
         forward = ("forward", "generate")
         counts = Counter(call.autocast for call in self.recorder.calls if call.phase in forward)
-        return counts.most_common(1)[0][0] if counts else None
+        dtype = counts.most_common(1)[0][0] if counts else None
+        return dtype and self.stands.get(dtype, dtype)
 
 
 def _remove_filter(entry: Any) -> None:
