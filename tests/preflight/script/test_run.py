@@ -667,6 +667,37 @@ def test_a_step_on_a_cpu_is_judged_by_the_autocast_of_the_device_that_is_asked_f
     assert found == {*codes, *known}
 
 
+@pytest.mark.parametrize(
+    ("keeps", "says"),
+    [
+        ("total = total + loss", "graphs in total: memory"),
+        ("losses.append(loss)", "graphs in losses: memory"),
+        ("total = total + loss.item(); losses.append(loss.detach())", ""),
+        ("total = (total + loss).detach()", ""),
+        ("losses = [loss, *losses[:1]]", ""),
+    ],
+)
+def test_losses_that_are_kept_with_their_graphs(
+    capsys: pytest.CaptureFixture[str], loop: Loop, keeps: str, says: str
+) -> None:
+    script = loop("total, losses = 0, []", f"{_PLAIN_STEP}; {keeps}")
+    text = Path(script).read_text()
+    Path(script).write_text(re.sub(r"range\(\d+\)", "range(5)", text))
+    status, _, err = _run(capsys, "--no-preflight", script)
+    assert (status, "range(5)" in Path(script).read_text()) == (0, True)
+    assert (says in err) if says else ("kept with their graphs" not in err)
+
+
+@pytest.mark.parametrize(("loss", "is_nan"), [("(out - 9).log().mean()", True), ("out.exp().mean()", False)])
+def test_a_first_loss_that_is_nan(
+    capsys: pytest.CaptureFixture[str], loop: Loop, loss: str, is_nan: bool
+) -> None:
+    step = f"out = model(x); loss = {loss}; optimizer.zero_grad(); loss.backward(); optimizer.step()"
+    status, _, err = _run(capsys, "--no-preflight", loop("", step))
+    assert status == 0
+    assert ("the loss of the first step is NaN" in err) == is_nan
+
+
 def test_a_broken_raw_loop_is_warned_of_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = _run(capsys, *_script("raw_loop", "broken"))
     assert (status, out) == (1, "")

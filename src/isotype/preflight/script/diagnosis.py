@@ -62,6 +62,7 @@ from isotype.rules.kit.groups import code_of
 from isotype.rules.kit.words import evidence
 from isotype.trace.fake.recorder import TimeSpentError
 from isotype.trace.live.forward import Averages, StaleCasts
+from isotype.trace.live.gradients import KeptGraphs
 from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import MANY_SKIPPED, Beginning, Watch
 
@@ -106,6 +107,7 @@ class Diagnosis:
         self._numbers = Numbers(self._say, self.stop) if options.watch else None
         self._stale = StaleCasts(partial(self._between, ist909_stale_casts, stale_casts=True))
         self._averages = Averages(lambda call: self._between(ist503_rounded_updates, (call,)))
+        self._kept: KeptGraphs | None = None
         self._branch = None if options.device is None else Branch(device_profile(options.device))
         self._family = family
         self._speaker: int | None = None
@@ -126,7 +128,7 @@ class Diagnosis:
         self.watch.detach()
         self._stale.detach()
         self._averages.detach()
-        for optional in (self._numbers, self._branch):
+        for optional in (self._numbers, self._branch, self._kept):
             if optional is not None:
                 optional.detach()
 
@@ -215,6 +217,10 @@ class Diagnosis:
             late += [ist801_lost_updates, ist808_counting] if trace.unmoved else [ist808_counting]
             shown = _of(findings, *late)
             self._say_late([f for f in findings if f.module not in traced or f in shown])
+        if self._speaks and self._kept is None:
+            self._kept = KeptGraphs(self._say)
+            if self._numbers is None and self.watch.recorder is not None and self.watch.recorder.terms.is_nan:
+                self._say("the loss of the first step is NaN; `isotype run --watch` names the operator")
         if self.watch.skipped == MANY_SKIPPED and self._speaks:
             self._say(f"{_SKIPPED} {MANY_SKIPPED} steps; `isotype run --watch` names the operator")
         if self.watch.skipping:

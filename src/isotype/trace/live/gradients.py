@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
 from torch.utils.weak import TensorWeakRef
 
-from isotype.compat.torch import no_modes, version_of
+from isotype.compat.standard import frame_above
+from isotype.compat.torch import last_node_number, no_modes, node_number, version_of
 from isotype.compat.torch_scaler import stored_scale
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import asking_line, shown
 from isotype.records.reach import Unreached
 from isotype.records.trace import HALVES, Origin
 from isotype.trace.live.forward import living
-from isotype.trace.live.recorder import LiveRecorder
+from isotype.trace.live.recorder import LiveRecorder, summands
 from isotype.trace.recorder import ORIGIN
 
 Sample = tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]
 _SAMPLE = 4096
+_KEPT_STEPS = {1, 2, 3}
+"""Numbers of the steps whose losses must be alive, counted from 0: a script may keep fewer losses on purpose."""
+_ADVICE = "memory grows with every step; keep loss.detach() or loss.item() instead"
 
 
 def gradients_of(
@@ -150,3 +158,63 @@ class LastStep:
             if held and (unscales or version_of(used) == version):
                 return self._line, shown(asking_line())
         return None
+
+
+class KeptGraphs:
+    """Detects that a script keeps the losses of its steps with their graphs, as in `total += loss`. Create it after a step.
+
+    Some steps of one optimizer later, `report` is called with a sentence if losses of all earlier steps are still alive.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report, self._ends, self._optimizer = report, [last_node_number()], 0
+        self._handles = [optimizers.register_optimizer_step_pre_hook(self._begins)]
+
+    def _begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._optimizer = self._optimizer or id(optimizer)
+        if self._optimizer != id(optimizer) or len(self._ends) > len(_KEPT_STEPS) + 1:
+            return
+        self._ends.append(last_node_number())
+        if len(self._ends) > len(_KEPT_STEPS) + 1:
+            # torch iterates over its hooks now: the next forward removes this one.
+            self._handles.append(modules.register_module_forward_pre_hook(lambda *_: self.detach()))
+            kept = self._kept()
+            if kept:
+                gc.collect(2)  # a loss in a reference cycle is not kept by the script
+                kept = self._kept()
+            if kept:
+                self._report(
+                    f"the losses of earlier steps are kept with their graphs{_holder(kept)}: {_ADVICE}"
+                )
+
+    def _kept(self) -> list[torch.Tensor]:
+        """Return the losses of `_KEPT_STEPS` if losses of all of them are alive, else an empty list."""
+        steps = [(tensor, self._steps(tensor) & _KEPT_STEPS) for tensor in living(torch.Tensor)]
+        all_kept = set[int]().union(*(numbers for _, numbers in steps)) == _KEPT_STEPS
+        return [tensor for tensor, numbers in steps if numbers and all_kept]
+
+    def _steps(self, tensor: torch.Tensor) -> set[int]:
+        """Return the numbers of the steps that have computed the terms of a scalar."""
+        if type(tensor) is not torch.Tensor or tensor.grad_fn is None or tensor.dim():
+            return set()
+        after = {node for linear in summands(tensor.grad_fn) for node, _ in linear.next_functions if node}
+        terms = {tensor.grad_fn, *after} - {*summands(tensor.grad_fn)}
+        return {bisect_left(self._ends, node_number(term)) for term in terms}
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def _holder(tensors: Sequence[torch.Tensor]) -> str:
+    """Return the words for a running function's variable that is, or contains, one of the tensors; "" if there is none."""
+    wanted = {id(tensor) for tensor in tensors}
+    frame: Any = frame_above(1)
+    while frame is not None:
+        ours = "isotype" in frame.f_globals.get("__name__", "")
+        for name, value in frame.f_locals.items() if not ours else ():
+            if not wanted.isdisjoint(map(id, value if isinstance(value, list) else [value])):
+                return f" in {name}"
+        frame = frame.f_back
+    return ""

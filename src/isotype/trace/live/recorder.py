@@ -361,10 +361,12 @@ class _Terms:
     """The scalars of a step that were computed from trained values, but have no graph.
 
     Attributes:
+        losses: the tensors whose backward has begun.
         lost: for each such scalar that is a term of a loss: (line that drops its graph, line that adds it).
     """
 
     def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
         self.lost: list[tuple[str, str]] = []
         self._cut: dict[int, set[str]] = {}
         self._numbers: dict[float, set[str]] = {}
@@ -394,6 +396,12 @@ class _Terms:
             if name in _ADDS or name == "stack":
                 self._sums += [(result.grad_fn, (source, shown(asking_line()))) for source in outside]
 
+    @property
+    def is_nan(self) -> bool:
+        """True if the loss of a backward was NaN."""
+        plain = (loss.detach() for loss in self.losses if type(loss) is torch.Tensor and not loss.dim())
+        return any(math.isnan(loss) for loss in plain)
+
     def _sources(self, value: Any) -> set[str]:
         """Return the lines where the terms in a value lost their graphs. A weight of a term has only a few digits."""
         if isinstance(value, torch.Tensor):
@@ -406,12 +414,13 @@ class _Terms:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Record which scalars without a graph are terms of the loss whose backward begins."""
-        summed = {node_number(node) for node in _summands(loss.grad_fn)}
+        self.losses.append(loss)
+        summed = {node_number(node) for node in summands(loss.grad_fn)}
         if not self._balanced:
             self.lost += [lines for node, lines in self._sums if node_number(node) in summed]
 
 
-def _summands(node: Any) -> Iterator[Any]:
+def summands(node: Any) -> Iterator[Any]:
     """Yield the nodes of a loss on whose result the loss depends linearly."""
     waiting = [node]
     while waiting:
