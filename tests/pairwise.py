@@ -131,6 +131,8 @@ def _is_exhaustive(value: Any) -> bool:
 def _written(value: Any) -> str:
     if isinstance(value, tuple | list):
         return "-".join(map(_written, value))
+    if isinstance(value, set | frozenset):  # their order differs between processes
+        return "-".join(sorted(map(_written, value)))
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return value.__name__ if callable(value) else str(value)
