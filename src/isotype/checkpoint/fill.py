@@ -113,7 +113,7 @@ def fill(
     broken: dict[str, str] = {}
     bar = Bar("loading", shown)
     bar.total = len(sources)
-    pinned = any(torch.device(placement.device(s.target)).type in ("cuda", "xpu") for s in sources)
+    pinned = _to_gpu(sources, placement)
     size = staging or (BUFFER if pinned else None)
     read = _mapped(sources, files) if size is None else _staged(sources, files, placement, size, pinned)
     with closing(bar), closing(read):
@@ -125,6 +125,10 @@ def fill(
                 files.release(_headers(source))
             bar.advance()
     return filled, broken
+
+
+def _to_gpu(sources: Sequence[Source], placement: Placement) -> bool:
+    return any(torch.device(placement.device(source.target)).type in ("cuda", "xpu") for source in sources)
 
 
 def _mapped(sources: Sequence[Source], files: MappedFiles) -> Generator[tuple[Source, Tensors], None, None]:

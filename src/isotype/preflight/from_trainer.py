@@ -171,16 +171,21 @@ def _processes_of(model: nn.Module, arguments: Any) -> dict[str, Any]:
     config = arguments.fsdp_config if isinstance(getattr(arguments, "fsdp_config", None), Mapping) else {}
     # `_build_accelerator_args` and `_wrap_model` in transformers/trainer.py have the same rule.
     unused = getattr(arguments, "ddp_find_unused_parameters", None)
-    plugin = getattr(arguments, "deepspeed_plugin", None)
     return {
         "fsdp": fsdp_version(arguments),
         "devices": arguments.world_size,
         "reshard": str(config.get("reshard_after_forward", True)).lower() in ("true", "1", "full_shard"),
         "shard_integers": False,
-        "zero3": version("deepspeed") if plugin is not None and int(plugin.zero_stage) == 3 else "",
+        "zero3": _zero3(arguments),
         "find_unused": arguments.world_size > 1
         and bool(not checkpointing(arguments) if unused is None else unused),
     }
+
+
+def _zero3(arguments: Any) -> str:
+    """Return the installed version of DeepSpeed if its ZeRO-3 shards the training, else ""."""
+    plugin = getattr(arguments, "deepspeed_plugin", None)
+    return version("deepspeed") if plugin is not None and int(plugin.zero_stage) == 3 else ""
 
 
 def fsdp_version(arguments: Any) -> int:
