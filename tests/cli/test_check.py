@@ -75,11 +75,11 @@ def nothing():
 @pytest.fixture
 def config(tmp_path) -> Path:
     """A directory with nothing but a config.json."""
-    made = CONFIGS["llama"]()
-    made.num_hidden_layers = 1
-    made.architectures = ["LlamaForCausalLM"]
-    made.dtype = "bfloat16"
-    made.save_pretrained(tmp_path / "model")
+    llama = CONFIGS["llama"]()
+    llama.num_hidden_layers = 1
+    llama.architectures = ["LlamaForCausalLM"]
+    llama.dtype = "bfloat16"
+    llama.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -259,8 +259,8 @@ def test_a_fix_of_a_training_has_the_command_of_the_training_on_a_device_that_is
         0
     ]
     fix = Fix("compute in float16", "unsafe", actions=(Action("setting", "autocast", "float16"),))
-    (found,) = with_commands([Finding("warning", "", fixes=(fix,))], command, bare=False, present=False)
-    assert found.fixes[0].command == ("isotype", "sft", "--model_name_or_path", "m", "--dtype", "float16")
+    (finding,) = with_commands([Finding("warning", "", fixes=(fix,))], command, bare=False, present=False)
+    assert finding.fixes[0].command == ("isotype", "sft", "--model_name_or_path", "m", "--dtype", "float16")
 
 
 def test_what_is_left_is_found_in_a_check_of_the_repaired_command():
@@ -287,7 +287,7 @@ def test_the_repaired_command_is_the_one_that_was_proven(capsys, config):
     findings, _, fixed = run(capsys, *argv, "--fix")[1].partition("repaired:")
     assert "warning[IST601]" in findings
     assert "; float16 overflows above 65,504 (a setting; unsafe; " in " ".join(findings.split())
-    (line,) = [each.strip() for each in findings.splitlines() if "--dtype float16" in each]
+    (line,) = [line.strip() for line in findings.splitlines() if "--dtype float16" in line]
     program, check, *words = shlex.split(line)
     assert (program, check) == ("isotype", "check")
     alone = plan_of(*parse_options(words))

@@ -135,8 +135,8 @@ def test_a_process_killed_at_any_instant_leaves_the_old_or_the_new(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     for (checkpoint, beside), results in zip(OPERATIONS.values(), json.loads(done.stdout), strict=True):
         assert len(results) > 8 * 3
-        for found, top, rest in results:
-            assert found in checkpoint
+        for content, top, rest in results:
+            assert content in checkpoint
             assert top in beside
             assert rest == []
         for variants, column in ((checkpoint, 0), (beside, 1)):

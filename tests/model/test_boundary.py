@@ -230,10 +230,10 @@ def test_torch_compile_traces_through_boundaries(saved: Saved) -> None:
     x = torch.randn(2, 5, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected, expected_x, grads = run(parts, x)
     parts.zero_grad()
-    out, grad_x, found = run(torch.compile(parts, backend="aot_eager", fullgraph=True), x)
+    out, grad_x, compiled = run(torch.compile(parts, backend="aot_eager", fullgraph=True), x)
     # The same operators; fused casts may round once less: a few units in the last place of bfloat16.
     assert relative_error(out, expected) <= 2 * EPSILON[torch.bfloat16]
-    for grad, wanted in ((grad_x, expected_x), *zip(found.values(), grads.values(), strict=True)):
+    for grad, wanted in ((grad_x, expected_x), *zip(compiled.values(), grads.values(), strict=True)):
         assert relative_error(grad, wanted) <= 16 * EPSILON[torch.bfloat16]
 
 

@@ -71,9 +71,9 @@ def test_a_count_of_steps(dtype: torch.dtype, stops: int) -> None:
         count += 1
     assert count.item() == (stops or 3000)
     options = {"optimizer": lambda p: Counting(p, dtype), "phases": WHOLE}
-    found = verified(nn.Linear(4, 4), {"input": torch.ones(2, 4)}, "IST808", **options)
-    assert [finding.message.rpartition(" ")[2] for finding in found] == [f"{stops:,}"] * bool(stops)
-    for finding in found:
+    findings = verified(nn.Linear(4, 4), {"input": torch.ones(2, 4)}, "IST808", **options)
+    assert [finding.message.rpartition(" ")[2] for finding in findings] == [f"{stops:,}"] * bool(stops)
+    for finding in findings:
         assert finding.cause.startswith("zeros returns ")
         assert finding.fixes[0].description.startswith("count in float32 at test_ist808.py:")
         assert finding.fixes[0].verified

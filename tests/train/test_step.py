@@ -25,9 +25,9 @@ from tests.train.traced import traced
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    made = CONFIGS["llama"]()
-    made.num_hidden_layers = 1
-    made.save_pretrained(folder)
+    llama = CONFIGS["llama"]()
+    llama.num_hidden_layers = 1
+    llama.save_pretrained(folder)
     return folder / "config.json"
 
 
@@ -98,7 +98,7 @@ def test_a_reference_model_lies_beside_one_that_is_trained_whole(config: Path) -
     argv += ["--max_length", "32", "--gradient_checkpointing", "False", "--use_peft", "False"]
     trace = traced(plan_of(*parse_options(argv)))
     assert len({kinds["weights"] for kinds in trace.memory.phases.values()}) == 1
-    bare = sum(each.bytes * each.repeats for each in trace.weights)
+    bare = sum(weight.bytes * weight.repeats for weight in trace.weights)
     assert round(trace.memory.phases["load"]["weights"] / bare, 2) == 2
 
 
@@ -130,7 +130,7 @@ def test_the_more_layers_are_checkpointed_the_less_memory(config: Path, tmp_path
     """Offloaded activations are counted on the device that computes them."""
     config = with_layers(config, tmp_path, 2)
     every: list[dict[str, Any] | None] = [{"offload": True}, {}, {"every_n_layers": 2}, None]
-    offloaded, *peaks = (traced(planned(config, each)).memory.peak for each in every)
+    offloaded, *peaks = (traced(planned(config, arguments)).memory.peak for arguments in every)
     assert peaks == sorted(set(peaks))
     assert offloaded == peaks[0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -193,15 +193,6 @@ class Call:
     def dtypes(self) -> set[torch.dtype]:
         """All dtypes of operands and results."""
         return {operand.dtype for operand in self.operands} | {dtype for dtype, _ in self.results}
-
-    def in_dtypes(self, others: Mapping[torch.dtype, torch.dtype]) -> Call:
-        """Return the call with other dtypes in place of these."""
-        operands = (
-            replace(operand, dtype=others.get(operand.dtype, operand.dtype)) for operand in self.operands
-        )
-        results = ((others.get(dtype, dtype), shape) for dtype, shape in self.results)
-        autocast = self.autocast and others.get(self.autocast, self.autocast)
-        return replace(self, operands=tuple(operands), results=tuple(results), autocast=autocast)
 
     @property
     def of_gradient(self) -> bool:

@@ -663,8 +663,8 @@ def test_a_step_on_a_cpu_is_judged_by_the_autocast_of_the_device_that_is_asked_f
     status, _, err = _run(capsys, "--device", "t4", str(script))
     assert status == 0
     known = {"IST303"} if _F16 in step else set()
-    found = set(re.findall(r"IST\d+", err)) - {"IST302"}  # of a GradScaler that another test has left
-    assert found == {*codes, *known}
+    printed = set(re.findall(r"IST\d+", err)) - {"IST302"}  # of a GradScaler that another test has left
+    assert printed == {*codes, *known}
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,23 @@ from isotype.core.source import is_library
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.finding import in_library
 
+_ASKS = (
+    "asks whether a GPU is available, and this machine has none: isotype checks the step that the script runs without a "
+    "GPU, for"
+)
+
 
 class Branch:
     """Records where a script asks for a GPU. It then takes its CPU branch, even if the step is checked for a GPU.
 
     Attributes:
-        line: `file:line` of the script's first question; "" if it has not asked.
-        title, kind: name and device type of the device for which the step is checked.
+        sentence: names the line of the script's first question; "" if it has not asked.
+        kind: device type of the device for which the step is checked.
         stands: the CPU's default autocast dtype -> the device's, if the script opens autocast without a dtype.
     """
 
     def __init__(self, profile: DeviceProfile) -> None:
-        self.line, self.title = "", profile.title
+        self.sentence, self._title = "", profile.title
         self.stands: dict[torch.dtype, torch.dtype] = {}
         self.kind = device_type(profile.kind)
         self._replaced = Replacements()
@@ -42,9 +47,9 @@ class Branch:
 
     def _note_caller(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         caller = frame_above(2)
-        if not self.line and caller is not None and not is_library(caller.f_code.co_filename):
+        if not self.sentence and caller is not None and not is_library(caller.f_code.co_filename):
             line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-            self.line = "" if in_library(line) else line
+            self.sentence = "" if in_library(line) else f"{line} {_ASKS} {self._title}"
         return ask(*args, **kwargs)
 
     def _note_autocast(self, init: Callable[..., None], autocast: Any, *args: Any, **kwargs: Any) -> None:

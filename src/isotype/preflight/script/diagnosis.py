@@ -76,10 +76,6 @@ _ALL_SKIPPED = (
     "NaN gradients), or the script ended first"
 )
 _SKIPPED = "the gradients are infinite or NaN, so the GradScaler skipped"
-_NO_GPU = (
-    "asks whether a GPU is available, and this machine has none: isotype checks the step that the script runs without a "
-    "GPU, for"
-)
 _ABOUT_GRADIENTS = (_UNSCALE_REFUSED, NO_GRADIENT, NOTHING_UNSCALED)
 # Words by which torch and its libraries describe incompatible dtypes in errors.
 _ABOUT_DTYPES = re.compile(
@@ -99,9 +95,8 @@ class Diagnosis:
 
     def __init__(self, options: Options, console: Console, family: Family) -> None:
         twice = partial(self._between, ist308_clipped_scaled)
-        self.watch = Watch(
-            options.steps, self._before, self._after, self._evaluates, lambda lines: twice(repeated=lines)
-        )
+        hooks = (self._before, self._after, self._evaluates, lambda lines: twice(repeated=lines))
+        self.watch = Watch(options.steps, *hooks)
         self.report: Report | None = None
         self._device, self._seconds, self._console = options.device, options.seconds, console
         self._numbers = Numbers(self._say, self.stop) if options.watch else None
@@ -145,8 +140,8 @@ class Diagnosis:
             self._speaker = os.getpid()
         if self._branch is not None:
             self._branch.detach()
-            if self._branch.line and self._speaks:
-                self._say(f"{self._branch.line} {_NO_GPU} {self._branch.title}")
+            if self._branch.sentence and self._speaks:
+                self._say(self._branch.sentence)
         request = self._request_of(beginning)
         if self._seconds and self._speaks:
             self.report = self._looked_ahead(request)
@@ -232,8 +227,10 @@ class Diagnosis:
 
     def _trace(self, setup: Setup) -> Trace:
         """Return the trace of the step that has just run. If it should have run under autocast, the trace says why."""
-        asked, products, why = mixed_precision(), self.watch.products(), ""
-        prepared = self.watch.weights_of(root for root in self.watch.roots if getattr(root, PREPARED, False))
+        recorder = self.watch.recorder
+        assert recorder is not None
+        asked, products, why = mixed_precision(), recorder.products(), ""
+        prepared = recorder.weights_of(root for root in self.watch.roots if getattr(root, PREPARED, False))
         autocasts = {name: call.autocast for name, call in products.items() if call.autocast is not None}
         if not autocasts and any(call.results[0][0] == torch.float32 for call in products.values()):
             before = [self._autocasts[name] for name in products if name in self._autocasts]

@@ -285,8 +285,8 @@ def _call_of(
 
 def _transformed_sizes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
     """Return the sizes of the signal that a function of `torch.fft` transforms."""
-    given = {**dict(zip(("input", "n", "dim"), args, strict=False)), **kwargs}
-    sizes, dims = given.get("n", given.get("s")), given.get("dim")
+    named = {**dict(zip(("input", "n", "dim"), args, strict=False)), **kwargs}
+    sizes, dims = named.get("n", named.get("s")), named.get("dim")
     if sizes is not None:
         return [sizes] if isinstance(sizes, int) else list(sizes)
     if dims is None:

@@ -11,9 +11,10 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ class LiveRecorder(Recorder):
         widens = self.treatment in ("banned", "float32")
         widens |= self.treatment != "lower" and any(operand.shape or scalars for operand in wide)
         if widens:
-            self.calls[-1] = call.in_dtypes(dict.fromkeys(HALVES, torch.float32))
+            self.calls[-1] = in_dtypes(call, dict.fromkeys(HALVES, torch.float32))
         for tensor in leaves(result) if widens or wide else ():
             if isinstance(tensor, torch.Tensor) and not any(tensor is operand for operand in tensors):
                 dtype = torch.float32 if widens and tensor.dtype in HALVES else tensor.dtype
@@ -246,6 +247,20 @@ class LiveRecorder(Recorder):
         self.names.clear()
         self._alive.clear()
         self._places.clear()
+
+    def products(self) -> dict[str, Call]:
+        """Return parameter name -> a matmul of the forward that uses the parameter, for trainable parameters."""
+        trained = {weight.name for weight in self.weights if weight.trainable}
+        matmuls = (call for call in self.calls if call.phase == "forward" and call.flops)
+        # A cast in the code, such as accelerate's of a model's output, is the origin of another value.
+        paths = ((call, o.origin.path()) for call in matmuls for o in call.operands)
+        steps = ((call, s) for call, path in paths for s in takewhile(lambda s: s.kind != "cast", path))
+        return {step.name: call for call, step in steps if step.name in trained}
+
+    def weights_of(self, models: Iterable[nn.Module]) -> set[str]:
+        """Return the names of all parameters of recorded models."""
+        weights = (weight for model in models for weight in model.parameters())
+        return {self.names[id(weight)].name for weight in weights if id(weight) in self.names}
 
     def weigh(self, model: nn.Module, prefix: str = "") -> ExitStack:
         """Register and count the new weights and buffers of a model. Close the result to remove the hooks."""
@@ -355,6 +370,14 @@ def device_of(model: nn.Module) -> str:
     for parameter in model.parameters():
         counts[parameter.device.type] += parameter.numel()
     return max(counts, key=lambda device: counts[device], default="cpu")
+
+
+def in_dtypes(call: Call, others: Mapping[torch.dtype, torch.dtype]) -> Call:
+    """Return a call in which each dtype that is a key of `others` is replaced by its value."""
+    operands = (replace(o, dtype=others.get(o.dtype, o.dtype)) for o in call.operands)
+    results = ((others.get(dtype, dtype), shape) for dtype, shape in call.results)
+    autocast = call.autocast and others.get(call.autocast, call.autocast)
+    return replace(call, operands=tuple(operands), results=tuple(results), autocast=autocast)
 
 
 class _Terms:

@@ -13,11 +13,10 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -41,10 +40,10 @@ from isotype.compat.torch import (
 from isotype.core.optimizers import learning_rate_of, parameters_of
 from isotype.model.adapters import unmatched
 from isotype.records.memory import Memory, Phase
-from isotype.records.trace import Call, Failure, Origin, Setup, Trace
+from isotype.records.trace import Failure, Origin, Setup, Trace
 from isotype.trace.live.forward import named_inputs, trains
 from isotype.trace.live.gradients import LastStep, Sample, after_step, gradients_of, optimizers_of, samples_of
-from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of, warnings_at_callers
+from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of, in_dtypes, warnings_at_callers
 
 State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
 
@@ -179,9 +178,8 @@ class Watch:
         self._leave_modes()
         self._module_hooks.close()
         self._recording.close()
-        if (
-            self._stepping
-        ):  # torch still runs its hooks, and the optimizer may step again: the next forward removes these
+        if self._stepping:
+            # torch still runs its hooks, and the optimizer may step again: the next forward removes these.
             handle = modules.register_module_forward_pre_hook(lambda *_: self._hooks.close())
             self._hooks.callback(handle.remove)
         else:
@@ -351,11 +349,8 @@ class Watch:
         """Pause the recording while gradients accumulate, because later micro-batches of a step only repeat the first."""
         self.state = "paused"
         assert self.recorder is not None
-        why = (
-            "gradients accumulate"
-            if optimizers_of(self.recorder.names)
-            else "no optimizer of torch updates this model"
-        )
+        updated = optimizers_of(self.recorder.names)
+        why = "gradients accumulate" if updated else "no optimizer of torch updates this model"
         self._note(f"{why}: only the first forward and backward of each step was recorded")
         self.recorder.of_gradients = True  # for clipping and unscaling, which follow the last micro-batch
         self._module_hooks.close()
@@ -460,7 +455,7 @@ class Watch:
             # The script has caught every error. Breaches with a conversion are of the simulated device.
             calls = [replace(c, breach=c.breach if c.breach and c.breach.converted else None) for c in calls]
         if self.stands and not any(weight.dtype in self.stands for weight in recorder.weights):
-            calls = [call.in_dtypes(self.stands) for call in calls]
+            calls = [in_dtypes(call, self.stands) for call in calls]
         return Trace(
             setup=setup,
             calls=tuple(calls),
@@ -481,22 +476,6 @@ class Watch:
             lost_terms=tuple(dict.fromkeys(recorder.terms.lost)),
             **self.gradients,
         )
-
-    def products(self) -> dict[str, Call]:
-        """Return parameter name -> a matmul of the forward that uses the parameter, for trainable parameters."""
-        assert self.recorder is not None
-        trained = {weight.name for weight in self.recorder.weights if weight.trainable}
-        matmuls = (call for call in self.recorder.calls if call.phase == "forward" and call.flops)
-        # A cast in the code, such as accelerate's of a model's output, is the origin of another value.
-        paths = ((call, o.origin.path()) for call in matmuls for o in call.operands)
-        steps = ((call, s) for call, path in paths for s in takewhile(lambda s: s.kind != "cast", path))
-        return {step.name: call for call, step in steps if step.name in trained}
-
-    def weights_of(self, models: Iterable[nn.Module]) -> set[str]:
-        """Return the names of all parameters of recorded models."""
-        assert self.recorder is not None
-        names = self.recorder.names
-        return {names[id(weight)].name for m in models for weight in m.parameters() if id(weight) in names}
 
     def autocast(self) -> torch.dtype | None:
         """Return the autocast dtype under which most operators of the forward ran; None without autocast."""
