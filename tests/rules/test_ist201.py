@@ -37,7 +37,7 @@ def test_a_custom_layer_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding.message == "25 % of the FLOPs run in float32 instead of bfloat16"
     assert finding.module == "3"
     assert finding.cause.startswith("a cast to float32 at test_ist201.py:")
-    assert finding.notes == ("1 matmuls in 1 modules",)
+    assert finding.notes == ("1 matmul in 1 module",)
     assert finding.cost is not None
     assert finding.cost.flops_share == pytest.approx(0.25)
     assert finding.cost.slowdown is None  # no rates are published for this CPU

@@ -9,7 +9,7 @@ from tests.rules.samples import BF16, packed, trace
 def test_rounded_scales() -> None:
     (finding,) = find(trace([packed(absmax=BF16)]))
     assert finding.severity == "error"
-    assert finding.message == "the scales of 1 quantized weights are bfloat16"
+    assert finding.message == "the scales of 1 quantized weight are bfloat16"
     (on_cpu,) = find(trace([packed(absmax=BF16)], device="cpu"))
     assert on_cpu.severity == "warning"
 

@@ -30,7 +30,7 @@ def found(module: nn.Module, device: str, *phases: Any) -> list[tuple[str, str]]
     return [(each.severity, each.message) for each in report.findings if each.code == "IST407"]
 
 
-RAISES = "an evaluation on x86 CPU with AMX raises: bitsandbytes cannot repack 1 4-bit weights"
+RAISES = "an evaluation on x86 CPU with AMX raises: bitsandbytes cannot repack 1 4-bit weight"
 
 
 def test_a_shape_that_cannot_be_repacked() -> None:
@@ -43,7 +43,7 @@ def test_a_shape_that_cannot_be_repacked() -> None:
 def test_training_after_an_evaluation() -> None:
     ((severity, message),) = found(model(64), "cpu-avx512", "forward", "backward", "generate")
     assert severity == "warning"
-    assert message.endswith("repacks 1 4-bit weights, and the new layout has no backward")
+    assert message.endswith("repacks 1 4-bit weight, and the new layout has no backward")
     assert found(model(64), "cpu-avx512", "forward", "generate") == []
 
 

@@ -60,7 +60,7 @@ def test_a_row_that_sees_nothing(name: str, dtype: torch.dtype) -> None:
     assert model(**batch(dtype)).isnan().any(), "the real step returns what the rule reports"
     (finding,) = found(RULE, traced(model, batch(dtype)))
     assert finding.severity == "error"
-    assert finding.message == "2 rows of a softmax have no visible position: the result is NaN"
+    assert finding.message == "no position is visible in 2 rows of a softmax: the result is NaN"
     assert line(finding.source).startswith("test_ist814.py:")
 
 

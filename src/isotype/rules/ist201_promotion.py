@@ -39,7 +39,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import base_name, starred
+from isotype.core.names import base_name, plural, starred
 from isotype.records.finding import Action, Cost, Finding, Fix, finding_at, places
 from isotype.records.trace import FLOATS, HALVES, Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit import costs
@@ -161,7 +161,7 @@ def _finding(trace: Trace, group: list[_Wide], cost: Cost) -> Finding:
         cause=cause_text(cause, trace.owners),
         evidence=evidence(first.mismatched.origin),
         notes=(
-            f"{sum(call.repeats for call in calls)} matmuls in {len(places(calls))} modules",
+            f"{plural(sum(call.repeats for call in calls), 'matmul')} in {plural(len(places(calls)), 'module')}",
             *costs.estimate(cost, trace),
         ),
         fixes=tuple(_fixes(trace, blamed)),

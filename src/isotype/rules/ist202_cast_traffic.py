@@ -35,7 +35,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import format_bytes, short
+from isotype.core.names import format_bytes, plural, short
 from isotype.records.finding import Cost, Finding, finding_at
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
@@ -87,7 +87,7 @@ def _weights_finding(trace: Trace, casts: Sequence[costs.Cast]) -> Finding:
         calls,
         cause=cause_text(first.operand.origin, trace.owners),
         notes=(
-            f"{len(weights)} weights, {format_bytes(spare)} more memory than in {after}",
+            f"{plural(len(weights), 'weight')}, {format_bytes(spare)} more memory than in {after}",
             *costs.estimate(cost, trace),
         ),
         fixes=(

@@ -29,6 +29,7 @@ from collections.abc import Iterator
 
 import torch
 
+from isotype.core.names import plural
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, trained
@@ -52,7 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         masters = float32_masters(trace, low)
         yield finding_of(
             "error" if cuda else "warning",
-            f"GradScaler is given the bfloat16 gradients of {count(low)} trainable parameters",
+            f"GradScaler is given the bfloat16 gradients of {plural(count(low), 'trainable parameter')}",
             low,
             phase="unscale",
             op="GradScaler.unscale_",

@@ -34,7 +34,7 @@ from dataclasses import replace
 import torch
 
 from isotype.core.dtypes import parse_dtype
-from isotype.core.names import agree
+from isotype.core.names import agree, plural
 from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import HALVES, Trace, Weight
 from isotype.rules import ist404_compute_dtype
@@ -57,7 +57,9 @@ def find(trace: Trace) -> Iterator[Finding]:
         spoiled = [weight for weight in half if weight.name in trace.spoiled]
         if spoiled:
             unused = spoiled[0]
-            message += f": the first update makes values of {count(spoiled)} parameters NaN or infinite"
+            message += (
+                f": the first update makes values of {plural(count(spoiled), 'parameter')} NaN or infinite"
+            )
             notes.insert(0, "Adam's epsilon of 1e-8 and the squares of small gradients are zero in float16")
         # A fused kernel divides in float32.
         elif any(

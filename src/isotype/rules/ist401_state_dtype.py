@@ -60,7 +60,7 @@ def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: li
         f"but the layers compute in {dtype_name(compute)}",
         weights,
         cause=f"the quantization state of {named(weights[0].module)} has the dtype {dtype_name(state)}",
-        notes=(f"{crashes} operators that use the dequantized weight fail",)
+        notes=(f"{agree(crashes, 'operator', 'fail')} on a dequantized weight",)
         if crashes
         else (
             "the layers cast each dequantized weight; other code that dequantizes these weights would fail",

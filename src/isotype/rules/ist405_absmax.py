@@ -26,7 +26,7 @@ from collections.abc import Iterator
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import named
+from isotype.core.names import named, plural
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.weight_sets import count, finding_of, quantized
@@ -42,7 +42,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         weights, dtype = [weight for weight, _ in rounded], rounded[0][1]
         yield finding_of(
             "warning" if trace.setup.profile.kind == "cpu" else "error",
-            f"the scales of {count(weights)} quantized weights are {dtype_name(dtype)}",
+            f"the scales of {plural(count(weights), 'quantized weight')} are {dtype_name(dtype)}",
             weights,
             phase="load",
             cause=f"the scales of {named(weights[0].module)} were cast to {dtype_name(dtype)}",

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from isotype.core.names import plural
 from isotype.records.finding import Finding, Severity
 from isotype.records.trace import Trace
 from isotype.rules.kit.weight_sets import count, finding_of, modules, quantized
@@ -46,15 +47,13 @@ def find(trace: Trace) -> Iterator[Finding]:
     repacked = [(weight, state) for weight, state in quantized(trace) if state.repacking is not None]
     failing = [(weight, state) for weight, state in repacked if state.repacking]
     weights = [weight for weight, _ in failing or repacked]
-    device = setup.profile.title
+    device, amount = setup.profile.title, plural(count(weights), "4-bit weight")
     severity: Severity = "error" if failing else "warning"
     if failing:
-        message = (
-            f"an evaluation on {device} raises: bitsandbytes cannot repack {count(weights)} 4-bit weights"
-        )
+        message = f"an evaluation on {device} raises: bitsandbytes cannot repack {amount}"
         cause = f"{weights[0].module}: {failing[0][1].repacking}"
     elif weights and "backward" in setup.phases:
-        message = f"the first evaluation on {device} repacks {count(weights)} 4-bit weights, and the new layout has no backward"
+        message = f"the first evaluation on {device} repacks {amount}, and the new layout has no backward"
         cause = f"bitsandbytes repacks {weights[0].module} when it is evaluated"
     else:
         return

@@ -38,7 +38,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import format_bytes
+from isotype.core.names import format_bytes, plural
 from isotype.records.finding import Cost, Finding, Severity
 from isotype.records.trace import FLOATS, Trace, Weight
 from isotype.rules.kit import costs
@@ -86,7 +86,7 @@ def _finding(trace: Trace, weights: Sequence[Weight], named: torch.dtype, loaded
         f"the config names {name}, but the frozen weights are {wrong}{memory}",
         weights,
         phase="load",
-        notes=(f"{len(weights)} weights", *((loss,) if loss else ()), *costs.estimate(cost, trace)),
+        notes=(plural(len(weights), "weight"), *((loss,) if loss else ()), *costs.estimate(cost, trace)),
         fixes=(
             cast_fix(f"cast the frozen weights to {name}", weights, named),
             advice("dtype", f"load the checkpoint with dtype={name}", name),

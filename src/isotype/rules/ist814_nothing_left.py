@@ -47,7 +47,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _rows(calls: list[Call]) -> Finding:
     call, how = calls[0], "fill the mask with torch.finfo(scores.dtype).min instead of -inf"
     where = short(call.source) or call.module
-    message = f"{plural(call.undefined, 'row')} of a softmax have no visible position: the result is NaN"
+    message = f"no position is visible in {plural(call.undefined, 'row')} of a softmax: the result is NaN"
     cause = f"every score of the row is minus infinity at {where}"
     return finding_at("error", message, calls, cause=cause, fixes=(advice(call.source or call.module, how),))
 
