@@ -86,6 +86,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def epochs_text(epochs: float) -> str:
+    """Return a number of epochs with three digits: `1 epoch`, `0.125 epochs`."""
+    return f"{epochs:.3g} {'epoch' if epochs == 1 else 'epochs'}"
+
+
 EXPERT = re.compile(r"expert|moe(?![a-z])", re.IGNORECASE)
 
 

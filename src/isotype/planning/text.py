@@ -9,7 +9,7 @@ from rich.console import Console
 
 from isotype.core import VERSION
 from isotype.core.console import TerminalConsole
-from isotype.core.names import format_bytes, plural
+from isotype.core.names import epochs_text, format_bytes, plural
 from isotype.core.terminal import printed_command
 from isotype.planning.record import GOALS, Device, Record, Row, Workload, front
 from isotype.precision.devices.profile import device_profile
@@ -252,7 +252,7 @@ def _unlike_asked(plan: Record, row: Row) -> str:
 
 
 def _work(row: Row, work: Workload) -> str:
-    epochs = f"{work.epochs:.3g} {'epoch' if work.epochs == 1 else 'epochs'}"
+    epochs = epochs_text(work.epochs)
     packs = "" if work.packs is None else f" in about {plural(work.packs, 'pack')}"
     text = f"{plural(work.rows, 'row')}{packs}, {epochs}: {plural(work.steps, 'step')}"
     if work.tokens is None:

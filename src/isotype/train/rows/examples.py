@@ -11,6 +11,7 @@ import numpy
 from rich.console import Console
 from rich.text import Text
 
+from isotype.core.names import epochs_text
 from isotype.report.run.record import DataSummary
 from isotype.report.text import format_share, pair_table, say
 from isotype.train.rows.lengths import Lengths, padding_share
@@ -93,7 +94,7 @@ def show_data(console: Console, summary: DataSummary | None, example: list[tuple
 
 
 def _sentences(data: DataSummary) -> list[str]:
-    lines = [f"data: {data.rows_words}; {data.step_words} a step, {data.epochs:.3g} epochs"]
+    lines = [f"data: {data.rows_words}; {data.step_words} a step, {epochs_text(data.epochs)}"]
     if data.lengths is not None:
         middle, long, longest = data.lengths
         share = data.padding_share
