@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -278,6 +280,40 @@ def test_what_is_made_for_the_device_is_made_on_the_cpu() -> None:
         made = [torch.ones(8, device=device), X.cuda(), model.weight, nn.Linear(2, 2, device="cuda:0").bias]
     assert device == "cuda"
     assert {tensor.device.type for tensor in made} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("script", True), ("bitsandbytes.ops", False), ("torch._utils", False)]
+)
+def test_modules_that_cannot_do_without_the_device_do_not_find_it(name: str, expected: bool) -> None:
+    ask = "answers = torch.cuda.is_available(), torch.accelerator.is_available(), torch.cuda.device_count() == 1"
+    module = {"__name__": name, "torch": torch}
+    with written_for(device_profile("t4")):
+        exec(ask, module)
+    assert module["answers"] == (expected,) * 3
+
+
+def test_functions_without_a_function_mode_use_the_cpu(tmp_path: Path) -> None:
+    torch.save(X, tmp_path / "x.pt")
+    results: list[torch.Tensor] = []
+    before = (
+        threading.Thread.run,
+        torch.set_default_device,
+        torch.nn.parallel.DistributedDataParallel.__init__,
+    )
+    with written_for(device_profile("t4")):
+        thread = threading.Thread(target=lambda: results.append(X.cuda()))
+        thread.start()
+        thread.join()
+        results.append(torch.load(tmp_path / "x.pt", map_location="cuda:0"))
+        results.append(nn.Linear(2, 2).to(0).weight)
+        torch.cuda.random.set_rng_state_all(torch.cuda.random.get_rng_state_all())
+        torch.accelerator.synchronize()
+        assert not torch.accelerator.current_stream().is_capturing()
+        assert torch.accelerator.current_accelerator() == torch.device("cuda")
+    assert [tensor.device.type for tensor in results] == ["cpu"] * 3
+    after = threading.Thread.run, torch.set_default_device, torch.nn.parallel.DistributedDataParallel.__init__
+    assert after == before
 
 
 def test_autocast_that_is_made_for_the_device_is_on_in_the_step() -> None:

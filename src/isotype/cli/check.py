@@ -116,9 +116,6 @@ def _check_function(options: Options, function: str, device: str | None) -> tupl
     from isotype.preflight.check import check
 
     profile = device_profile(device if device is not None else "cpu")
-    if profile.kind != "cpu":
-        # On a machine with a GPU bitsandbytes would search for kernels that are not installed.
-        import_uncompiled("bitsandbytes")
     with written_for(profile):
         arguments = function_arguments(function)
     phases = _phases(options) if options.generate else None

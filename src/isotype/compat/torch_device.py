@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -21,7 +22,9 @@ import torch
 from torch.amp import autocast_mode
 from torch.overrides import TorchFunctionMode
 
-from isotype.compat.replaced import replace
+from isotype.compat.replaced import Replacements, replace
+from isotype.compat.standard import frame_above
+from isotype.compat.torch import put_under, take_out
 
 _DEVICE_TYPES = {"rocm": "cuda"}
 _BY_DEVICE: tuple[tuple[Any, str], ...] = (
@@ -36,9 +39,9 @@ _BY_DEVICE: tuple[tuple[Any, str], ...] = (
 # come from the CPU's generator.
 _QUIET: Mapping[str, Any] = {
     **dict.fromkeys(("synchronize", "empty_cache", "ipc_collect", "set_device")),
-    **dict.fromkeys(("manual_seed", "manual_seed_all", "set_rng_state")),
+    **dict.fromkeys(("manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all")),
     **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated")),
-    **dict.fromkeys(("current_device", "initial_seed"), 0),
+    **dict.fromkeys(("current_device", "current_device_index", "initial_seed"), 0),
     "is_current_stream_capturing": False,
     "memory_stats": {},
     "memory_summary": "",
@@ -98,30 +101,98 @@ def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def written_for(profile: Device) -> Iterator[None]:
+def written_for(profile: Device, named: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Create models and tensors on the CPU if code inside the `with` block names the simulated device.
 
     torch reports that the device is available, so that code with a branch for this device takes the branch. Libraries
-    may cache that the device is available, so use `written_for` only in a process that does nothing else.
+    may cache that the device is available, so use `written_for` only in a process that does nothing else. `named` is
+    called whenever code asks for the device, creates a tensor on it, or moves a tensor there.
     """
     simulated = device_type(profile.kind)
     with contextlib.ExitStack() as stack:
         if simulated != "cpu":
+            default = torch.get_autocast_dtype("cpu")
             stack.enter_context(cpu_stands_for(profile.kind, profile))
-            backend = getattr(torch, simulated)
-            for name, answer in (("is_available", True), ("device_count", 1)):
-                stack.callback(replace(backend, name, _quiet(answer)))
-            stack.enter_context(_OnCPU(profile.kind))
+            torch.set_autocast_dtype("cpu", default)  # for code that names the CPU
+            replaced = Replacements()
+            stack.callback(replaced.put_back)
+            _answer(replaced, simulated, named)
+            _redirect(replaced, names_of(profile.kind), named)
+            mode = _OnCPU(names_of(profile.kind), named)
+            stack.callback(take_out, mode)
+            put_under(mode)
         yield
 
 
+_NEEDS_GPU = ("bitsandbytes", "isotype", "triton", "torch._", "torch.utils.data")
+"""Modules that load kernels for an available GPU, start threads for it, or require that parameters are on it."""
+
+
+def _answer(replaced: Replacements, simulated: str, named: Callable[[], None]) -> None:
+    """Let torch report that the simulated device is available, except to modules that cannot do without a real one."""
+    backend = getattr(torch, simulated)
+
+    def answer(here: Any, there: Any, _ask: Callable[..., Any], *_: Any, **__: Any) -> Any:
+        asking = str(frame_above(2).f_globals.get("__name__"))
+        if asking.startswith(_NEEDS_GPU):
+            return here
+        if not asking.startswith("torch."):
+            named()
+        return there
+
+    for owner in (backend, torch.accelerator, *([torch.backends.mps] if simulated == "mps" else [])):
+        replaced.wrap(owner, "is_available", partial(answer, False, True))
+    for owner in (backend, torch.accelerator):
+        replaced.wrap(owner, "device_count", partial(answer, 0, 1))
+    replaced.wrap(torch.accelerator, "current_accelerator", partial(answer, None, torch.device(simulated)))
+
+
+def _redirect(replaced: Replacements, names: re.Pattern[str], named: Callable[[], None]) -> None:
+    """Replace the simulated device by the CPU in functions that pass no function mode, and in new threads."""
+
+    def load(
+        load: Callable[..., Any], file: Any, map_location: Any = "cpu", *args: Any, **kwargs: Any
+    ) -> Any:
+        return load(file, _cpu_for(map_location, names), *args, **kwargs)
+
+    def default(set_device: Callable[..., None], device: Any) -> None:
+        set_device(_cpu_for(device, names))
+
+    def run(run: Callable[..., None], thread: Thread) -> None:
+        with _OnCPU(names, named):
+            run(thread)
+
+    replaced.wrap(torch, "load", load)
+    replaced.wrap(torch, "set_default_device", default)
+    replaced.wrap(Thread, "run", run)
+    if torch.distributed.is_available():
+
+        def start(start: Callable[..., None], backend: Any = None, *args: Any, **kwargs: Any) -> None:
+            start("gloo" if backend is None or "nccl" in backend else backend, *args, **kwargs)
+
+        def wrap(init: Callable[..., None], wrapper: Any, module: Any, *_: Any, **kwargs: Any) -> None:
+            init(
+                wrapper,
+                module,
+                **{k: v for k, v in kwargs.items() if k not in ("device_ids", "output_device")},
+            )
+
+        replaced.wrap(torch.distributed, "init_process_group", start)
+        replaced.wrap(torch.nn.parallel.DistributedDataParallel, "__init__", wrap)
+
+
 class _OnCPU(TorchFunctionMode):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, names: re.Pattern[str], named: Callable[[], None]) -> None:
         super().__init__()
-        self._names = names_of(kind)
+        self._names, self._named = names, named
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func, args, kwargs = on_cpu(func, args, kwargs or {}, self._names)
+        kwargs = kwargs or {}
+        if func in _CALLS_TO_MOVE or any(
+            _is_named(arg, self._names) for arg in (*args, kwargs.get("device"))
+        ):
+            self._named()
+        func, args, kwargs = on_cpu(func, args, kwargs, self._names)
         return func(*args, **kwargs)
 
 
@@ -132,10 +203,12 @@ def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
     answers |= dict.fromkeys(_STREAMS, _Idle)
     answers |= {name: getattr(torch, name) for name in _LEGACY_TENSORS}
     answers["get_rng_state"] = lambda *_, **__: torch.get_rng_state()
+    answers["get_rng_state_all"] = lambda: [torch.get_rng_state()]
     changes: list[tuple[Any, str, Any]] = [
         (owner, name, _renamed(getattr(owner, name), simulated)) for owner, name in _BY_DEVICE
     ]
-    changes += [(backend, name, new) for name, new in answers.items() if hasattr(backend, name)]
+    owners = backend, torch.accelerator, getattr(backend, "random", None)
+    changes += [(owner, name, answers[name]) for owner in owners for name in answers if hasattr(owner, name)]
     # torch checks the arguments of `record_stream` before it calls a function mode.
     changes += [(torch.Tensor, "record_stream", _quiet(None))]
     changes += [(torch, "Generator", _Generators("Generator", (), {}))]
@@ -207,6 +280,9 @@ class _Idle:
 
     def query(self) -> bool:
         return True
+
+    def is_capturing(self) -> bool:
+        return False
 
     def elapsed_time(self, *_: Any) -> float:
         return 0.0
@@ -289,6 +365,8 @@ def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[A
         return _quiet(named.fullmatch(_IS_ON[func]) is not None), args, kwargs
     if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
         args = (args[0], "cpu", *args[2:])
+    elif func is _PARSE_TO and args and type(args[0]) is int:
+        args = ("cpu", *args[1:])
     if any(type(arg) in (str, torch.device) for arg in args):
         args = tuple(_cpu_for(arg, named) for arg in args)
     if "device" in kwargs:
@@ -299,6 +377,7 @@ def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[A
     return func, args, kwargs
 
 
+_PARSE_TO = torch._C._nn._parse_to
 _CALLS_TO_MOVE = frozenset(getattr(torch.Tensor, name) for name in _MOVES)
 _ANSWERS: Mapping[Any, Any] = {torch.Tensor.get_device: 0}
 _IS_ON = {
@@ -307,8 +386,12 @@ _IS_ON = {
 _LEGACY_NAME = re.compile(r"torch\.(cuda|xpu|mps)\.(\w+Tensor)")
 
 
+def _is_named(value: Any, named: re.Pattern[str]) -> bool:
+    return type(value) in (str, torch.device) and named.fullmatch(str(value)) is not None
+
+
 def _cpu_for(value: Any, named: re.Pattern[str]) -> Any:
-    if type(value) in (str, torch.device) and named.fullmatch(str(value)):
+    if _is_named(value, named):
         return torch.device("cpu")
     if type(value) is str and (legacy := _LEGACY_NAME.fullmatch(value)):
         return f"torch.{legacy[2]}"

@@ -612,27 +612,55 @@ def test_warnings_of_a_watched_step_name_the_lines_of_an_unwatched_one(
 
 
 @pytest.mark.parametrize(
-    ("question", "device", "line"),
+    ("device", "code", "sentence", "dtype"),
     [
-        ("torch.cuda.is_available()", "a100", 2),
-        ("torch.cuda.is_available()", "cpu", 0),
-        ("torch.amp.GradScaler('cuda', enabled=False)", "a100", 0),  # torch asks, not the script
+        ("t4", "model.cuda(); x = x.to('cuda:0')", True, "float16"),
+        ("t4", "x = x.to('cuda' if torch.cuda.is_available() else 'cpu')", True, "float16"),
+        ("t4", "assert torch.cuda.is_available(); torch.cuda.set_device(0)", True, "float16"),
+        ("t4", "GradScaler = torch.amp.GradScaler('cuda', enabled=False)", False, "float16"),  # torch asks
+        ("cpu", "print(torch.cuda.is_available())", False, "float32"),
     ],
 )
-def test_a_script_that_takes_its_branch_for_the_cpu_is_told_so(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, question: str, device: str, line: int
+def test_code_for_a_gpu_runs_on_the_cpu_if_the_device_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, device: str, code: str, sentence: bool, dtype: str
 ) -> None:
     script = tmp_path / "loop.py"
     script.write_text(
-        f"import torch\n{question}\nmodel = torch.nn.Linear(4, 4)\n"
-        "optimizer = torch.optim.SGD(model.parameters())\nmodel(torch.ones(2, 4)).sum().backward()\noptimizer.step()\n"
+        "import torch\nmodel, x = torch.nn.Linear(4, 4), torch.ones(2, 4)\n"
+        f"{code}\noptimizer = torch.optim.SGD(model.parameters())\n"
+        "with torch.autocast('cuda'): y = model(x)\ny.float().sum().backward()\noptimizer.step()\nprint(y.dtype)\n"
     )
-    before = torch.cuda.is_available
-    status, _, err = _run(capsys, "--device", device, str(script))
-    assert status == 0
-    note = f"{script}:{line} asks whether a GPU is available, and this machine has none: isotype checks the step that the "
-    assert (f"{note}script runs without a GPU, for NVIDIA A100" in " ".join(err.split())) == bool(line)
-    assert torch.cuda.is_available is before
+    before = torch.cuda.is_available, torch.load, torch.get_autocast_dtype("cpu")
+    status, out, err = _run(capsys, "--device", device, str(script))
+    assert (status, out.splitlines()[-1]) == (0, f"torch.{dtype}")
+    note = "this machine has no NVIDIA T4: the script runs its code for this GPU on the CPU"
+    assert (note in " ".join(err.split())) == sentence
+    assert (torch.cuda.is_available, torch.load, torch.get_autocast_dtype("cpu")) == before
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "sentence"),
+    [
+        (
+            "model = torch.nn.Linear(4, 4).to('cuda')",
+            1,
+            "loop.py:2 needs a GPU, and this machine has none; with",
+        ),
+        (
+            "if not torch.cuda.is_available(): raise SystemExit(2)",
+            2,
+            "loop.py:2 asks whether a GPU is available",
+        ),
+    ],
+)
+def test_a_script_that_needs_a_gpu_is_told_what_to_do(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, code: str, status: int, sentence: str
+) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(f"import torch\n{code}\n")
+    ended, _, err = _run(capsys, str(script))
+    assert (ended, sentence in " ".join(err.split())) == (status, True)
+    assert "with --device NAME (t4, h100, …), isotype runs the script's code" in " ".join(err.split())
 
 
 _F16 = "with torch.autocast('cpu', torch.float16):"

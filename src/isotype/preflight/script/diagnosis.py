@@ -35,8 +35,8 @@ from isotype.preflight.script.ahead import (
     tried,
     without_tensors,
 )
-from isotype.preflight.script.branch import Branch
 from isotype.preflight.script.family import Family, Options
+from isotype.preflight.script.missing_gpu import MissingGpu
 from isotype.preflight.script.numbers import Numbers
 from isotype.preflight.script.outside import chain, outside, stepped_at
 from isotype.preflight.setup import compute_dtype
@@ -103,7 +103,7 @@ class Diagnosis:
         self._stale = StaleCasts(partial(self._between, ist909_stale_casts, stale_casts=True))
         self._averages = Averages(lambda call: self._between(ist503_rounded_updates, (call,)))
         self._kept: KeptGraphs | None = None
-        self._branch = None if options.device is None else Branch(device_profile(options.device))
+        self.gpu = MissingGpu(None if options.device is None else device_profile(options.device))
         self._family = family
         self._speaker: int | None = None
         self._request: partial[StepRequest] | None = None
@@ -116,6 +116,7 @@ class Diagnosis:
 
     def begin(self) -> None:
         """Wait for the script's first step."""
+        self.gpu.attach()
         self.watch.attach()
 
     def stop(self) -> None:
@@ -123,7 +124,8 @@ class Diagnosis:
         self.watch.detach()
         self._stale.detach()
         self._averages.detach()
-        for optional in (self._numbers, self._branch, self._kept):
+        self.gpu.detach()
+        for optional in (self._numbers, self._kept):
             if optional is not None:
                 optional.detach()
 
@@ -138,10 +140,8 @@ class Diagnosis:
         self._family.claim("seen")
         if rank() == 0 and self._family.claim("speaks"):
             self._speaker = os.getpid()
-        if self._branch is not None:
-            self._branch.detach()
-            if self._branch.sentence and self._speaks:
-                self._say(self._branch.sentence)
+        if self.gpu.sentence and self._speaks:
+            self._say(self.gpu.sentence)
         request = self._request_of(beginning)
         if self._seconds and self._speaks:
             self.report = self._looked_ahead(request)
@@ -155,10 +155,10 @@ class Diagnosis:
 
     def _request_of(self, beginning: Beginning, *phases: Sequence[str]) -> StepRequest:
         request = request_of_script(beginning, LossOfForward(self._returned), self._device, *phases)
-        if (branch := self._branch) is not None:
-            self.watch.kind, self.watch.stands = branch.kind, branch.stands
-            if isinstance(request.autocast, torch.dtype):
-                return replace(request, autocast=branch.stands.get(request.autocast, request.autocast))
+        stands = self.gpu.stands
+        self.watch.kind, self.watch.stands = self.gpu.kind, stands
+        if isinstance(request.autocast, torch.dtype):
+            return replace(request, autocast=stands.get(request.autocast, request.autocast))
         return request
 
     def _looked_ahead(self, request: StepRequest) -> Report | None:
@@ -236,6 +236,8 @@ class Diagnosis:
             before = [self._autocasts[name] for name in products if name in self._autocasts]
             if asked in ("fp16", "bf16") and not prepared.isdisjoint(products):
                 why = f"accelerate's mixed precision is {asked}"
+                if (asked, recorder.autocast_device, self.gpu.kind) == ("fp16", "cpu", "cpu"):
+                    why += ", which has no effect on a CPU"
             why = f"earlier steps ran under autocast to {dtype_name(before[0])}" if before else why
         self._autocasts |= autocasts
         return self.watch.trace(setup, no_autocast=why)
@@ -328,6 +330,11 @@ class Diagnosis:
             gradients = any(words in text for words in (*_ABOUT_GRADIENTS, *ist308_clipped_scaled.REFUSALS))
             if gradients or _ABOUT_DTYPES.search(text):
                 explained = self._explain_once(partial(self._explain_elsewhere, link))
+                break
+            if sentence := self.gpu.explained(link):
+                explained = True
+                if self._family.claim("explained"):
+                    self._say(sentence)
                 break
         self.watch.forget()
         return explained

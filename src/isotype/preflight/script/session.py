@@ -109,7 +109,9 @@ class Session:
         started = f" in the processes that were started ({processes.watched})" if processes.watched else ""
         if self._diagnosis is None:
             return f"the script never imported torch{started and f', nor trained{started}'}"
-        return f"no module with parameters that require a gradient was called{started and f', nor{started}'}"
+        return self._diagnosis.gpu.why_nothing() or (
+            f"no module with parameters that require a gradient was called{started and f', nor{started}'}"
+        )
 
     def safely(self, act: Callable[[], T]) -> T | None:
         """Return the result of `act`, or print a line and return None if `act` raises."""

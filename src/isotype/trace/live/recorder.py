@@ -22,6 +22,7 @@ from torch import nn, overrides
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
+from isotype.compat import torch_device
 from isotype.compat.standard import frame_above
 from isotype.compat.torch import OpOverload, current_node, forget_gradient_hooks, node_number
 from isotype.contracts.contract import autocast_lists, contracts_here
@@ -335,19 +336,22 @@ class LiveFunctions(TorchFunctionMode):
             recorder.function, recorder.autocast, recorder.like, recorder.treatment = before
 
 
+_MODES = (__file__, torch_device.__file__)
+
+
 @contextmanager
 def warnings_at_callers() -> Iterator[None]:
-    """In the `with` block, warnings name the line that calls a function, not the line in this file that passes the call on."""
+    """In the `with` block, warnings name the line that calls a function, not the line of a mode that passes the call on."""
     before: Any = warnings.showwarning
 
     def show(message: Any, category: Any, file: str, line: int, *others: Any) -> None:
-        frame: Any = frame_above(1) if file == __file__ else None
+        frame: Any = frame_above(1) if file in _MODES else None
         while frame is not None and frame.f_code.co_filename != file:
             frame = frame.f_back
         if frame is None:
             before(message, category, file, line, *others)
             return
-        while frame.f_code.co_filename in (file, overrides.__file__):
+        while frame.f_code.co_filename in (*_MODES, overrides.__file__):
             by_torch, frame = frame.f_code.co_filename == overrides.__file__, frame.f_back
         frame = frame.f_back if by_torch else frame  # a Python function of torch calls the modes itself
         globals().pop("__warningregistry__", None)

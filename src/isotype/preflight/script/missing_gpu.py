@@ -1,0 +1,116 @@
+"""Runs a script's code for a GPU on a machine without this GPU: the CPU computes in its place if `--device` names it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from isotype.compat.imports import when_imported
+from isotype.compat.replaced import Replacements
+from isotype.compat.standard import frame_above
+from isotype.compat.torch import COMPILER
+from isotype.compat.torch_device import device_type, written_for
+from isotype.core.source import is_library, line_of
+from isotype.precision.devices.profile import DeviceProfile
+from isotype.records.finding import in_library
+from isotype.report.text import short_source
+from isotype.trace.live.recorder import warnings_at_callers
+
+_ABOUT_GPUS = re.compile(r"\b(cuda|gpus?|nvidia|nccl|hip|xpu|mps|accelerator)\b|_cuda_", re.IGNORECASE)
+_INSTEAD = "with --device NAME (t4, h100, …), isotype runs the script's code for this GPU on the CPU"
+
+
+class MissingGpu:
+    """Lets the CPU stand for the GPU of `profile` in a script, if this machine has no GPU of this kind.
+
+    Without a profile, the script runs unchanged, and only its first question for a GPU is recorded.
+
+    Attributes:
+        kind: device type of the device for which the step is checked.
+        stands: the CPU's default autocast dtype -> the device's, if the script opens autocast without a dtype.
+        asked: `file:line` of the script's first question whether a GPU is available; "" if it has not asked.
+    """
+
+    def __init__(self, profile: DeviceProfile | None) -> None:
+        self._profile = profile
+        self.kind = device_type("cpu" if profile is None else profile.kind)
+        self.stands: dict[torch.dtype, torch.dtype] = {}
+        self.asked, self._named = "", False
+        self._default = torch.get_autocast_dtype(self.kind)
+        self._hooks = ExitStack()
+        backend: Any = torch.cuda if profile is None else getattr(torch, self.kind, None)
+        on_gpu = profile is None or profile.kind != "cpu"
+        self._absent = on_gpu and backend is not None and not backend.is_available()
+
+    def attach(self) -> None:
+        """Let the CPU stand for the GPU until `detach`."""
+        replaced = Replacements()
+        if self._absent and self._profile is None:
+            replaced.wrap(torch.cuda, "is_available", self._note_caller)
+            replaced.wrap(torch.cuda, "device_count", self._note_caller)
+            replaced.wrap(torch.accelerator, "is_available", self._note_caller)
+        elif self._absent and self._profile is not None:
+            self._hooks.enter_context(warnings_at_callers())
+            self._hooks.enter_context(written_for(self._profile, self._note_named))
+            self._hooks.callback(when_imported(COMPILER, self._leave_uncompiled))
+            replaced.wrap(torch.autocast, "__init__", self._note_autocast)
+        self._hooks.callback(replaced.put_back)
+
+    def detach(self) -> None:
+        """Restore torch."""
+        self._hooks.close()
+
+    @property
+    def sentence(self) -> str:
+        """The sentence that the CPU stands for the GPU; "" if the script has not named the GPU, or runs on it."""
+        if self._profile is None or not self._named:
+            return ""
+        return f"this machine has no {self._profile.title}: the script runs its code for this GPU on the CPU"
+
+    def why_nothing(self) -> str:
+        """Return why a script without a training step may need a GPU; "" if it never asks for one."""
+        if not self.asked:
+            return ""
+        place = short_source(self.asked)
+        return f"{place} asks whether a GPU is available, and this machine has none; {_INSTEAD}"
+
+    def explained(self, error: BaseException) -> str:
+        """Return a sentence on an error that is raised because this machine has no GPU; "" for another error."""
+        if not self._absent or not _ABOUT_GPUS.search(str(error)):
+            return ""
+        place = short_source(line_of(error))
+        if self._profile is None:
+            return f"{place} needs a GPU, and this machine has none; {_INSTEAD}"
+        return f"{place} needs a real {self._profile.title}: the CPU, on which the script runs, cannot replace it here"
+
+    def _note_named(self) -> None:
+        self._named = True
+
+    def _leave_uncompiled(self) -> None:
+        self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def _note_caller(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        caller = frame_above(2)
+        if not self.asked and caller is not None and not is_library(caller.f_code.co_filename):
+            line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+            self.asked = "" if in_library(line) else line
+        return ask(*args, **kwargs)
+
+    def _note_autocast(
+        self,
+        init: Callable[..., None],
+        autocast: Any,
+        device_type: str,
+        dtype: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        there = self._default if dtype is None and device_type == self.kind else dtype
+        init(autocast, device_type, there, *args, **kwargs)
+        if autocast.device == "cpu":
+            here = autocast.fast_dtype
+            self.stands[here] = self._default if dtype is None else here
