@@ -217,7 +217,7 @@ def doctor_parser() -> Parser:
         description="Show which dtypes this machine runs, the measured speed of each dtype, and library versions that are "
         "incompatible with one another.",
     )
-    device = "a device of this machine (cpu, cuda:1) or a device profile (t4, h100)"
+    device = "a device of this machine (cpu, cuda:1) or a device profile (t4, h100; docs/devices.md has all)"
     parser.add_argument("--device", default="auto", help=device)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

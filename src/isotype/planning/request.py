@@ -91,7 +91,9 @@ def parser() -> Parser:
 
 def _add_own(arguments: argparse.ArgumentParser) -> None:
     add = arguments.add_argument
-    devices = "devices to plan for (t4, rtx4090, a100-80g, …), or cpu, cuda; default: this machine"
+    devices = (
+        "devices to plan for (t4, rtx4090, …; docs/devices.md has all), or cpu, cuda; default: this machine"
+    )
     add("--device", action="append", metavar="NAME[,NAME]", help=devices)
     data = "data set for the length of rows and the training time; same as --dataset_name"
     add("--data", metavar="DATA", help=data)

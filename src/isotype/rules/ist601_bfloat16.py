@@ -1,10 +1,10 @@
 """
 **What it means.** The step computes in bfloat16, but the device has no bfloat16 matmuls in hardware.
 
-**Why it is bad.** On NVIDIA GPUs before compute capability 8.0 (T4, V100, P100, RTX 20xx), bfloat16 runs
+**Why it is bad.** On NVIDIA GPUs before compute capability 8.0 (T4, V100, RTX 20xx), bfloat16 runs
 without tensor cores, at most at the float32 rate. float16 would run several times faster. Some kernels (flash
-attention, Triton's `tl.dot`) refuse bfloat16 on these GPUs. If a device has no bfloat16 matmul at all, the
-step crashes.
+attention, Triton's `tl.dot`) refuse bfloat16 on these GPUs. If a device has no bfloat16 matmul at all (P100, GTX
+10xx), the step crashes.
 
 **Why it happens.** A script for newer hardware sets `bf16=True`, loads a bfloat16 checkpoint as it is, or has a
 quantization config with `bnb_4bit_compute_dtype=torch.bfloat16`.

@@ -26,7 +26,6 @@ Release = tuple[int, int]
 
 RELEASE: Release = tuple(map(int, torch.__version__.split(".")[:2]))  # type: ignore[assignment]
 
-_AMPERE = (8, 0)
 _HOPPER = (9, 0)
 _FLASH_HEAD = 256
 _CUDNN_MAJORS = (9, 10)
@@ -73,11 +72,11 @@ def enabled_attention() -> frozenset[str]:
 def attention_kernel(
     profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE, enabled: Set[str] = KERNELS
 ) -> Kernel | None:
-    """Return the kernel that a torch release uses for a call; None unless the device is an NVIDIA GPU of known capability.
+    """Return the kernel that a torch release uses for a call; None unless the device is an NVIDIA GPU.
 
     `enabled` are the enabled kernels, see `enabled_attention`. Return "none" if no enabled kernel takes the call.
     """
-    if not _is_known(profile):
+    if profile.kind != "cuda":
         return None
     if "cudnn" in enabled and _is_by_cudnn(profile, call, release):
         return "cudnn"
@@ -95,7 +94,7 @@ def attention_kernel(
 
 def needs_repeated_heads(profile: DeviceProfile, dtype: torch.dtype, release: Release = RELEASE) -> bool:
     """Return whether torch uses a fused kernel for grouped heads only after keys and values are repeated for each query head."""
-    without = _is_known(profile) and dtype not in profile.flash_attention and dtype in _efficient(profile)
+    without = profile.kind == "cuda" and dtype not in profile.flash_attention and dtype in _efficient(profile)
     return without and release < _GROUPED_EFFICIENT
 
 
@@ -115,13 +114,9 @@ def may_return_nan(profile: DeviceProfile, call: AttentionCall, release: Release
     return faulty and attention_kernel(profile, call, release) == "cudnn"
 
 
-def _is_known(profile: DeviceProfile) -> bool:
-    return profile.kind == "cuda" and profile.capability is not None
-
-
 def _is_by_cudnn(profile: DeviceProfile, call: AttentionCall, release: Release) -> bool:
-    assert profile.capability is not None, "the caller checks that the capability is known"
-    if profile.capability[0] not in _CUDNN_MAJORS or call.dtype not in profile.flash_attention:
+    major, _ = profile.capability or (0, 0)
+    if major not in _CUDNN_MAJORS or call.dtype not in profile.flash_attention:
         return False
     query, key, value = call.sizes
     paired = any((query, value) == pair and release >= since for pair, since in _CUDNN_PAIRS)
@@ -129,6 +124,4 @@ def _is_by_cudnn(profile: DeviceProfile, call: AttentionCall, release: Release) 
 
 
 def _efficient(profile: DeviceProfile) -> frozenset[torch.dtype]:
-    assert profile.capability is not None, "the caller checks that the capability is known"
-    older = frozenset({torch.float32, torch.float16})
-    return older | {torch.bfloat16} if profile.capability >= _AMPERE else older
+    return frozenset({torch.float32, torch.float16}) | (profile.native & {torch.bfloat16})

@@ -39,16 +39,16 @@ Support = Literal["native", "emulated", "refused"]
 _F16, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 _HALVES = frozenset({_F16, _BF16})
 # Words shared by many cards.
-_MAKERS = frozenset({"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "radeon", "gpu"})
-_CARDS = ("cuda", "rocm")
+_MAKERS = frozenset({"nvidia", "geforce", "tesla", "amd", "instinct", "radeon", "intel", "apple", "gpu"})
 _CAPACITY = re.compile(r"(\d+)\s*gi?b?\b")
-_SPELLING = re.compile(r"[a-z0-9 _-]*")
+_SPELLING = re.compile(r"[a-z0-9 _+-]*")
 _WORDS = re.compile(r"\d+g\b|[a-z]+\d*[a-z]*|\d+[a-z]*")
 # Words of a series or a board, which alone name no card.
 _SHARED = re.compile(r"rtx|gtx|sxm\d*|pcie|hbm\d*\w*|\d+g")
 # Words that, after a number, name another card: an RTX 5070 is no RTX 5070 Ti.
-_VARIANTS = frozenset({"ti", "super"})
-_ATTACHED = re.compile(r"(\d)(ti|super)\b")
+_VARIANTS = frozenset({"ti", "super", "d", "laptop", "max", "server"})
+_ATTACHED = re.compile(r"(\d)(ti|super|d|laptop)")
+_APPLE = re.compile(r"(m\d)-?(pro|max|ultra)?")
 # Bounds of the advertised memory over the usable one, in GiB: the driver takes a share of the advertised memory.
 _LEAST, _MOST = 0.97, 1.12
 
@@ -101,12 +101,12 @@ class DeviceProfile:
     native: frozenset[torch.dtype]
     emulated: Mapping[torch.dtype, str]
     refused: Mapping[torch.dtype, str]
-    memory_bytes: int | None
-    peak_flops: Mapping[torch.dtype, float]
-    memory_bandwidth: float | None
     flash_attention: frozenset[torch.dtype]
-    present: bool
     source: str
+    memory_bytes: int | None = None
+    peak_flops: Mapping[torch.dtype, float] = field(default_factory=dict)
+    memory_bandwidth: float | None = None
+    present: bool = False
     capability: tuple[int, int] | None = None
     speed: Mapping[torch.dtype, float] = field(default_factory=dict)
     contracts: str = ""
@@ -143,29 +143,91 @@ class DeviceProfile:
         return self.speed[other] / self.speed[dtype] if {dtype, other} <= self.speed.keys() else None
 
 
+# ------------------------------------------------------------------- what follows from a card's architecture
+
+# Compute capabilities with half of float32's rate in float64. All others have 1/32 before 8.0, and then 1/64.
+_FAST_FLOAT64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})
+_FAST_FLOAT16 = frozenset({(5, 3), (6, 0), (6, 2)})  # without tensor cores
+_CDNA = frozenset({"gfx90a", "gfx942", "gfx950"})
+# Major version of an RDNA GPU -> float32's rate over float64's, as in AMD's data sheets.
+_RDNA_FLOAT64 = {10: 16, 11: 32, 12: 64}
+
+
+def _support(
+    emulated: Mapping[torch.dtype, str],
+    refused: Mapping[torch.dtype, str] = MappingProxyType({}),
+    flash: frozenset[torch.dtype] = frozenset(),
+    capability: tuple[int, int] | None = None,
+) -> dict[str, Any]:
+    """Return fields of a profile. A dtype is native unless it is emulated or refused."""
+    native = frozenset({_F32, _F64, *_HALVES}) - emulated.keys() - refused.keys()
+    runs = {"native": native, "emulated": emulated, "refused": refused, "flash_attention": flash}
+    return {**runs, "capability": capability}
+
+
+def _cuda_support(major: int, minor: int) -> dict[str, Any]:
+    """Return the fields that follow from an NVIDIA GPU's compute capability.
+
+    Sources: CUDA C++ Programming Guide, throughput of arithmetic instructions by compute capability; for bfloat16 before
+    7.0, https://github.com/pytorch/pytorch/issues/57773.
+    """
+    emulated, refused, capability, first = {}, {}, (major, minor), "before compute capability 8.0"
+    if major < 7:
+        refused[_BF16] = f"cuBLAS has no bfloat16 matmuls for compute capability {major}.{minor}"
+    elif major < 8:
+        emulated[_BF16] = (
+            f"no bfloat16 tensor cores {first}: its matmuls run several times slower than float16"
+        )
+    if major < 7 and capability not in _FAST_FLOAT16:
+        emulated[_F16] = f"compute capability {major}.{minor} has no fast float16 arithmetic"
+    if capability not in _FAST_FLOAT64:
+        emulated[_F64] = f"float64 runs at 1/{32 if major < 8 else 64} of the float32 rate"
+    return _support(emulated, refused, _HALVES if major >= 8 else frozenset(), capability)
+
+
+def _rocm_support(arch: str) -> dict[str, Any]:
+    """Return the fields that follow from an AMD GPU's architecture (`"gfx90a"`), from which torch derives a capability.
+
+    CDNA2, RDNA3 and later have matrix instructions for bfloat16.
+    """
+    version = re.fullmatch(r"gfx(\d+)(\d)[\da-f]", arch)
+    capability = (int(version[1]), int(version[2])) if version else None
+    major, emulated = capability[0] if capability else 0, {}
+    if arch not in _CDNA and major < 11:
+        emulated[_BF16] = f"{arch or 'this architecture'} has no full-rate bfloat16 matrix instructions"
+    if major in _RDNA_FLOAT64:
+        emulated[_F64] = f"float64 runs at 1/{_RDNA_FLOAT64[major]} of the float32 rate"
+    return _support(emulated, flash=_HALVES if arch in _CDNA else frozenset(), capability=capability)
+
+
 # ---------------------------------------------------------------------------------------------- named profiles
 
 
 def _of_record(name: str) -> DeviceProfile:
     record = _records()[name]
     gib, bandwidth = record["memory_gib"], record["bandwidth_gb_per_s"]
+    if record["kind"] == "cuda":
+        support = _cuda_support(*record["capability"])
+    elif record["kind"] == "rocm":
+        support = _rocm_support(record["arch"])
+    else:
+        emulated, refused = (
+            {parse_dtype(key): reason for key, reason in record[runs].items()}
+            for runs in ("emulated", "refused")
+        )
+        support = _support(emulated, refused, frozenset(map(parse_dtype, record["flash_attention"])))
     return DeviceProfile(
         name=name,
         title=record["title"],
         kind=record["kind"],
-        native=frozenset(map(parse_dtype, record["native"])),
-        emulated={parse_dtype(key): reason for key, reason in record["emulated"].items()},
-        refused={parse_dtype(key): reason for key, reason in record["refused"].items()},
         memory_bytes=None if gib is None else int(gib * 2**30),
         peak_flops={parse_dtype(key): rate * 1e12 for key, rate in record["peak_tflops"].items()},
         memory_bandwidth=None if bandwidth is None else bandwidth * 1e9,
-        flash_attention=frozenset(map(parse_dtype, record["flash_attention"])),
-        present=False,
         source=record["source"],
-        capability=tuple(record["capability"]) if "capability" in record else None,
         speed={parse_dtype(key): rate for key, rate in record.get("matmul_speed", {}).items()},
         contracts=record.get("contracts", ""),
         repacks_4bit=record.get("repacks_4bit", False),
+        **support,
     )
 
 
@@ -173,18 +235,23 @@ def _of_record(name: str) -> DeviceProfile:
 def _records() -> dict[str, Any]:
     text = resources.files("isotype.precision.devices").joinpath("profiles.json").read_text(encoding="utf-8")
     records: dict[str, Any] = json.loads(text)
-    return records
+    return {
+        key: {"driver_names": [record["title"]], "aliases": [], **record} for key, record in records.items()
+    }
 
 
 @cache
 def _names() -> dict[str, str]:
-    aliases = {alias: name for name, record in _records().items() for alias in record.get("aliases", ())}
-    return {name: name for name in _records()} | aliases
+    """Return the names of all records, without separators: name or alias -> key."""
+    records = _records().items()
+    return {"".join(words_of(name)): key for key, record in records for name in (key, *record["aliases"])}
 
 
 def profile_names() -> tuple[str, ...]:
     """Return the names and aliases of all profiles, sorted."""
-    return tuple(sorted(_names()))
+    return tuple(
+        sorted({*_records(), *(alias for record in _records().values() for alias in record["aliases"])})
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- CPU
@@ -194,26 +261,21 @@ def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn 
     """Return the profile of a CPU. `onednn` is None if torch has no oneDNN: 16-bit matmuls are then slow."""
     reasons = {d: why_not_native(d, dtype_name(d), features, onednn) for d in CPU_INSTRUCTIONS}
     emulated = {dtype: reason for dtype, reason in reasons.items() if reason is not None}
+    support = _support(emulated, flash=frozenset({_F32, _BF16, _F16}))
     table, unlike = contract_table(features, onednn)
-    measured = _named_profile(table)
-    native = frozenset({_F32, _F64, *reasons}) - emulated.keys()
+    measured = _of_record(table)
     return DeviceProfile(
         name="cpu",
         title=features.title,
         kind="cpu",
-        native=native,
-        emulated=emulated,
-        refused={},
         memory_bytes=memory_bytes,
-        peak_flops={},
-        memory_bandwidth=None,
-        flash_attention=frozenset({_F32, _BF16, _F16}),
         present=True,
         source=features.source,
-        speed=measured.speed if native == measured.native and not unlike else {},
+        speed=measured.speed if support["native"] == measured.native and not unlike else {},
         contracts=table,
         unlike=unlike,
         repacks_4bit="avx512_bf16" in (features.flags or ()),
+        **support,
     )
 
 
@@ -239,114 +301,54 @@ def _this_memory() -> int | None:
 
 
 def _accelerator(
-    name: str,
-    kind: DeviceKind,
-    title: str,
-    memory_bytes: int | None,
-    emulated: Mapping[torch.dtype, str],
-    refused: Mapping[torch.dtype, str] = MappingProxyType({}),
-    flash: frozenset[torch.dtype] = frozenset(),
-    capability: tuple[int, int] | None = None,
+    name: str, kind: DeviceKind, title: str, memory_bytes: int, support: Mapping[str, Any]
 ) -> DeviceProfile:
-    """Return a card's profile from `profiles.json`, or else from the properties that the driver returns."""
-    sheets = (key for key, record in _records().items() if title in record["driver_names"])
-    sheet = next(map(_of_record, sheets), None)
-    if sheet is not None and sheet.kind == kind:
-        return replace(
-            sheet,
-            name=name,
-            title=title,
-            memory_bytes=memory_bytes,
-            present=True,
-            source=f"{kind} driver; {sheet.source}",
-        )
-    return DeviceProfile(
-        name=name,
-        title=title,
-        kind=kind,
-        native=frozenset({_F32, _F64, *_HALVES}) - emulated.keys() - refused.keys(),
-        emulated=emulated,
-        refused=refused,
-        memory_bytes=memory_bytes,
-        peak_flops={},
-        memory_bandwidth=None,
-        flash_attention=flash,
-        present=True,
-        source=f"{kind} driver; no data sheet known for this card",
-        capability=capability,
-    )
+    """Return a card's profile. Its rates are those of the record with the driver's name and the nearest memory."""
+    cards = [_of_record(key) for key, record in _records().items() if title in record["driver_names"]]
+    unknown = DeviceProfile(name, title, kind, **support, source="no data sheet known for this card")
+    sheet = min(cards, key=lambda card: abs((card.memory_bytes or 0) - memory_bytes), default=unknown)
+    source = f"{kind} driver; {sheet.source}"
+    here = {"name": name, "title": title, "memory_bytes": memory_bytes, "present": True, "source": source}
+    return replace(sheet, **{**support, **here})
 
 
 def cuda_profile(
-    title: str, memory_bytes: int | None, capability: tuple[int, int], name: str = "cuda"
+    title: str, memory_bytes: int, capability: tuple[int, int], name: str = "cuda"
 ) -> DeviceProfile:
-    """Return the profile of an NVIDIA GPU by its compute capability.
-
-    Source: CUDA C++ Programming Guide, arithmetic instruction throughput by compute capability.
-    """
-    major, minor = capability
-    emulated = {}
-    if major < 8:
-        emulated[_BF16] = f"no bfloat16 tensor cores before compute capability 8.0 (this is {major}.{minor})"
-    if major < 7 and capability not in {(5, 3), (6, 0), (6, 2)}:
-        emulated[_F16] = f"compute capability {major}.{minor} has no fast float16 arithmetic"
-    flash = _HALVES if major >= 8 else frozenset[torch.dtype]()
-    return _accelerator(name, "cuda", title, memory_bytes, emulated, flash=flash, capability=capability)
+    """Return the profile of an NVIDIA GPU by its compute capability."""
+    return _accelerator(name, "cuda", title, memory_bytes, _cuda_support(*capability))
 
 
-def rocm_profile(
-    title: str,
-    memory_bytes: int | None,
-    arch: str,
-    capability: tuple[int, int] | None = None,
-    name: str = "cuda",
-) -> DeviceProfile:
-    """Return the profile of an AMD GPU by its architecture (`"gfx942:sramecc+:xnack-"`).
-
-    CDNA2, RDNA3 and later have matrix instructions.
-    """
-    arch = arch.partition(":")[0]
-    cdna = arch in {"gfx90a", "gfx942", "gfx950"}
-    emulated = {}
-    if not cdna and not re.fullmatch(r"gfx1[12]\d\d", arch):
-        emulated[_BF16] = f"{arch or 'this architecture'} has no full-rate bfloat16 matrix instructions"
-    flash = _HALVES if cdna else frozenset[torch.dtype]()
-    return _accelerator(name, "rocm", title, memory_bytes, emulated, flash=flash, capability=capability)
+def rocm_profile(title: str, memory_bytes: int, arch: str, name: str = "cuda") -> DeviceProfile:
+    """Return the profile of an AMD GPU by its architecture (`"gfx942:sramecc+:xnack-"`)."""
+    return _accelerator(name, "rocm", title, memory_bytes, _rocm_support(arch.partition(":")[0]))
 
 
 def xpu_profile(
-    title: str, memory_bytes: int | None, *, matrix_engine: bool, float64: bool, name: str = "xpu"
+    title: str, memory_bytes: int, *, matrix_engine: bool, float64: bool, name: str = "xpu"
 ) -> DeviceProfile:
     """Return the profile of an Intel GPU: bfloat16 is native with XMX engines."""
     emulated = {} if matrix_engine else {_BF16: "no XMX engines: torch converts bfloat16 in software"}
     refused = {} if float64 else {_F64: "this GPU has no float64 arithmetic"}
-    return _accelerator(name, "xpu", title, memory_bytes, emulated, refused)
+    return _accelerator(name, "xpu", title, memory_bytes, _support(emulated, refused))
 
 
-def mps_profile(title: str, memory_bytes: int | None, name: str = "mps") -> DeviceProfile:
+def mps_profile(
+    title: str, memory_bytes: int | None, name: str = "mps", *, present: bool = True
+) -> DeviceProfile:
     """Return the profile of an Apple GPU by the chip's name (`"Apple M2 Pro"`); M3 and later have bfloat16."""
-    generic = _of_record("mps")
-    chip = re.search(r"\bM(\d+)\b", title)
-    modern = chip is not None and int(chip.group(1)) >= 3
-    return replace(
-        generic,
-        name=name,
-        title=f"{title} GPU",
-        native=generic.native | {_BF16} if modern else generic.native,
-        emulated={} if modern else generic.emulated,
-        memory_bytes=memory_bytes,
-        present=True,
-        source=f"sysctl; {generic.source}",
-    )
+    generic, chip = _of_record("mps"), re.search(r"\bM(\d+)\b", title)
+    emulated = {} if chip is not None and int(chip.group(1)) >= 3 else generic.emulated
+    here: dict[str, Any] = {"name": name, "title": f"{title} GPU", "memory_bytes": memory_bytes}
+    return replace(generic, **_support(emulated, generic.refused), **here, present=present)
 
 
 def _probe_cuda(device: torch.device) -> DeviceProfile:
     index = torch.cuda.current_device() if device.index is None else device.index
     raw = torch.cuda.get_device_properties(index)
-    capability, name = (raw.major, raw.minor), str(device)
     if torch.version.hip:
-        return rocm_profile(raw.name, raw.total_memory, getattr(raw, "gcnArchName", ""), capability, name)
-    return cuda_profile(raw.name, raw.total_memory, capability, name)
+        return rocm_profile(raw.name, raw.total_memory, getattr(raw, "gcnArchName", ""), str(device))
+    return cuda_profile(raw.name, raw.total_memory, (raw.major, raw.minor), str(device))
 
 
 def _probe_xpu(device: torch.device) -> DeviceProfile:
@@ -403,9 +405,11 @@ def device_profile(device: str | torch.device = "auto") -> DeviceProfile:
 
 def _named_profile(name: str) -> DeviceProfile:
     words = words_of(name)
-    for spelling in (name, "".join(words), "-".join(words)):
-        if spelling in _names():
-            return _of_record(_names()[spelling])
+    if key := _names().get("".join(words)):
+        return _of_record(key)
+    if chip := _APPLE.fullmatch("".join(words)):
+        parts = [part for part in chip.groups() if part]
+        return mps_profile(f"Apple {' '.join(parts).title()}", None, "-".join(parts), present=False)
     is_card = not all(_SHARED.fullmatch(word) for word in words)
     cards = [key for key, record in _records().items() if words and _fits(words, key, record, is_card)]
     if len(cards) == 1 and is_card:
@@ -414,20 +418,19 @@ def _named_profile(name: str) -> DeviceProfile:
         headline = "a name of several devices" if len(cards) > 1 else "unknown device"
         fix = f"give one of {', '.join(cards)}"
         raise PrecisionError.of(headline, f"device {name!r}", "the name of one card", fix)
-    fix = did_you_mean(name, _names(), "give one of these names", cutoff=0.5)
-    expected = f"auto, cpu, cuda, cuda:N, mps, xpu, or a profile: {', '.join(profile_names())}"
+    fix = did_you_mean(name, profile_names(), "see docs/devices.md, which lists all names")
+    expected = "auto, cpu, cuda, cuda:N, mps, xpu, or the name of a GPU in docs/devices.md (t4, rtx4090, mi300x, m3-max)"
     raise PrecisionError.of("unknown device", f"device {name!r}", expected, fix)
 
 
 def _absent_device(name: str, kind: str, count: int) -> PrecisionError:
     build = torch.version.cuda or torch.version.hip or "a CPU build"
     counted = f"torch {torch.__version__} ({build}) finds {plural(count, f'{kind} device')}"
-    profile = "h100" if kind == "cuda" else "auto"
     fix = (
         f"use {kind}:{count - 1}"
         if count
         else f"use auto (the CPU if there is no other device), or install a torch built for {kind}; to plan for one with "
-        f"isotype check, name a profile such as {profile}"
+        f"isotype check, name a profile such as {'h100' if kind == 'cuda' else kind}"
     )
     expected = f"a device that torch finds; {counted}"
     return PrecisionError.of("device not in this machine", f"device {name!r}", expected, fix)
@@ -436,23 +439,24 @@ def _absent_device(name: str, kind: str, count: int) -> PrecisionError:
 # ------------------------------------------- names of cards: `rtx-4090`, `4090`, `NVIDIA GeForce RTX 4090`
 
 
+@cache
 def words_of(name: str) -> tuple[str, ...]:
     """Split a card's name into lower-case words without the maker, with the memory as `80g`; () for any other text."""
-    if not _SPELLING.fullmatch(name.lower()):
+    name = name.lower().replace("(r)", "").replace("(tm)", "")
+    if not _SPELLING.fullmatch(name):
         return ()
-    text = _CAPACITY.sub(r"\1g", name.lower()).replace("rtx", "rtx ").replace("gtx", "gtx ")
-    text = _ATTACHED.sub(r"\1 \2", text)
+    text = _CAPACITY.sub(r"\1g", name).replace("rtx", "rtx ").replace("gtx", "gtx ")
+    text = _ATTACHED.sub(r"\1 \2 ", text.replace("mobile", "laptop"))
     return tuple(word for word in _WORDS.findall(text) if word not in _MAKERS)
 
 
 def _fits(words: tuple[str, ...], key: str, record: Mapping[str, Any], is_card: bool) -> bool:
-    if record["kind"] not in _CARDS:
+    if record["kind"] == "cpu":
         return False
-    texts = (key, record["title"], *record["driver_names"], *record.get("aliases", ()))
+    texts = (key, record["title"], *record["driver_names"], *record["aliases"])
     owned = {word for text in texts for word in words_of(text)}
-    if is_card and not owned & _VARIANTS <= set(words):
-        return False
-    return all(word in owned or _is_memory(word, record["memory_gib"]) for word in words)
+    variants = owned & _VARIANTS if is_card else set[str]()
+    return variants <= {*words} and all(w in owned or _is_memory(w, record["memory_gib"]) for w in words)
 
 
 def _is_memory(word: str, gib: float | None) -> bool:

@@ -123,7 +123,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 _USED_MOST: Mapping[str, str] = {
     "dtype": "compute dtype; auto is the checkpoint's dtype, if the device supports it",
     "quantization": "storage of the frozen weights",
-    "device": "a device of this machine (cpu, cuda) or a device profile (t4, a100, h100, mi300x, …)",
+    "device": "a device of this machine (cpu, cuda) or a name in docs/devices.md (t4, rtx4090, h100, mi300x, …)",
     "ranges": "value ranges for float16: measure and cache those of the checkpoint, or use ranges only if already cached",
     "lora_r": "rank of the adapters",
     "lora_alpha": "alpha of the adapters; their scale is alpha / rank",
