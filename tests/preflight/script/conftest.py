@@ -1,0 +1,19 @@
+"""Fixtures of the tests of `isotype run`."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from isotype.preflight.script import diagnosis
+from isotype.trace.live import watch
+
+
+@pytest.fixture(autouse=True)
+def _time_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trace, trial or recording takes too long, however busy this machine is."""
+    monkeypatch.setattr("isotype.cli.run.PREFLIGHT_SECONDS", math.inf)
+    monkeypatch.setattr(watch, "WATCH_SECONDS", math.inf)
+    for limit in ("TRIED_BEFORE", "TRIED_AFTER", "AGAIN_SECONDS", "MENTIONED_FROM"):
+        monkeypatch.setattr(diagnosis, limit, math.inf)
