@@ -127,6 +127,27 @@ def test_folded_layers_hold_what_all_of_them_hold(reshard: bool) -> None:
         assert 0.97 * expected <= sum(kinds.values()) <= slack * expected, phase
 
 
+class Stacked(Attention):
+    """The gradients of the two weights are views of one storage, as those of fused layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = (nn.Parameter(torch.ones(WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + (x @ torch.cat((self.query, self.key)).T).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_gradients_in_one_storage_are_counted_once(devices: int) -> None:
+    model = Model()
+    model.layers = nn.ModuleList(Stacked() for _ in range(LAYERS))
+    trained = WEIGHTS + LAYERS * FLOAT * 2 * WIDTH * WIDTH
+    for layers in ({"fold": True}, {}):
+        after = memory(model, devices=devices, fsdp=2, **layers).phases["optimizer"]
+        assert after["weights"] == after["gradients"] == trained // devices
+
+
 def test_the_groups_are_blocks_a_lone_frozen_embedding_and_the_rest() -> None:
     model = Model()
     groups = groups_of(model)

@@ -145,9 +145,7 @@ def test_a_user_s_own_excepthook_is_called(
 # ------------------------------------------------------------------------------------------------------- arguments
 
 
-def test_arguments_after_the_script_are_the_script_s(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_arguments_after_the_script_are_the_script_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()  # the time limits are those of a user
     script = tmp_path / "train.py"
     script.touch()

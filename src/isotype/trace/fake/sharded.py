@@ -15,15 +15,16 @@ DDP holds all weights, and a copy of every gradient in its buckets (torch/csrc/d
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from isotype.compat.torch import in_backward, tree_leaves
+from isotype.compat.torch import in_backward, storage_of, tree_leaves
 from isotype.model.fold import STANDS_FOR
 from isotype.model.shard import Group, groups_of
 from isotype.records.trace import Setup
@@ -91,14 +92,12 @@ class ProcessMemory:
             parameters = [p for p in group.parameters if integers or p.requires_grad or p.is_floating_point()]
             shards = {id(p): shard_bytes(p, setup.devices) for p in parameters}
             self._shards |= shards
-            sizes = {
-                id(p): shards[id(p)] // p.dtype.itemsize * (reduce or p.dtype).itemsize for p in parameters
-            }
-            reduced = setup.devices * sum(sizes[id(p)] for p in parameters if p.requires_grad)
+            trained = [p for p in parameters if p.requires_grad]
+            sizes = (shards[id(p)] // p.itemsize * (reduce or p.dtype).itemsize for p in trained)
+            reduced = setup.devices * sum(sizes)
             repeats = max((self._repeats[id(p)] for p in parameters), default=1)
-            held = Group(group.module, tuple(parameters), group.reshard)
-            whole = setup.devices * sum(shards.values())
-            self._groups.append(_Gathering(held, repeats, whole, reduced))
+            held = replace(group, parameters=tuple(parameters))
+            self._groups.append(_Gathering(held, repeats, setup.devices * sum(shards.values()), reduced))
 
     def held(self, tensor: torch.Tensor) -> int | None:
         """Return how many bytes of a parameter or buffer a process holds; None if the process holds the whole tensor."""
@@ -126,8 +125,9 @@ class ProcessMemory:
     def gradient(self, parameter: torch.Tensor, repeats: int, module: str) -> None:
         """Count a new gradient of a parameter: the whole gradient for the traced layer, a shard for each represented layer."""
         assert parameter.grad is not None
-        size = parameter.grad.untyped_storage().nbytes()
+        before = self._ledger.alive("gradients")
         self._ledger.count(parameter.grad, "gradients")
+        size = self._ledger.alive("gradients") - before  # 0 if another gradient is a view of the same storage
         self._ledger.add("gradients", (repeats - 1) * self._shards.get(id(parameter), size), module)
 
     def end_backward(self) -> None:
@@ -158,11 +158,9 @@ class ProcessMemory:
     def _leave(self, gathering: _Gathering, _: nn.Module, __: Any, output: Any) -> None:
         if not in_backward():
             self._forwards.append(gathering)
-            if gathering.group.reshard:
-                self._ledger.add("gathered", -gathering.whole)
-                gathering.is_gathered = False
-            else:
-                self._ledger.add("gathered", (gathering.repeats - 1) * gathering.whole)
+            gathering.is_gathered = not gathering.group.reshard
+            kept = gathering.repeats if gathering.is_gathered else 0
+            self._ledger.add("gathered", (kept - 1) * gathering.whole)
             if gathering is self._groups[-1]:
                 self._free_flat()
         for tensor in _differentiable(output):
@@ -198,8 +196,7 @@ class ProcessMemory:
             self._ledger.add("buckets", gathering.reduced - self._reducing)
             self._reducing = gathering.reduced
         at = self._forwards.index(gathering)
-        following = self._forwards[at - 1] if at else None
-        if following is not None and not (following.is_gathered or following.is_prefetched):
+        if at and not ((following := self._forwards[at - 1]).is_gathered or following.is_prefetched):
             self._ledger.add("gathered", following.whole)
             following.is_prefetched = True
 
@@ -213,11 +210,13 @@ class ProcessMemory:
             self._ledger.add("gathered", -repeats * gathering.whole)
             gathering.is_gathered = False
         gradients = [(p, p.grad) for p in gathering.group.parameters if p.grad is not None]
-        self._ledger.add("buckets", -self._reducing)
-        self._reducing = gathering.reduced if gradients else 0
-        self._ledger.add("buckets", self._reducing)
+        reducing = gathering.reduced if gradients else 0
+        self._ledger.add("buckets", reducing - self._reducing)
+        self._reducing = reducing
+        held = Counter[int]()  # gradients can be views of one storage
         for parameter, gradient in gradients:
-            self._ledger.resize(gradient, self._shards[id(parameter)])
+            held[storage_of(gradient)] += self._shards[id(parameter)]
+            self._ledger.resize(gradient, held[storage_of(gradient)])
 
 
 def _differentiable(values: Any) -> Iterator[torch.Tensor]:
