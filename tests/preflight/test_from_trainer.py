@@ -83,6 +83,7 @@ def make(method: str, path: Path, out: Path, **more: Any) -> Any:
         ({"eval_do_concat_batches": False}, 1),
         ({"eval_accumulation_steps": 2}, 2 * 2 / 5),
         ({"prediction_loss_only": True}, 0),
+        ({"use_cache": True}, 2),  # the cache is no prediction
     ],
     ids=lambda value: next(iter(value), "all") if isinstance(value, dict) else "",
 )

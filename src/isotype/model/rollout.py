@@ -12,7 +12,7 @@ import torch
 
 from isotype.records.request import LossOf
 
-_CACHES = ("cache", "past_key_values")
+CACHES = ("cache", "past_key_values")
 """Names of the argument and the output with keys and values: of transformers from 5.24 on, and before."""
 
 
@@ -27,7 +27,7 @@ def rollout(prompts: Mapping[str, torch.Tensor], completion: int) -> LossOf:
 def _generate(model: Any, batch: Mapping[str, torch.Tensor], completion: int) -> torch.Tensor:
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     output = model(**batch, use_cache=True, **last)
-    name = next((name for name in _CACHES if getattr(output, name, None) is not None), "")
+    name = next((name for name in CACHES if getattr(output, name, None) is not None), "")
     cache: Any = getattr(output, name, None) if name else None
     # A folded layer counts the caches of the layers that it represents when it ends. So all caches are counted before a
     # forward computes the activations beside them, here and for the last token.

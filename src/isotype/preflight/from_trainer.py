@@ -19,7 +19,7 @@ from isotype.core.errors import UsageError
 from isotype.core.random_states import random_states_kept
 from isotype.model.loss import loss_of
 from isotype.model.recompute import checkpointing
-from isotype.model.rollout import rollout
+from isotype.model.rollout import CACHES, rollout
 from isotype.model.shard import is_sharded
 from isotype.records.request import LossOf, StepRequest, batches_ahead
 
@@ -118,7 +118,7 @@ def _predictions(trainer: Any, twin: nn.Module, inputs: Any) -> list[Any]:
         outputs = convert_to_fp32(outputs)  # as accelerate does after each forward under autocast
     if not isinstance(outputs, dict):
         return list(outputs[1:])
-    ignored = getattr(getattr(twin, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+    ignored = getattr(getattr(twin, "config", None), "keys_to_ignore_at_inference", CACHES)
     return [value for name, value in outputs.items() if name not in ("loss", *ignored)]
 
 
