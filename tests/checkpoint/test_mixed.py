@@ -21,6 +21,7 @@ from isotype.checkpoint.values import dense_weight
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.cli.main import main
 from isotype.core.errors import PrecisionError
+from isotype.core.formats import FORMATS as RECORDS
 from isotype.model.adapters import add_lora
 from isotype.model.quantized import quantization_state
 from isotype.model.walk import kind_of
@@ -94,6 +95,11 @@ def weight(layer: Any) -> torch.Tensor:
     return dense_weight(layer, torch.float32) if quantized else layer.weight.detach()
 
 
+def _codes(name: str) -> set[str]:
+    """The code books of the layers' formats."""
+    return {RECORDS[form].code for form in ("nf4", *FORMATS[name].values()) if form in RECORDS}
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_layer_holds_what_a_model_all_in_its_format_does(saved: Callable[..., Path], name: str) -> None:
     path = saved(name)
@@ -105,7 +111,7 @@ def test_each_layer_holds_what_a_model_all_in_its_format_does(saved: Callable[..
                 path, isotype.resolve_precision(path, "float32", quantization, "cpu")
             ).named_modules()
         )
-        for each, quantization in (("nf4", "nf4"), ("int8", "int8"), ("float32", None))
+        for each, quantization in (("float32", None), *((code, code) for code in _codes(name)))
     }
     blank = dict(store(skeleton(config_of(open_model(path)), policy), policy).named_modules())
     seen = []
@@ -123,12 +129,14 @@ def test_each_layer_holds_what_a_model_all_in_its_format_does(saved: Callable[..
                 dense = dense.T if name == "gpt2" else dense
                 known = policy.moments_of(module_name)
                 importance = torch.ones(dense.shape[1]) if known is None else known
-                plain_nf4 = weight(others["nf4"][module_name])
+                code = RECORDS[wanted].code
                 before, error = (
                     float(((each - dense).square() * importance).sum())
-                    for each in (plain_nf4, weight(module))
+                    for each in (weight(others[code][module_name]), weight(module))
                 )
-                assert error < before
+                assert error < before, (
+                    f"{module_name} in {wanted} should lose less than a whole model in {code}"
+                )
     assert set(seen) == {"nf4", *FORMATS[name].values()}
     assert isotype.enforce(model, policy) in (None, ())
 

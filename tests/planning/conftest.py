@@ -51,7 +51,8 @@ def step_of(request: StepRequest) -> Trace:
 
 def noted(shapes: list[tuple[int, ...]], request: StepRequest) -> Trace:
     trace = step_of(request)
-    shapes.append(trace.setup.batch["input_ids"])
+    if request.phases:  # else only the weights are counted
+        shapes.append(trace.setup.batch["input_ids"])
     return trace
 
 

@@ -159,9 +159,31 @@ def test_a_training_that_ran_out_of_memory_says_what_fits(
     assert "--gradient_accumulation_steps 8 " in line
 
 
-def test_where_nothing_smaller_fits(config: Path, room: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isotype.planning.from_request.room_of", lambda profile: Room(2**19, "512 KiB"))
-    assert "no smaller settings of this model fit" in advice(command(arguments(config, "--max_length 256")))
+def test_where_nothing_smaller_fits(
+    config: Path, room: None, formula: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isotype.planning.from_request.room_of", lambda profile: Room(2**19, "the limit"))
+    assert advice(command(arguments(config, "--max_length 256"))) == (
+        "out of memory, and no smaller settings fit into 512 KiB (the limit): not traced, because weights and adapters "
+        "alone exceed it: 4.00 MiB in float32, 1.00 MiB in int8, 1.00 MiB in nf4; isotype plan shows what fits on another "
+        "device"
+    )
+    assert formula == []
+
+
+def test_a_check_names_the_settings_that_do_not_fit_either(
+    config: Path, room: None, formula: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of 64 tokens takes 64 KiB of activations beside 1 MiB of weights in 4 or 8 bits."""
+    monkeypatch.setattr("isotype.planning.from_request.room_of", lambda profile: Room(2**20, "the limit"))
+    options, command = parse_options([str(config), "--device", "t4", "--dtype", "float16", "--length", "256"])
+    (finding,) = with_nearest((FINDING,), plan_of(options, command), command)
+    assert finding.fixes == ()
+    assert finding.notes == (
+        "no smaller settings fit into 1.00 MiB (the limit): int8 needs 1.06 MiB for 1 row of 64 tokens; nf4 needs 1.06 MiB "
+        "for 1 row of 64 tokens; not traced, because weights and adapters alone exceed it: 4.00 MiB in float16",
+    )
+    assert sorted(formula) == [(1, 64), (1, 64), (1, 256), (1, 256)]  # no step is traced twice
 
 
 def test_a_check_of_what_does_not_fit_names_what_does(config: Path, room: None) -> None:
@@ -188,4 +210,4 @@ def test_where_other_storage_fits_no_longer_rows_are_traced(
     options, command = parse_options([str(config), "--device", "t4", "--dtype", "float16", "--length", "256"])
     fix = with_nearest((FINDING,), plan_of(options, command), command)[0].fixes[0]
     assert fix.text.startswith("this fits, with quantization int8 instead of None")
-    assert set(formula) == {(1, 256)}
+    assert formula == [(1, 256)] * 2  # int8 and nf4: the weights alone do not fit in float16

@@ -128,10 +128,8 @@ def test_nothing_is_given_up_where_the_weights_alone_do_not_fit(
     assert {row.fits for row in plan.rows} == {False}
     assert min(row.kinds["weights"] for row in plan.rows) > weights
     assert tried == []
-    assert (
-        nearest(replace(parse_request([str(experts), "--device", "a100-80g"], SETTINGS)[0], memory=weights))
-        is None
-    )
+    request, _ = parse_request([str(experts), "--device", "a100-80g"], SETTINGS)
+    assert nearest(replace(request, memory=weights))[0] is None
     assert tried == []
     _plan(experts, _peak(experts) - 1)
     assert tried == ["lighter"]

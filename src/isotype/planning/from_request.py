@@ -116,38 +116,22 @@ def plan(
 
 def plan_of_request(request: PlanRequest) -> Plan:
     """Return the plan for a request. Raises the same errors as `plan`."""
-    defer_compiler()
-    import_uncompiled("bitsandbytes")
-    source = request.step.source
-    checkpoint = open_model(source, request.step.revision)
-    layers = measured_layers(checkpoint)
-    request = replace(request, damages=request.damages or totals(layers), layers=layers)
-    profiles = [device_profile(name) for name in dict.fromkeys(request.devices)]
-    rooms = _rooms(request, profiles)
-    config = config_of(checkpoint)
-    require_complete_gguf(checkpoint)
-    rated = {profile.name: with_rates(profile) for profile in profiles}
-    length = _length(request, config)
-    groups = grouped((profile for profile, _ in rated.values()), runs_alike)
+    searches, rates = searches_of(request)
+    config, profiles = searches[0].config, [device_profile(name) for name in dict.fromkeys(request.devices)]
     rows: dict[str, list[Row]] = {profile.name: [] for profile in profiles}
     chosen: dict[str, Row | None] = {}
-    searches = []
-    micro = _rows_per_device(request, length)
-    for alike in groups.values():
-        of_device = replace(request, step=replace(request.step, device=alike[0].name))
-        search = Search(of_device, config, checkpoint, tuple(alike), rooms, length, micro)
-        searches.append(search)
+    for search in searches:
         for row in search.rows():
             rows[row.device].append(row)
-        for profile in alike:
-            chosen[profile.name] = _chosen(search, rows[profile.name], request.goal)
+        for profile in search.profiles:
+            chosen[profile.name] = chosen_row(search, rows[profile.name], request.goal)
     every = [row for device_rows in rows.values() for row in device_rows]
     if request.longest and not any(chosen.values()) and not is_out_of_reach(every):
-        for given_up, less in lighter(request, config):
-            answer = plan_of_request(replace(less, longest=False))
-            if answer.chosen is not None:
-                note = f"switched off, because nothing fits otherwise: {given_up}"
-                return replace(answer, notes=(note, *answer.notes))
+        less = fitting_lighter(replace(request, longest=False), config)
+        if less is not None and any(row.fits for row in less[2]):
+            answer = plan_of_request(less[1])
+            note = f"switched off, because nothing fits otherwise: {less[0]}"
+            return replace(answer, notes=(note, *answer.notes))
     devices = []
     for profile in profiles:
         device_rows = rows[profile.name]
@@ -159,8 +143,8 @@ def plan_of_request(request: PlanRequest) -> Plan:
                 profile.name,
                 profile.title,
                 profile.memory_bytes,
-                rooms[profile.name].words,
-                rated[profile.name][1],
+                searches[0].rooms[profile.name].words,
+                rates[profile.name],
                 _costs(device_rows, profile),
                 None if pick is None else marked[device_rows.index(pick)],
                 marked,
@@ -169,10 +153,11 @@ def plan_of_request(request: PlanRequest) -> Plan:
         )
     refused = dict.fromkeys(reason for search in searches for reason in search.refused)
     notes = dict.fromkeys(note for search in searches for note in search.notes)
+    length = searches[0].length
     fewer = f"rows of {length} tokens instead of {request.length}: the model has no more positions"
     shortened = [fewer] if request.length and request.length > length else []
     return Plan(
-        source,
+        request.step.source,
         request.step.method,
         _settings(request, notes),
         request.goal,
@@ -180,6 +165,27 @@ def plan_of_request(request: PlanRequest) -> Plan:
         tuple(refused),
         (*notes, *shortened, *_left_out(request)),
     )
+
+
+def searches_of(request: PlanRequest, *, bounded: bool = False) -> tuple[list[Search], dict[str, str]]:
+    """Return a search for each group of devices that run alike, and {device name: source of its rates}."""
+    defer_compiler()
+    import_uncompiled("bitsandbytes")
+    checkpoint = open_model(request.step.source, request.step.revision)
+    layers = measured_layers(checkpoint)
+    request = replace(request, damages=request.damages or totals(layers), layers=layers)
+    profiles = [device_profile(name) for name in dict.fromkeys(request.devices)]
+    rooms = _rooms(request, profiles)
+    config = config_of(checkpoint)
+    require_complete_gguf(checkpoint)
+    rated = [with_rates(profile) for profile in profiles]
+    length = _length(request, config)
+    micro = _rows_per_device(request, length)
+    searches = []
+    for alike in grouped((profile for profile, _ in rated), runs_alike).values():
+        of_device = replace(request, step=replace(request.step, device=alike[0].name))
+        searches.append(Search(of_device, config, checkpoint, tuple(alike), rooms, length, micro, bounded))
+    return searches, {profile.name: source for profile, source in rated}
 
 
 def is_out_of_reach(rows: Sequence[Row]) -> bool:
@@ -261,7 +267,7 @@ def _rows_per_device(request: PlanRequest, length: int) -> int:
     return -(-rows // request.count)
 
 
-def _chosen(search: Search, rows: list[Row], goal: str) -> Row | None:
+def chosen_row(search: Search, rows: list[Row], goal: str) -> Row | None:
     """Return the row that the goal picks.
 
     If no row fits, add a row with the longest length that fits to `rows`, and return it. For the goal `longest`, do so
@@ -322,6 +328,25 @@ def _left_out(request: PlanRequest) -> tuple[str, ...]:
 _EIGHT_BITS = "adamw_bnb_8bit"
 _SHORTER = (512, 256)
 """Lengths of rows, in tokens, that are tried if nothing else fits."""
+
+
+def fitting_lighter(request: PlanRequest, config: Any) -> tuple[str, PlanRequest, list[Row]] | None:
+    """Return the first (settings given up, request) of `lighter` that fits, or else the last, with its rows; None without any."""
+    candidates = list(lighter(request, config))
+    rows: dict[str, list[Row]] = {}
+
+    def fits(candidate: tuple[str, PlanRequest]) -> bool:
+        given_up, less = candidate
+        searches, _ = searches_of(less, bounded=True)
+        rows[given_up] = [row for search in searches for row in search.rows()]
+        return any(row.fits for row in rows[given_up])
+
+    if not candidates:
+        return None
+    # Each request needs less memory than the one before. The first gives up least, and often fits.
+    at = 0 if fits(candidates[0]) else bisect_left(candidates, True, lo=1, key=fits)
+    given_up, less = candidates[min(at, len(candidates) - 1)]
+    return given_up, less, rows[given_up]
 
 
 def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanRequest]]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from isotype.core.errors import IsotypeError
-from isotype.core.names import format_bytes
+from isotype.core.names import format_bytes, plural
 from isotype.core.terminal import printed_command
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING
-from isotype.planning.from_request import is_out_of_reach, plan_of_request
+from isotype.planning.from_request import chosen_row, fitting_lighter, is_out_of_reach, searches_of
 from isotype.planning.record import Row, picked
 from isotype.planning.request import PlanRequest, request_of
+from isotype.planning.search import Search
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.devices.room import room_of
 from isotype.records.finding import Finding, Fix
@@ -21,22 +24,57 @@ from isotype.train.preflight.plan import StepPlan
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
-def nearest(request: PlanRequest) -> Row | None:
-    """Return the first row that fits: with a smaller micro-batch, then with recomputation, other storage or shorter rows."""
-    step = request.step
+def nearest(request: PlanRequest) -> tuple[Row | None, str]:
+    """Return the first row that fits: with a smaller micro-batch, then with recomputation, other storage or shorter rows.
+
+    If no row fits, return None and a clause with the settings that were tried.
+    """
+    step, given_up = request.step, None
     again = replace(step, auto=False, checkpointing=CHECKPOINTING)
-    tries = [again] if step.auto or step.checkpointing == CHECKPOINTING else [step, again]
-    for tried in tries:
-        plan = plan_of_request(replace(request, step=tried, quantize=False, longest=False))
-        if any(row.fits for row in plan.rows):
-            return plan.chosen
-    for longest in (False, True):  # the search for the longest row takes most of the time
-        others = plan_of_request(replace(request, step=again, quantize=True, longest=longest))
-        fits = picked([row for row in others.rows if row.fits], "balanced")
-        if fits is not None or is_out_of_reach(others.rows):
-            return fits
-    shorter = plan_of_request(replace(request, step=again, quantize=False))
-    return shorter.chosen or others.chosen
+    (search,), _ = searches_of(request, bounded=True)
+
+    def rows_with(
+        step: StepPlan, quantize: bool, longest: bool
+    ) -> list[Row]:  # all searches share their traces
+        step = replace(step, device=search.request.step.device)
+        asked = replace(search.request, step=step, quantize=quantize, longest=longest)
+        return list(replace(search, request=asked).rows())
+
+    for tried in [again] if step.auto or step.checkpointing == CHECKPOINTING else [step, again]:
+        if fits := picked(rows_with(tried, quantize=False, longest=False), request.goal):
+            return fits, ""
+    rows = rows_with(again, quantize=True, longest=False)
+    if (fits := picked(rows, "balanced")) or is_out_of_reach(rows):
+        return fits, "" if fits else _clause(search, rows)
+    for quantize in (False, True):  # the search for the longest row takes most of the time
+        rows = rows_with(again, quantize=quantize, longest=True)
+        if (fits := chosen_row(search, rows, request.goal)) is None and not is_out_of_reach(rows):
+            less = replace(request, step=again, quantize=quantize, longest=False)
+            given_up = fitting_lighter(less, search.config)
+            fits = picked(given_up[2], request.goal) if given_up else None
+        if fits is not None:
+            return fits, ""
+    return None, _clause(search, rows, given_up)
+
+
+def _clause(search: Search, rows: Sequence[Row], given_up: Any = None) -> str:
+    """Return the storages of rows that do not fit, and the memory of each. `given_up` is the result of `fitting_lighter`."""
+    tried, untraced = [], []
+    for row in rows:
+        storage = f"{row.storage} {row.sharding}".strip()
+        if traced := search.steps_of(row).traced:
+            (number, tokens), step = min(traced.items(), key=lambda item: item[1].peak)
+            size = f"{plural(number, 'row')} of {tokens:,} tokens"
+            tried.append(f"{storage} needs {format_bytes(step.peak)} for {size}")
+        else:
+            untraced.append(f"{format_bytes(row.peak)} in {storage}")
+    if untraced:
+        tried.append(f"not traced, because weights and adapters alone exceed it: {', '.join(untraced)}")
+    if given_up is not None and given_up[2]:
+        least = min(given_up[2], key=lambda row: row.peak)
+        tried.append(f"{least.storage} without {given_up[0]} needs at least {format_bytes(least.peak)}")
+    limit = next(iter(search.rooms.values()))
+    return f"no smaller settings fit into {limit}: {'; '.join(dict.fromkeys((*tried, *search.refused)))}"
 
 
 def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command) -> tuple[Finding, ...]:
@@ -53,11 +91,11 @@ def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command
     step_rows = max(rows, step.step_rows) * count
     request = PlanRequest(step, command, (step.device,), count=count, at_most=rows, length=step.length)
     try:
-        row = nearest(replace(request, step_rows=step_rows))
+        row, tried = nearest(replace(request, step_rows=step_rows))
     except IsotypeError:
         return findings  # the check has reported this error already
     if row is None:
-        return findings
+        return tuple(replace(f, notes=(*f.notes, tried)) if f.kind == "memory" else f for f in findings)
     words, other = _changes(command, row), row.command
     same = other.rows == command.rows * other.processes // command.processes and not words
     used = f"{format_bytes(row.peak)} are used"
@@ -94,10 +132,10 @@ def advice(command: Command) -> str:
         if profile.kind != "cpu" and profile.memory_bytes:
             # Memory that this process still holds is free for the next process.
             request = replace(request, memory=room_of(profile, all_free=True).size)
-        row = nearest(replace(request, length=request.length or request.step.length))
+        row, tried = nearest(replace(request, length=request.length or request.step.length))
     except IsotypeError as error:
         return f"out of memory; settings that fit could not be searched: {error.headline}"
     if row is None:
-        return "out of memory, and no smaller settings of this model fit: isotype plan shows what fits on another device"
+        return f"out of memory, and {tried}; isotype plan shows what fits on another device"
     used, changes = format_bytes(row.peak), _changes(command, row)
     return f"out of memory; this fits{changes} ({used}):\n{printed_command(row.command.tokens(), indent=4)}"

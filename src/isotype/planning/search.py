@@ -99,6 +99,7 @@ class Search:
         rooms: memory limit of a step for each device name.
         length: tokens of a row.
         micro: rows of an optimizer step on one device.
+        bounded: True to trace no step whose weights and adapters alone exceed the limit. Its row has only their memory.
         refused: storages that cannot be trained, each with the reason.
     """
 
@@ -109,8 +110,10 @@ class Search:
     rooms: Mapping[str, Room]
     length: int
     micro: int
+    bounded: bool = False
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    _planned_by_key: dict[tuple[str | None, int], PlannedStep] = field(default_factory=dict)
     _steps_by_key: dict[tuple[str, str, str], Steps] = field(default_factory=dict)
 
     def rows(self) -> Iterator[Row]:
@@ -137,6 +140,10 @@ class Search:
                         yield from self._sparser_row(steps, profile)
             except NotForeseenError as why:
                 self.refused.append(f"{steps.step.policy.form}, checkpointing {steps.checkpointing}: {why}")
+
+    def steps_of(self, row: Row) -> Steps:
+        """Return the steps with the settings of a row."""
+        return self._steps_by_key[row.storage, row.checkpointing, row.sharding]
 
     def _steps(self, step: PlannedStep, arguments: Mapping[str, Any] | None) -> Steps:
         steps = Steps(step, arguments, self.profiles)
@@ -182,6 +189,7 @@ class Search:
                     base, precision=precision, auto=False, fsdp=fsdp, devices=count, step_rows=self.micro
                 )
                 step = PlannedStep(replace(plan, lora=copy.deepcopy(base.lora)), self.config, policy, ranges)
+                step = self._planned_by_key.setdefault((storage, fsdp), step)
                 try:
                     self._model(step)
                 except (UsageError, CheckpointError) as refusal:
@@ -226,7 +234,7 @@ class Search:
         for row in rows:
             if row.storage != "nf4" or not row.fits or row.checkpointing_value is None:
                 continue
-            steps = self._steps_by_key[row.storage, row.checkpointing, row.sharding]
+            steps = self.steps_of(row)
             if (mixed := self._fitted(steps, row, profile)) is not None:
                 yield mixed
 
@@ -269,7 +277,7 @@ class Search:
 
     def with_length(self, row: Row, length: int) -> Row:
         """Return a row with the same settings but another length in tokens."""
-        steps = self._steps_by_key[row.storage, row.checkpointing, row.sharding]
+        steps = self.steps_of(row)
         profile = next(profile for profile in self.profiles if profile.name == row.device)
         other = replace(self, length=length, request=replace(self.request, longest=False))
         return replace(other._row(steps, profile), longest=row.longest, longest_is_all=row.longest_is_all)
@@ -278,12 +286,15 @@ class Search:
         """Return the row with the largest micro-batch that fits on a device, or with the smallest one if none fits."""
         size = self.rooms[profile.name].size
         assert size is not None
-        rows, fits = self._micro_batch(steps, size)
-        traced = steps.at(rows, self.length)
+        rows, fits, longest, is_all = 1, False, None, False
+        if self.bounded and steps.held.peak > size:
+            traced = steps.held
+        else:
+            rows, fits = self._micro_batch(steps, size)
+            traced = steps.at(rows, self.length)
+            if self.request.longest and self._searches_longest(steps):
+                longest, is_all = self._longest(steps, size)
         accumulation = -(-self.micro // rows)
-        longest, is_all = None, False
-        if self.request.longest and self._searches_longest(steps):
-            longest, is_all = self._longest(steps, size)
         policy = steps.step.policy
         row = Row(
             device=profile.name,
@@ -364,6 +375,8 @@ class Search:
             low = min(near, high)
         elif near >= low:
             high = min(near, high)
+            if steps.at(rows, self.length).fixed > size or measure(low) > size:
+                return 0, False
         while low * 4 < high:  # approach the limit from below: traces of longer rows take long
             if measure(low * 4) > size:
                 high = low * 4

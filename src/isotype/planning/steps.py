@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from isotype.precision.devices.profile import DeviceProfile
-from isotype.records.memory import StepTime
+from isotype.records.memory import MemoryKind, StepTime
 from isotype.records.trace import Trace
 from isotype.rules.kit.costs import step_time
 from isotype.train.preflight.step import PlannedStep
 from isotype.train.run import Choice
+
+_OF_BATCH: tuple[MemoryKind, ...] = ("activations", "inputs", "predictions")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class Traced:
     kinds: Mapping[str, int]
     times: Mapping[str, StepTime | None]
     notes: tuple[str, ...]
+
+    @property
+    def fixed(self) -> int:
+        """Bytes at the peak that do not depend on the batch: weights, adapters, gradients, optimizer states."""
+        return self.peak - sum(self.kinds.get(kind, 0) for kind in _OF_BATCH)
 
 
 @dataclass
@@ -72,6 +80,14 @@ class Steps:
             adapted = getattr(self.step.model(self.arguments)[0], "adapter_notes", ())
             self.traced[key] = _traced(trace, self.profiles, (*trace.notes, *adapted))
         return self.traced[key]
+
+    @cached_property
+    def held(self) -> Traced:
+        """The memory of weights, adapters and buffers: less than that of any step. It needs no trace."""
+        kinds = self.step.held(self.arguments)
+        return Traced(
+            sum(kinds.values()), "load", kinds, {profile.name: None for profile in self.profiles}, ()
+        )
 
     def peak(self, rows: int, tokens: int) -> int:
         """Return the bytes at the step's peak."""

@@ -89,9 +89,17 @@ class PlannedStep:
             model, _ = self.model(None)
             if not getattr(model, "supports_gradient_checkpointing", True):
                 return Choice(None, f"{type(model).__name__} has no gradient checkpointing")
+            if not self.room.holds(self._least):  # then no trace without recomputation is needed
+                least = format_bytes(self._least)
+                return Choice(CHECKPOINTING, f"weights and adapters alone take {least}: {self.room.words}")
             return choose(self._foresee, self.room)
         except IsotypeError as error:
             return Choice(CHECKPOINTING, f"memory without recomputation is unknown: {error.headline}")
+
+    @cached_property
+    def _least(self) -> int:
+        """Bytes of the weights, adapters and buffers, which every step needs, with or without recomputation."""
+        return sum(self.held(None).values())
 
     def model(self, arguments: Mapping[str, Any] | None) -> tuple[Any, tuple[str, ...]]:
         """Return the model on the meta device, and notes on its fused layers."""
@@ -183,7 +191,7 @@ class PlannedStep:
     def alternative(self, choice: Choice) -> str:
         """Describe the cost of the opposite choice (all layers recomputed, or none), or return "" if memory is ample."""
         room = self.room.size
-        if room is None or self.plan.unforeseen:
+        if room is None or self.plan.unforeseen or self._least > room:
             return ""
         every = choice.arguments is None
         try:
@@ -207,6 +215,13 @@ class PlannedStep:
         if key not in self._traces:
             self._traces[key] = self.traced(arguments, rows, tokens)
         return self._traces[key]
+
+    def held(self, arguments: Mapping[str, Any] | None) -> Mapping[str, int]:
+        """Return kind -> bytes of the weights, adapters and buffers, which every step needs. No operator is traced."""
+        request = self.request(arguments, 1, row_length(self.plan, self.config))
+        memory = trace_of(replace(request, phases=(), evaluation=None)).memory
+        kinds = memory.phases[memory.peak_phase or "load"]
+        return {kind: kinds.get(kind, 0) for kind in ("weights", "adapters", "buffers")}
 
     def traced(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> Trace:
         """Trace the step without a cache. Raise NotForeseenError if the step cannot be traced."""
