@@ -357,7 +357,7 @@ def test_named_profiles_are_consistent(name: str) -> None:
 
 
 SERIES = {
-    r"rtx20..(ti)?": 4,
+    r"rtx20..(ti|super)?": 4,
     r"titanrtx|quadrortx\d+": 8,
     r"v100.*|titanv": 8,
     r"gtx1660ti|p100.*": 2,
@@ -366,8 +366,8 @@ SERIES = {
     r"a2|a10|a16|a40|l4|l40s": 4,
     r"a10g|l20|l40": 2,
     r"a30|[ah][18]00(-pcie|-\d+g.*)?|max\d+": 16,
-    r"rx7900xtx?|w7900|strix-halo": 2,
-    r"rx9070xt|r9700": 4,
+    r"rx[67][89]00xtx?|w7900|strix-halo": 2,
+    r"rx9070(xt)?|r9700": 4,
     r"[ab]\d[578]0": 8,
 }
 
@@ -511,6 +511,10 @@ def test_auto_without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         ("max1550", ("Intel Data Center GPU Max 1550",)),
         ("m3-max", ("apple m3 max", "M3 Max", "m3max", "Apple M3 Max GPU")),
         ("m4", ("Apple M4",)),
+        ("rtx5070ti-laptop", ("5070 Ti Laptop", "RTX 5070 Ti Laptop GPU 12GB")),
+        ("rx9070", ("9070", "RX 9070 16GB")),
+        ("h200", ("H200", "h200 sxm", "NVIDIA H200 141GB")),
+        ("h200-nvl", ("H200 NVL",)),
         ("rtx5070ti", ("RTX 5070 Ti", "5070ti", "rtx-5070-ti 16GB", "NVIDIA GeForce RTX 5070 Ti")),
         ("rtx5080", ("RTX 5080", "5080 16gb", "NVIDIA GeForce RTX 5080")),
         ("v100-pcie-32g", ("Tesla V100-PCIE-32GB", "V100 PCIe 32GB")),
@@ -560,6 +564,7 @@ def test_a_name_of_several_cards_lists_them(name: str, candidates: str) -> None:
         "4090 laptop 24gb",
         "5060 super",
         "k80",
+        "rx 7900",
         "apple m30",
         "m3 ultra max",
     ],

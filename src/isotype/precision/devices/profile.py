@@ -46,7 +46,7 @@ _WORDS = re.compile(r"\d+g\b|[a-z]+\d*[a-z]*|\d+[a-z]*")
 # Words of a series or a board, which alone name no card.
 _SHARED = re.compile(r"rtx|gtx|sxm\d*|pcie|hbm\d*\w*|\d+g")
 # Words that, after a number, name another card: an RTX 5070 is no RTX 5070 Ti.
-_VARIANTS = frozenset({"ti", "super", "d", "laptop", "max", "server"})
+_VARIANTS = frozenset({"ti", "super", "d", "laptop", "max", "server", "xt", "xtx"})
 _ATTACHED = re.compile(r"(\d)(ti|super|d|laptop)")
 _APPLE = re.compile(r"(m\d)-?(pro|max|ultra)?")
 # Bounds of the advertised memory over the usable one, in GiB: the driver takes a share of the advertised memory.
