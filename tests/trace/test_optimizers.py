@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from isotype.core.optimizers import OPTIMIZERS, state_bytes, unknown_optimizer
+from isotype.core.optimizers import OPTIMIZERS, make_optimizer, state_bytes, unknown_optimizer
 from isotype.precision.devices.profile import device_profile
 from isotype.records.trace import Setup
 from isotype.trace.fake.code import StepCode
-from isotype.trace.fake.step import make_optimizer, trace_step
+from isotype.trace.fake.step import trace_step
 from tests.small import BF16, FP16, FP32
 
 

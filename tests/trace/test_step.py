@@ -328,6 +328,42 @@ def test_the_state_that_an_optimizer_keeps_stays_in_its_dtype(implementation: di
         optimizer.step()
 
 
+class OfKinds(torch.optim.Optimizer):
+    """Updates matrices and other parameters differently, like many versions of Muon."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        assert all(group.keys() == {"params", "matrices"} for group in groups)
+        super().__init__(groups, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad.mT if group["matrices"] else parameter.grad)
+
+
+class OfRate(torch.optim.SGD):
+    def __init__(self, lr: float, matrices: Any) -> None:
+        super().__init__(matrices, lr=lr)
+
+
+def test_an_optimizer_steps_the_parameters_of_its_groups() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    muon = torch.optim.Muon([model.weight])  # refuses biases
+    matrices, rest = ({"params": [p], "matrices": p.dim() == 2} for p in (model.weight, model.bias))
+    kinds = OfKinds([matrices, rest])
+    torch.optim.lr_scheduler.LambdaLR(muon, lambda _: 1.0)
+    for optimizer, shapes in ((muon, {(WIDTH, WIDTH)}), (kinds, {(WIDTH, WIDTH), (WIDTH,)})):
+        trace = trace_step(StepCode(model, X, optimizer=optimizer), SETUP)
+        assert (trace.failure, trace.notes) == (None, ())
+        updates = (call for call in trace.calls if call.phase == "optimizer")
+        updated = {operand.shape for call in updates for operand in call.operands}
+        assert shapes <= updated
+        assert ((WIDTH,) in shapes) == ((WIDTH,) in updated)
+    trace = trace_step(StepCode(model, X, optimizer=OfRate(0.1, [model.weight])), SETUP)
+    assert trace.failure is None
+    assert "the step of optimizer OfRate is not traced: its constructor raises" in trace.notes[0]
+
+
 def test_an_expert_that_stands_for_tokens_without_one_is_taken_for_another() -> None:
     weights = nn.Parameter(torch.ones(4, WIDTH, WIDTH))
 

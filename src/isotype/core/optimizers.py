@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
+from torch import nn
 
 from isotype.core.arguments import did_you_mean
-from isotype.core.errors import Problem
+from isotype.core.errors import Problem, first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +149,71 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 def learning_rate_of(optimizer: torch.optim.Optimizer) -> float:
     """Return the largest learning rate of an optimizer's parameter groups, before the scheduler changes it."""
     return max(float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
+
+
+_PLAIN = (bool, int, float, str, torch.dtype, type(None))
+"""Types of attributes that `names_instead` copies. Attributes of other types may refer to the optimizer's parameters."""
+
+
+def names_instead(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer for `make_optimizer`; its groups have the names of the model's parameters."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    copy = object.__new__(type(optimizer))
+    vars(copy).update({key: value for key, value in vars(optimizer).items() if isinstance(value, _PLAIN)})
+    vars(copy).update(defaults=optimizer.defaults, state={}, param_groups=[])
+    for group in optimizer.param_groups:
+        held = group.get(_NAMES) or [names[id(p)] for p in group["params"] if id(p) in names]
+        copy.param_groups.append({**group, "params": [], _NAMES: held})
+    return copy
+
+
+_NAMES = "isotype's names"
+"""Key of a parameter group's names. Without parameters, no search of the process takes the copy for a script's optimizer."""
+
+
+def make_optimizer(
+    request: Any, parameters: Sequence[torch.Tensor], learning_rate: float | None, names: Sequence[str] = ()
+) -> Any:
+    """Return an optimizer of `parameters`, or a string that says why its step cannot be traced on fake tensors.
+
+    Args:
+        request: a name, an optimizer whose class and settings are used, or a callable (parameters -> optimizer).
+        parameters: the parameters to optimize.
+        learning_rate: learning rate if `request` is a name; None for the optimizer's default.
+        names: names of the parameters. If `request` has some of them instead of parameters, its groups are used.
+    """
+    if isinstance(request, torch.optim.Optimizer):
+        return _remade(request, parameters, dict(zip(names, parameters, strict=False)))
+    if callable(request):
+        return request(parameters)
+    make = OPTIMIZERS.get(request)
+    if make is None:
+        return f"the step of optimizer {request} is not traced: the optimizer has its own kernels"
+    return make(parameters, **({} if learning_rate is None else {"lr": learning_rate}))
+
+
+def _remade(
+    request: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor]
+) -> Any:
+    kind = type(request)
+    plain = {name: value for name, value in vars(request).items() if isinstance(value, _PLAIN)}
+    accepted = signature(kind.__init__).parameters
+    groups = [
+        # A scheduler adds the initial rate, which a constructor may not expect.
+        {key: value for key, value in group.items() if key not in ("initial_lr", _NAMES)}
+        | {"params": [named[name] for name in group.get(_NAMES, ()) if name in named]}
+        for group in request.param_groups
+    ]
+    arguments: list[Any] = groups if any(group["params"] for group in groups) else [*parameters]
+    if len(groups) == 1 and groups[0].keys() <= {"params", *request.defaults}:
+        arguments = groups[0]["params"] or arguments
+    not_traced = f"the step of optimizer {kind.__name__} is not traced: "
+    closure = signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        return f"{not_traced}the step calls a closure that computes the loss"
+    try:
+        copy = kind(arguments, **{k: v for k, v in (plain | request.defaults).items() if k in accepted})
+    except Exception as error:  # noqa: BLE001 - a constructor of the user's code may take other arguments
+        return f"{not_traced}its constructor raises {first_line(error)}"
+    vars(copy).update(plain)
+    return copy

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from inspect import signature
 from queue import SimpleQueue
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 from isotype.compat.accelerate import is_prepared, mixed_precision
 from isotype.compat.torch import fake_errors_unlogged, no_modes, tree_map
 from isotype.core.dtypes import autocast_dtype
-from isotype.core.optimizers import learning_rate_of, parameters_of
+from isotype.core.optimizers import learning_rate_of, names_instead, parameters_of
 from isotype.model.loss import find_loss, loss_of
 from isotype.preflight.run import run
 from isotype.records.request import DEFAULT_PHASES, LossOf, StepRequest
@@ -88,7 +87,7 @@ def request_of_script(
         device=device or here,
         autocast=autocast or False,
         scaler=scaler,
-        optimizer="adamw" if optimizer is None else _without_parameters(optimizer),
+        optimizer="adamw" if optimizer is None else _of_request(optimizer, model),
         phases=tuple(phases),
         learning_rate=None if optimizer is None else learning_rate_of(optimizer),
         autocast_eval=autocast is not None,
@@ -145,13 +144,15 @@ def _unnoticed() -> Iterator[None]:
         yield
 
 
-def _without_parameters(optimizer: torch.optim.Optimizer) -> Any:
-    """Return an optimizer for a request: a bitsandbytes optimizer's name, else a new optimizer with the same settings."""
-    if type(optimizer).__module__.startswith("bitsandbytes"):
-        return type(optimizer).__name__.lower()  # `check` takes optimizers of bitsandbytes by name
-    parameters = signature(type(optimizer).__init__).parameters
-    options = {name: value for name, value in optimizer.defaults.items() if name in parameters}
-    return type(optimizer)([nn.Parameter(torch.zeros(1))], **options)
+def _of_request(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
+    """Return the optimizer for a request: a bitsandbytes optimizer's name, else a copy without the parameters."""
+    name = type(optimizer).__name__
+    # `check` takes optimizers of bitsandbytes by name.
+    return (
+        name.lower()
+        if type(optimizer).__module__.startswith("bitsandbytes")
+        else names_instead(optimizer, model)
+    )
 
 
 def _helpers(model: nn.Module) -> tuple[torch.optim.Optimizer | None, bool]:

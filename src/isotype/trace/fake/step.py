@@ -27,7 +27,7 @@ from isotype.contracts.contract import contracts_of
 from isotype.contracts.pattern import Spelled
 from isotype.core.errors import first_line
 from isotype.core.names import base_name, grouped
-from isotype.core.optimizers import OPTIMIZERS, state_bytes
+from isotype.core.optimizers import make_optimizer, names_instead, state_bytes
 from isotype.core.source import line_of
 from isotype.model.adapters import unmatched
 from isotype.model.boundary import exponent_by_ranges
@@ -357,8 +357,10 @@ class _Step:
             if self.setup.scaler and self.reached == 0:
                 self._refuse("GradScaler.step", NOTHING_UNSCALED, [("parameter", self._trainable()[0])])
             return
-        request = self.code.optimizer or self.setup.optimizer
-        optimizer = make_optimizer(request, trained, self.setup.learning_rate)
+        request: Any = self.code.optimizer or self.setup.optimizer
+        if isinstance(request, torch.optim.Optimizer):
+            request = names_instead(request, self.code.model)
+        optimizer = make_optimizer(request, trained, self.setup.learning_rate, [name for name, _ in named])
         ledger = self.recorder.ledger
         if isinstance(optimizer, str):
             self.notes.append(optimizer)
@@ -435,35 +437,3 @@ def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         and value.layout is torch.strided
         and (value.numel() <= LIMIT or value.dim() >= _OF_TILES or not value.is_floating_point())
     }
-
-
-_PLAIN = (bool, int, float, str, torch.dtype, type(None))
-"""Types of attributes that `make_optimizer` copies. Attributes of other types may refer to the optimizer's parameters."""
-
-
-def make_optimizer(request: Any, parameters: Sequence[torch.Tensor], learning_rate: float | None) -> Any:
-    """Return an optimizer of `parameters`, or a string that says why its step cannot be traced on fake tensors.
-
-    Args:
-        request: a name, an optimizer whose class and defaults are used, or a callable (parameters -> optimizer).
-        parameters: the parameters to optimize.
-        learning_rate: learning rate if `request` is a name; None for the optimizer's default.
-    """
-    if isinstance(request, torch.optim.Optimizer):
-        kind = type(request)
-        closure = inspect.signature(kind.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            return f"the step of optimizer {kind.__name__} is not traced: the step calls a closure that computes the loss"
-        plain = {name: value for name, value in vars(request).items() if isinstance(value, _PLAIN)}
-        names = inspect.signature(kind.__init__).parameters
-        copy = kind(
-            parameters, **{name: v for name, v in (plain | request.defaults).items() if name in names}
-        )
-        vars(copy).update(plain)
-        return copy
-    if callable(request):
-        return request(parameters)
-    make = OPTIMIZERS.get(request)
-    if make is None:
-        return f"the step of optimizer {request} is not traced: the optimizer has its own kernels"
-    return make(parameters, **({} if learning_rate is None else {"lr": learning_rate}))

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
 
 from isotype.compat.torch import UncompiledMode, put_under, storage_of, take_out, tree_leaves
 from isotype.core.operators import ADDS_IN_PLACE, operator_name
@@ -107,15 +108,16 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._report, self._reported = report, False
         self._weights: list[torch.Tensor] = []
-        self._handle: Any = None
+        self._handles: list[Any] = []
 
     def stepped(self, models: Sequence[nn.Module]) -> None:
-        """After an optimizer step for these models, watch until the next forward."""
+        """After an optimizer step for these models, watch until the next forward or the step of another optimizer."""
         self.detach()
         if not self._reported:
             self._weights = [weight for model in models for weight in model.parameters()]
             put_under(self)
-            self._handle = modules.register_module_forward_pre_hook(lambda *_: self.detach())
+            begins = (modules.register_module_forward_pre_hook, optimizers.register_optimizer_step_pre_hook)
+            self._handles = [register(lambda *_: self.detach()) for register in begins]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -138,10 +140,11 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
         """End the watch."""
-        if self._handle is not None:
+        if self._handles:
             take_out(self)
-            self._handle.remove()
-            self._handle, self._weights = None, []
+            for handle in self._handles:
+                handle.remove()
+            self._handles, self._weights = [], []
 
 
 def _product(weight: nn.Parameter) -> torch.Tensor:
