@@ -264,6 +264,12 @@ def unshard(model: nn.Module) -> bool:
     return bool(sharded)
 
 
+def sharded_policy(module: nn.Module) -> Any:
+    """Return the `MixedPrecisionPolicy` of a module that FSDP2 has sharded; None for other modules."""
+    hooks = (getattr(hook, "__self__", None) for hook in forward_pre_hooks(module).values())
+    return next((hook._mp_policy for hook in hooks if hasattr(hook, "_mp_policy")), None)
+
+
 def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Return (device, dtype, non_blocking, memory format) from the arguments of a `Tensor.to` call."""
     return tuple(torch._C._nn._parse_to(*args, **kwargs))

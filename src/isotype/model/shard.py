@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.torch import sharded_policy
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.walk import blocks_in, kind_of, places
@@ -36,6 +37,26 @@ def is_gathered(module: nn.Module) -> bool:
     """Return whether FSDP2 gathers this module's parameters before its forward."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded before it is imported
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def gathered_by(model: nn.Module) -> dict[str, tuple[Any, list[str]]]:
+    """Return the `MixedPrecisionPolicy` of each module that FSDP2 has sharded, and the names of its own parameters.
+
+    Parameters that FSDP2 ignores are left out.
+    """
+    groups = {n: (sharded_policy(m), list[str]()) for n, m in model.named_modules() if is_gathered(m)}
+    for name, parameter in model.named_parameters() if groups else ():
+        parts = name.split(".")
+        outer = (".".join(parts[:end]) for end in reversed(range(len(parts))))
+        if is_sharded(parameter) and parameter.is_floating_point():
+            next(groups[module] for module in outer if module in groups)[1].append(name)
+    return groups
+
+
+def gathered_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtype in which FSDP2 gathers each parameter, by name, if its policy sets one."""
+    groups = gathered_by(model).values()
+    return {name: policy.param_dtype for policy, names in groups for name in names if policy.param_dtype}
 
 
 def free_gathered(model: nn.Module) -> None:

@@ -88,7 +88,7 @@ def _computes(weight: Weight) -> bool:
 def _computed_in(weight: Weight) -> torch.dtype:
     if weight.kind == "linear4bit" and weight.quantization is not None:
         return weight.quantization.compute or torch.float32
-    return weight.dtype
+    return weight.gathered or weight.dtype
 
 
 def _around(module: str) -> tuple[str, ...]:

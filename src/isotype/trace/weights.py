@@ -19,6 +19,7 @@ from isotype.model.experts.stack import QuantizedStack, held_stack
 from isotype.model.finite import all_finite
 from isotype.model.fold import repeats_of
 from isotype.model.quantized import quantization_state, repacking, row_scales
+from isotype.model.shard import gathered_dtypes, local
 from isotype.model.walk import Place, kind_of, places
 from isotype.precision.policy import is_pinned
 from isotype.records.memory import MemoryKind
@@ -37,7 +38,7 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
 
 def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
     """Return each parameter and buffer of `model` once, with its record. `Weight.tied` lists the other names of a tensor."""
-    pinned = _pinned_patterns(model)
+    pinned, gathered = _pinned_patterns(model), gathered_dtypes(model)
     # Each tensor is kept alive: another new tensor of a container could get its id.
     rows: dict[int, tuple[torch.Tensor, Weight]] = {}
     repeats = repeats_of(model)
@@ -67,6 +68,7 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
                 largest=largest,
                 median_magnitude=median_magnitude,
                 exact_in=None if buffer else _exact_in(tensor),
+                gathered=gathered.get(f"{place.name}.{name}".lstrip(".")),
                 # Adapters that were added later do not take the attribute of the base model.
                 set_on=None if buffer or place.adapter else next(misspelt, None) or set_on.get(place.name),
             )
@@ -79,13 +81,14 @@ def unread_weights(model: nn.Module) -> Iterator[Weight]:
 
     Buffers are left out, and so are the parameters of lazy layers, which have no shape yet.
     """
-    pinned = _pinned_patterns(model)
+    pinned, gathered = _pinned_patterns(model), gathered_dtypes(model)
     seen: dict[int, torch.Tensor] = {}
     for place in places(model):
         for name, parameter in place.module.named_parameters(recurse=False):
             if id(parameter) not in seen and not isinstance(parameter, UninitializedParameter):
                 seen[id(parameter)] = parameter
-                yield _row(place, name, parameter, pinned)
+                row = _row(place, name, parameter, pinned)
+                yield replace(row, gathered=gathered.get(f"{place.name}.{name}".lstrip(".")))
 
 
 def _row(place: Place, name: str, tensor: torch.Tensor, pinned: Sequence[str]) -> Weight:
@@ -178,24 +181,24 @@ def _magnitudes(tensor: torch.Tensor) -> tuple[float | None, float | None]:
     The largest value is NaN if the parameter, or a constant of a quantized parameter, is not finite. The median is
     computed only for trainable parameters of at most `_MOST_ELEMENTS` elements.
     """
-    if not _has_values(tensor) or not tensor.numel():
+    values = local(tensor.detach())
+    if not _has_values(values) or not values.numel():
         return None, None
     if getattr(tensor, "quant_state", None) is not None or getattr(tensor, "SCB", None) is not None:
         return (None if all_finite([tensor]) else math.nan), None
     if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return None, None
     with one_thread(tensor.numel() <= SMALL):
-        least, most = map(float, torch.aminmax(tensor.detach()))  # one pass without allocations
+        least, most = map(float, torch.aminmax(values))  # one pass without allocations
         largest = math.nan if math.isnan(least) or math.isnan(most) else max(abs(least), abs(most))
-        if not tensor.requires_grad or tensor.numel() > _MOST_ELEMENTS:
+        if not tensor.requires_grad or values.numel() > _MOST_ELEMENTS:
             return largest, None
-        values = tensor.detach().abs()
-        nonzero = values[values > 0]
+        nonzero = (values := values.abs())[values > 0]
         return largest, float(nonzero.float().median()) if nonzero.numel() else None
 
 
 def _exact_in(tensor: torch.Tensor) -> torch.dtype | None:
-    if tensor.dtype != torch.float32 or not _has_values(tensor) or not 0 < tensor.numel() <= _MOST_ELEMENTS:
+    values = local(tensor.detach())
+    if values.dtype != torch.float32 or not _has_values(values) or not 0 < values.numel() <= _MOST_ELEMENTS:
         return None
-    values = tensor.detach()
     return next((half for half in HALVES if torch.equal(values.to(half).float(), values)), None)

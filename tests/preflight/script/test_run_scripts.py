@@ -497,3 +497,11 @@ def test_adapters_that_the_backward_computes_without_are_named_after_the_first_s
 def test_the_line_that_calls_a_layer_is_named(runs: Runs) -> None:  # huggingface/diffusers #4619
     _, _, err = runs("with torch.no_grad(): nn.Conv2d(3, 4, 2)(torch.ones(1, 3, 4, 4).half())\n")
     assert re.search(r"--> the model   torch.conv2d   generate   \S*train.py:\d+\n", err)
+
+
+def test_a_function_that_refuses_16_bits_outside_of_the_model_is_named(runs: Runs) -> None:
+    """huggingface/trl #3666: `torch.quantile` raises before it runs an operator."""
+    script = "model = Net()\nlogits = model(ids, ids)[0]\ntorch.quantile(logits.detach(), 0.2)\n"
+    err = runs(script, "--no-preflight")[2]
+    assert "error[IST109]: torch.quantile has no kernel for bfloat16" in err
+    assert re.search(r"help   cast the operands to float32 at train.py:\d+", err)

@@ -22,7 +22,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import first_line
 from isotype.core.names import format_bytes, named, plural
 from isotype.core.source import condition_at, line_of
-from isotype.model.shard import is_gathered
+from isotype.model.shard import free_gathered
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
 from isotype.preflight.script.ahead import (
@@ -413,7 +413,7 @@ class Diagnosis:
         trace = self.watch.trace(setup, failure)
         recorder = self.watch.recorder
         if recorder is not None and recorder.gathered is not None:
-            weights = (w if w.buffer else replace(w, dtype=recorder.gathered) for w in trace.weights)
+            weights = (w if w.buffer else replace(w, gathered=recorder.gathered) for w in trace.weights)
             trace = replace(trace, weights=tuple(weights))
         # Without the failure, whose finding would only repeat the traceback.
         live = [finding for finding in judge(replace(trace, failure=None)) if finding.severity == "error"]
@@ -434,15 +434,15 @@ class Diagnosis:
 
     def _traced_again(self, trains: bool = False) -> Report | None:
         """Trace the step again on fake tensors, try the fixes, and return the report; None if this is not possible."""
-        # A trace on fake tensors leaves out the casts of FSDP2, and a crash leaves FSDP2's gathered parameters behind.
         model = self.watch.model
-        if model is None or self._request is None or any(map(is_gathered, model.modules())):
+        if model is None or self._request is None:
             return None
         request = self._request(model)
         # The request may be for an evaluation before the training; if a backward raised, a training step is traced.
         phases = DEFAULT_PHASES if trains else request.phases
         request = replace(request, phases=(*phases, "generate"))
         try:
+            free_gathered(model)  # a crash leaves them behind
             with self._working("tracing the step again, and trying the fixes"):
                 return look_ahead(request, TRIED_AFTER, AGAIN_SECONDS)
         except Exception as error:  # noqa: BLE001 - the script's error was shown; this is one more line

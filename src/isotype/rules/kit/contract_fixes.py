@@ -22,7 +22,7 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
     blamed = group.weights(trace)
     yield from _adapter_fixes(trace, group)
     if group.cause.kind == "parameter" and blamed:
-        yield from _parameter_fixes(trace, blamed, expected)
+        yield from _parameter_fixes(trace, group, blamed, expected)
     if group.cause.kind in ("buffer", "attribute"):
         what = "the buffer" if group.cause.kind == "buffer" else "the unregistered tensor"
         exact = blamed and all(_keeps_digits(weight, expected) for weight in blamed)
@@ -121,7 +121,7 @@ def _adapted(module: str, modules: Mapping[str, str]) -> str:
     return next((name for name in around if f"{name}.base_layer" in modules), module.rpartition(".")[0])
 
 
-def _parameter_fixes(trace: Trace, blamed: Sequence[Weight], expected: str) -> Iterator[Fix]:
+def _parameter_fixes(trace: Trace, group: Group, blamed: Sequence[Weight], expected: str) -> Iterator[Fix]:
     # A layer's weight and bias belong together: a layer with only one of them cast accepts no dtype.
     places = {(weight.module, weight.dtype) for weight in blamed if weight.module}
     others = (w for w in trace.weights if (w.module, w.dtype) in places and not w.buffer)
@@ -136,7 +136,7 @@ def _parameter_fixes(trace: Trace, blamed: Sequence[Weight], expected: str) -> I
         yield cast
     if all(weight.kind == "norm" for weight in weights):
         yield fix(f"return each {first.module_class}'s output in {expected}", "output", modules, expected)
-    elif all(modules):
+    elif all(modules) and (group.refused != "dtype" or _runs_in(group, modules)):
         what = listed(modules, 2)
         if (len(modules) > 1 or "*" in what) and len({weight.module_class for weight in weights}) == 1:
             what = f"each {first.module_class} of {what}"
@@ -144,6 +144,11 @@ def _parameter_fixes(trace: Trace, blamed: Sequence[Weight], expected: str) -> I
         yield fix(text, "boundary", modules, f"compute:{expected}")
     if not lossless:
         yield cast
+
+
+def _runs_in(group: Group, modules: Sequence[str]) -> bool:
+    """Return whether one of `modules` runs a call of the group. Outside of them, their outputs keep their dtype."""
+    return any(call.module and starred(call.module) in map(starred, modules) for call in group.calls)
 
 
 def _keeps_digits(weight: Weight, expected: str) -> bool:

@@ -56,7 +56,7 @@ from isotype.trace.fake.code import (
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.sharded import ProcessMemory
-from isotype.trace.fake.twin import fake_inputs, fake_mode, twin_of
+from isotype.trace.fake.twin import fake_inputs, fake_mode, free_gathered, twin_of
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.fake.values import LIMIT
 from isotype.trace.sides import sides_of
@@ -104,14 +104,16 @@ def trace_step(
     recorder.deadline = deadline
     recorder.register_real(model, twin, tensors_of_loss(code.loss))
     step = _Step(code, twin, setup, recorder)
-    recorder.sides = sides_of(setup, (weight for _, weight in step.weights), recorder.inputs.values())
     real = weights_of(model) if code.weights is None else code.weights
+    weights = _with_history([weight for _, weight in step.weights], real, {})
+    recorder.sides = sides_of(setup, weights, recorder.inputs.values())
     if enough is not None:
         step.enough = lambda: enough(_trace_so_far(step, real))
     try:
         with surroundings(), fp8_kernels_replaced(setup.profile.runs_fp8):
             failure = step.run()
     finally:
+        free_gathered(twin)
         untouched.restore()
     return replace(_trace_so_far(step, real), failure=failure, left=untouched.left)
 
@@ -168,7 +170,8 @@ def _with_history(
     for weight in faked:
         was, values = before.get(weight.name, weight.dtype), by_name.get(weight.name, weight)
         row = replace(weight, largest=values.largest, median_magnitude=values.median_magnitude)
-        rows.append(replace(row, exact_in=values.exact_in, was=None if was == weight.dtype else was))
+        row = replace(row, exact_in=values.exact_in, gathered=values.gathered)
+        rows.append(replace(row, was=None if was == weight.dtype else was))
     return tuple(rows)
 
 
@@ -312,6 +315,7 @@ class _Step:
         # torch.autograd.backward would suspend the function mode during recomputation: call the engine itself.
         gradient = (torch.ones_like(scaled),)
         run_backward((scaled,), gradient, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        free_gathered(self.twin)
         self.process.end_backward()
         if self.setup.accumulates > 1:
             self.gradient_bytes = self.recorder.ledger.alive("gradients")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from isotype.compat.bitsandbytes import give_quantized_class
 from isotype.compat.torch import (
+    PARAMETERS,
     TENSOR_DATA,
     FakeTensor,
     FakeTensorMode,
@@ -25,10 +27,14 @@ from isotype.compat.torch import (
     tree_map,
     unshard,
     without_dispatch,
+    without_modes,
 )
+from isotype.model.shard import gathered_by
 from isotype.model.walk import copied, empty_copies, fill_copies, kind_of
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.devices.simulated import SimulatedMode
+from isotype.records.trace import Origin
+from isotype.trace.recorder import ORIGIN
 
 _CPU = torch.device("cpu")
 
@@ -92,6 +98,7 @@ def twin_of(model: nn.Module, mode: FakeTensorMode, shared: Iterable[Any] = ()) 
         fill_copies(model, memo)
     twin: nn.Module = memo[id(model)]
     if unshard(twin):
+        _gather_in_dtypes(model, twin)
         # The parameters are whole again: give them the classes that they had before they were sharded.
         for module in twin.modules():
             if kind_of(module) in ("linear4bit", "linear8bit"):
@@ -167,3 +174,68 @@ class _FakeCopies(TorchFunctionMode):
         if func == TENSOR_DATA and not isinstance(args[0], FakeTensor):
             return self._fakes.of(args[0])  # a parameter's `__deepcopy__` clones its `data`
         return func(*args, **(kwargs or {}))
+
+
+_SHARDED = "_isotype_sharded"
+"""A gathered parameter stores the parameter that it was gathered from in this attribute."""
+
+
+class _Gathering(torch.autograd.Function):
+    """Gathers a parameter in another dtype. FSDP2's own copies are not recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtype = parameter.dtype
+        with without_modes():
+            return torch.empty_like(parameter, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient.to(ctx.dtype), None
+
+
+def _gather_in_dtypes(model: nn.Module, twin: nn.Module) -> None:
+    """Add hooks to a twin that cast parameters, inputs and outputs of modules as FSDP2 does in `model`."""
+    for group, (policy, names) in gathered_by(model).items():
+        rows = [(twin.get_submodule(name.rpartition(".")[0]), name) for name in names]
+
+        def before(_: Any, args: Any, kwargs: Any, policy: Any = policy, rows: Any = rows) -> Any:
+            dtype = policy.param_dtype
+            for module, name in rows if dtype is not None else ():
+                own = name.rpartition(".")[2]
+                parameter = getattr(getattr(module, own), _SHARDED, getattr(module, own))
+                if parameter.dtype != dtype:
+                    whole = _Gathering.apply(parameter, dtype)  # type: ignore[no-untyped-call]
+                    setattr(whole, _SHARDED, parameter)
+                    setattr(whole, ORIGIN, Origin("parameter", dtype, name))
+                    getattr(module, PARAMETERS)[own] = whole
+            if dtype is None or not policy.cast_forward_inputs:
+                return None
+            return _cast_floats((args, kwargs), dtype, "param_dtype")
+
+        def after(_: Any, args: Any, output: Any, dtype: torch.dtype | None = policy.output_dtype) -> Any:
+            return output if dtype is None else _cast_floats(output, dtype, "output_dtype")
+
+        module = twin.get_submodule(group)
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        module.register_forward_hook(after)
+
+
+def free_gathered(twin: nn.Module) -> None:
+    """Give all modules of a twin the parameters that were gathered in another dtype."""
+    for module in twin.modules():
+        parameters = getattr(module, PARAMETERS)
+        for name, parameter in parameters.items():
+            parameters[name] = getattr(parameter, _SHARDED, parameter)
+
+
+def _cast_floats(values: Any, dtype: torch.dtype, option: str) -> Any:
+    def cast(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.dtype == dtype:
+            return leaf
+        result = leaf.to(dtype)
+        origin = replace(getattr(result, ORIGIN), kind="operator", name=f"FSDP's {option}", module="")
+        setattr(result, ORIGIN, origin)
+        return result
+
+    return tree_map(cast, values)

@@ -34,6 +34,7 @@ from isotype.records.finding import in_library
 from isotype.records.memory import Phase
 from isotype.records.trace import CASTS, FLOATS, HALVES, UNSAFE, Breach, Call, Origin, Weight
 from isotype.trace.fake.code import named_tensors
+from isotype.trace.fake.recorder import is_about_dtypes
 from isotype.trace.recorder import ORIGIN, Recorder
 from isotype.trace.taken import DTYPE
 from isotype.trace.weights import memory_kind, state_tensors, tensors_and_weights
@@ -172,7 +173,8 @@ class LiveRecorder(Recorder):
 
     def _refused(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
         tensors = given_tensors(args, kwargs)
-        if len({tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}) < 2:
+        floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
+        if len(floats) < 2 and not (floats.intersection(HALVES) and is_about_dtypes(error)):
             return
         self.note(f"torch.{getattr(func, '__name__', func)}", tensors, Breach(first_line(error), False, None))
         self.failed, self.failure_text = self.calls[-1], str(error)

@@ -1,0 +1,69 @@
+"""Tests of FSDP2's mixed precision in a trace: pytorch/pytorch #143900, #146114; huggingface/accelerate #3979."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import isotype
+from isotype.compat.torch import fake_process_group
+from isotype.report.check.report import Report
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Net(nn.Module):
+    """Two groups of FSDP2: `body` and the rest. The kernel is a buffer, which FSDP2 does not cast."""
+
+    def __init__(self, kernel: torch.dtype | None) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 2)
+        self.register_buffer("kernel", None if kernel is None else torch.ones(8, 8, dtype=kernel))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        return self.head(x if self.kernel is None else x @ self.kernel)
+
+
+def checked(kernel: torch.dtype | None, weights: torch.dtype = FP32, **policy: Any) -> Report:
+    model = Net(kernel).to(weights) if kernel is None else Net(kernel)
+    casts = MixedPrecisionPolicy(**policy)
+    with fake_process_group(1) as mesh:
+        fully_shard(model.body, mesh=mesh, mp_policy=casts)
+        fully_shard(model, mesh=mesh, mp_policy=casts)
+        return isotype.check(model, {"x": torch.ones(2, 8)}, device="h100", learning_rate=1e-5)
+
+
+def test_weights_and_inputs_are_gathered_in_the_dtype_of_the_policy() -> None:
+    report = checked(BF16, param_dtype=BF16)
+    assert not report.findings
+    assert report.flops == {BF16: report.flops[BF16]}
+    assert all(weight.dtype == FP32 for weight in report.trace.weights if not weight.buffer)
+
+
+def test_a_buffer_keeps_its_dtype() -> None:
+    (finding,) = checked(FP32, param_dtype=BF16).errors
+    assert (finding.module, finding.cause) == ("", "the buffer kernel is float32")
+    assert any("buffer kernel to bfloat16" in fix.description and fix.verified for fix in finding.fixes)
+
+
+def test_masters_are_stored_in_the_dtype_of_the_parameters() -> None:
+    (finding,) = checked(None, BF16, param_dtype=BF16, reduce_dtype=FP32).findings
+    assert finding.code == "IST801"
+    assert finding.fixes[0].verified
+
+
+@pytest.mark.parametrize(
+    "policy", [{"param_dtype": BF16, "cast_forward_inputs": False}, {"output_dtype": BF16}]
+)
+def test_inputs_and_outputs_are_cast_as_the_policy_says(policy: dict[str, Any]) -> None:
+    (finding,) = checked(None, **policy).errors
+    assert finding.code == "IST101"
+    assert finding.cause.startswith(
+        "FSDP's output_dtype returns bfloat16" if "output_dtype" in policy else "the input x"
+    )
