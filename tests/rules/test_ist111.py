@@ -89,3 +89,68 @@ def test_what_runs_is_silent(ending: Callable[[torch.Tensor], torch.Tensor]) -> 
     assert found(RULE, trace) == []
     assert trace.failure is None
     assert Ending(ending)(X["x"]).dtype == FP32
+
+
+class Looked(nn.Module):
+    """Functions that need integers or a mask, called with a float input `at` of ones, `[2]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3)
+
+    def forward(self, at: torch.Tensor) -> torch.Tensor:
+        return torch.stack([call(self.table.weight, at).sum() for call in FLOATS.values()]).sum()
+
+
+FLOATS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "index": lambda t, at: t[at],
+    "index_put": lambda t, at: t.index_put((at,), t[:2]),
+    "index_select": lambda t, at: t.index_select(0, at),
+    "gather": lambda t, at: t.gather(0, at[None]),
+    "take": lambda t, at: t.take(at),
+    "take_along_dim": lambda t, at: torch.take_along_dim(t[:, :2], at[None], 0),
+    "put": lambda t, at: t.put(at, t[0, :2]),
+    "scatter": lambda t, at: t.scatter(0, at[None], 1.0),
+    "scatter_add": lambda t, at: t.scatter_add(0, at[None], t[:1]),
+    "index_add": lambda t, at: t.index_add(0, at, t[:2]),
+    "index_copy": lambda t, at: t.index_copy(0, at, t[:2]),
+    "index_fill": lambda t, at: t.index_fill(0, at, 1.0),
+    "index_reduce": lambda t, at: t.index_reduce(0, at, t[:2], "amax"),
+    "embedding": lambda t, at: F.embedding(at, t),
+    "_embedding_bag": lambda t, at: F.embedding_bag(at[None], t),
+    "one_hot": lambda t, at: F.one_hot(at, 3) * t[:2],
+    "nll_loss_forward": lambda t, at: F.cross_entropy(t[:2], at),
+    "nll_loss2d_forward": lambda t, at: F.nll_loss(t[:2, :, None, None], at[:, None, None]),
+    "multi_margin_loss": lambda t, at: F.multi_margin_loss(t[:2], at),
+    "masked_fill": lambda t, at: t[:2].masked_fill(at[:, None], 0.0),
+    "masked_scatter": lambda t, at: t[:2].masked_scatter(at[:, None], t),
+    "masked_select": lambda t, at: t[:2].masked_select(at[:, None]),
+    "where": lambda t, at: torch.where(at[:, None], t[:2], 0.0),
+}  # fmt: skip
+
+
+def test_floats_in_place_of_integers() -> None:
+    """deepspeedai/DeepSpeed #5701, QwenLM/Qwen3 #44: a library casts the token ids together with the batch."""
+    trace = traced(Looked(), {"at": torch.ones(2)}, phases=("forward",))
+    messages = {}
+    for call in trace.breaches():
+        messages.setdefault(
+            call.op.split(".")[1].removesuffix("_"), call.breach.message if call.breach else ""
+        )
+    for name, function in FLOATS.items():
+        with pytest.raises((RuntimeError, IndexError)) as raised:
+            function(torch.ones(4, 3), torch.ones(2))
+        assert str(raised.value).startswith(messages[name]), name
+    (finding,) = found(RULE, trace)
+    assert (finding.cause, finding.fixes[0].description) == ("the input at is float32", "pass at in int64")
+
+
+def test_token_ids_in_16_bits() -> None:
+    (finding,) = found(
+        RULE, traced(Looked(), {"at": torch.ones(2, dtype=torch.bfloat16)}, phases=("forward",))
+    )
+    assert finding.fixes[0].description == "pass at in int64: bfloat16 rounds numbers above 256"
+
+
+def test_floats_that_may_be_labels_are_silent() -> None:
+    assert not found(RULE, traced(Ending(lambda h: F.cross_entropy(h, h.detach().softmax(-1))), X))

@@ -266,8 +266,8 @@ def unshard(model: nn.Module) -> bool:
 
 def sharded_policy(module: nn.Module) -> Any:
     """Return the `MixedPrecisionPolicy` of a module that FSDP2 has sharded; None for other modules."""
-    hooks = (getattr(hook, "__self__", None) for hook in forward_pre_hooks(module).values())
-    return next((hook._mp_policy for hook in hooks if hasattr(hook, "_mp_policy")), None)
+    states: Iterator[Any] = (getattr(hook, "__self__", None) for hook in forward_pre_hooks(module).values())
+    return next((state._mp_policy for state in states if hasattr(state, "_mp_policy")), None)
 
 
 def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import torch
 
 from isotype.compat.torch import VARLEN_ATTENTION
 from isotype.contracts.pattern import CORRUPTS, Spelled, fill, letters_in
+from isotype.core.operators import float_indices
 from isotype.records.trace import NO_ATTENTION_KERNEL
 
 GPUS = frozenset({"cuda", "rocm", "xpu", "mps"})
@@ -370,14 +371,40 @@ _BOOL_MINUS = (
 )
 
 
+_NOT_FLOAT = {
+    "tensors used as indices must be long, int, byte or bool tensors": ("index", "index_put"),
+    "{op}(): Expected dtype int32 or int64 for index": ("index_select",),
+    "{op}(): Expected dtype int32/int64 for index": ("gather",),
+    "scatter(): Expected dtype int32/int64 for index": ("scatter", "scatter_add", "scatter_reduce"),
+    "{op}_(): Expected dtype int32/int64 for index but got: {got:name}": ("index_add", "index_reduce"),
+    "{op}_(): Expected a long tensor for index, but got {got:name}": ("index_copy", "put"),
+    "{op}(): Expected a long tensor for index, but got {got:name}": ("take",),
+    "{op}_(): Expected dtype int64 for index.": ("index_fill",),
+    "expected scalar type Long but found {got:name}": ("multi_margin_loss",),
+    "Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, Int": (
+        "embedding", "_embedding_bag",
+    ),
+    "where expected condition to be a boolean tensor, but got a tensor with dtype {got:name}": ("where",),
+    "masked_fill_ only supports boolean masks, but got mask with dtype {got}": ("masked_fill",),
+    "{op}_ only supports boolean masks, but got mask with dtype {got:name}": ("masked_scatter",),
+    "{op}: expected BoolTensor for mask": ("masked_select",),
+}  # fmt: skip
+"""Errors about a float index, label or mask -> operators."""
+
+
 def integer_refusal(op: str, dtypes: Sequence[torch.dtype]) -> str:
     """Return torch's error for an integer or bool operand, or "". Tables do not tell integer from bool dtypes."""
     name = op.partition(".")[2].partition(".")[0]
     if len(dtypes) < 2 and name != "rsub":
         return ""
-    if name in ("nll_loss_forward", "nll_loss2d_forward") and not dtypes[1].is_floating_point:
+    if name in ("nll_loss_forward", "nll_loss2d_forward"):
         got = f"expected target dtype to be Long or Byte, but got {Spelled(dtypes[1]):name}"
         return "" if dtypes[1] in _TARGETS else got
+    if refused := float_indices(op, dtypes):
+        plain, dtype = name.removesuffix("_"), Spelled(dtypes[refused[0]])
+        return next(
+            (text.format(op=plain, got=dtype) for text, ops in _NOT_FLOAT.items() if plain in ops), ""
+        )
     if name in ("sub", "sub_", "rsub") and torch.bool in dtypes:
         return _BOOL_MINUS
     wider = next((dtype for dtype in dtypes if dtype.is_floating_point), None)

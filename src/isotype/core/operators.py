@@ -66,6 +66,30 @@ def tensors_in(func: Any, args: Any, kwargs: Any) -> list[tuple[str, torch.Tenso
     return tensors
 
 
+_INDICES = {
+    **dict.fromkeys(("index_select", "index_add", "index_copy", "index_fill", "index_reduce"), slice(1, 2)),
+    **dict.fromkeys(
+        ("gather", "scatter", "scatter_add", "scatter_reduce", "take", "put", "take_along_dim"), slice(1, 2)
+    ),
+    **dict.fromkeys(
+        ("embedding", "nll_loss_forward", "nll_loss2d_forward", "multi_margin_loss"), slice(1, 2)
+    ),
+    **dict.fromkeys(MASKED := ("masked_fill", "masked_select", "masked_scatter"), slice(1, 2)),
+    "_embedding_bag": slice(1, 3),
+    "index": slice(1, None),
+    "index_put": slice(1, -1),
+    "one_hot": slice(0, 1),
+    "where": slice(0, 1),
+}
+"""Functions -> the positions of tensors that must be integers, or bool (`MASKED` and `where`)."""
+
+
+def float_indices(op: str, dtypes: Sequence[torch.dtype]) -> tuple[int, ...]:
+    """Return the positions of float tensors in a call where the operator or function needs integers or a mask."""
+    positions = _INDICES.get(op.partition(".")[2].partition(".")[0].removesuffix("_"), slice(0))
+    return tuple(at for at in range(len(dtypes))[positions] if dtypes[at].is_floating_point)
+
+
 _OF_ONE_AXIS = frozenset(
     getattr(torch.ops.aten, name).default for name in ("_log_softmax", "logcumsumexp", "cumsum", "cumprod")
 )

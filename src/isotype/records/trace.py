@@ -248,8 +248,7 @@ class Weight:
         repeats: number of weights, one per equal layer, that this weight represents if equal layers are traced once.
         largest: largest absolute value; None if values are unknown.
         median_magnitude: median absolute value of the nonzero values; None if values are unknown.
-        exact_in: a 16-bit dtype that represents every value of a float32 weight; None if there is none or values are
-            unknown.
+        exact_in: a 16-bit dtype that represents every value of a float32 weight; None if unknown or if there is none.
         gathered: the dtype in which FSDP2 gathers the weight for a forward; None if FSDP2 casts no weights.
         was: the weight's dtype before the step's code cast the weight; None without such a cast.
         set_on: an attribute that was set without effect, and its value (`encoder.requires_grad`, False); else None.

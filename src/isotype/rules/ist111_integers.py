@@ -4,7 +4,8 @@ reads, or token ids, labels or masks have a dtype that the operator does not acc
 
 **Why it happens.** A token was added to the tokenizer but the embeddings were not resized, rows are longer than the
 table of positions, or labels are not below the number of classes. Or the dtype is wrong: labels from NumPy are int32,
-the mask in `1 - mask` is bool, or integer one-hot rows are multiplied with a float weight.
+the mask in `1 - mask` is bool, integer one-hot rows are multiplied with a float weight, or the code casts a whole
+batch to a float dtype, its token ids, labels and masks included.
 
 **Why it is bad.** The step fails. On a GPU, the error comes at a later line: `CUDA error: device-side assert triggered`.
 
@@ -22,17 +23,21 @@ the mask in `1 - mask` is bool, or integer one-hot rows are multiplied with a fl
 **How safe is the fix?** New rows of an embedding are random. The new rows have to be trained, and saved with the adapter
 (`modules_to_save`, `trainable_token_indices`).
 
-**Seen in** huggingface/transformers #11102, #12763; mickeysjm/R-BERT #5; meta-llama/llama-cookbook #189.
+**Seen in** huggingface/transformers #11102, #12763; mickeysjm/R-BERT #5; meta-llama/llama-cookbook #189;
+deepspeedai/DeepSpeed #5701; QwenLM/Qwen3 #44; intel/auto-round #1380.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from isotype.core.dtypes import dtype_name, named_integer
 from isotype.core.names import grouped, short
+from isotype.core.operators import MASKED, float_indices
 from isotype.records.finding import Finding, Fix, finding_at
-from isotype.records.trace import Call, Operand, Trace
+from isotype.records.trace import HALVES, Call, Operand, Trace
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.words import advice, cause_text, device_error, evidence
 
@@ -40,8 +45,10 @@ TITLE = "Token ids, labels or masks that an operator refuses"
 
 
 def _refused(call: Call) -> Operand | None:
-    """Return the integer operand whose dtype is in the device's error message; None if there is none."""
+    """Return the operand that should be an integer, or the integer whose dtype is in the device's error; None if there is none."""
     message = call.breach.message if call.breach is not None else ""
+    if message and (floats := float_indices(call.op, [operand.dtype for operand in call.operands])):
+        return call.operands[floats[0]]
     dtype = named_integer(message, (operand.dtype for operand in call.operands))
     return next((operand for operand in call.operands if operand.dtype == dtype), None)
 
@@ -55,8 +62,14 @@ def find(trace: Trace) -> Iterator[Finding]:
     for calls in grouped(outside, lambda call: (call.op, call.source, call.outside)).values():
         yield _outside(calls[0], calls)
     refused = (call for call in trace.breaches() if _refused(call) is not None and not call.recomputed)
-    for calls in grouped(refused, lambda call: (call.op, call.source)).values():
+    for calls in grouped(refused, _key).values():
         yield _dtype(calls[0], calls, trace)
+
+
+def _key(call: Call) -> object:
+    refused = _refused(call)
+    by_dtype = refused is not None and refused.dtype.is_floating_point  # the backward refuses the same tensor
+    return refused.origin.cause if refused is not None and by_dtype else (call.op, call.source)
 
 
 def _outside(call: Call, calls: list[Call]) -> Finding:
@@ -101,7 +114,8 @@ def _dtype(call: Call, calls: list[Call], trace: Trace) -> Finding:
     dtype, where = dtype_name(refused.dtype), short(call.source)
     name = call.op.split(".")[1]
     how = (
-        "call .long() on the labels" if "nll_loss" in name
+        _without_floats(call, refused) if refused.dtype.is_floating_point
+        else "call .long() on the labels" if "nll_loss" in name
         else "write ~mask instead of 1 - mask" if name in ("sub", "sub_", "rsub")
         else f"cast the {dtype} tensor to the other operand's dtype"
     )  # fmt: skip
@@ -112,5 +126,19 @@ def _dtype(call: Call, calls: list[Call], trace: Trace) -> Finding:
         cause=cause_text(refused.origin.cause, trace.owners),
         evidence=evidence(refused.origin),
         notes=device_error(call),
-        fixes=(advice(call.source or call.module, f"{how} at {where}" if where else how),),
+        fixes=(
+            advice(call.source or call.module, f"{how} at {where}" if where and "pass" not in how else how),
+        ),
     )
+
+
+def _without_floats(call: Call, refused: Operand) -> str:
+    if any(name in call.op for name in (*MASKED, "where")):
+        return "call .bool() on the mask"
+    cause, rounds = refused.origin.cause, f": {dtype_name(refused.dtype)} rounds numbers above 256"
+    if refused.dtype not in HALVES:
+        rounds = ""
+    elif refused.dtype == torch.float16:
+        rounds = rounds.replace("256", "2048")
+    what = f"pass {cause.name} in int64" if cause.kind == "input" else "keep the index in int64"
+    return f"{what}{rounds}"

@@ -23,7 +23,7 @@ from isotype.contracts.contract import are_powers_of_two, autocast_lists
 from isotype.contracts.families import ONLY_POWERS_OF_TWO
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes
-from isotype.core.operators import given_tensors
+from isotype.core.operators import float_indices, given_tensors
 from isotype.precision.devices.attention import (
     KERNELS,
     AttentionCall,
@@ -35,7 +35,7 @@ from isotype.precision.devices.attention import (
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.trace import ATTENTION, FLOATS, HALVES, NO_ATTENTION_KERNEL, Breach
 from isotype.trace.fake.arguments import in_operands_dtype, map_leaves
-from isotype.trace.fake.recorder import FakeRecorder
+from isotype.trace.fake.recorder import FakeRecorder, without_floats
 from isotype.trace.fake.twin import SPARSE
 from isotype.trace.taken import DTYPE
 
@@ -153,6 +153,13 @@ class Functions(TorchFunctionMode):
                 target = recorder.composite(func, args, kwargs, error)
                 if target is None:
                     raise
+                if target == torch.int64:
+                    tensors = [tensor for _, tensor in given_tensors(args, kwargs)]
+                    indices = float_indices(f"torch.{name_of(func)}", [tensor.dtype for tensor in tensors])
+                    args, kwargs = without_floats(
+                        (args, kwargs), [tensors[at] for at in indices], name_of(func)
+                    )
+                    return self._call(func, args, kwargs)
                 result = run(*_cast(args, target, FLOATS), **_cast(kwargs, target, FLOATS))
                 return in_operands_dtype(result, given_tensors(args, kwargs), target)
 

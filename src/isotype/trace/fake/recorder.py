@@ -35,6 +35,8 @@ from isotype.core.dtypes import named_integer
 from isotype.core.errors import first_line
 from isotype.core.operators import (
     BFLOAT16_WITHOUT_MEMORY,
+    MASKED,
+    float_indices,
     given_tensors,
     leaves,
     operator_name,
@@ -257,6 +259,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return self._run(func, args, kwargs, tensors, edited)[0], too_large
         dtypes = tuple(tensor.dtype for _, tensor in tensors)
         verdict = self.contracts.judge(name, dtypes)
+        if verdict is not None and not verdict.accepted and (indices := float_indices(name, dtypes)):
+            args, kwargs = without_floats((args, kwargs), [tensors[at][1] for at in indices], name)
+            result = self._judged(func, args, kwargs, tensors_in(func, args, kwargs), edited)[0]
+            return result, Breach(verdict.message, verdict.assumed, None)
         if verdict is None or (not verdict.accepted and is_exempt(name, args, self.contracts.kind)):
             return self._run(func, args, kwargs, tensors, edited)
         if verdict.accepted:
@@ -389,6 +395,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         """
         tensors = given_tensors(args, kwargs)
         floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
+        name = f"torch.{getattr(func, '__name__', func)}"
+        if float_indices(name, [tensor.dtype for _, tensor in tensors]) and is_about_dtypes(error):
+            self.note(name, tensors, Breach(first_line(error), False, None))
+            return torch.int64
         # When autocast promotes, it raises for the other 16-bit dtype (at::autocast::prioritize).
         cast = torch.get_autocast_dtype("cpu") if "autocast" in str(error) else None
         alone = len(floats) + (cast is not None) < 2
@@ -404,7 +414,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         widest, side = max(floats, key=attrgetter("itemsize")), self._side(tensors)
         target = cast or (torch.float32 if alone else side if side in floats else widest)
         breach = Breach(first_line(error), False, target)
-        self.note(f"torch.{getattr(func, '__name__', func)}", tensors, breach)
+        self.note(name, tensors, breach)
         return target
 
     def banned(self, name: str, args: Any, kwargs: Any) -> None:
@@ -442,6 +452,12 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         recomputed = self.phase == "backward" and recomputes and not isinstance(error, TimeSpentError)
         name, condition = frame.name if frame else "", condition_at(source)
         return Failure(self.phase, name, source, text, mixed, operands, recomputed, condition)
+
+
+def without_floats(values: Any, refused: Sequence[torch.Tensor], op: str) -> Any:
+    """Replace the tensors `refused` in nested values by integers, or by bool tensors if `op` takes a mask."""
+    dtype = torch.bool if any(name in op for name in (*MASKED, "where")) else torch.int64
+    return map_leaves(lambda leaf: leaf.to(dtype) if any(leaf is one for one in refused) else leaf, values)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -190,7 +190,7 @@ class _Gathering(torch.autograd.Function):
             return torch.empty_like(parameter, dtype=dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient.to(ctx.dtype), None
 
 
