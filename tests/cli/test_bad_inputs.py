@@ -131,7 +131,7 @@ def test_a_hub_that_does_not_answer_is_met_before_the_training(capsys, folder, m
     ("command", "words"),
     [
         ("sft", ["no --model_name_or_path", "--model_name_or_path MODEL"]),
-        ("sft chat", ["--model_name_or_path chat"]),
+        ("sft chat", ["No training data is named"]),
         ("sft --model_name_or_path", ["--model_name_or_path: expected one argument"]),
         ("check", ["no model expected", "isotype check MODEL"]),
         ("check chat --fail-on eror", ["did you mean error?"]),
@@ -233,3 +233,53 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
         "--lora_r 65 expected at most 64, the width of the widest adapted layer (the narrowest has 32)"
         in message
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "corrected"),
+    [
+        ("check sft chat --device 8xh100", "check sft chat --device h100 --devices 8"),
+        ("check chat h100 -r 8 --seq-len=64", "check chat --device h100 --lora_r 8 --max_length 64"),
+        ("check chat -d t4 --quantization 4bit", "check chat --device t4 --quantization nf4"),
+        ("check -m chat --dtype int8", "check --model_name_or_path chat --quantization int8"),
+        ("check chat --device h100,t4", "plan chat --device h100,t4"),
+        ("check train chat", "check sft chat"),
+        ("check chat/model.safetensors --device t4", "check chat --device t4"),
+        ("chekc chat --lora_rank 4", "check chat --lora_r 4"),
+        ("./chat", "check ./chat"),
+        ("plan chat --batch 4 --vram 24GB", "plan chat --rows 4 --max-memory 24GB"),
+        ("finetune chat a.jsonl --bf16 --qlora", "sft chat --dataset_name a.jsonl --bf16 --quantization nf4"),
+        ("sft --bf16 chat -d a.csv", "sft chat --bf16 --dataset_name a.csv"),
+        ("sft chat --data a.json --max_steps 2.0", "sft chat --dataset_name a.json --max_steps 2"),
+        (f"sft {SFT} --no_cuda False --warmup_ratio 0.1", f"sft {SFT} --warmup_steps 0.1"),
+        (
+            f"sft {SFT} --attn_implementation flash_attention_2",
+            f"sft {SFT} --attn_implementation sdpa",
+        ),
+        (
+            "check sft --stage sft --model_name_or_path chat --finetuning_type full --device t4",
+            "check sft --max_length 2048 --learning_rate 5e-05 --use_peft False --dtype auto --model_name_or_path chat --device t4",
+        ),
+        ("merge --adapter chat --out merged", "merge chat --output merged"),
+        ("merge chat merged", "merge chat -o merged"),
+        ("inspect chat --device t4", "inspect --plan chat --device t4"),
+        ("chat chat hello --max_tokens 3", "chat chat --ask hello --max_new_tokens 3"),
+    ],
+)
+def test_the_corrected_command(capsys, folder, monkeypatch, command, corrected):
+    message = said(capsys, folder, monkeypatch, command)
+    assert message.endswith(f" the corrected command: isotype {corrected}")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "stf",
+        "check chat --r-fuse 3",
+        "check chat --adapter qlora",
+        "check ppo chat",
+        "sft chat --max_steps two",
+    ],
+)
+def test_a_command_whose_correction_is_not_certain(capsys, folder, monkeypatch, command):
+    assert "the corrected command" not in said(capsys, folder, monkeypatch, command)

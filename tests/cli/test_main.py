@@ -177,7 +177,8 @@ def test_a_device_that_is_not_here(capsys, model, data, tmp_path):
         "    expected  a device of this machine\n"
         "    fix       leave --device out to train on "
     )
-    assert "; isotype check sft … --device t4 shows how the run would go there\n" in err
+    assert "; the check shows how the run would go there\n" in err
+    assert "\nthe corrected command:\n    isotype check sft --model_name_or_path " in err
 
 
 def test_conflicting_flags_name_both(capsys, model, data):

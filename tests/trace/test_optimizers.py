@@ -13,6 +13,7 @@ from isotype.precision.devices.profile import device_profile
 from isotype.records.trace import Setup
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
+from isotype.train.command.command import specs
 from tests.small import BF16, FP16, FP32
 
 
@@ -163,6 +164,17 @@ def test_an_unknown_name() -> None:
         "    fix       did you mean adamw_torch or adamw_foreach?"
     )
     assert not list(unknown_optimizer("paged_adamw_8bit"))
+
+
+def test_every_optimizer_of_a_training_can_be_checked() -> None:
+    elsewhere = {
+        "adamw_torch_xla",
+        "adamw_torch_npu_fused",
+        "adamw_anyprecision",
+    }  # TPU, NPU, no package on PyPI
+    assert [name for name in specs("sft")["optim"].choices if list(unknown_optimizer(name))] == sorted(
+        elsewhere, key=specs("sft")["optim"].choices.index
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adafactor"])

@@ -220,8 +220,8 @@ def test_a_dtype_that_is_set_is_the_only_one_that_is_said(tmp_path: Path) -> Non
 
 def test_a_value_of_a_file_that_has_no_words_against_it_is_taken_out_of_all_of_them(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text("quantization: nf4\nlora_r: 4\n")
-    command = parse_command("sft", ["--config", str(path), "--packing"])[0].but(quantization=None)
+    path.write_text("ask: w1\nlora_r: 4\n")
+    command = parse_command("sft", ["--config", str(path), "--packing"])[0].but(ask=None)
     assert command.arguments() == ("--lora_r", "4", "--packing")
 
 
@@ -244,10 +244,10 @@ def test_a_command_that_leaves_its_file_keeps_what_the_file_sets_in_the_environm
 ) -> None:
     monkeypatch.setenv("WALKED", "")
     path = tmp_path / "c.yaml"
-    path.write_text("quantization: nf4\nlora_r: 4\nenv:\n  WALKED: a b\n")
+    path.write_text("ask: w1\nlora_r: 4\nenv:\n  WALKED: a b\n")
     command = parse_command("sft", ["--config", str(path)])[0]
     assert command.tokens() == ("isotype", "sft", "--config", str(path))
-    alone = command.but(quantization=None)
+    alone = command.but(ask=None)
     assert alone.tokens() == ("env", "WALKED=a b", "isotype", "sft", "--lora_r", "4")
     launched = dataclasses.replace(alone, processes=2).tokens()
     assert launched[:3] == ("env", "WALKED=a b", "torchrun")

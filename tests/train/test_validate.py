@@ -168,7 +168,7 @@ def test_packages_that_are_not_installed(monkeypatch, argv):
     assert problem.startswith("--")
     monkeypatch.setattr("isotype.train.validate.find_spec", lambda name: object())
     monkeypatch.setattr(
-        "isotype.train.validate._optimizer", lambda settings: []
+        "isotype.train.validate.optimizer_problems", lambda settings: []
     )  # it would import the package
     check_settings(settings(*argv))
 

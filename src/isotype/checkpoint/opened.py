@@ -243,15 +243,16 @@ def _without_weights(checkpoint: Checkpoint) -> CheckpointError:
 def _require_gguf(file: Path) -> None:
     if file.suffix == ".gguf":
         return
+    swap = None
     if file.suffix == ".py":
         name = f"{file.stem}:FUNCTION"
         fix = f"isotype check {name} checks a function in this file that returns (model, inputs); isotype run {file} runs the file"
     elif file.name.startswith(_OF_A_CHECKPOINT):
-        fix = f"give the directory {file.parent}"
+        fix, swap = f"give the directory {file.parent}", ((str(file),), (str(file.parent),))
     else:
         fix = "give a checkpoint"
     expected = "a checkpoint directory or a .gguf file"
-    raise CheckpointError.of("not a model", f"the file {file}", expected, fix)
+    raise CheckpointError("not a model", [Problem(f"the file {file}", expected, fix, swap)])
 
 
 def _require_config_and_weights(directory: Path, no_weights: bool) -> None:

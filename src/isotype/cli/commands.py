@@ -14,7 +14,7 @@ from rich.console import Console
 from isotype.cli.output import quiet_libraries
 from isotype.compat.interrupt import interrupts_kept
 from isotype.core.arguments import Parser, did_you_mean
-from isotype.core.errors import UsageError
+from isotype.core.errors import Problem, UsageError
 from isotype.core.files import unused
 from isotype.core.formats import ASKED, MIXED, QUANTIZATIONS
 from isotype.core.names import parse_size
@@ -60,8 +60,12 @@ def inspect(argv: Sequence[str], console: Console) -> int:
     if options.plan:
         return _inspect_plan(options, console)
     if flags := [f"--{name}" for name, default in _OF_THE_PLAN.items() if getattr(options, name) != default]:
-        expected = "--plan, because only a plan uses these arguments"
-        raise UsageError.of("arguments that need --plan", " ".join(flags), expected, "add --plan")
+        expected, swap = (
+            "--plan, because only a plan uses these arguments",
+            (("inspect",), ("inspect", "--plan")),
+        )
+        problem = Problem(" ".join(flags), expected, "add --plan", swap)
+        raise UsageError("arguments that need --plan", [problem])
     from isotype.checkpoint.inspect import inspect_checkpoint
     from isotype.report.inspect import inspection_json, render_inspection
 
@@ -220,6 +224,7 @@ def doctor_parser() -> Parser:
     device = "a device of this machine (cpu, cuda:1) or a device profile (t4, h100; docs/devices.md has all)"
     parser.add_argument("--device", default="auto", help=device)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.stray = lambda value: "--device"
     return parser
 
 
@@ -288,6 +293,7 @@ def merge(argv: Sequence[str], console: Console) -> int:
 
 def chat_parser() -> Parser:
     parser = Parser(prog="isotype chat", description="Talk to a model or an adapter.")
+    parser.stray = lambda value: "--ask"
     add = parser.add_argument
     add("model", help="directory of a model or an adapter, a hub id, or embedded:smollm2")
     add("--ask", action="append", metavar="QUESTION", help="ask this question and exit; may be repeated")

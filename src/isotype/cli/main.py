@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 
 from rich.console import Console
 
@@ -21,13 +24,13 @@ from isotype.compat.interrupt import HANGUP, exit_status, signal_of, stop_signal
 from isotype.compat.torchvision import importable
 from isotype.compat.triton import leave_garbage
 from isotype.core import VERSION
-from isotype.core.arguments import did_you_mean
+from isotype.core.arguments import corrected
 from isotype.core.cache import prepare_library_caches
 from isotype.core.console import TerminalConsole, libraries_shown
-from isotype.core.errors import IsotypeError, PrecisionError, UsageError
+from isotype.core.errors import IsotypeError, PrecisionError, Problem, UsageError
 from isotype.core.terminal import lost_output, outlive_output, print_the_nearest, shown
-from isotype.data.methods import METHODS
-from isotype.report.text import wrapped
+from isotype.data.methods import METHODS, SAME_METHODS
+from isotype.report.text import show_commands, wrapped
 
 COMMANDS = ("plan", "check", "run", "inspect", "quality", "explain", "doctor", "merge", "chat")
 
@@ -96,15 +99,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             sys.stderr.write(shown(traceback.format_exc()))
         if not isinstance(error, KeyboardInterrupt):
-            return _report(error, command)
+            return _report(error, arguments)
         if argv is None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command is ending already
         console_of_failure().print("interrupted")
         return exit_status(signal_of(error))
 
 
-def _report(error: Exception, command: str) -> int:
+def _report(error: Exception, arguments: list[str]) -> int:
     """Print the message of an exception that has ended a command, and return the exit status."""
+    command = arguments[0] if arguments else ""
     # A script of `isotype run` may open other files and import other libraries than isotype.
     known = error if isinstance(error, IsotypeError) else None
     text = f"{type(error).__name__}: {error}\n  = unexpected error; --debug shows the traceback"
@@ -116,8 +120,40 @@ def _report(error: Exception, command: str) -> int:
         known = UsageError.of("a file cannot be used", what, expected, fix)
     elif isinstance(error, ModuleNotFoundError) and command != "run":
         known = missing_libraries(command, error)
-    print_error(console_of_failure(), text if known is None else str(known))
+    line = None
+    if known is not None and "RANK" not in os.environ:  # a launcher's own words are not in the arguments
+        logger = logging.getLogger("isotype.train.dialects")
+        logger.disabled = True  # its notes about a file are printed already
+        line = corrected(arguments, known.problems, _parsed)
+        logger.disabled = False
+    if line is not None and known is not None:
+        known.hint = None
+    print_error(console_of_failure(), text if known is None else IsotypeError.__str__(known))
+    if line is not None:
+        show_commands(console_of_failure(), {"the corrected command": ("isotype", *line)})
     return CRASHED if known is None else known.exit_code
+
+
+def _parsed(line: list[str]) -> None:
+    """Parse a command without running it. Raise UsageError if an argument is invalid."""
+    command, *rest = line
+    _handler(command)
+    if command in METHODS:
+        from isotype.train.command.parse import parse_command
+
+        parsed, _ = parse_command(command, rest)
+        if "model_name_or_path" not in parsed or {"dataset_name", "datasets"}.isdisjoint(parsed.values):
+            raise UsageError("a command without a model or without data")
+    elif command == "check":
+        from isotype.train.preflight.step_plan import parse_options
+
+        parse_options(rest)
+    elif command == "plan":
+        from isotype.planning.request import parse_request
+
+        parse_request(rest)
+    elif command != "run":
+        getattr(import_module("isotype.cli.commands"), f"{command}_parser")().parse_args(rest)
 
 
 def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
@@ -152,9 +188,17 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
     if command not in COMMANDS:
         known = (*METHODS, "demo", *COMMANDS)
         similar, shown = () if command in _OF_TRL else known, "isotype {}".format
-        fix = did_you_mean(command, similar, "isotype --help describes them", n=1, shown=shown)
+        meant = SAME_METHODS.get(command.lower(), command.lower())
+        near = get_close_matches(meant, similar, 2, 0.6)
+        if command.startswith("--") or "/" in command or Path(command).exists():
+            near = ["sft" if command.startswith("--") else "check"]
+            line = [near[0], command]
+        else:
+            line = near if len(near) == 1 else []
+        fix = f"did you mean {shown(near[0])}?" if near else "isotype --help describes them"
         expected = "one of " + ", ".join(known)
-        raise UsageError.of("unknown command", f"isotype {command}", expected, fix)
+        problem = Problem(f"isotype {command}", expected, fix, ((command,), line) if line else None)
+        raise UsageError("unknown command", [problem])
     with_module = command in ("check", "run")
     module = import_module(f"isotype.cli.{command if with_module else 'commands'}")
     run: Callable[[list[str], Console], int] = getattr(module, "run" if with_module else command)

@@ -4,44 +4,32 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from isotype.compat.standard import ValueParser, actions_of
 from isotype.core.errors import Problem, UsageError
 
-_OTHER_NAMES: Mapping[str, str] = {
-    other: name
-    for name, others in (
-        ("learning_rate", "lr"),
-        ("num_train_epochs", "epochs num_epochs"),
-        ("max_steps", "steps"),
-        ("per_device_train_batch_size", "batch_size micro_batch_size train_batch_size"),
-        ("gradient_accumulation_steps", "grad_accum accumulate"),
-        ("model_name_or_path", "model model_id base_model"),
-        ("dataset_name", "data dataset dataset_path"),
-        ("output_dir", "out output"),
-        ("max_length", "max_seq_len seq_len context_length cutoff_len sequence_len"),
-        ("lora_r", "r rank lora_rank"),
-        ("lora_alpha", "alpha"),
-        ("lora_dropout", "dropout"),
-        ("lora_target_modules", "target_modules"),
-        ("lr_scheduler_type", "scheduler"),
-        ("optim", "optimizer"),
-        ("dtype", "precision mixed_precision"),
-        ("device", "device_map"),
-        ("quantization", "quantize bits"),
-        ("use_peft", "use_lora lora finetuning_type full_finetuning"),
-        ("resume_from_checkpoint", "resume"),
-    )
-    for other in others.split()
+_TABLES: Any = json.loads(Path(__file__).with_name("arguments.json").read_text(encoding="utf-8"))
+"""Names and values that users know from other libraries and earlier versions."""
+_OTHER_NAMES = {
+    other: names.split() for names, others in _TABLES["names"].items() for other in others.split()
 }
-"""Maps short names, and names that other libraries use, to the names of isotype's arguments."""
-_OTHER_VALUES = {"4bit": "nf4", "int4": "nf4", "4": "nf4", "8bit": "int8", "8": "int8"}
-"""Maps other libraries' names of values to isotype's names."""
+"""Maps short names, and names that other libraries use, to the names of isotype's arguments. A command has at most one of them."""
+_OTHER_VALUES: Mapping[str, str] = _TABLES["values"]
+_SWITCHES: Mapping[str, str] = {
+    other: words for words, others in _TABLES["switches"].items() for other in others.split()
+}
+"""Maps flags of other libraries that take no value, or True, to isotype's arguments."""
+RENAMED: Mapping[str, Sequence[str]] = _TABLES["renamed"]
+"""Maps a former name to (current name, equivalent value). The equivalent value is "" if the former value is still valid."""
+REMOVED: Mapping[str, str] = _TABLES["removed"]
+"""Maps the name of a removed argument to advice on what to write instead."""
 _KINDS = {
     "int": ("a whole number", "8"),
     "float": ("a number", "0.1"),
@@ -61,6 +49,8 @@ class Parser(ValueParser):
     """
 
     problems: list[Problem]
+    stray: Callable[[str], str] | None = None
+    """Returns the argument that a value without an argument most likely belongs to."""
     _command_line: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,25 +77,52 @@ class Parser(ValueParser):
     def error(self, message: str) -> NoReturn:
         """Raise UsageError for a missing value or argument: argparse cannot continue after such an error."""
         known = {name for action in actions_of(self) for name in action.option_strings}
-        flags = (token for token in self._command_line if token.startswith("--"))
-        unknown = [token for token in flags if token.partition("=")[0] not in known]
-        problem = Problem(message, "all arguments that the command needs", f"see {self.prog} --help")
+        flags = (token for token in self._command_line if re.match("--?[A-Za-z]", token))
+        unknown = self.unknown([token for token in flags if token.partition("=")[0] not in known])
+        *_, missing = message.partition("are required: ")
+        names, words = missing.split("/"), [word for word in self._command_line if not word.startswith("-")]
+        value = (f"{names[0]} " if missing.startswith("-") else "") + names[-1].lstrip("-").upper()
+        fix = " ".join([self.prog, *words, value]) if missing else f"see {self.prog} --help"
+        # All words are values, as in `isotype merge ADAPTER OUTPUT`.
+        last = missing.startswith("-") and len(words) == len(self._command_line) > 1
+        swap = (words[-1:], (names[0], words[-1])) if last else None
+        problem = Problem(message, "all arguments that the command needs", fix, swap)
         if about := _OF_ARGUMENT.match(message):
             name = about[1].split("/")[0]
             problem = Problem(f"{name}: {about[2]}", "the argument with its value", f"{name} VALUE")
-        self.refuse([*self.problems, *self.unknown(unknown), problem])
+        named = any(other.swap and not {*other.swap[1]} - {*names} for other in unknown)
+        self.refuse([*self.problems, *unknown, *([] if named else [problem])])
         raise AssertionError(message)
 
     def unknown(self, tokens: Sequence[str]) -> list[Problem]:
         """Return a problem for each unknown argument (with similar known names) and each value without an argument."""
-        flags = [token for token in tokens if re.match(r"--?[A-Za-z]", token)]
+        flags = [token for token in tokens if re.match(r"--[A-Za-z0-9]|-[A-Za-z]", token)]
         # If a name is unknown, the tokens after it are most likely its values.
         stray = [] if flags else [token for token in tokens if token]
         known = self.known_names()
-        hint = f"{self.prog} --help"
-        problems = [unknown_name(*name_and_value(tokens, token), known, hint) for token in flags]
-        fix = "leave the value out, or write the name of its argument before it"
-        return [*problems, *(Problem(token, "a value that belongs to an argument", fix) for token in stray)]
+        positional = [action.dest for action in actions_of(self) if not action.option_strings]
+        problems = [
+            Problem(token, f"{positional[0].upper()} without a flag", f"leave {token} out", ((token,), ()))
+            if {(bare := _bare(token)), *_OTHER_NAMES.get(bare, ())} & {*positional}
+            else self._unknown(tokens, token, known)
+            for token in flags
+        ]
+        return [*problems, *map(self._stray, stray)]
+
+    def _unknown(self, tokens: Sequence[str], token: str, known: Sequence[str]) -> Problem:
+        name, value = name_and_value(tokens, token)
+        problem = unknown_name(name, value, known, f"{self.prog} --help")
+        flag = self.stray(value) if self.stray is not None and len(_bare(name)) == 1 and value else ""
+        if flag and problem.swap is None:  # such as -d train.jsonl
+            return Problem(name, f"a known name: {flag}", f"{flag} {value}", ((name,), (flag,)))
+        return problem
+
+    def _stray(self, value: str) -> Problem:
+        name = self.stray(value) if self.stray is not None else ""
+        expected, fix = "a value that belongs to an argument", f"{name} {value}"
+        if name:
+            return Problem(value, expected, fix, ((value,), (name, value)))
+        return Problem(value, expected, "leave the value out, or write the name of its argument before it")
 
     def known_names(self) -> list[str]:
         named = [action.option_strings for action in actions_of(self) if action.option_strings]
@@ -138,7 +155,7 @@ def _wrong_value(action: argparse.Action, value: Any) -> Problem:
     if action.choices:
         return wrong_choice(argument, str(value), map(str, action.choices))
     expected, example = _KINDS.get(getattr(action.type, "__name__", ""), ("another value", "VALUE"))
-    return Problem(argument, expected, f"{name} {example}")
+    return wrong_number(name, str(value), expected, example)
 
 
 def did_you_mean(
@@ -157,12 +174,36 @@ def did_you_mean(
 def unknown_name(name: str, value: Any, known: Sequence[str], listing: str) -> Problem:
     """Return the `Problem` for a name that is not among the `known` names, which the command `listing` prints."""
     names = [known_name.lstrip("-").replace("-", "_") for known_name in known]
-    former = renamed(name, names, str(value) if isinstance(value, (str, int, float)) else "")
+    text = str(value) if isinstance(value, (str, int, float)) else ""
+    former = renamed(name, names, text)
     if former is not None:
         return former
-    meant = closest(name, known)
+    meant, switch = closest(name, known), _SWITCHES.get(_bare(name), "").split()
+    if _OTHER_NAMES.get(_bare(name)) == ["devices"] and not meant:
+        fix = f"torchrun --nproc_per_node {text or 'N'} -m {listing.removesuffix(' --help')} …"
+        return Problem(name, "arguments without the number of processes", fix)
+    if switch and switch[0] in known and text.lower() in ("", "true"):
+        old = (name, text) if text else (name,)
+        return Problem(" ".join(old), "a known name", " ".join(switch), (old, switch))
     expected = f"a known name: {', '.join(meant)}" if meant else "a known name"
-    return Problem(name, expected, f"did you mean {meant[0]}?" if meant else f"see {listing}")
+    certain = meant and not switch and _certain(name, known) == meant[0]
+    swap = ((name,), (meant[0],)) if certain else None
+    return Problem(name, expected, f"did you mean {meant[0]}?" if meant else f"see {listing}", swap)
+
+
+def wrong_number(name: str, value: str, expected: str, example: Any) -> Problem:
+    """Return the `Problem` for a value that is not a number. If it contains only one number (`2e-4,`), the fix has this number."""
+    text, swap = value.strip(" ,;'\""), None
+    whole = expected == _KINDS["int"][0]
+    if expected in (_KINDS["int"][0], _KINDS["float"][0]):
+        try:
+            number = float(re.sub(r",(?=\d{3}\b)", "", text))
+            if not whole or number.is_integer():
+                example = int(number) if whole else text
+                swap = ((name, value), (name, str(example)))
+        except (ValueError, OverflowError):  # no number, or an infinite one
+            pass
+    return Problem(f"{name} {value}", expected, f"{name} {example}", swap)
 
 
 def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
@@ -173,95 +214,79 @@ def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
     similar = partial(difflib.get_close_matches, value.lower(), lower, n=2)
     longer = [choice for choice in lower if value and choice.startswith(value.lower())]
     near = similar(cutoff=0.8) or longer[:2] or similar(cutoff=0.5)
+    near = [value.lower()] if value.lower() in lower else near
     meant = [other] if other in known else [lower[name] for name in near]
     fix = f"did you mean {' or '.join(meant)}?" if meant else "give one of these"
-    return Problem(what, f"one of {', '.join(known)}", fix)
+    flag = what.removesuffix(f" {value}")
+    certain = len(meant) == 1 and (other in known or similar(cutoff=0.8)) and flag.startswith("-")
+    swap = ((flag, value), (flag, meant[0])) if certain else None
+    return Problem(what, f"one of {', '.join(known)}", fix, swap)
 
 
 def closest(name: str, known: Sequence[str]) -> list[str]:
     """Return up to three known names that `name` probably means: first an alias, then longer names, then similar names."""
-    bare = {known_name.lstrip("-").replace("-", "_"): known_name for known_name in known}
-    wanted = name.lstrip("-").replace("-", "_").lower()
-    meant = _OTHER_NAMES.get(wanted) or RENAMED.get(wanted, ("",))[0]
+    bare, wanted = {_bare(known_name): known_name for known_name in known}, _bare(name)
+    meant = _OTHER_NAMES.get(wanted) or RENAMED.get(wanted, ())[:1]
     near = difflib.get_close_matches(wanted, bare, n=3, cutoff=0.7)
-    first = [meant] if meant in bare else []
-    longer = sorted((candidate for candidate in bare if wanted and candidate.startswith(wanted)), key=len)
+    first = [name for name in meant if name in bare]
+    longer = sorted((other for other in bare if len(wanted) > 1 and other.startswith(wanted)), key=len)
     return [bare[candidate] for candidate in dict.fromkeys([*first, *longer, *near])][:3]
 
 
-RENAMED: Mapping[str, tuple[str, str]] = {
-    # transformers
-    "evaluation_strategy": ("eval_strategy", ""),
-    "evaluate_during_training": ("eval_strategy", "steps"),
-    "per_gpu_train_batch_size": ("per_device_train_batch_size", ""),
-    "per_gpu_eval_batch_size": ("per_device_eval_batch_size", ""),
-    "no_cuda": ("use_cpu", "True"),
-    "use_mps_device": ("device", "mps"),
-    "warmup_ratio": ("warmup_steps", "0.1, a share of all steps"),
-    "group_by_length": ("train_sampling_strategy", "group_by_length"),
-    "adafactor": ("optim", "adafactor"),
-    "fp16_backend": ("fp16", "True"),
-    "half_precision_backend": ("fp16", "True"),
-    "push_to_hub_model_id": ("hub_model_id", "OWNER/NAME"),
-    "push_to_hub_organization": ("hub_model_id", "OWNER/NAME"),
-    "push_to_hub_token": ("hub_token", ""),
-    "include_inputs_for_metrics": ("include_for_metrics", "inputs"),
-    "include_tokens_per_second": ("include_num_input_tokens_seen", "all"),
-    "torchdynamo": ("torch_compile_backend", "inductor"),
-    "sharded_ddp": ("fsdp", "full_shard"),
-    "fsdp_min_num_params": ("fsdp_config", """'{"min_num_params": N}'"""),
-    "fsdp_transformer_layer_cls_to_wrap": (
-        "fsdp_config",
-        """'{"transformer_layer_cls_to_wrap": ["NAME"]}'""",
-    ),
-    "split_batches": ("accelerator_config", """'{"split_batches": true}'"""),
-    "dispatch_batches": ("accelerator_config", """'{"dispatch_batches": true}'"""),
-    "xpu_backend": ("ddp_backend", ""),
-    # TRL
-    "torch_dtype": ("dtype", ""),
-    "max_seq_length": ("max_length", ""),
-    "dataset_config_name": ("dataset_config", ""),
-    "gradient_checkpointing_use_reentrant": (
-        "gradient_checkpointing_kwargs",
-        """'{"use_reentrant": true}'""",
-    ),
-    "vllm_max_model_len": ("vllm_max_model_length", ""),
-    "vllm_guided_decoding_regex": ("vllm_structured_outputs_regex", ""),
-    "wandb_log_unique_prompts": ("log_unique_prompts", "True"),
-}
-"""Maps a former name to (current name, equivalent value). The equivalent value is "" if the former value is still valid."""
+def _bare(name: str) -> str:
+    return name.lstrip("-").replace("-", "_").lower()
 
-REMOVED: Mapping[str, str] = {
-    "overwrite_output_dir": "leave the argument out: a run that overwrites a finished run prints a note",
-    "save_safetensors": "leave the argument out: weights are saved as safetensors",
-    "logging_dir": "leave the argument out, or set TENSORBOARD_LOGGING_DIR",
-    "fp16_opt_level": "leave the argument out: --dtype float16 trains with torch's own autocast",
-    "use_liger": "leave the argument out: fused layers (--fuse, the default) have kernels for the same operations",
-    "use_ipex": "leave the argument out: --device xpu runs on torch's own kernels",
-    "jit_mode_eval": "leave the argument out, or --torch_compile True",
-    "tpu_num_cores": "leave the argument out",
-    "past_index": "leave the argument out",
-    "mp_parameters": "leave the argument out",
-    "ray_scope": "leave the argument out",
-    "tokenizer": "leave the argument out: isotype uses the model's tokenizer; --chat_template_path sets another template",
-    "tokenizer_name": "leave the argument out: isotype uses the model's tokenizer; --chat_template_path sets another template",
-    "max_prompt_length": "leave the argument out, or give --max_length for prompt and completion together",
-    "max_target_length": "leave the argument out, or give --max_length for prompt and completion together",
-    "dataset_batch_size": "leave the argument out",
-    "num_of_sequences": "leave the argument out: --packing True fills rows up to --max_length",
-    "chars_per_token": "leave the argument out: --packing True fills rows up to --max_length",
-    "label_pad_token_id": "leave the argument out: padding has the label -100",
-    "padding_value": "leave the argument out: rows are padded with the tokenizer's padding token",
-    "is_encoder_decoder": "leave the argument out: isotype reads the model's config",
-    "generate_during_eval": "leave the argument out; --ask QUESTION asks the model before and after the training",
-    "reference_free": "leave the argument out",
-    "force_use_ref_model": "leave the argument out",
-    "model_adapter_name": "leave the argument out: --model_name_or_path also accepts an adapter, and trains it further",
-    "ref_adapter_name": "leave the argument out: the reference is the adapter before the training",
-    "rpo_alpha": "--loss_type sigmoid sft --loss_weights 1.0 ALPHA",
-    "vllm_device": "leave the argument out, or --vllm_mode colocate",
-}
-"""Maps the name of a removed argument to advice on what to write instead."""
+
+def _certain(name: str, known: Sequence[str]) -> str | None:
+    """Return the known name that `name` stands for: an alias, its only longer form, or clearly the most similar name."""
+    bare, wanted = {_bare(known_name): known_name for known_name in known}, _bare(name)
+    longer = [other for other in bare if len(wanted) > 3 and other.startswith(wanted)]
+    near = difflib.get_close_matches(wanted, bare, n=2, cutoff=0.85)
+    ratios = [difflib.SequenceMatcher(None, other, wanted).ratio() for other in near]
+    if wanted in bare:
+        return bare[wanted]
+    if aliases := [other for other in _OTHER_NAMES.get(wanted, ()) if other in bare]:
+        return bare[aliases[0]]
+    if len(longer) == 1:
+        return bare[longer[0]]
+    return bare[near[0]] if near and (len(near) == 1 or ratios[0] - ratios[1] > 0.05) else None
+
+
+def corrected(
+    words: Sequence[str], problems: Sequence[Problem], parse: Callable[[list[str]], object]
+) -> list[str] | None:
+    """Return the words of a command with all swaps of its problems made, or None if `parse` does not accept the result."""
+    line = separated(words)
+    for _ in range(4):  # one correction may show the next problem
+        for problem in problems:
+            if problem.swap is None or not _swap(line, *problem.swap):
+                return None
+        try:
+            parse(line)
+        except UsageError as error:
+            problems = error.problems
+        else:
+            return line if problems else None
+    return None
+
+
+def separated(words: Sequence[str]) -> list[str]:
+    """Return the words of a command with each `--name=value` as two words."""
+    line: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        line += [name, value] if equals and name.startswith("--") and not value.startswith("-") else [word]
+    return line
+
+
+def _swap(line: list[str], old: Sequence[str], new: Sequence[str]) -> bool:
+    """Write `new` in the place of `old` in the line, and return True if `old` was there."""
+    size, lower = len(old), [word.lower() for word in line]
+    for at in range(len(line)):
+        if lower[at : at + size] == [word.lower() for word in old]:
+            line[at : at + size] = new
+            return True
+    return False
 
 
 def name_and_value(tokens: Sequence[str], flag: str) -> tuple[str, str]:
@@ -276,11 +301,18 @@ def renamed(flag: str, names: Collection[str], asked: str = "") -> Problem | Non
 
     `asked` is the argument's value on the command line or in the file. The fix repeats this value if it is still valid.
     """
-    old = flag.lstrip("-").replace("-", "_").lower()
+    old, typed = _bare(flag), (flag, asked) if asked else (flag,)
     new, value = RENAMED.get(old, ("", ""))
     if new in names and old not in names:
-        fix = f"--{new} {value or asked or 'VALUE'}"
-        return Problem(f"{flag}: renamed", f"the name in transformers 5 and TRL 1: --{new}", fix)
+        if value and asked.lower() in ("false", "no", "0"):
+            return Problem(f"{flag} {asked}: removed", f"--{new} if it is true", "leave it out", (typed, ()))
+        word = value or asked
+        certain = word and not {*" '/"} & {*word} and (not value or asked.lower() in ("", "true"))
+        swap = (typed, (f"--{new}", word)) if certain else None
+        expected = f"the name in transformers 5 and TRL 1: --{new}"
+        return Problem(f"{flag}: renamed", expected, f"--{new} {word or 'VALUE'}", swap)
     if old in REMOVED and old not in names:
-        return Problem(f"{flag}: removed", "an argument that transformers 5 or TRL 1 has", REMOVED[old])
+        fix = REMOVED[old]
+        expected = "an argument that transformers 5 or TRL 1 has"
+        return Problem(f"{flag}: removed", expected, fix, (typed, ()) if fix.startswith("leave") else None)
     return None

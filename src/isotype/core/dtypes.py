@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from isotype.core.errors import PrecisionError
-from isotype.core.formats import STORED
+from isotype.core.errors import PrecisionError, Problem
+from isotype.core.formats import QUANTIZATIONS, STORED
 
 _ALIASES: dict[str, torch.dtype] = {
     **dict.fromkeys(("float32", "fp32", "float"), torch.float32),
@@ -91,7 +91,10 @@ def parse_dtype(value: str | torch.dtype) -> torch.dtype:
     dtype = _ALIASES.get(str(value).removeprefix("torch.").lower())
     if dtype is None:
         expected = "one of float32 (fp32), bfloat16 (bf16), float16 (fp16) or auto"
-        raise PrecisionError.of("unknown dtype", f"dtype {value!r}", expected, "give one of these names")
+        stored = ("--quantization", str(value).lower())
+        swap = (("--dtype", str(value)), stored) if stored[1] in QUANTIZATIONS else None
+        fix = " ".join(stored) if swap else "give one of these names"
+        raise PrecisionError("unknown dtype", [Problem(f"dtype {value!r}", expected, fix, swap)])
     return dtype
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 _SHOWN = 10
@@ -11,11 +11,16 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Problem:
-    """A given value in the user's terms (flag, path, column, dtype), the expected value, and a fix."""
+    """A given value in the user's terms (flag, path, column, dtype), the expected value, and a fix.
+
+    Attributes:
+        swap: words of the command line and the words to write in their place, or None if only the user can choose them.
+    """
 
     given: str
     expected: str
     fix: str
+    swap: tuple[Sequence[str], Sequence[str]] | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"{self.given}\n    expected  {self.expected}\n    fix       {self.fix}"

@@ -173,3 +173,8 @@ METHODS: dict[str, Method] = {
         ),
     )
 }
+SAME_METHODS = {
+    **dict.fromkeys(("train", "finetune", "fine-tune", "tune", "lora", "qlora", "pt", "pretrain"), "sft"),
+    **dict.fromkeys(("rm", "reward_model", "reward-model"), "reward"),
+}
+"""Maps other names of training commands to isotype's."""

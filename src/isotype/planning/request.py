@@ -128,7 +128,6 @@ def parse_request(
         keywords,
         add_arguments=_add_own,
         model=model,
-        positional=method is None,
         problems_of=_problems,
         prog="isotype plan",
     )

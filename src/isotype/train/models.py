@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,13 @@ def check_module_names(model: Any, config: Any) -> None:
     ends = sorted({".".join(name.rsplit(".", 2)[-2:]) for name in parameters})
     problems = []
     for flag, wanted, existing, kind, shown in (
-        ("lora_target_modules", getattr(converted, "target_modules", None), modules, "module", last),
+        (
+            "lora_target_modules",
+            getattr(converted, "target_modules", None),
+            modules,
+            "module",
+            [*last, "all-linear"],
+        ),
         ("lora_modules_to_save", getattr(converted, "modules_to_save", None), modules, "module", last),
         (
             "lora_target_parameters",
@@ -242,7 +249,11 @@ def check_module_names(model: Any, config: Any) -> None:
             if any(f".{path}".endswith(f".{name}") for path in existing):
                 continue
             fix = did_you_mean(name, shown, "give one of these", cutoff=0.4)
-            problems.append(Problem(f"--{flag} {name}", f"the name of a {kind}: {', '.join(shown)}", fix))
+            near = get_close_matches(name, shown, 2, 0.8)
+            expected = f"the name of a {kind}: {', '.join(shown)}"
+            problems.append(
+                Problem(f"--{flag} {name}", expected, fix, ((name,), near) if len(near) == 1 else None)
+            )
     if problems:
         raise UsageError("no such modules or parameters in the model", problems)
     _check_rank(model, converted)

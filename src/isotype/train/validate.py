@@ -45,7 +45,7 @@ _TEMPLATE = "a .jinja file, or a directory or hub id with a tokenizer"
 def check_settings(settings: Settings) -> None:
     """Raise UsageError about the first of these with problems: arguments, optimizer and hub, files for the trainer."""
     problems = [*argument_problems(settings), *machine_problems(settings)]
-    if problems := problems or [*_optimizer(settings), *_hub(settings)] or [*_read_later(settings)]:
+    if problems := problems or [*optimizer_problems(settings), *_hub(settings)] or [*_read_later(settings)]:
         raise UsageError("invalid arguments", problems)
 
 
@@ -152,7 +152,8 @@ def _flash(settings: Settings) -> Iterator[Problem]:
     fix = "--attn_implementation sdpa"
     if profile.kind not in ("cuda", "rocm") or profile.flash_attention.isdisjoint(HALVES):
         expected = "an NVIDIA GPU of compute capability 8.0 or later, or an AMD CDNA GPU"
-        yield Problem(f"--attn_implementation {name} on {profile.title}", expected, fix)
+        swap = (("--attn_implementation", name), fix.split())
+        yield Problem(f"--attn_implementation {name} on {profile.title}", expected, fix, swap)
     elif settings.precision.dtype == "float32":
         yield Problem(f"--attn_implementation {name} with --dtype float32", "bfloat16 or float16", fix)
 
@@ -212,7 +213,7 @@ def _packages(settings: Settings) -> Iterator[Problem]:
     reporters = settings.report_to if isinstance(settings.report_to, list) else [settings.report_to]
     wanted += [(f"--report_to {name}", name) for name in reporters if name in _REPORTERS]
     attention = _attention(settings)
-    if attention in _ATTENTION:
+    if attention in _ATTENTION and not any(_flash(settings)):
         wanted.append((f"--attn_implementation {attention}", _ATTENTION[attention]))
     package = package_of(settings.optim)
     wanted += [] if package is None else [(f"--optim {settings.optim}", package)]
@@ -222,7 +223,7 @@ def _packages(settings: Settings) -> Iterator[Problem]:
             yield Problem(argument, f"the package {package}, which is not installed", fix)
 
 
-def _optimizer(settings: Settings) -> Iterator[Problem]:
+def optimizer_problems(settings: Settings) -> Iterator[Problem]:
     """Build the optimizer for one parameter, and yield a problem if this fails."""
     from transformers import Trainer
 
@@ -344,13 +345,9 @@ def training_device(settings: Settings) -> DeviceProfile:
     device, name = settings.device, settings.method.name
     profile = device_profile(device)
     if not profile.present:
-        raise UsageError.of(
-            f"{profile.title} is not in this machine",
-            f"--device {device}",
-            "a device of this machine",
-            f"leave --device out to train on {device_profile('auto').title}; isotype check {name} … --device {device} "
-            "shows how the run would go there",
-        )
+        fix = f"leave --device out to train on {device_profile('auto').title}; the check shows how the run would go there"
+        problem = Problem(f"--device {device}", "a device of this machine", fix, ((name,), ("check", name)))
+        raise UsageError(f"{profile.title} is not in this machine", [problem])
     if index := torch.device(profile.name).index:
         headline, expected = "the trainer uses the first visible GPU", "a device without an index"
         fix = f"CUDA_VISIBLE_DEVICES={index} isotype {name} …"

@@ -330,7 +330,7 @@ def test_arguments_of_llama_factory_are_named_at_once() -> None:
     ]
     text = refused(UsageError, parse_options, argv)
     assert "LLaMA-Factory's arguments: --stage, --finetuning_type, --cutoff_len" in text
-    assert "isotype check FILE.yaml" in text
+    assert "run the corrected command" in text
 
 
 def test_a_plan_of_a_file_does_not_name_other_data(folder: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from isotype.core.arguments import did_you_mean
 from isotype.core.dtypes import dtype_name, parse_dtype
-from isotype.core.errors import PrecisionError
+from isotype.core.errors import PrecisionError, Problem
 from isotype.core.names import plural
 from isotype.precision.devices.cpu import (
     CPU_INSTRUCTIONS,
@@ -388,7 +388,7 @@ def device_profile(device: str | torch.device = "auto") -> DeviceProfile:
     Raises:
         PrecisionError: the name is unknown, or the real device is not in this machine.
     """
-    name = str(device).strip().lower()
+    name = re.sub(r"^gpu\b", "cuda", str(device).strip().lower())
     if name == "auto":
         name = next(kind for kind, (count, _) in _BACKENDS.items() if count() > 0)
     real = re.fullmatch(r"(cpu|cuda|xpu|mps)(?::(0|[1-9][0-9]*))?", name)
@@ -418,9 +418,12 @@ def _named_profile(name: str) -> DeviceProfile:
         headline = "a name of several devices" if len(cards) > 1 else "unknown device"
         fix = f"give one of {', '.join(cards)}"
         raise PrecisionError.of(headline, f"device {name!r}", "the name of one card", fix)
-    fix = did_you_mean(name, profile_names(), "see docs/devices.md, which lists all names")
+    fix, swap = did_you_mean(name, profile_names(), "see docs/devices.md, which lists all names"), None
+    if (several := re.fullmatch(r"(\d+) ?x ?(.+)", name)) and "".join(words_of(several[2])) in _names():
+        fix = f"--device {several[2]} --devices {several[1]}"
+        swap = (("--device", name), fix.split())
     expected = "auto, cpu, cuda, cuda:N, mps, xpu, or the name of a GPU in docs/devices.md (t4, rtx4090, mi300x, m3-max)"
-    raise PrecisionError.of("unknown device", f"device {name!r}", expected, fix)
+    raise PrecisionError("unknown device", [Problem(f"device {name!r}", expected, fix, swap)])
 
 
 def _absent_device(name: str, kind: str, count: int) -> PrecisionError:

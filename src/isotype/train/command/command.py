@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from isotype.core.arguments import wrong_choice
+from isotype.core.arguments import wrong_choice, wrong_number
 from isotype.core.errors import Problem
 from isotype.core.formats import MIXED
 from isotype.core.names import parse_size
@@ -104,8 +104,13 @@ class Spec:
             right = isinstance(raw, types) and (bool in types or not isinstance(raw, bool))
             value = raw if right else None
         if value is None:
-            example = example if self.default in (None, "") else self.default
-            return None, Problem(f"--{self.name} {raw}", expected, f"--{self.name} {_word(example)}")
+            example = example if self.default in (None, "", -1) else self.default
+            flag = f"--{self.name}"
+            problem = wrong_number(flag, str(raw), expected, _word(example))
+            if self.bare and isinstance(raw, str) and ("/" in raw or Path(raw).exists()):
+                # The word after a flag that needs no value is the model or the data set.
+                problem = replace(problem, swap=((flag, raw), (raw, flag)))
+            return None, problem
         if self.choices and value not in self.choices:
             return None, wrong_choice(f"--{self.name} {raw}", str(value), map(str, self.choices))
         return value, None

@@ -6,15 +6,16 @@ import argparse
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from isotype.compat.standard import actions_of
-from isotype.core.arguments import Parser, did_you_mean, unknown_name
+from isotype.core.arguments import Parser, did_you_mean, separated, unknown_name
 from isotype.core.errors import PrecisionError, Problem, UsageError, one_line
-from isotype.data.methods import METHODS
+from isotype.data.methods import METHODS, SAME_METHODS
 from isotype.train.command.arguments import ARGUMENTS, Argument, name_problems, number_problems
 from isotype.train.command.command import Command, ConfigFile, Value, specs
 from isotype.train.command.precision import read_precision_request
@@ -23,6 +24,7 @@ from isotype.train.dialects.translate import dialect_of, in_isotype_names, metho
 _JSON = {argument.name: argument for argument in ARGUMENTS if argument.json}
 _FILES = ("accelerator_config", "fsdp_config")
 """Arguments that take JSON or the path of a JSON file."""
+_DATA_FILES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet", ".arrow", ".txt")
 MODELS = "a checkpoint directory, a GGUF file, embedded:NAME or a hub id"
 """Valid values of `--model_name_or_path`."""
 
@@ -34,7 +36,6 @@ def parse_command(
     *,
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
     model: str | None = None,
-    positional: bool = False,
     problems_of: Callable[[argparse.Namespace], list[Problem]] = lambda options: [],
     prog: str | None = None,
 ) -> tuple[Command, argparse.Namespace]:
@@ -44,8 +45,8 @@ def parse_command(
         keywords: values by argument name. None means that the argument is not given.
         add_arguments: adds the caller's own arguments (those of `check` or `plan`) to the parser, in place of training
             arguments with the same names.
-        model: the model, if it was named before all flags.
-        positional: True if the model may be named after the flags, without `--model_name_or_path`.
+        model: the model, if it was named before the method's arguments. Without it, the first value that belongs to no
+            argument is the model.
         problems_of: returns the problems of the caller's own arguments.
 
     Raises:
@@ -56,42 +57,32 @@ def parse_command(
     namespace, stray = parser.parse_known_args(argv)
     typed = vars(namespace)
     problems = list(parser.problems)
-    if model is None and positional and len(stray) == 1 and not stray[0].startswith("-"):
-        model = stray.pop()
+    trains = add_arguments is None
+    model = _model_among(stray, model, typed, trains, problems)
+    parser.stray = functools.partial(_owner, typed=typed, trains=trains)
     file, refused = None, UsageError("")
     try:
         if typed.get("config") is not None:
-            file = read_config(typed["config"], method, trains=add_arguments is None)
+            file = read_config(typed["config"], method, trains=trains)
     except UsageError as error:
         refused = error
     values: dict[str, Value] = {} if file is None else dict(file.values)
     if model is not None:
-        if "model_name_or_path" in typed:
-            out, shown = "leave one of the two out", "isotype check {}".format
-            fix = did_you_mean(model.lower(), METHODS, out, n=1, shown=shown)
-            problems.append(Problem(f"{model} and --model_name_or_path", "one model", fix))
         values.pop("model_name_or_path", None)  # `model` wins over the file, as a flag does
         values = {"model_name_or_path": Value(model, (model,), "command line"), **values}
-    for name, value in (keywords or {}).items():
-        if value is not None and name not in mine:
-            problems += _add(values, method, name, value, "keyword", None)
-    for name, words in typed.items():
+    given = [
+        (name, (value, "keyword", None)) for name, value in (keywords or {}).items() if value is not None
+    ]
+    for name, value in [*given, *((name, _typed(words)) for name, words in typed.items())]:
         if name not in mine and name != "config":
-            problems += _add(values, method, name, *_typed(words))
-    lacks_model = "model_name_or_path" not in values and not refused.problems
-    if lacks_model and add_arguments is None and stray and not stray[0].startswith("-"):
-        # A path or hub id without a flag is most likely the model.
-        problems.append(Problem("no --model_name_or_path", MODELS, f"--model_name_or_path {stray.pop(0)}"))
-    names = {token[2:].partition("=")[0]: "" for token in stray if token.startswith("--")}
-    if dialect_of(names) == "llama_factory":
-        expected = "isotype's arguments, or a file with LLaMA-Factory's"
-        fix = f"write them as `name: value` into FILE.yaml: {parser.prog} FILE.yaml"
-        problems.append(Problem(f"LLaMA-Factory's arguments: --{', --'.join(names)}", expected, fix))
-    else:
-        problems += parser.unknown(stray)
+            problems += _add(values, method, name, *value)
+    dialect = dialect_of({token[2:].partition("=")[0]: "" for token in stray if token.startswith("--")})
+    unknown = parser.unknown(stray)
+    problems += unknown if dialect is None else _translated(argv, method, dialect, mine, trains)
     ours = argparse.Namespace(**{name: typed[name] for name in mine if name in typed})
     problems += problems_of(ours)
-    if lacks_model and add_arguments is not None:
+    named = dialect or any(known.swap and "--model_name_or_path" in known.swap[1] for known in problems)
+    if not (named or "model_name_or_path" in values or refused.problems or trains):
         expected = "a model, a training command with its arguments, or package.module:function"
         problems.append(Problem("no model", expected, f"{parser.prog} MODEL --device t4"))
     command = Command(method, values, file)
@@ -102,6 +93,69 @@ def parse_command(
         raise UsageError(headline, [*refused.problems, *problems], refused.hint) from refused
     parser.refuse(problems)
     return command, ours
+
+
+def _model_among(
+    stray: list[str], model: str | None, typed: Collection[str], trains: bool, problems: list[Problem]
+) -> str | None:
+    """Take the model out of the values that belong to no argument, and return it. Add a problem if there are two models."""
+    flags = any(word.startswith("-") for word in stray)
+    if not flags and stray and not _owner(stray[0], (), trains=trains):
+        if model is not None:
+            problems.append(_two_models(model, stray.pop(0)))
+        elif "model_name_or_path" not in typed:
+            return stray.pop(0)
+    if model is not None and "model_name_or_path" in typed:
+        problems.append(_two_models(model, "--model_name_or_path"))
+    return model
+
+
+def _owner(word: str, typed: Collection[str], *, trains: bool) -> str:
+    """Return the argument that a value without an argument belongs to, or "" if this is unknown or the argument is there."""
+    name = ""
+    if word.lower().endswith(_DATA_FILES) and Path(word).name != "config.json":
+        name = "dataset_name"
+    elif not trains and not Path(word).exists():
+        from isotype.precision.devices.profile import profile_names
+
+        name = "device" if word.lower() in ("cpu", "cuda", *profile_names()) else ""
+    return f"--{name}" if name and name not in typed else ""
+
+
+def _two_models(first: str, second: str) -> Problem:
+    """Return the problem of two models. The first is often the name of a method that isotype does not know."""
+    meant = SAME_METHODS.get(first.lower(), first.lower())
+    fix = did_you_mean(meant, METHODS, "leave one of the two out", 1, 0.7, "isotype check {}".format)
+    swap = ((first,), (meant,)) if meant in METHODS else None
+    return Problem(f"{first} and {second}", "one model", fix, swap)
+
+
+def _translated(
+    argv: Sequence[str], method: str, dialect: str, mine: Collection[str], trains: bool
+) -> list[Problem]:
+    """Return a problem for arguments of axolotl or LLaMA-Factory, whose swap has isotype's; or the problems of their translation."""
+    import yaml
+
+    line: dict[str, list[str]] = {}
+    for word in separated(argv):
+        if re.match(r"--?[A-Za-z]", word):
+            line[word.lstrip("-")] = []
+        elif line:
+            line[next(reversed(line))].append(word)
+    if Path(*line.get("dataset", ())).is_file():  # the file itself, not a name of dataset_info.json
+        line["dataset_name"] = line.pop("dataset")
+    ours = {*mine, "dataset_name", *(name for name, spec in specs(method).items() if spec.holder == "added")}
+    kept = [word for name in line if name in ours for word in (f"--{name}", *line[name])]
+    read = {
+        name: yaml.safe_load(" ".join(words) or "true") for name, words in line.items() if name not in ours
+    }
+    content, problems = in_isotype_names(read, method, "command line", trains=trains)
+    words = Command(method, {name: Value(value) for name, value in content.items()}).arguments()
+    program = "LLaMA-Factory" if dialect == "llama_factory" else dialect
+    what = f"{program}'s arguments: --{', --'.join(name for name in read if name not in specs(method))}"
+    expected = f"isotype's arguments, or a file of {program}"
+    fix = "run the corrected command, or write these arguments as `name: value` into FILE.yaml"
+    return problems or [Problem(what, expected, fix, (separated(argv), (*words, *kept)))]
 
 
 def value_problems(command: Command) -> list[Problem]:

@@ -199,14 +199,16 @@ def _built(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
         lacking = re.search(r"'([\w.-]+)[^']*' distribution was not found", str(error))
         headline = "an argument needs a package that is not installed"
         what = f"no package {lacking[1]}" if lacking else str(error)
-        raise UsageError.of(headline, what, "the package", "install it, or leave the argument out") from error
+        fix = f"{f'pip install {lacking[1]}' if lacking else 'install it'}, or leave the argument out"
+        raise UsageError.of(headline, what, "the package", fix) from error
     # Values that the constructors would refuse or change.
     training, model = parts["training"], parts["model"]
     for name in _COMPLETED & decided.keys():
         setattr(training, name, decided[name])
     train_on_first_gpu(training)
     model.load_in_8bit = bool(command.given("load_in_8bit"))
-    model.lora_target_modules = target_modules(model.lora_target_modules)
+    model.lora_target_modules = module_names(model.lora_target_modules)
+    model.lora_modules_to_save = module_names(model.lora_modules_to_save)
     return parts
 
 
@@ -243,13 +245,16 @@ def _whole_groups(command: Command, works: Callable[..., bool]) -> Iterator[str]
         yield from [f"--{name} {value}" for value in values if works(**{name: value})][:1]
 
 
-def target_modules(value: Any) -> Any:
-    """Return `--lora_target_modules` for PEFT: a list of names, or a string for `all-linear` or a regular expression.
+def module_names(value: Any) -> Any:
+    """Return names of modules for PEFT: a list of names, or a string for `all-linear` or a regular expression.
 
-    TRL turns a list with one name into a string, and PEFT reads a string as a regex for the whole module name.
+    TRL turns a list with one name into a string, and PEFT reads a string as a regex for the whole module name. Names may be
+    separated by commas or written as a list (`['q_proj', 'v_proj']`).
     """
-    if isinstance(value, str) and re.fullmatch(r"[\w.]+([\s,]+[\w.]+)*", value):
-        return re.split(r"[\s,]+", value)
+    text = " ".join(value) if isinstance(value, list) else str(value or "")
+    text = re.sub(r"['\"]", "", text[1:-1]) if text.startswith("[") and text.endswith("]") else text
+    if re.fullmatch(r"[\w.]+([\s,]+[\w.]+)*,?", text):
+        return re.split(r"[\s,]+", text.removesuffix(","))
     return value
 
 

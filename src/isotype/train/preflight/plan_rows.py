@@ -43,6 +43,7 @@ from isotype.train.validate import (
     check_policy,
     check_tokenizer,
     machine_problems,
+    optimizer_problems,
     plain_turns,
 )
 
@@ -53,7 +54,8 @@ def plan_of_training(options: Options, command: Command) -> StepPlan:
     """Return the step of a command. If data and tokenizer are on this machine, the step has the lengths of the rows."""
     settings = start_of(settings_of(command))
     here = not options.bare and device_profile(settings.device).present
-    if problems := [*argument_problems(settings), *(machine_problems(settings) if here else ())]:
+    problems = [*argument_problems(settings), *(machine_problems(settings) if here else ())]
+    if problems := problems or (list(optimizer_problems(settings)) if here else []):
         raise UsageError("invalid arguments", problems)
     if settings.router_aux_loss_coef:
         model = open_model(str(settings.model_name_or_path), settings.model_revision)

@@ -46,6 +46,9 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
     command, options = parse_command(
         method, tokens, add_arguments=_add_own, model=model, problems_of=_problems, prog="isotype check"
     )
+    if "," in str(command["device"]):
+        what, fix = f"--device {command['device']}", "isotype plan takes several devices"
+        raise UsageError("several devices", [Problem(what, "one device", fix, (("check",), ("plan",)))])
     fsdp, command = without_version(command, ("0", "1", "2"))
     if METHODS[method].loss != "policy":  # a step of such a method has whole groups of completions
         sizes = {"per_device_train_batch_size": options.batch, "max_length": options.length}
