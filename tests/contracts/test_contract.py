@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -250,6 +251,14 @@ def test_another_torch_than_the_tables_is_said(monkeypatch: pytest.MonkeyPatch) 
         assert doubts(device_profile(name)) == [
             "operators were measured with torch 2.13.0, this is torch 2.10.0"
         ]
+
+
+def test_a_gpu_that_builds_for_cuda_13_do_not_run_on_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", MEASURED)
+    v100 = device_profile("v100")
+    said = ["torch is a build for CUDA 12.6: builds for CUDA 13 do not run on NVIDIA V100 SXM2 16 GB"]
+    assert doubts(v100) == said
+    assert doubts(replace(v100, present=True)) == []
 
 
 def test_what_was_not_measured_on_the_device_is_assumed_and_leaves_the_results_to_the_fake_kernel() -> None:

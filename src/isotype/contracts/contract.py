@@ -252,7 +252,7 @@ def contracts_here(device: str) -> Contracts:
 
 
 def doubts(profile: DeviceProfile) -> list[str]:
-    """Return the reasons why a device may behave differently from its contract table, one sentence each."""
+    """Return the reasons why a device may behave differently from a check, one sentence each."""
     contracts = contracts_of(profile)
     table = contracts.measured or contracts.reference
     reasons = [f"{profile.unlike}: the check uses the table {profile.contracts}"] if profile.unlike else []
@@ -261,6 +261,8 @@ def doubts(profile: DeviceProfile) -> list[str]:
     measured, here = (Version(version).base_version for version in (table.torch_version, torch.__version__))
     if measured != here:
         reasons.append(f"operators were measured with torch {measured}, this is torch {here}")
+    if profile.kind == "cuda" and not profile.present and (profile.capability or (8, 0)) < (7, 5):
+        reasons.append(f"torch is a build for CUDA 12.6: builds for CUDA 13 do not run on {profile.title}")
     return reasons
 
 

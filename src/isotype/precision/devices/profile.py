@@ -186,10 +186,7 @@ def _cuda_support(major: int, minor: int) -> dict[str, Any]:
 
 
 def _rocm_support(arch: str) -> dict[str, Any]:
-    """Return the fields that follow from an AMD GPU's architecture (`"gfx90a"`), from which torch derives a capability.
-
-    CDNA2, RDNA3 and later have matrix instructions for bfloat16.
-    """
+    """Return the fields that follow from an AMD GPU's architecture. CDNA2, RDNA3 and later have bfloat16 instructions."""
     version = re.fullmatch(r"gfx(\d+)(\d)[\da-f]", arch)
     capability = (int(version[1]), int(version[2])) if version else None
     major, emulated = capability[0] if capability else 0, {}
@@ -282,8 +279,9 @@ def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn 
 @cache
 def this_cpu_emulates(dtype: torch.dtype) -> bool:
     """Return whether this CPU has no instructions for products in `dtype`."""
-    known = dtype in CPU_INSTRUCTIONS
-    return known and cpu_profile(this_cpu(), None, this_onednn()).supports(dtype) != "native"
+    return (
+        dtype in CPU_INSTRUCTIONS and cpu_profile(this_cpu(), None, this_onednn()).supports(dtype) != "native"
+    )
 
 
 def _this_memory() -> int | None:
