@@ -79,7 +79,9 @@ jinja2.Environment.compile = functools.lru_cache(jinja2.Environment.compile)
 # accelerate parses the metadata of PEFT ten times in a training, to know that it is installed.
 importlib.metadata.metadata = functools.lru_cache(importlib.metadata.metadata)
 
-hypothesis.settings.register_profile("few", max_examples=30)
+# An example takes long on a busy machine, not because it is wrong.
+hypothesis.settings.register_profile("many", deadline=None)
+hypothesis.settings.register_profile("few", max_examples=30, deadline=None)
 
 from isotype.compat import hub  # noqa: E402
 from tests import pairwise  # noqa: E402
@@ -123,8 +125,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Fewer random examples a run where the exhaustive forms are left out, and no tests made for them."""
-    if config.option.markexpr:
-        hypothesis.settings.load_profile("few")
+    hypothesis.settings.load_profile("few" if config.option.markexpr else "many")
     pairwise.rest_is_made = "not exhaustive" not in config.option.markexpr
 
 

@@ -184,7 +184,7 @@ field_names = st.sampled_from(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fields=st.dictionaries(field_names | st.text(max_size=10), values, min_size=1, max_size=4))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_random_fields_are_read_or_refused(adapter: Path, tmp_path: Path, fields: dict[str, Any]) -> None:

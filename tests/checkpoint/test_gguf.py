@@ -31,7 +31,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["Ġ Ġ", "Ċ Ġ", "ĊĠ Ġ", "h i"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 KIND = gguf.GGMLQuantizationType
-in_tmp_path = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+in_tmp_path = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def vocabulary() -> list[str]:

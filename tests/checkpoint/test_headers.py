@@ -33,7 +33,7 @@ DTYPES = [
     torch.uint8,
     torch.bool,
 ]
-in_tmp_path = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+in_tmp_path = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def write(path: Path, header: Any, data: bytes = b"") -> Path:

@@ -215,14 +215,14 @@ def round_trip(rows: list[Row], kind: str, method: str = "kto") -> list[Row]:
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(rows=PLAIN_KTO)
 def test_any_plain_rows_come_back_equal(kind: str, rows: list[Row]) -> None:
     assert round_trip(rows, kind) == rows
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(rows=SPOKEN_KTO)
 def test_any_conversations_come_back_equal(kind: str, rows: list[Row]) -> None:
     assert round_trip(rows, kind) == rows
@@ -238,7 +238,7 @@ OBJECTS = st.dictionaries(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(rows=rows_of({"prompt": TEXTS, "answer": OBJECTS, "notes": st.lists(OBJECTS, max_size=2)}))
 def test_any_objects_in_further_columns_come_back_equal(rows: list[Row]) -> None:
     assert round_trip(rows, "jsonl", "grpo") == rows

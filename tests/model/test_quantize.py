@@ -133,7 +133,7 @@ def test_rows_narrower_than_a_block_keep_flat_blocks() -> None:
     assert ((values.view(4, 48) - weight).abs() <= step * weight.abs().max()).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 40),
     columns=st.integers(1, 300),

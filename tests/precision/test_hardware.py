@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from isotype.core.errors import PrecisionError
@@ -181,7 +181,6 @@ def test_cpu_reasons_say_what_is_missing() -> None:
     )
 
 
-@settings(deadline=None)
 @given(st.text(alphabet=string.printable, max_size=300))
 def test_parsers_take_any_text(text: str) -> None:
     for parse in (parse_cpuinfo, parse_sysctl):
@@ -585,7 +584,6 @@ def test_unknown_device_names_close_ones() -> None:
         device_profile("zzzzzzzz")
 
 
-@settings(deadline=None)
 @given(
     st.text(max_size=20)
     | st.sampled_from(profile_names())

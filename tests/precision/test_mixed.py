@@ -30,7 +30,7 @@ def damage_within(room: int, choice: list[int], layers: list[list[Option]]) -> f
 
 
 @given(LAYERS, st.integers(0, 320))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_best_of_all_choices(layers: list[list[Option]], room: int) -> None:
     choice = choose(layers, room)
     least = best(layers, room)
@@ -41,7 +41,7 @@ def test_the_best_of_all_choices(layers: list[list[Option]], room: int) -> None:
 
 
 @given(LAYERS, st.integers(0, 320), st.integers(1, 12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_where_sums_are_rounded_it_fits_and_less_room_takes_no_less_damage(
     layers: list[list[Option]], room: int, sums: int
 ) -> None:

@@ -5,7 +5,7 @@ import sys
 from importlib import import_module
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -107,7 +107,6 @@ _ANY_VERSION = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(
     versions=st.dictionaries(st.sampled_from((*PACKAGES, "isotype")), _ANY_VERSION),
 )
@@ -176,7 +175,6 @@ def test_missing_without_installed_isotype(monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from([">=", "<", "!=", "<="]), st.integers(0, 9), st.integers(0, 9)), max_size=6

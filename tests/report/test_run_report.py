@@ -245,7 +245,6 @@ def plain(value: Any) -> Any:
 
 
 @given(records)
-@settings(deadline=None)
 def test_json_holds_every_field_and_is_strict(record: RunRecord) -> None:
     written = json.loads(to_json(record), parse_constant=refuse)
     # repr tells -0.0, 1 and 1.0, True and 1 apart, which == does not.
@@ -718,7 +717,7 @@ def test_a_model_named_script() -> None:
 
 
 @given(records)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_every_record_gives_a_page(record: RunRecord) -> None:
     Page(to_html(record))
 

@@ -85,7 +85,7 @@ def test_the_report_of_a_real_check_is_valid() -> None:
 
 
 @given(test_run_report.records)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_reports_of_runs_are_valid(record: RunRecord) -> None:
     RUN.validate(json.loads(run_to_json(record)))
 

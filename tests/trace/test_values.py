@@ -340,7 +340,7 @@ def _interpret(
 _NUMBERS = st.lists(st.integers(-4, 4), min_size=0, max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_STEPS, _NUMBERS, _NUMBERS)
 def test_programs_over_integers_give_the_real_results(
     steps: list[tuple[int, int, int]], first: list[int], second: list[int]
