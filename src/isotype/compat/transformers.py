@@ -287,13 +287,14 @@ def fakes_taken_for_real() -> Iterator[None]:
 def fp8_kernels_replaced(runs: bool) -> Iterator[None]:
     """Replace FP8 kernels by plain products of equal shapes in the `with` block, if the device `runs` FP8 layers.
 
-    The kernels of FP8 layers (transformers 5.23) read memory, which fake tensors do not have. For older GPUs, transformers
-    dequantizes the weights when it loads them.
+    The kernels of FP8 layers read memory, which fake tensors do not have. They have no backward, and in transformers
+    5.20 FP8 layers have none. For older GPUs, transformers dequantizes the weights when it loads them.
     """
     layers, replacements = sys.modules.get("transformers.integrations.finegrained_fp8"), Replacements()
     if layers is not None and runs:
         replacements.wrap(layers, "fp8_linear", _with_bias)
-        replacements.wrap(layers, "fp8_grouped_matmul", _product)
+        if hasattr(layers, "fp8_grouped_matmul"):  # transformers 5.20 has none
+            replacements.wrap(layers, "fp8_grouped_matmul", _product)
     try:
         yield
     finally:
@@ -301,17 +302,15 @@ def fp8_kernels_replaced(runs: bool) -> Iterator[None]:
 
 
 def _product(_: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Return a product of both tensors in the dtype of x, without memory for a dequantized weight."""
-    with torch.autocast("cpu", enabled=False):
+    """Return a product of both tensors in the dtype of x, without memory for a dequantized weight and without a backward."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         entry = weight.flatten()[:1].to(x.dtype) * scale.flatten()[:1].to(x.dtype)
         return x @ entry.expand(x.shape[-1], weight.shape[-2])
 
 
-def _with_bias(
-    _: Any, x: Any, weight: Any, scale: Any, block_size: Any, bias: Any, *rest: Any
-) -> torch.Tensor:
-    product = _product(_, x, weight, scale)
-    return product if bias is None else product.add_(bias)
+def _with_bias(_: Any, x: Any, weight: Any, scale: Any, *sizes: Any, bias: Any = None, **more: Any) -> Any:
+    product, added = _product(_, x, weight, scale), sizes[1] if sizes[1:] else bias
+    return product if added is None else product.add_(added)
 
 
 @contextmanager
