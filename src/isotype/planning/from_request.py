@@ -211,7 +211,7 @@ def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -
     def fits(count: int) -> bool:
         rows_of_step = None if request.step_rows is None else max(request.step_rows, count)
         again = replace(request, step=step, devices=(profile.name,), count=count, step_rows=rows_of_step)
-        return plan_of_request(replace(again, longest=False, goal="balanced")).chosen is not None
+        return any(row.fits for row in _bounded_rows(replace(again, longest=False)))
 
     # Bisection: the memory of a device falls with the number of devices that share the model.
     counts = [count for count in COUNTS if count > request.count]
@@ -330,6 +330,11 @@ _SHORTER = (512, 256)
 """Lengths of rows, in tokens, that are tried if nothing else fits."""
 
 
+def _bounded_rows(request: PlanRequest) -> list[Row]:
+    searches, _ = searches_of(request, bounded=True)
+    return [row for search in searches for row in search.rows()]
+
+
 def fitting_lighter(request: PlanRequest, config: Any) -> tuple[str, PlanRequest, list[Row]] | None:
     """Return the first (settings given up, request) of `lighter` that fits, or else the last, with its rows; None without any."""
     candidates = list(lighter(request, config))
@@ -337,8 +342,7 @@ def fitting_lighter(request: PlanRequest, config: Any) -> tuple[str, PlanRequest
 
     def fits(candidate: tuple[str, PlanRequest]) -> bool:
         given_up, less = candidate
-        searches, _ = searches_of(less, bounded=True)
-        rows[given_up] = [row for search in searches for row in search.rows()]
+        rows[given_up] = _bounded_rows(less)
         return any(row.fits for row in rows[given_up])
 
     if not candidates:
