@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from isotype.contracts.example import decode
+from isotype.contracts.measure import read_examples
 from isotype.preflight.check import check
+from isotype.trace.fake import kernels
 from isotype.trace.fake.kernels import Kernels
 from isotype.trace.fake.twin import fake_mode
 from tests.small import BF16, ids, net
@@ -70,6 +74,49 @@ def test_the_second_result_is_like_the_first_and_like_the_kernels(name: str) -> 
             run = kernels.run if remembered else lambda func, args, kwargs: func(*args, **kwargs)
             found.append(_facts(OPERATORS[name](run, *operands), operands))
     assert found[0] == found[1] == found[2]
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda x: x.mT.contiguous().mT if x.dim() > 1 else x,
+    "contiguous": lambda x: x,
+    "part of a larger tensor": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]] if x.dim() else x,
+    "expanded": lambda x: x[..., :1].expand(x.shape) if x.dim() and x.shape[-1] else x,
+}
+_REST = [pytest.param(name, marks=pytest.mark.exhaustive) for name in list(LAYOUTS)[1:]]
+
+
+def _calls_of_meta_kernels(layout: str) -> Iterator[tuple[Any, list[Any], dict[str, Any]]]:
+    """A call of each operator whose result comes from its meta kernel, as a step of an architecture has called it."""
+    examples = {name: calls[0] for name, calls in read_examples("cpu").items() if name.startswith("aten.")}
+    assert {name.removeprefix("aten.") for name in examples} >= kernels._BY_META_KERNEL
+    for name, example in examples.items():
+        _, packet, overload = name.split(".")
+        func = getattr(getattr(aten, packet), overload)
+        if kernels.has_meta_kernel(func):
+            real = decode(example, [BF16] * 9, torch.device("cpu"))
+            yield (func, *tree_map_only(torch.Tensor, LAYOUTS[layout], real))
+
+
+@pytest.mark.parametrize("layout", ["transposed", *_REST])
+def test_meta_kernels_return_what_fake_tensor_mode_returns(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode = fake_mode()
+    run = Kernels(mode).run
+    for func, *real in _calls_of_meta_kernels(layout):
+        results = []
+        for call in (lambda func, args, kwargs: func(*args, **kwargs), run):
+            args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, real)
+            operands = tuple(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            monkeypatch.setattr(kernels, "_KNOWN", {})
+            with mode:
+                results.append(_facts(call(func, args, kwargs), operands))
+        assert (
+            next(iter(kernels._KNOWN.values()))
+            == Kernels(mode)._of_meta_kernel(func, args, kwargs, list(operands))
+            != ()
+        ), func
+        assert results[0] == results[1], func
 
 
 def test_what_a_value_decides_is_not_remembered() -> None:

@@ -68,13 +68,13 @@ def without_numbers(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -
 aten = torch.ops.aten
 
 
-def converted(value: Any, target: torch.dtype) -> Any:
-    """Return an operator's argument with its float tensors cast to `target`."""
+def converted(value: Any, target: torch.dtype, run: Callable[[Any, Any, Any], Any]) -> Any:
+    """Return an operator's argument with its float tensors cast to `target`; `run` runs the casts."""
     if isinstance(value, torch.Tensor):
         wrong = value.dtype in FLOATS and value.dtype != target
-        return aten._to_copy.default(value, dtype=target) if wrong else value
+        return run(aten._to_copy.default, (value,), {"dtype": target}) if wrong else value
     if isinstance(value, (list, tuple)):
-        return type(value)(converted(item, target) for item in value)
+        return type(value)(converted(item, target, run) for item in value)
     return value
 
 

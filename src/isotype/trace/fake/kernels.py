@@ -2,11 +2,13 @@
 
 A step has thousands of operators and is traced again for every fix, and the cache of `FakeTensorMode` takes a third of
 a millisecond for each look-up. This cache contains the results that torch would cache (`_validate_cache_key` in
-torch/_subclasses/fake_tensor.py, 2.13), and also views, which share the storage of an operand.
+torch/_subclasses/fake_tensor.py, 2.13), and also views, which share the storage of an operand. For frequent operators,
+a new entry comes from torch's meta kernel, because `FakeTensorMode` takes longer for a call that it has not seen.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -26,6 +28,7 @@ from isotype.compat.torch import (
     without_modes,
 )
 from isotype.core.errors import first_line
+from isotype.core.operators import operator_name, schema_of
 from isotype.trace.fake.arguments import map_leaves
 
 _CPU = torch.device("cpu")
@@ -38,6 +41,17 @@ _RESHAPED = frozenset({"aten::resize_", "aten::set_", "aten::resize_as_", "aten:
 _PLAIN = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device}
 )
+# Operators whose meta kernel has the result of `FakeTensorMode`, which decomposes many of them in Python. So do all
+# elementwise operators (`torch.Tag.pointwise`).
+_BY_META_KERNEL = frozenset({
+    "_log_softmax.default", "_log_softmax_backward_data.default", "_softmax.default", "_softmax_backward_data.default",
+    "_to_copy.default", "_unsafe_view.default", "addmm.default", "alias.default", "bmm.default", "cat.default",
+    "detach.default", "embedding_dense_backward.default", "expand.default", "mean.default", "mean.dim", "mm.default",
+    "permute.default", "select.int", "slice.Tensor", "slice_backward.default", "split.Tensor", "split_with_sizes.default",
+    "squeeze.dim", "sum.default", "sum.dim_IntList", "t.default", "transpose.int", "unbind.int", "unsqueeze.default",
+    "view.default", "zeros_like.default",
+})  # fmt: skip
+_META_KEYS = dispatch_keys(torch.empty(0, device="meta"))
 _MOST = 1 << 16
 # Operators whose kernel is selected by shapes and strides (`bmm_out_or_baddbmm_` in
 # aten/src/ATen/native/LinearAlgebra.cpp); each kernel has its own error for mixed dtypes.
@@ -64,21 +78,25 @@ class Kernels:
         if key is None:
             return func(*args, **kwargs)
         entry = _KNOWN.get(key)
-        if entry:
-            structure, recipes = entry
-            return structure(self._recreated(recipe, tensors) for recipe in recipes)
-        result = func(*args, **kwargs)
         if entry is None:
             if len(_KNOWN) >= _MOST:
                 _KNOWN.clear()
+            entry = _KNOWN[key] = self._of_meta_kernel(func, args, kwargs, tensors)
+        if entry is None:
+            result = func(*args, **kwargs)
             _KNOWN[key] = self._entry(result, tensors)
-        return result
+            return result
+        if not entry:
+            return func(*args, **kwargs)
+        structure, recipes = entry
+        return structure(self._recreated(recipe, tensors) for recipe in recipes)
 
     def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
         """Return the cache key of a call, or None if its result cannot be cached. Append the call's operands to `tensors`."""
         if not _is_steady(func) or torch.is_inference_mode_enabled():
             return None
-        parts: list[Any] = [func, torch.get_default_dtype()]
+        # By id, since hashing an operator takes longer; torch keeps each operator that has run.
+        parts: list[Any] = [id(func), torch.get_default_dtype()]
         return tuple(parts) if self._describe((*args, *kwargs.items()), parts, tensors) else None
 
     def _describe(self, values: Any, parts: list[Any], tensors: list[FakeTensor]) -> bool:
@@ -109,21 +127,39 @@ class Kernels:
             and not tensor.is_neg()
         )
 
-    def _entry(self, result: Any, tensors: list[FakeTensor]) -> Any:
-        """Return a cache entry from which a result can be recreated: (function of its parts, recipe for each part), or ()."""
+    def _of_meta_kernel(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
+        """Return the cache entry of a call from the operator's meta kernel; None if only `FakeTensorMode` knows the result."""
+        floats = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        if kwargs.get("device") not in (None, _CPU) or len(floats) > 1 or not has_meta_kernel(func):
+            return None
+        memory = {id(t): _memory(t.shape, t.stride(), t.dtype, t, t.storage_offset()) for t in tensors}
+        kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+        args, kwargs = map_leaves(lambda leaf: memory.get(id(leaf), leaf), (args, kwargs))
+        try:
+            with without_dispatch():
+                result = func(*args, **kwargs)
+        except RuntimeError:
+            return None  # `FakeTensorMode` has its own error
+        return self._entry(result, [memory[id(tensor)] for tensor in tensors])
+
+    def _entry(self, result: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return a cache entry from which a result can be recreated: (function of its parts, recipe for each part), or ().
+
+        `result` and its operands `tensors` are fake tensors, or the meta tensors of `_of_meta_kernel`.
+        """
         structure: Any = type(result) if type(result) in (tuple, list) else next
         if structure is next and isinstance(result, (tuple, list)):
             return ()  # a named tuple
-        storages = {storage_of(tensor): at for at, tensor in enumerate(tensors)}
-        seen: set[int] = set()
         parts = (result,) if structure is next else result
-        recipes = [self._recipe(part, tensors, storages, seen) for part in parts]
+        seen: set[int] = set()
+        recipes = [self._recipe(part, tensors, seen) for part in parts]
         return () if None in recipes else (structure, recipes)
 
-    def _recipe(self, part: Any, tensors: list[FakeTensor], storages: dict[int, int], seen: set[int]) -> Any:
+    def _recipe(self, part: Any, tensors: Sequence[torch.Tensor], seen: set[int]) -> Any:
         if part is None:
             return ("none",)
-        if not isinstance(part, FakeTensor) or not self._is_plain(part):
+        of_meta_kernel = type(part) is torch.Tensor and dispatch_keys(part) == _META_KEYS
+        if not of_meta_kernel and not (isinstance(part, FakeTensor) and self._is_plain(part)):
             return None
         for at, tensor in enumerate(tensors):
             if part is tensor:
@@ -131,11 +167,11 @@ class Kernels:
         if part.requires_grad:
             return None
         storage = part.untyped_storage()
-        shared = storages.get(storage_key(storage))
+        shared = next((at for at, t in enumerate(tensors) if storage_of(t) == storage_key(storage)), None)
         shape, stride, offset = tuple(part.shape), part.stride(), part.storage_offset()
         recipe = ("new", shared, shape, stride, part.dtype, offset)
         copy = self._recreated(recipe, tensors)
-        alike = dispatch_keys(copy) == dispatch_keys(part)
+        alike = of_meta_kernel or dispatch_keys(copy) == dispatch_keys(part)
         if shared is None:
             # The memory must not be larger than the shape needs, nor shared with another result.
             same_size = storage.nbytes() == copy.untyped_storage().nbytes()
@@ -143,20 +179,31 @@ class Kernels:
             seen.add(storage_key(storage))
         return recipe if alike else None
 
-    def _recreated(self, recipe: Any, tensors: list[FakeTensor]) -> Any:
-        kind = recipe[0]
-        if kind == "same":
-            return tensors[recipe[1]]
-        if kind == "none":
-            return None
+    def _recreated(self, recipe: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        if recipe[0] != "new":
+            return tensors[recipe[1]] if recipe[0] == "same" else None
         _, shared, shape, stride, dtype, offset = recipe
-        with without_dispatch():
-            memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            if shared is not None:
-                memory.set_(tensors[shared].untyped_storage(), offset, shape, stride)
-        fake = fake_of(memory, _CPU)
+        over = None if shared is None else tensors[shared]
+        fake = fake_of(_memory(shape, stride, dtype, over, offset), _CPU)
         fake.__dict__.update(self._state)
         return fake
+
+
+def _memory(shape: Any, stride: Any, dtype: torch.dtype, over: torch.Tensor | None, offset: Any) -> Any:
+    """Return a meta tensor over the storage of the tensor `over`; over a new storage if `over` is None."""
+    with without_dispatch():
+        memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        if over is not None:
+            memory.set_(over.untyped_storage(), offset, shape, stride)
+    return memory
+
+
+@cache
+def has_meta_kernel(func: Any) -> bool:
+    """Return whether the meta kernel of an operator has the same result as `FakeTensorMode`."""
+    listed = operator_name(func).removeprefix("aten.") in _BY_META_KERNEL
+    writes_out = "out" in schema_of(func).roles
+    return _is_steady(func) and (listed or torch.Tag.pointwise in func.tags) and not writes_out
 
 
 @cache

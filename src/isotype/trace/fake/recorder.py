@@ -380,11 +380,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return args[0]
         if schema_of(func).mutates and args and isinstance(args[0], (list, tuple)):
             return None  # the operator writes a list of tensors in place: the list keeps its old values
-        other = self.values.stand_in(func, args, kwargs)
-        return (other or func)(
-            *(converted(value, target) for value in args),
-            **{name: converted(value, target) for name, value in kwargs.items()},
-        )
+        other, run = self.values.stand_in(func, args, kwargs), self.kernels.run
+        args = tuple(converted(value, target, run) for value in args)
+        kwargs = {name: converted(value, target, run) for name, value in kwargs.items()}
+        return other(*args, **kwargs) if other else run(func, args, kwargs)
 
     # ---------------------------------------------------------------------------------------- above the operators
 
