@@ -84,7 +84,7 @@ hypothesis.settings.register_profile("many", deadline=None)
 hypothesis.settings.register_profile("few", max_examples=30, deadline=None)
 
 from isotype.compat import hub  # noqa: E402
-from tests import pairwise  # noqa: E402
+from tests import pairwise, shares  # noqa: E402
 from tests.models import save_tiny  # noqa: E402
 
 
@@ -159,9 +159,16 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    shares.rewrite_assertions(session.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Long tests first: at the end one core would wait for them."""
+    shares.read_constants(config)
+    yield
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     _skip_once_a_file(config, items)
 
