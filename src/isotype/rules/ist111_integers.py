@@ -140,5 +140,9 @@ def _without_floats(call: Call, refused: Operand) -> str:
         rounds = ""
     elif refused.dtype == torch.float16:
         rounds = rounds.replace("256", "2048")
-    what = f"pass {cause.name} in int64" if cause.kind == "input" else "keep the index in int64"
+    what = f"pass {cause.name} in int64" if cause.kind == "input" else f"keep the {_word(call)} in int64"
     return f"{what}{rounds}"
+
+
+def _word(call: Call) -> str:
+    return "labels" if "nll_loss" in call.op or "margin_loss" in call.op else "index"

@@ -505,3 +505,23 @@ def test_a_function_that_refuses_16_bits_outside_of_the_model_is_named(runs: Run
     err = runs(script, "--no-preflight")[2]
     assert "error[IST109]: torch.quantile has no kernel for bfloat16" in err
     assert re.search(r"help   cast the operands to float32 at train.py:\d+", err)
+
+
+def test_a_step_that_runs_in_a_closure_of_the_optimizer(runs: Runs) -> None:
+    """Lightning calls `optimizer.step(closure)`: forward and backward are no part of the update."""
+    script = """
+model = Net()
+loss_of = nn.MSELoss()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+def closure():
+    optimizer.zero_grad()
+    loss = loss_of(model(ids)[0].float(), torch.zeros(1))
+    loss.backward()
+    return loss
+for _ in range(2):
+    optimizer.step(closure)
+"""
+    status, _, err = runs(script, "--no-preflight")
+    assert (status, re.findall(r"IST801|IST305|IST307", err)) == (0, ["IST801"])
+    one = runs(script.replace("range(2)", "range(1)"), "--no-preflight")[2]
+    assert re.findall(r"step 1 watched: \d+", one) == re.findall(r"step 1 watched: \d+", err) != []

@@ -63,8 +63,6 @@ _EVALUATION_CALLS = 20_000
 _OPTIMIZERS = 3
 """If the models have several optimizers, like a GAN, at least so many steps are recorded."""
 
-_COMPILED_WARNING = "Using `torch.compile"
-
 
 @dataclass(frozen=True)
 class Beginning:
@@ -162,8 +160,9 @@ class Watch:
     def attach(self) -> None:
         """Add the global hooks, which start the recording at the next step."""
         # torch.compile warns about global hooks. These hooks are removed before they can slow compiled code down.
-        warnings.filterwarnings("ignore", message=_COMPILED_WARNING)
-        self._hooks.callback(_remove_filter, warnings.filters[0])
+        warnings.filterwarnings("ignore", message="Using `torch.compile")
+        held: Any = warnings  # its list of filters changes
+        self._hooks.callback(lambda e: e in held.filters and held.filters.remove(e), held.filters[0])
         self._hooks.enter_context(warnings_at_callers())
         for register, act in (
             (optimizers.register_optimizer_step_pre_hook, self._optimizer_begins),
@@ -219,14 +218,15 @@ class Watch:
         take_out(*self._modes)
         self._modes = ()
 
-    def _around_step(self, act: Callable[..., None], *args: Any) -> None:
+    def _around_step(self, act: Callable[..., Any], *args: Any) -> Any:
         self._stepping = True
-        self._guard(act, *args)
+        result = self._guard(act, *args)
         self._stepping = False
+        return result
 
-    def _guard(self, act: Callable[..., None], *args: Any) -> None:
+    def _guard(self, act: Callable[..., Any], *args: Any) -> Any:
         try:
-            act(*args)
+            return act(*args)
         except Exception as error:  # noqa: BLE001 - an error of the watch must not affect the script
             self._note(f"the recording stopped early: {type(error).__name__}: {error}")
             self.detach()
@@ -365,13 +365,27 @@ class Watch:
             self.detach()
         self.recorder.begin_step()
 
-    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._is_mine():
-            return
-        # A closure computes new gradients.
-        closure = next((value for value in (*args[1:], *kwargs.values()) if value is not None), None)
-        if closure is None and (lines := self._last.repeated_by(optimizer, self.scaler)):
+            return None
+        closure = next((value for value in (*args[1:], *kwargs.values()) if callable(value)), None)
+        if closure is not None:
+            new = {id(closure): partial(self._closed, closure, optimizer)}
+            return tuple(new.get(id(v), v) for v in args), {n: new.get(id(v), v) for n, v in kwargs.items()}
+        if lines := self._last.repeated_by(optimizer, self.scaler):
             self._repeats(lines)
+        self._updates(optimizer)
+        return None
+
+    def _closed(self, closure: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
+        """Call an optimizer's closure, which computes new gradients. The optimizer updates its parameters afterwards."""
+        if self.recorder is not None and self.recorder.phase == "optimizer":
+            self.recorder.turn_to("forward")
+        result = closure()
+        self._guard(self._updates, optimizer)
+        return result
+
+    def _updates(self, optimizer: torch.optim.Optimizer) -> None:
         self._end_evaluation()
         if self.state == "waiting":
             self._blind += 1
@@ -381,9 +395,8 @@ class Watch:
                 self._note(f"the optimizer steps, but {why}: nothing was recorded")
                 self.detach()
             return
-        if self.state == "paused":
+        if self.state in ("paused", "watching") and self.recorder is not None:
             self.state = "watching"
-        if self.state == "watching" and self.recorder is not None:
             self.recorder.of_gradients = False
             self.weigh_gradients(optimizer)
             self._weigh_optimizer(optimizer)
@@ -484,8 +497,3 @@ class Watch:
         counts = Counter(call.autocast for call in self.recorder.calls if call.phase in forward)
         dtype = counts.most_common(1)[0][0] if counts else None
         return dtype and self.stands.get(dtype, dtype)
-
-
-def _remove_filter(entry: Any) -> None:
-    if entry in warnings.filters:
-        warnings.filters.remove(entry)  # type: ignore[attr-defined]
