@@ -85,3 +85,21 @@ def test_a_batch_without_labels(label: int, expected: int) -> None:
     )
     messages = [finding.message for finding in findings]
     assert messages == ["no label of the batch counts in the loss: the mean loss is NaN"] * expected
+
+
+@pytest.mark.parametrize(("label", "expected"), [(-100, 1), (3, 0)])
+def test_a_sum_over_no_label_trains_nothing(label: int, expected: int) -> None:
+    """transformers' Trainer divides the sum by a count of labels; trl sums over parts of which some have no label."""
+    parts = torch.full((2, 8), -100)
+    parts[1, 0] = label
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        logits = model(torch.ones(8, 8))
+        return sum(F.cross_entropy(logits, part, reduction="sum") for part in parts) / 1  # type: ignore[return-value]
+
+    model = nn.Linear(8, 8)
+    loss(model).backward()  # type: ignore[no-untyped-call]
+    assert bool(model.weight.grad.any()) == (not expected)  # type: ignore[union-attr]
+    findings = found(RULE, traced(nn.Linear(8, 8), loss))
+    message = "no label of the batch counts in the loss: the sum is 0, and nothing is trained"
+    assert [(finding.severity, finding.message) for finding in findings] == [("warning", message)] * expected

@@ -161,7 +161,7 @@ class Call:
         numbers: names and values of Python float arguments: `(("min", 1e-12),)`.
         outside: an index out of range that makes the operator fail, and the size of the table that it indexes.
         undefined: number of results that are NaN whatever the weights are: softmax rows with every element masked, or a
-            mean over no label.
+            mean over no label. -1 for a sum over no label, which is 0.
         by_script: True if the user's script made this call (such as clipping) after the backward of a live step.
     """
 

@@ -1,12 +1,14 @@
 """
 **What it means.** The result of an operator is NaN, whatever the weights are. Either a mask hides every position of a
-softmax row, or no label of the batch counts in the loss, whose mean is then 0 / 0.
+softmax row, or no label of the batch counts in the loss, whose mean is then 0 / 0. If the losses are summed
+instead, all gradients are 0 (a warning). transformers' `Trainer` divides this sum by 0 labels, but logs the NaN as 0.
 
 **Why it happens.** Code fills scores with `float("-inf")`. In a causal model with padding on the left, a row's first
 tokens may have nothing to attend to. A row that is only padding has nothing to attend to either. Labels are all -100 if
 `max_length` cuts off every answer, or if the template's markers are not found in the text.
 
-**Why it is bad.** The step's loss or all of its gradients are NaN, and the optimizer then makes every weight NaN.
+**Why it is bad.** The step's loss or all of its gradients are NaN, and the optimizer then makes every weight NaN. A
+sum over no label trains nothing.
 
 **An example that fails**
 
@@ -22,7 +24,7 @@ on weights or have more than 16,384 elements; `scaled_dot_product_attention`, wh
 
 **How safe is the fix?** Safe: only rows without a single visible position change.
 
-**Seen in** pytorch/pytorch #103749; bytedance/UniVR #13; huggingface/trl #6671.
+**Seen in** pytorch/pytorch #103749; bytedance/UniVR #13; huggingface/trl #6671; hiyouga/LlamaFactory #4278.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ TITLE = "A softmax or a mean over nothing"
 
 def find(trace: Trace) -> Iterator[Finding]:
     """Yield a finding for each line whose result is NaN because all scores of a row, or all labels, are masked."""
-    undefined = (call for call in trace.calls if call.undefined and call.phase == "forward")
+    losses = [call for call in trace.calls if "nll_loss" in call.op and call.phase == "forward"]
+    labelled = not all(call.undefined for call in losses)  # a loss in parts may have a part without labels
+    nothing = (call for call in trace.calls if call.undefined and call.phase == "forward")
+    undefined = (call for call in nothing if call.undefined > 0 or not labelled)
     for calls in grouped(undefined, lambda call: (call.op, call.source)).values():
         yield (_labels if "nll_loss" in calls[0].op else _rows)(calls)
 
@@ -54,6 +59,10 @@ def _rows(calls: list[Call]) -> Finding:
 
 def _labels(calls: list[Call]) -> Finding:
     how = "give every row a label: raise max_length, correct the mask of the answers, or leave the row out"
-    message = "no label of the batch counts in the loss: the mean loss is NaN"
+    summed = calls[0].undefined < 0
+    result = "the sum is 0, and nothing is trained" if summed else "the mean loss is NaN"
+    message = f"no label of the batch counts in the loss: {result}"
     cause = "every label is the ignored index (-100)"
-    return finding_at("error", message, calls, cause=cause, fixes=(advice("labels", how),))
+    return finding_at(
+        "warning" if summed else "error", message, calls, cause=cause, fixes=(advice("labels", how),)
+    )

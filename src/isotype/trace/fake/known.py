@@ -159,13 +159,14 @@ class Known:
                 yield int(wrong.max() if int(wrong.max()) >= size else wrong.min()), size
 
     def _undefined(self, packet: Any, args: Any) -> int:
-        """Return the number of softmax rows that are wholly masked, or 1 for a mean loss whose labels are all ignored."""
+        """Return the number of softmax rows that are wholly masked. If all labels are ignored: 1 for a mean loss, -1 for a sum."""
         if packet in (aten._softmax, aten._log_softmax) and args[0].dim():
             masked = self._masked(args[0])
             return 0 if masked is None else int(masked.all(args[1]).sum())
-        if packet in (aten.nll_loss_forward, aten.nll_loss2d_forward) and args[3] == _MEAN:
+        if packet in (aten.nll_loss_forward, aten.nll_loss2d_forward) and args[3]:
             labels = self._integers(args[1])
-            return int(labels is not None and bool((labels == args[4]).all()))
+            empty = labels is not None and bool((labels == args[4]).all())
+            return empty if args[3] == _MEAN else -empty
         return 0
 
     def _integers(self, tensor: torch.Tensor) -> torch.Tensor | None:
