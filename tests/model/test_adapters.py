@@ -292,14 +292,20 @@ def test_names_do_not_change(saved: Saved) -> None:
     assert {type(m).__name__ for m in model.modules()} == {type(m).__name__ for m in reference.modules()}
 
 
-def test_experts_are_left_out_where_peft_cannot_adapt_them_and_it_is_said(saved: Saved) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("use_dora", True), *(("init_lora_weights", s) for s in ("orthogonal", "olora", "pissa"))],
+)
+def test_experts_are_left_out_where_peft_cannot_adapt_them_and_it_is_said(
+    saved: Saved, name: str, value: Any
+) -> None:
     policy = isotype.resolve_precision(saved("qwen3-moe"), "bfloat16", device="cpu")
     model = isotype.load(saved("qwen3-moe"), policy)
     with pytest.warns(UserWarning, match="stacked expert") as caught:
-        model = isotype.add_lora(model, policy, use_dora=True, lora_dropout=0.05)
+        model = isotype.add_lora(model, policy, **{name: value}, lora_dropout=0.05)
     assert [str(warning.message) for warning in caught if warning.category is UserWarning] == [
         "adapters are on 8 linear layers (k_proj, o_proj, q_proj, v_proj: 33 % of all values); not on 4 stacked expert "
-        "weights (down_proj, gate_up_proj: 66 % of all values): PEFT cannot adapt them with use_dora True; "
+        f"weights (down_proj, gate_up_proj: 66 % of all values): PEFT cannot adapt them with {name} {value}; "
         "not on 2 routers (gate: 0.69 % of all values): routers get adapters only if the targets name them"
     ]
     assert not any("experts" in name for name in trained_names(model, "lora_"))

@@ -110,8 +110,10 @@ def _module_of(model: Any, name: str, drawn: set[str]) -> str:
     return best
 
 
-_UNABLE = ("use_dora", "lora_bias")
-"""Settings that PEFT does not support for adapters on parameters (`ParamWrapper`)."""
+_UNABLE = ("use_dora", "lora_bias", "init_lora_weights")
+"""Settings that PEFT does not support for adapters on parameters (`ParamWrapper`); of the last, only `_OF_WEIGHTS`."""
+_OF_WEIGHTS = ("orthogonal", "olora", "pissa")
+"""Initialisations for which PEFT (0.21) reads the `weight` of a layer, which stacked experts lack."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,11 @@ class Adapt:
     why: str = "adapt= leaves their part out"
 
 
+def _is_unable(config: Any, name: str) -> bool:
+    value = getattr(config, name, None)
+    return str(value).startswith(_OF_WEIGHTS) if name == "init_lora_weights" else bool(value)
+
+
 def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targets:
     """Set the targets of a config to the layers that get adapters. Raise UsageError if `adapt` leaves no target."""
     if not getattr(config, "target_modules", None):
@@ -155,7 +162,7 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
             converted.target_parameters = _with_experts(base, converted.target_parameters)
     before, after = (set(getattr(c, "target_parameters", None) or ()) for c in (config, converted))
     experts = after - before
-    unable = tuple(name for name in _UNABLE if experts and getattr(config, name, None))
+    unable = tuple(name for name in _UNABLE if experts and _is_unable(config, name))
     if unable:
         config.target_modules = converted.target_modules or config.target_modules
     elif experts:
