@@ -56,7 +56,11 @@ def test_a_float32_weight_that_is_cast_before_the_product() -> None:
 
 
 def test_float32_scores_that_are_rounded_before_the_choice() -> None:
-    assert len(list(find(routed(FP32, BF16)))) == 1
+    (finding,) = find(routed(FP32, BF16))  # ViperEkura/AstrAI #57
+    assert finding.cause == (
+        f"{GATE} multiplies in float32, but its scores are rounded to 16 bits before experts are chosen"
+    )
+    assert [fix.scope for fix in finding.fixes] == ["advice"]
 
 
 def test_a_product_of_two_dtypes_fails_and_chooses_nothing() -> None:
