@@ -216,6 +216,12 @@ def test_rows_with_pictures_are_not_joined(name):
     )
 
 
+def test_rows_with_pictures_have_no_lengths_to_group_by():
+    strategy = arguments("--train_sampling_strategy", "group_by_length")
+    message = refused(UsageError, fitting, strategy, tiny_processor("llava"), data(5), print)
+    assert "group_by_length, and images in the column 'images'" in message
+
+
 def test_a_row_that_is_too_long_is_refused_or_left_out():
     processor, rows = tiny_processor("llava"), data(5, 9, 30)
     assert refused(DataError, fitting, arguments("--max_length", "40"), processor, rows, print) == (

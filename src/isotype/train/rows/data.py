@@ -200,6 +200,10 @@ def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], 
             what = f"--{name} True, and images in the column {columns[0]!r}"
             expected, fix = "a separate row of the batch for each example", f"leave --{name} out"
             raise UsageError.of("rows with images are not joined", what, expected, fix)
+    if settings.value("train_sampling_strategy") == "group_by_length":
+        what = f"--train_sampling_strategy group_by_length, and images in the column {columns[0]!r}"
+        expected = "rows of text: the trainer counts the tokens of a row before its images are read"
+        raise UsageError.of("rows with images have no lengths", what, expected, "leave it out")
     limit = settings.command.given("max_length")
     fitting_rows = {}
     problems: list[Problem] = []
