@@ -724,14 +724,27 @@ def test_losses_that_are_kept_with_their_graphs(
     assert (says in err) if says else ("kept with their graphs" not in err)
 
 
-@pytest.mark.parametrize(("loss", "is_nan"), [("(out - 9).log().mean()", True), ("out.exp().mean()", False)])
-def test_a_first_loss_that_is_nan(
-    capsys: pytest.CaptureFixture[str], loop: Loop, loss: str, is_nan: bool
+@pytest.mark.parametrize(
+    ("backward", "word"),
+    [
+        ("(out - 9).log().mean().backward()", "NaN"),
+        ("(out.sum() / 0).backward()", "infinite"),
+        ("torch.autograd.backward([(out - 9).log().mean(), out.sum()])", "NaN"),
+        ("torch.autograd.grad(outputs=(out - 9).log().mean(), inputs=list(model.parameters()))", "NaN"),
+        ("out.mean().backward(); torch.autograd.backward((out2 - 9).log().mean())", "NaN"),
+        ("scaler.scale(out.sum() / 0).backward(); scaler.step(optimizer); scaler.update()", ""),
+        ("out.exp().mean().backward()", ""),
+    ],
+)
+def test_a_first_loss_that_is_not_finite(
+    capsys: pytest.CaptureFixture[str], loop: Loop, backward: str, word: str
 ) -> None:
-    step = f"out = model(x); loss = {loss}; optimizer.zero_grad(); loss.backward(); optimizer.step()"
+    step = f"out, out2 = model(x), model(x); {backward}; optimizer.step()"
+    before = torch.autograd.backward
     status, _, err = _run(capsys, "--no-preflight", loop("", step))
     assert status == 0
-    assert ("the loss of the first step is NaN" in err) == is_nan
+    assert re.findall(r"the loss of the first step is (\w+)", err) == [word] * bool(word)
+    assert torch.autograd.backward is before
 
 
 def test_a_broken_raw_loop_is_warned_of_and_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,8 +214,9 @@ class Diagnosis:
             self._say_late([f for f in findings if f.module not in traced or f in shown])
         if self._speaks and self._kept is None:
             self._kept = KeptGraphs(self._say)
-            if self._numbers is None and self.watch.recorder is not None and self.watch.recorder.terms.is_nan:
-                self._say("the loss of the first step is NaN; `isotype run --watch` names the operator")
+            recorder = self.watch.recorder if self._numbers is None else None
+            if recorder is not None and (word := recorder.terms.not_finite(self.watch.scaler)):
+                self._say(f"the loss of the first step is {word}; `isotype run --watch` names the operator")
         if self.watch.skipped == MANY_SKIPPED and self._speaks:
             self._say(f"{_SKIPPED} {MANY_SKIPPED} steps; `isotype run --watch` names the operator")
         if self.watch.skipping:

@@ -187,6 +187,18 @@ class LiveRecorder(Recorder):
         self.failed, self.failure_text = None, ""
         self.turn_to("forward")
 
+    def around_backward(self, backward: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call `torch.autograd.backward`, after a record of its losses."""
+        self.begin_backward(tensors, sums=not self.of_gradients)
+        return backward(tensors, *args, **kwargs)
+
+    def begin_backward(self, tensors: Any, *, sums: bool) -> None:
+        """Record the losses among the tensors whose backward begins; with `sums`, also their terms without a graph."""
+        if not self.fault:
+            self._book(
+                self.terms.backward, [leaf for leaf in leaves(tensors) if type(leaf) is torch.Tensor], sums
+            )
+
     def add_up(self, note: Callable[..., None], *args: Any) -> None:
         """Call a method of `terms`, which looks for terms of the loss without a graph."""
         if not self.fault and not self.of_gradients:
@@ -322,8 +334,8 @@ class LiveFunctions(TorchFunctionMode):
             recorder.reads_dtype(args[0])
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name == "backward":
-            recorder.add_up(recorder.terms.backward, *args[:1])
+        if name == "grad":
+            recorder.begin_backward(args[0] if args else kwargs["outputs"], sums=False)
         before = recorder.function, recorder.autocast, recorder.like, recorder.treatment
         recorder.begin_function(name, args, kwargs)
         try:
@@ -390,7 +402,7 @@ class _Terms:
     """The scalars of a step that were computed from trained values, but have no graph.
 
     Attributes:
-        losses: the tensors whose backward has begun.
+        losses: the scalars whose backward has begun.
         lost: for each such scalar that is a term of a loss: (line that drops its graph, line that adds it).
     """
 
@@ -425,11 +437,12 @@ class _Terms:
             if name in _ADDS or name == "stack":
                 self._sums += [(result.grad_fn, (source, shown(asking_line()))) for source in outside]
 
-    @property
-    def is_nan(self) -> bool:
-        """True if the loss of a backward was NaN."""
-        plain = (loss.detach() for loss in self.losses if type(loss) is torch.Tensor and not loss.dim())
-        return any(math.isnan(loss) for loss in plain)
+    def not_finite(self, scaled: bool) -> str:
+        """Return `NaN` or `infinite` if the loss of a backward was; else "". A GradScaler handles infinite scaled losses."""
+        losses = [float(loss.detach()) for loss in self.losses]
+        if any(map(math.isnan, losses)):
+            return "NaN"
+        return "infinite" if any(map(math.isinf, losses)) and not scaled else ""
 
     def _sources(self, value: Any) -> set[str]:
         """Return the lines where the terms in a value lost their graphs. A weight of a term has only a few digits."""
@@ -441,11 +454,11 @@ class _Terms:
                 return lines
         return set()
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Record which scalars without a graph are terms of the loss whose backward begins."""
-        self.losses.append(loss)
-        summed = {node_number(node) for node in summands(loss.grad_fn)}
-        if not self._balanced:
+    def backward(self, tensors: Sequence[torch.Tensor], sums: bool) -> None:
+        """Record the losses whose backward begins; with `sums`, also which scalars without a graph are their terms."""
+        self.losses += [tensor for tensor in tensors if not tensor.dim()]
+        for loss in tensors if sums and not self._balanced else ():
+            summed = {node_number(node) for node in summands(loss.grad_fn)}
             self.lost += [lines for node, lines in self._sums if node_number(node) in summed]
 
 

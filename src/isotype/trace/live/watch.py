@@ -24,8 +24,10 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
+from isotype.compat.replaced import Replacements
 from isotype.compat.standard import frame_above
 from isotype.compat.torch import (
+    around_backward,
     has_compiler,
     in_backward,
     is_compiled,
@@ -288,6 +290,9 @@ class Watch:
         self.recorder = recorder
         if has_compiler():
             self._recording.enter_context(torch.compiler.set_stance("force_eager"))
+        replaced = Replacements()
+        around_backward(replaced, recorder.around_backward)
+        self._recording.callback(replaced.put_back)
         recorder.turn_to(phase)
         self._enter_modes()
 
