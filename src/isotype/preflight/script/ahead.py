@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import math
 import os
@@ -164,7 +165,11 @@ def _helpers(model: nn.Module) -> tuple[torch.optim.Optimizer | None, bool]:
             map(id, parameters_of(candidate))
         ):
             optimizer = candidate
-    return optimizer, any(scaler.is_enabled() for scaler in living(torch.amp.GradScaler))
+    scales = any(scaler.is_enabled() for scaler in living(torch.amp.GradScaler))
+    if scales:
+        gc.collect()  # a GradScaler in a reference cycle is not the script's
+        scales = any(scaler.is_enabled() for scaler in living(torch.amp.GradScaler))
+    return optimizer, scales
 
 
 def _has_masters(model: nn.Module) -> bool:

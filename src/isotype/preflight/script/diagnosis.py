@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import time
@@ -20,7 +19,7 @@ from torch import nn
 from isotype.compat.accelerate import PREPARED, mixed_precision
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import first_line
-from isotype.core.names import format_bytes, named, plural
+from isotype.core.names import plural
 from isotype.core.source import condition_at, line_of
 from isotype.model.shard import free_gathered
 from isotype.precision.devices.profile import device_profile
@@ -38,6 +37,7 @@ from isotype.preflight.script.ahead import (
 from isotype.preflight.script.family import Family, Options
 from isotype.preflight.script.missing_gpu import MissingGpu
 from isotype.preflight.script.numbers import Numbers
+from isotype.preflight.script.output import Output, peak_of
 from isotype.preflight.script.outside import chain, outside, stepped_at
 from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
@@ -45,8 +45,6 @@ from isotype.records.memory import Memory
 from isotype.records.request import DEFAULT_PHASES, StepRequest
 from isotype.records.trace import NO_GRADIENT, NOTHING_UNSCALED, Breach, Call, Failure, Setup, Trace
 from isotype.report.check.report import Report
-from isotype.report.check.text import fix_standing, render
-from isotype.report.text import format_kinds, short_source, wrapped
 from isotype.rules import (
     ist303_no_scaler,
     ist307_no_gradient,
@@ -59,7 +57,6 @@ from isotype.rules import (
     judge,
 )
 from isotype.rules.kit.groups import code_of
-from isotype.rules.kit.words import evidence
 from isotype.trace.fake.recorder import TimeSpentError
 from isotype.trace.live.forward import Averages, StaleCasts
 from isotype.trace.live.gradients import KeptGraphs
@@ -98,8 +95,8 @@ class Diagnosis:
         hooks = (self._before, self._after, self._evaluates, lambda lines: twice(repeated=lines))
         self.watch = Watch(options.steps, *hooks)
         self.report: Report | None = None
-        self._device, self._seconds, self._console = options.device, options.seconds, console
-        self._numbers = Numbers(self._say, self.stop) if options.watch else None
+        self._device, self._seconds, self._output = options.device, options.seconds, Output(console)
+        self._numbers = Numbers(self._output.say, self.stop) if options.watch else None
         self._stale = StaleCasts(partial(self._between, ist909_stale_casts, stale_casts=True))
         self._averages = Averages(lambda call: self._between(ist503_rounded_updates, (call,)))
         self._kept: KeptGraphs | None = None
@@ -141,7 +138,7 @@ class Diagnosis:
         if rank() == 0 and self._family.claim("speaks"):
             self._speaker = os.getpid()
         if self.gpu.sentence and self._speaks:
-            self._say(self.gpu.sentence)
+            self._output.say(self.gpu.sentence)
         request = self._request_of(beginning)
         if self._seconds and self._speaks:
             self.report = self._looked_ahead(request)
@@ -164,34 +161,38 @@ class Diagnosis:
     def _looked_ahead(self, request: StepRequest) -> Report | None:
         started = time.perf_counter()
         try:
-            with self._working(f"tracing the first step before it runs (at most {self._seconds:g} s)"):
+            with self._output.working(f"tracing the first step before it runs (at most {self._seconds:g} s)"):
                 report = look_ahead(request, TRIED_BEFORE, self._seconds)
         except Exception as error:  # noqa: BLE001 - the script runs even if it cannot be traced ahead
-            self._say(f"the first step could not be traced: {type(error).__name__}: {first_line(error)}")
+            self._output.say(
+                f"the first step could not be traced: {type(error).__name__}: {first_line(error)}"
+            )
             return None
         self._loss_traced = all(self._returned.get() for _ in range(self._returned.qsize()))
+        # `_say_ahead` reports an error that ended the trace, and findings only if they explain this error.
+        raised = "" if report.trace.failure is None else report.trace.failure.error
+        explaining = tuple(f for f in report.findings if f.kind != "untraced" or raised not in f.cause)
+        report = replace(report, findings=explaining)
         self._say_ahead(report, time.perf_counter() - started)
-        # `_say_ahead` has reported that the trace is incomplete.
-        return replace(report, findings=tuple(f for f in report.findings if f.kind != "untraced"))
+        return report
 
     def _say_ahead(self, report: Report, seconds: float) -> None:
         title, failure = report.trace.setup.profile.title, report.trace.failure
         spent = failure is not None and failure.error.startswith(TimeSpentError.__name__)
         # Warnings need the cost of the whole step; errors hold for a part of it, too.
         findings = [*report.errors, *(() if spent else report.warnings)]
-        findings = [finding for finding in findings if finding.kind != "untraced"]
         if findings:
             untried = "" if tried(report) else "; fixes were not tried yet"
-            self._say(f"before the first step, on {title} ({seconds:.1f} s{untried}):")
-            self._print_brief(findings)
+            self._output.say(f"before the first step, on {title} ({seconds:.1f} s{untried}):")
+            self._output.brief(findings)
         elif seconds > MENTIONED_FROM and failure is None:
-            self._say(f"the first step was traced on {title} ({seconds:.1f} s): no findings")
+            self._output.say(f"the first step was traced on {title} ({seconds:.1f} s): no findings")
         if failure is not None:
             where = f"{failure.phase} of {failure.module}" if failure.module else failure.phase
             reason = f"the limit is {self._seconds:g} s (--preflight-seconds)" if spent else failure.error
-            self._say(f"the first step was traced only up to {where}: {reason}")
+            self._output.say(f"the first step was traced only up to {where}: {reason}")
         if not self._loss_traced:
-            self._say("the model returns no loss: the loss that the script computes was not traced")
+            self._output.say("the model returns no loss: the loss that the script computes was not traced")
 
     # ------------------------------------------------------------------------------------------------- after a step
 
@@ -213,12 +214,14 @@ class Diagnosis:
             shown = _of(findings, *late)
             self._say_late([f for f in findings if f.module not in traced or f in shown])
         if self._speaks and self._kept is None:
-            self._kept = KeptGraphs(self._say)
+            self._kept = KeptGraphs(self._output.say)
             recorder = self.watch.recorder if self._numbers is None else None
             if recorder is not None and (word := recorder.terms.not_finite(self.watch.scaler)):
-                self._say(f"the loss of the first step is {word}; `isotype run --watch` names the operator")
+                self._output.say(
+                    f"the loss of the first step is {word}; `isotype run --watch` names the operator"
+                )
         if self.watch.skipped == MANY_SKIPPED and self._speaks:
-            self._say(f"{_SKIPPED} {MANY_SKIPPED} steps; `isotype run --watch` names the operator")
+            self._output.say(f"{_SKIPPED} {MANY_SKIPPED} steps; `isotype run --watch` names the operator")
         if self.watch.skipping:
             return
         if (model := self.watch.model) is not None:
@@ -254,8 +257,8 @@ class Diagnosis:
         if new := [f for f in findings if not known & {(f.code, "error"), (f.code, f.severity)}]:
             self._late += tuple(new)
             number = len(self.watch.seen) + self.watch.skipped
-            self._say("after the first step:" if number <= 1 else f"after step {number}:")
-            self._print_brief(new)
+            self._output.say("after the first step:" if number <= 1 else f"after step {number}:")
+            self._output.brief(new)
 
     def _setup(self) -> Setup | None:
         """Return the recorded settings of the watched step; None if the step's model has been deleted."""
@@ -297,23 +300,30 @@ class Diagnosis:
     def _print_summary(self) -> None:
         watch = self.watch
         for note in watch.notes:
-            self._say(note)
+            self._output.say(note)
         findings = [finding for finding in (*self._findings(), *self._late) if finding.severity != "note"]
         if self.report is None or not self.report.complete:
-            self._print_brief([finding for finding in findings if finding not in self._late])
+            self._output.brief([finding for finding in findings if finding not in self._late])
         if not watch.seen:
             if watch.skipped:
-                self._say(f"{_SKIPPED} at least {plural(watch.skipped, 'step')}, and the optimizer took none")
+                self._output.say(
+                    f"{_SKIPPED} at least {plural(watch.skipped, 'step')}, and the optimizer took none"
+                )
             elif watch.recorder is not None and any(c.phase == "unscale" for c in watch.recorder.calls):
-                self._say(_ALL_SKIPPED)
+                self._output.say(_ALL_SKIPPED)
             elif watch.recorder is not None and {call.phase for call in watch.recorder.calls} == {"forward"}:
-                peak = _peak(watch.recorder.ledger.record())
-                self._say(f"forwards with gradients on, but no backward: {peak}, less under torch.no_grad()")
+                peak = peak_of(watch.recorder.ledger.record())
+                self._output.say(
+                    f"forwards with gradients on, but no backward: {peak}, less under torch.no_grad()"
+                )
             return
         steps, last = len(watch.seen), watch.seen[-1]
         words = plural(len(findings), "finding") if findings else "no findings"
         step = "step 1" if steps == 1 else f"steps 1-{steps}"
-        self._say(f"{step} watched: {plural(last.operators, 'operator')}, {words}; {_peak(last.memory)}")
+        self._output.say(
+            f"{step} watched: {plural(last.operators, 'operator')}, {words}; {peak_of(last.memory)}; "
+            "later steps and evaluations are not included"
+        )
 
     def _findings(self) -> tuple[Finding, ...]:
         return self.report.findings if self.report is not None and self.report.complete else self._live
@@ -335,7 +345,7 @@ class Diagnosis:
             if sentence := self.gpu.explained(link):
                 explained = True
                 if self._family.claim("explained"):
-                    self._say(sentence)
+                    self._output.say(sentence)
                 break
         self.watch.forget()
         return explained
@@ -344,7 +354,7 @@ class Diagnosis:
         """Call `explain` unless another process of the run has explained the error. Return True if the error is explained."""
         if self._family.knows("explained"):
             if self._family.is_top:
-                self._say("explained above, by the process that raised it")
+                self._output.say("explained above, by the process that raised it")
             return True
         if self._request is None or self.watch.model is None or not self._family.claim("explained"):
             return False
@@ -361,8 +371,8 @@ class Diagnosis:
         rejected = verdict is not None and not verdict.accepted
         if not rejected and not _ABOUT_DTYPES.search(text):
             at = f" in {call.module}" if call.module else ""
-            self._say(f"{call.op}{at} ({call.phase}) raised this; dtypes are not the cause:")
-            self._print_call(call)
+            self._output.say(f"{call.op}{at} ({call.phase}) raised this; dtypes are not the cause:")
+            self._output.call(call)
             return
         # The script has caught the errors of other operators, so these are no breaches.
         recorder.calls[:] = [c if c is call else replace(c, breach=None) for c in recorder.calls]
@@ -386,28 +396,28 @@ class Diagnosis:
         refused = any(words in text for words in ist308_clipped_scaled.REFUSALS)
         if refused and (setup := self._setup_seen or self._setup()):
             trace = Trace(setup, (), (), {}, Memory({}), Failure("optimizer", "", line_of(error), headline))
-            self._print_brief(_of(judge(trace), ist308_clipped_scaled))
+            self._output.brief(_of(judge(trace), ist308_clipped_scaled))
             return
         report = self._traced_again(trains=any(words in text for words in _ABOUT_GRADIENTS))
         if report is None:
             return
         if report.errors:
-            self._say("a trace of the script's last known step explains the error:")
-            self._render(report)
+            self._output.say("a trace of the script's last known step explains the error:")
+            self._output.render(report)
         else:
-            self._say("a trace of the script's last known step runs clean: the cause is elsewhere")
+            self._output.say("a trace of the script's last known step runs clean: the cause is elsewhere")
             for line in outside(error, model, report.trace).lines():
-                self._plain(line)
+                self._output.plain(line)
             for optimizer in stepped_at(error) if NOTHING_UNSCALED in text and recorder is not None else []:
                 self.watch.weigh_gradients(optimizer)
                 findings = judge(self.watch.trace(self._setup() or report.trace.setup))
-                self._print_brief(_of(findings, ist307_no_gradient, ist309_not_trained))
+                self._output.brief(_of(findings, ist307_no_gradient, ist309_not_trained))
 
     def _diagnose(self, call: Call, headline: str) -> None:
         self.watch.scaler |= call.phase == "unscale"
         setup = self._setup()
         if setup is None:
-            self._print_call(call)
+            self._output.call(call)
             return
         place = call.phase, call.module, call.source
         failure = Failure(*place, headline, dtype_related=True, condition=condition_at(call.source))
@@ -420,18 +430,20 @@ class Diagnosis:
         live = [finding for finding in judge(replace(trace, failure=None)) if finding.severity == "error"]
         foreseen = _matching(self.report, call, live)
         if foreseen is not None and tried(foreseen):
-            self._say("predicted before the step:")
-            self._render(foreseen)
+            self._output.say("predicted before the step:")
+            self._output.render(foreseen)
             return
         again = _matching(self._traced_again(), call, live) or foreseen
         if again is not None:
-            self._say("predicted before the step:" if foreseen else "a trace of the step explains the error:")
-            self._render(again)
+            self._output.say(
+                "predicted before the step:" if foreseen else "a trace of the step explains the error:"
+            )
+            self._output.render(again)
         elif live:
-            self._render(Report(trace, tuple(live)))
+            self._output.render(Report(trace, tuple(live)))
         else:
-            self._say(f"{call.op} got incompatible dtypes:")
-            self._print_call(call)
+            self._output.say(f"{call.op} got incompatible dtypes:")
+            self._output.call(call)
 
     def _traced_again(self, trains: bool = False) -> Report | None:
         """Trace the step again on fake tensors, try the fixes, and return the report; None if this is not possible."""
@@ -444,46 +456,13 @@ class Diagnosis:
         request = replace(request, phases=(*phases, "generate"))
         try:
             free_gathered(model)  # a crash leaves them behind
-            with self._working("tracing the step again, and trying the fixes"):
+            with self._output.working("tracing the step again, and trying the fixes"):
                 return look_ahead(request, TRIED_AFTER, AGAIN_SECONDS)
         except Exception as error:  # noqa: BLE001 - the script's error was shown; this is one more line
-            self._say(f"the last known step could not be traced: {type(error).__name__}: {first_line(error)}")
+            self._output.say(
+                f"the last known step could not be traced: {type(error).__name__}: {first_line(error)}"
+            )
             return None
-
-    # ------------------------------------------------------------------------------------------------------ printing
-
-    def _say(self, text: str) -> None:
-        self._plain(f"isotype: {text}")
-
-    def _working(self, text: str) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager that shows `text` on a terminal while the script waits."""
-        shown = self._console.is_terminal and not self._console.quiet
-        return self._console.status(f"isotype: {text} …") if shown else contextlib.nullcontext()
-
-    def _plain(self, text: str) -> None:
-        self._console.print(wrapped(text, self._console), highlight=False, markup=False, soft_wrap=True)
-
-    def _render(self, report: Report) -> None:
-        self._plain("")
-        render(report, self._console, in_script=True, whole=True)
-
-    def _print_brief(self, findings: Sequence[Finding]) -> None:
-        for finding in findings:
-            self._plain(f"{finding.severity}[{finding.code}]: {finding.message}")
-            self._print_place(finding.source, named(finding.module), finding.op, finding.phase)
-            if finding.cause:
-                self._plain(f"   = cause  {finding.cause}")
-            for fix in finding.fixes[:1]:
-                self._plain(f"   = help   {fix.text}   ({fix_standing(fix)})")
-
-    def _print_place(self, source: str, *parts: str) -> None:
-        self._plain(f"  --> {'   '.join(filter(None, (*parts, short_source(source))))}")
-
-    def _print_call(self, call: Call) -> None:
-        self._print_place(call.source, call.module, call.op, call.phase)
-        for operand in call.operands:
-            path = "; ".join(evidence(operand.origin))
-            self._plain(f"   |   {operand.role}  {dtype_name(operand.dtype)}  {list(operand.shape)}   {path}")
 
 
 # --------------------------------------------------------------------------------------------------------- helpers
@@ -507,8 +486,3 @@ def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Rep
 def _of(findings: Iterable[Finding], *rules: ModuleType) -> list[Finding]:
     codes = {code_of(rule.__name__) for rule in rules}
     return [finding for finding in findings if finding.code in codes]
-
-
-def _peak(memory: Memory) -> str:
-    kinds = memory.phases[memory.peak_phase] if memory.peak_phase is not None else {}
-    return f"peak {format_bytes(memory.peak)} ({format_kinds(kinds, memory.peak / 100)})"

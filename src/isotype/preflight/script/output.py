@@ -1,0 +1,65 @@
+"""Prints sentences, findings, calls and reports of `isotype run` to standard error."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import format_bytes, named
+from isotype.records.finding import Finding
+from isotype.records.memory import Memory
+from isotype.records.trace import Call
+from isotype.report.check.report import Report
+from isotype.report.check.text import fix_standing, render
+from isotype.report.text import format_kinds, short_source, wrapped
+from isotype.rules.kit.words import evidence
+
+
+class Output:
+    """Prints to `console`, whose lines isotype breaks at its width."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def say(self, text: str) -> None:
+        self.plain(f"isotype: {text}")
+
+    def working(self, text: str) -> contextlib.AbstractContextManager[Any]:
+        """Return a context manager that shows `text` on a terminal while the script waits."""
+        shown = self._console.is_terminal and not self._console.quiet
+        return self._console.status(f"isotype: {text} …") if shown else contextlib.nullcontext()
+
+    def plain(self, text: str) -> None:
+        self._console.print(wrapped(text, self._console), highlight=False, markup=False, soft_wrap=True)
+
+    def render(self, report: Report) -> None:
+        self.plain("")
+        render(report, self._console, in_script=True, whole=True)
+
+    def brief(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            self.plain(f"{finding.severity}[{finding.code}]: {finding.message}")
+            self._place(finding.source, named(finding.module), finding.op, finding.phase)
+            if finding.cause:
+                self.plain(f"   = cause  {finding.cause}")
+            for fix in finding.fixes[:1]:
+                self.plain(f"   = help   {fix.text}   ({fix_standing(fix)})")
+
+    def _place(self, source: str, *parts: str) -> None:
+        self.plain(f"  --> {'   '.join(filter(None, (*parts, short_source(source))))}")
+
+    def call(self, call: Call) -> None:
+        self._place(call.source, call.module, call.op, call.phase)
+        for operand in call.operands:
+            path = "; ".join(evidence(operand.origin))
+            self.plain(f"   |   {operand.role}  {dtype_name(operand.dtype)}  {list(operand.shape)}   {path}")
+
+
+def peak_of(memory: Memory) -> str:
+    """Return the peak of a step in bytes, and what holds it."""
+    kinds = memory.phases[memory.peak_phase] if memory.peak_phase is not None else {}
+    return f"peak {format_bytes(memory.peak)} ({format_kinds(kinds, memory.peak / 100)})"
