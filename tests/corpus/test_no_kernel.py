@@ -217,10 +217,12 @@ def test_the_first_state_of_an_lstm(device: str) -> None:
     assert finding.cause.startswith("zeros returns float32 at test_no_kernel.py:")
     assert all(fix.verified for fix in finding.fixes)
     assert isotype.check(Recurrent(), {"x": torch.randn(2, 3, 8)}, device=device, wiring=False).ok
-    healthy = isotype.check(
+    autocast = isotype.check(
         Recurrent(), {"x": torch.randn(2, 3, 8)}, device=device, autocast="bfloat16", wiring=False
     )
-    assert not healthy.errors
+    # A CPU without AVX512 has no bfloat16 LSTM, so autocast crashes there.
+    real = real_step(Recurrent(), {"x": torch.randn(2, 3, 8)}, BF16) if device == "cpu" else None
+    assert [f.code for f in autocast.errors] == (["IST109"] if real and real.error else [])
 
 
 EDGES = torch.sparse_coo_tensor(torch.arange(4).expand(2, 4), torch.ones(4), (4, 4), check_invariants=True)
