@@ -566,6 +566,13 @@ def test_an_evaluation_with_gradients_names_what_it_holds(
     assert "activations" in err.partition("no backward: peak ")[2]
 
 
+def test_the_step_after_an_attack_by_grad_is_recorded(capsys: pytest.CaptureFixture[str], loop: Loop) -> None:
+    attack = "x.requires_grad_(); torch.autograd.grad(mse_loss(model(x), y), x); "
+    _, _, err = _run(capsys, "--no-preflight", loop("", attack + _PLAIN_STEP))
+    assert "gradients accumulate" not in err
+    assert "gradients " in err
+
+
 def test_a_script_without_an_optimizer_accumulates_no_gradients(
     capsys: pytest.CaptureFixture[str], loop: Loop
 ) -> None:

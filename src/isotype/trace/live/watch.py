@@ -128,11 +128,9 @@ class Watch:
         self.recorder: LiveRecorder | None = None
         self.optimizer, self.scaler = "", False
         self.learning_rate: float | None = None
-        self.gradients: dict[str, Any] = {}
-        self._samples: list[Sample] = []
-        self.skipped, self.skipping = 0, False
+        self.gradients, self._samples = dict[str, Any](), list[Sample]()
+        self.skipped, self.skipping, self._stepping = 0, False, False
         self.kind, self.stands = "cpu", dict[torch.dtype, torch.dtype]()
-        self._stepping = False
         self._steps, self._before, self._after, self._evaluates = steps, before, after, evaluates
         self._repeats, self._last = repeats, LastStep()
         self._mine: tuple[int, int] | None = None
@@ -141,11 +139,9 @@ class Watch:
         self._roots: list[nn.Module] = []
         self._modes: tuple[Any, ...] = ()
         self._hooks, self._module_hooks, self._recording = ExitStack(), ExitStack(), ExitStack()
-        self._blind = 0
-        self._held = 0
+        self._blind = self._held = 0
         # Number of recorded evaluations per module, and in all.
-        self._evaluations: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._evaluated = 0
+        self._evaluations, self._evaluated = weakref.WeakKeyDictionary[nn.Module, int](), 0
 
     @property
     def model(self) -> nn.Module | None:
@@ -256,16 +252,17 @@ class Watch:
             self._last = LastStep()
             if self.recorder.phase == "unscale":
                 self._skip()
-            if self.recorder.phase == "backward" and not in_backward():
+            # `torch.autograd.grad` leaves no gradients that could accumulate.
+            if self.recorder.phase == "backward" and self.recorder.graded and not in_backward():
                 self._pause()
                 return
             self._register(module, args, kwargs)
         self.recorder.enter(self._names.get(module, type(module).__name__), module=module)
 
     def _leaves(self) -> None:
-        recorder, records = self.recorder, self.state in ("watching", "evaluating")
-        if recorder is not None and recorder.inside and records and self._is_mine():
-            recorder.leave()
+        records = self.state in ("watching", "evaluating")
+        if self.recorder is not None and self.recorder.inside and records and self._is_mine():
+            self.recorder.leave()
 
     def _is_mine(self) -> bool:
         """Return whether the current call computes real values, and runs in the recorded thread or recomputes for it.
@@ -341,12 +338,11 @@ class Watch:
         recorder.mark_inputs(named_inputs(inner, args, kwargs))
 
     def _without_modes(self, act: Callable[[], Any]) -> None:
-        modes = self._modes
-        take_out(*modes)
+        take_out(*self._modes)
         try:
             act()
         finally:
-            put_under(*modes)
+            put_under(*self._modes)
 
     # ------------------------------------------------------------------------------------------------------- steps
 
@@ -354,8 +350,8 @@ class Watch:
         """Pause the recording while gradients accumulate, because later micro-batches of a step only repeat the first."""
         self.state = "paused"
         assert self.recorder is not None
-        updated = optimizers_of(self.recorder.names)
-        why = "gradients accumulate" if updated else "no optimizer of torch updates this model"
+        updates = optimizers_of(self.recorder.names)
+        why = "gradients accumulate" if updates else "no optimizer of torch updates this model"
         self._note(f"{why}: only the first forward and backward of each step was recorded")
         self.recorder.of_gradients = True  # for clipping and unscaling, which follow the last micro-batch
         self._module_hooks.close()
