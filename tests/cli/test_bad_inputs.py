@@ -268,6 +268,8 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
         ("merge --adapter chat --out merged", "merge chat --output merged"),
         ("merge chat merged", "merge chat -o merged"),
         ("inspect chat --device t4", "inspect --plan chat --device t4"),
+        ("plan chat h100", "plan chat --device h100"),
+        ("demo --devce t4", "demo --device t4"),
         ("chat chat hello --max_tokens 3", "chat chat --ask hello --max_new_tokens 3"),
     ],
 )
@@ -284,6 +286,7 @@ def test_the_corrected_command(capsys, folder, monkeypatch, command, corrected):
         "check chat --adapter qlora",
         "check ppo chat",
         "sft chat --max_steps two",
+        "sft chat --data a.jsonl --lr -1",
     ],
 )
 def test_a_command_whose_correction_is_not_certain(capsys, folder, monkeypatch, command):

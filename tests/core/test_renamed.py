@@ -67,6 +67,8 @@ def test_in_a_config_file_too(tmp_path) -> None:
         ("--use_unsloth True", "see isotype sft --help"),
         ("--learning_rate 2e-4,", "--learning_rate 2e-4"),
         ("--learning_rate fast", "--learning_rate 2e-05"),
+        ("--learning_rate 0,001", "--learning_rate 2e-05"),
+        ("--max_steps 1,000", "--max_steps 1000"),
         ("--max_steps 2.0", "--max_steps 2"),
         ("--max_steps two", "--max_steps 8"),
         ("--per_device_train_batch_size two", "--per_device_train_batch_size 8"),

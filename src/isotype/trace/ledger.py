@@ -115,14 +115,15 @@ class Ledger:
                 alive = [tensor for tensor in alive if tensor is not before]
                 saved -= {storage_of(output)}
                 saved |= {storage_of(before)}
-        surplus = self._surplus[module] = {key: self._live[key][1] * (times - 1) for key in saved}
+        surplus = {key: self._live[key][1] * (times - 1) for key in saved}
+        self._surplus.setdefault(module, {}).update(surplus)
         self._left.discard(module)
         self._times[module] = times
         for size in _steps(sum(surplus.values()), times - 1):
             self._change("activations", size)
 
     def keep(self, module: str, since: int, times: int, outputs: Sequence[torch.Tensor]) -> None:
-        """Multiply by `times` the memory that a forward without a backward keeps besides its outputs, such as a key-value cache."""
+        """Multiply by `times` the memory that a forward without a backward keeps besides its outputs: caches, copies of weights."""
         passed = {storage_of(output) for output in outputs}
         kept = {
             key: size * (times - 1)

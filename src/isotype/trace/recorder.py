@@ -201,14 +201,13 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         for row in self.held.get(frame.name, ()):
             self.ledger.count(*row)  # the tensor's memory may have changed (`weight.data = …`)
         outer = self._frames[-1].repeats if self._frames else 1
-        saves = self.phase == "forward" and torch.is_grad_enabled()
-        if frame.repeats != outer and (saves or self.phase == "rollout"):
+        if frame.repeats != outer and self.phase != "backward":
             inputs, outputs = (
                 [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
                 for tree in (arguments, output)
             )
             times = frame.repeats // outer
-            if saves:
+            if self.phase == "forward" and torch.is_grad_enabled():
                 self.ledger.multiply(frame.name, frame.entered, times, inputs, outputs)
             else:
                 self.ledger.keep(frame.name, frame.entered, times, outputs)
