@@ -187,7 +187,7 @@ def prepare() -> None:
         "isotype.train.training",
     ):
         import_module(name)
-    for name in ("SFTTrainer", "DPOTrainer"):
+    for name in ("SFTTrainer", "DPOTrainer", "KTOTrainer"):
         getattr(trl, name)
     gc.collect()
     gc.freeze()  # what is imported is not looked through again in every process

@@ -81,7 +81,7 @@ class Setup:
 
     Attributes:
         architecture: a key of `ARCHITECTURES`.
-        method: `sft` or `dpo`.
+        method: `sft`, `dpo` or `kto`.
         storage: of the frozen weights: `none`, `nf4`, `int8` or `mxfp4`.
         adapters: `lora`, `dora` or `full` (every weight is trained).
         evaluation: `off`, `default` rows, or rows a step.
@@ -119,7 +119,8 @@ def draw(seed: int, number: int) -> Setup:
     """The set-up with this number of a seed."""
     dice = random.Random(f"{seed}/{number}")
     full = dice.random() < 0.25
-    method = "sft" if dice.random() < 0.75 else "dpo"
+    share = dice.random()
+    method = "sft" if share < 0.75 else "dpo" if share < 0.85 else "kto"
     return Setup(
         architecture=dice.choice(tuple(ARCHITECTURES)),
         method=method,
@@ -133,7 +134,7 @@ def draw(seed: int, number: int) -> Setup:
         accumulation=dice.choice((1, 1, 2, 3)),
         optimizer=dice.choice(("adamw_torch_fused", "adamw_torch_fused", "adamw_torch", "sgd", "adafactor", "rmsprop")),
         evaluation=dice.choice(("off", "off", "default", "1", "8", "16")),
-        rows=dice.choice((1, 2, 4, 8)),
+        rows=dice.choice((2, 2, 4, 8) if method == "kto" else (1, 2, 4, 8)),  # TRL refuses KTO of one row
         length=dice.choice((64, 96, 128, 192)),
     )  # fmt: skip
 
@@ -211,9 +212,12 @@ def save_rows(setup: Setup, folder: Path) -> None:
     def words(count: int) -> str:
         return " ".join(f"w{dice.randrange(WORDS)}" for _ in range(count))
 
-    def row() -> dict[str, str]:
+    def row() -> dict[str, Any]:
+        half = setup.length // 2
+        if setup.method == "kto":
+            answer = " " + words(half)
+            return {"prompt": words(half), "completion": answer, "label": dice.random() < 0.5}
         if setup.method == "dpo":
-            half = setup.length // 2
             return {"prompt": words(half), "chosen": " " + words(half), "rejected": " " + words(half)}
         # Two documents fill a packed row, so that every batch is the largest that can occur.
         share = next(shares) if setup.packing else 8

@@ -367,6 +367,37 @@ def test_what_a_layer_passes_on_counts_as_often_as_a_layer_keeps_its_input() -> 
         assert trace(kind, (1, 11)) == trace(kind, (1,) * 12)
 
 
+def test_what_layers_keep_of_a_forward_without_gradients_counts_for_every_layer() -> None:
+    """Such as copies of weights, which a forward for KTO's estimate of the divergence is the first to need."""
+
+    class Copies(Moves):
+        copy: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.copy is None:
+                self.copy = self.weight.detach().clone()
+            return x + (x * self.scale) @ self.copy
+
+    class Twice(Stack):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                first = super().forward(ids)
+            return super().forward(ids) - first
+
+    def trace(stands: tuple[int, ...]) -> Memory:
+        model = Twice(stands)
+        model.layers = nn.ModuleList(Copies() for _ in stands)
+        for layer, count in zip(model.layers, stands, strict=True):
+            setattr(layer, STANDS_FOR, count)
+        return traced_memory(model, ids(8, 32))
+
+    whole, folded = trace((1,) * 4), trace((1, 3))
+    assert whole.phases["optimizer"]["activations"] >= 4 * 4 * WIDTH**2
+    for phase in PHASES:
+        expected, found = (memory.phases[phase]["activations"] for memory in (whole, folded))
+        assert found == pytest.approx(expected, rel=0.02), phase
+
+
 @few("checkpointing", [False, True], True)
 def test_int8_layers_fold_to_what_they_are_and_lose_no_weight(checkpointing: bool) -> None:
     config = transformers.LlamaConfig(
