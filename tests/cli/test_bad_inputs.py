@@ -252,6 +252,7 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
         ("check chat/model.safetensors --device t4", "check chat --device t4"),
         ("chekc chat --lora_rank 4", "check chat --lora_r 4"),
         ("./chat", "check ./chat"),
+        ("bad_build.py --steps 2", "run bad_build.py --steps 2"),
         ("plan chat --batch 4 --vram 24GB", "plan chat --rows 4 --max-memory 24GB"),
         ("finetune chat a.jsonl --bf16 --qlora", "sft chat --dataset_name a.jsonl --bf16 --quantization nf4"),
         ("sft --bf16 chat -d a.csv", "sft chat --bf16 --dataset_name a.csv"),

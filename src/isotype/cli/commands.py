@@ -60,10 +60,8 @@ def inspect(argv: Sequence[str], console: Console) -> int:
     if options.plan:
         return _inspect_plan(options, console)
     if flags := [f"--{name}" for name, default in _OF_THE_PLAN.items() if getattr(options, name) != default]:
-        expected, swap = (
-            "--plan, because only a plan uses these arguments",
-            (("inspect",), ("inspect", "--plan")),
-        )
+        expected = "--plan, because only a plan uses these arguments"
+        swap = (("inspect",), ("inspect", "--plan"))
         problem = Problem(" ".join(flags), expected, "add --plan", swap)
         raise UsageError("arguments that need --plan", [problem])
     from isotype.checkpoint.inspect import inspect_checkpoint

@@ -120,34 +120,39 @@ def _report(error: Exception, arguments: list[str]) -> int:
         known = UsageError.of("a file cannot be used", what, expected, fix)
     elif isinstance(error, ModuleNotFoundError) and command != "run":
         known = missing_libraries(command, error)
+    if known is None:
+        print_error(console_of_failure(), text)
+        return CRASHED
     line = None
-    if known is not None and "RANK" not in os.environ:  # a launcher's own words are not in the arguments
+    if "RANK" not in os.environ:  # a launcher's own words are not in the arguments
         logger = logging.getLogger("isotype.train.dialects")
         logger.disabled = True  # its notes about a file are printed already
         line = corrected(arguments, known.problems, _parsed)
         logger.disabled = False
-    if line is not None and known is not None:
-        known.hint = None
-    print_error(console_of_failure(), text if known is None else IsotypeError.__str__(known))
+    hint = known.hint if line is None else None
+    print_error(console_of_failure(), str(IsotypeError(known.headline, known.problems, hint)))
     if line is not None:
         show_commands(console_of_failure(), {"the corrected command": ("isotype", *line)})
-    return CRASHED if known is None else known.exit_code
+    return known.exit_code
 
 
 def _parsed(line: list[str]) -> None:
     """Parse a command without running it. Raise UsageError if an argument is invalid."""
     command, *rest = line
     _handler(command)
-    if command in METHODS:
-        from isotype.train.command.parse import parse_command
+    if command == "demo":
+        from isotype.cli.training import DEMO
 
-        parsed, _ = parse_command(command, rest)
-        if "model_name_or_path" not in parsed or {"dataset_name", "datasets"}.isdisjoint(parsed.values):
-            raise UsageError("a command without a model or without data")
-    elif command == "check":
+        command, rest = "sft", [*DEMO, *(word for word in rest if word != "--pictures")]
+    if command in METHODS or command == "check":
+        from isotype.train.command.parse import parse_command, value_problems
         from isotype.train.preflight.step_plan import parse_options
 
-        parse_options(rest)
+        parsed = parse_command(command, rest)[0] if command in METHODS else parse_options(rest)[1]
+        lacks = "model_name_or_path" not in parsed or {"dataset_name", "datasets"}.isdisjoint(parsed.values)
+        problems = value_problems(parsed)
+        if problems or (lacks and command in METHODS):
+            raise UsageError("invalid arguments, or no model or no data", problems)
     elif command == "plan":
         from isotype.planning.request import parse_request
 
@@ -188,13 +193,12 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
     if command not in COMMANDS:
         known = (*METHODS, "demo", *COMMANDS)
         similar, shown = () if command in _OF_TRL else known, "isotype {}".format
-        meant = SAME_METHODS.get(command.lower(), command.lower())
-        near = get_close_matches(meant, similar, 2, 0.6)
-        if command.startswith("--") or "/" in command or Path(command).exists():
-            near = ["sft" if command.startswith("--") else "check"]
-            line = [near[0], command]
-        else:
-            line = near if len(near) == 1 else []
+        same = SAME_METHODS.get(command.lower())
+        near = [same] if same else get_close_matches(command.lower(), similar, 2, 0.6)
+        line = near if len(near) == 1 else []
+        if command.startswith("--") or (not same and ("/" in command or Path(command).exists())):
+            near = ["sft" if command.startswith("--") else "run" if command.endswith(".py") else "check"]
+            line = [*near, command]
         fix = f"did you mean {shown(near[0])}?" if near else "isotype --help describes them"
         expected = "one of " + ", ".join(known)
         problem = Problem(f"isotype {command}", expected, fix, ((command,), line) if line else None)

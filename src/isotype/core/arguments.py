@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from isotype.compat.standard import ValueParser, actions_of
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import IsotypeError, Problem, UsageError
 
 _TABLES: Any = json.loads(Path(__file__).with_name("arguments.json").read_text(encoding="utf-8"))
 """Names and values that users know from other libraries and earlier versions."""
@@ -49,8 +50,8 @@ class Parser(ValueParser):
     """
 
     problems: list[Problem]
-    stray: Callable[[str], str] | None = None
-    """Returns the argument that a value without an argument most likely belongs to."""
+    stray: Callable[[str], str] = staticmethod(lambda value: "")
+    """Returns the argument that a value without an argument most likely belongs to, or ""."""
     _command_line: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -112,13 +113,13 @@ class Parser(ValueParser):
     def _unknown(self, tokens: Sequence[str], token: str, known: Sequence[str]) -> Problem:
         name, value = name_and_value(tokens, token)
         problem = unknown_name(name, value, known, f"{self.prog} --help")
-        flag = self.stray(value) if self.stray is not None and len(_bare(name)) == 1 and value else ""
+        flag = self.stray(value) if len(_bare(name)) == 1 and value else ""
         if flag and problem.swap is None:  # such as -d train.jsonl
             return Problem(name, f"a known name: {flag}", f"{flag} {value}", ((name,), (flag,)))
         return problem
 
     def _stray(self, value: str) -> Problem:
-        name = self.stray(value) if self.stray is not None else ""
+        name = self.stray(value)
         expected, fix = "a value that belongs to an argument", f"{name} {value}"
         if name:
             return Problem(value, expected, fix, ((value,), (name, value)))
@@ -173,7 +174,7 @@ def did_you_mean(
 
 def unknown_name(name: str, value: Any, known: Sequence[str], listing: str) -> Problem:
     """Return the `Problem` for a name that is not among the `known` names, which the command `listing` prints."""
-    names = [known_name.lstrip("-").replace("-", "_") for known_name in known]
+    names = {_bare(known_name) for known_name in known}
     text = str(value) if isinstance(value, (str, int, float)) else ""
     former = renamed(name, names, text)
     if former is not None:
@@ -195,14 +196,15 @@ def wrong_number(name: str, value: str, expected: str, example: Any) -> Problem:
     """Return the `Problem` for a value that is not a number. If it contains only one number (`2e-4,`), the fix has this number."""
     text, swap = value.strip(" ,;'\""), None
     whole = expected == _KINDS["int"][0]
-    if expected in (_KINDS["int"][0], _KINDS["float"][0]):
-        try:
-            number = float(re.sub(r",(?=\d{3}\b)", "", text))
-            if not whole or number.is_integer():
-                example = int(number) if whole else text
-                swap = ((name, value), (name, str(example)))
-        except (ValueError, OverflowError):  # no number, or an infinite one
-            pass
+    if whole:  # a comma in other numbers may be a decimal comma
+        text = re.sub(r",(?=\d{3}\b)", "", text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if number.is_integer() if whole else math.isfinite(number) and expected == _KINDS["float"][0]:
+        example = int(number) if whole else text
+        swap = ((name, value), (name, str(example)))
     return Problem(f"{name} {value}", expected, f"{name} {example}", swap)
 
 
@@ -213,8 +215,8 @@ def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
     other = _OTHER_VALUES.get(value.lower().replace("-", "").replace("_", ""))
     similar = partial(difflib.get_close_matches, value.lower(), lower, n=2)
     longer = [choice for choice in lower if value and choice.startswith(value.lower())]
-    near = similar(cutoff=0.8) or longer[:2] or similar(cutoff=0.5)
-    near = [value.lower()] if value.lower() in lower else near
+    same = [value.lower()] if value.lower() in lower else []
+    near = same or similar(cutoff=0.8) or longer[:2] or similar(cutoff=0.5)
     meant = [other] if other in known else [lower[name] for name in near]
     fix = f"did you mean {' or '.join(meant)}?" if meant else "give one of these"
     flag = what.removesuffix(f" {value}")
@@ -240,15 +242,13 @@ def _bare(name: str) -> str:
 def _certain(name: str, known: Sequence[str]) -> str | None:
     """Return the known name that `name` stands for: an alias, its only longer form, or clearly the most similar name."""
     bare, wanted = {_bare(known_name): known_name for known_name in known}, _bare(name)
+    if meant := [other for other in (wanted, *_OTHER_NAMES.get(wanted, ())) if other in bare]:
+        return bare[meant[0]]
     longer = [other for other in bare if len(wanted) > 3 and other.startswith(wanted)]
-    near = difflib.get_close_matches(wanted, bare, n=2, cutoff=0.85)
-    ratios = [difflib.SequenceMatcher(None, other, wanted).ratio() for other in near]
-    if wanted in bare:
-        return bare[wanted]
-    if aliases := [other for other in _OTHER_NAMES.get(wanted, ()) if other in bare]:
-        return bare[aliases[0]]
     if len(longer) == 1:
         return bare[longer[0]]
+    near = difflib.get_close_matches(wanted, bare, n=2, cutoff=0.85)
+    ratios = [difflib.SequenceMatcher(None, other, wanted).ratio() for other in near]
     return bare[near[0]] if near and (len(near) == 1 or ratios[0] - ratios[1] > 0.05) else None
 
 
@@ -258,15 +258,14 @@ def corrected(
     """Return the words of a command with all swaps of its problems made, or None if `parse` does not accept the result."""
     line = separated(words)
     for _ in range(4):  # one correction may show the next problem
-        for problem in problems:
-            if problem.swap is None or not _swap(line, *problem.swap):
-                return None
+        if not problems or not all(problem.swap and _swap(line, *problem.swap) for problem in problems):
+            return None
         try:
             parse(line)
-        except UsageError as error:
+        except IsotypeError as error:
             problems = error.problems
         else:
-            return line if problems else None
+            return line
     return None
 
 
@@ -281,9 +280,9 @@ def separated(words: Sequence[str]) -> list[str]:
 
 def _swap(line: list[str], old: Sequence[str], new: Sequence[str]) -> bool:
     """Write `new` in the place of `old` in the line, and return True if `old` was there."""
-    size, lower = len(old), [word.lower() for word in line]
+    size, lower = len(old), [word.lower() for word in old]
     for at in range(len(line)):
-        if lower[at : at + size] == [word.lower() for word in old]:
+        if [word.lower() for word in line[at : at + size]] == lower:
             line[at : at + size] = new
             return True
     return False
@@ -303,7 +302,9 @@ def renamed(flag: str, names: Collection[str], asked: str = "") -> Problem | Non
     """
     old, typed = _bare(flag), (flag, asked) if asked else (flag,)
     new, value = RENAMED.get(old, ("", ""))
-    if new in names and old not in names:
+    if old in names:
+        return None
+    if new in names:
         if value and asked.lower() in ("false", "no", "0"):
             return Problem(f"{flag} {asked}: removed", f"--{new} if it is true", "leave it out", (typed, ()))
         word = value or asked
@@ -311,8 +312,7 @@ def renamed(flag: str, names: Collection[str], asked: str = "") -> Problem | Non
         swap = (typed, (f"--{new}", word)) if certain else None
         expected = f"the name in transformers 5 and TRL 1: --{new}"
         return Problem(f"{flag}: renamed", expected, f"--{new} {word or 'VALUE'}", swap)
-    if old in REMOVED and old not in names:
-        fix = REMOVED[old]
+    if fix := REMOVED.get(old):
         expected = "an argument that transformers 5 or TRL 1 has"
         return Problem(f"{flag}: removed", expected, fix, (typed, ()) if fix.startswith("leave") else None)
     return None

@@ -66,15 +66,14 @@ def tensors_in(func: Any, args: Any, kwargs: Any) -> list[tuple[str, torch.Tenso
     return tensors
 
 
+MASKED = ("masked_fill", "masked_select", "masked_scatter")
+_INDEXED = (
+    "index_select", "index_add", "index_copy", "index_fill", "index_reduce", "gather", "scatter", "scatter_add",
+    "scatter_reduce", "take", "put", "take_along_dim", "embedding", "nll_loss_forward", "nll_loss2d_forward",
+    "multi_margin_loss",
+)  # fmt: skip
 _INDICES = {
-    **dict.fromkeys(("index_select", "index_add", "index_copy", "index_fill", "index_reduce"), slice(1, 2)),
-    **dict.fromkeys(
-        ("gather", "scatter", "scatter_add", "scatter_reduce", "take", "put", "take_along_dim"), slice(1, 2)
-    ),
-    **dict.fromkeys(
-        ("embedding", "nll_loss_forward", "nll_loss2d_forward", "multi_margin_loss"), slice(1, 2)
-    ),
-    **dict.fromkeys(MASKED := ("masked_fill", "masked_select", "masked_scatter"), slice(1, 2)),
+    **dict.fromkeys((*_INDEXED, *MASKED), slice(1, 2)),
     "_embedding_bag": slice(1, 3),
     "index": slice(1, None),
     "index_put": slice(1, -1),

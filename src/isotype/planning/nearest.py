@@ -33,10 +33,8 @@ def nearest(request: PlanRequest) -> tuple[Row | None, str]:
     again = replace(step, auto=False, checkpointing=CHECKPOINTING)
     (search,), _ = searches_of(request, bounded=True)
 
-    def rows_with(
-        step: StepPlan, quantize: bool, longest: bool
-    ) -> list[Row]:  # all searches share their traces
-        step = replace(step, device=search.request.step.device)
+    def rows_with(step: StepPlan, quantize: bool, longest: bool) -> list[Row]:
+        step = replace(step, device=search.request.step.device)  # all searches share their traces
         asked = replace(search.request, step=step, quantize=quantize, longest=longest)
         return list(replace(search, request=asked).rows())
 

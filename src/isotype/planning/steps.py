@@ -84,10 +84,8 @@ class Steps:
     @cached_property
     def held(self) -> Traced:
         """The memory of weights, adapters and buffers: less than that of any step. It needs no trace."""
-        kinds = self.step.held(self.arguments)
-        return Traced(
-            sum(kinds.values()), "load", kinds, {profile.name: None for profile in self.profiles}, ()
-        )
+        kinds, names = self.step.held(self.arguments), [profile.name for profile in self.profiles]
+        return Traced(sum(kinds.values()), "load", kinds, dict.fromkeys(names), ())
 
     def peak(self, rows: int, tokens: int) -> int:
         """Return the bytes at the step's peak."""

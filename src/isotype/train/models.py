@@ -228,32 +228,20 @@ def check_module_names(model: Any, config: Any) -> None:
     last = sorted({name.rsplit(".", 1)[-1] for name in modules if not name.rsplit(".", 1)[-1].isdigit()})
     ends = sorted({".".join(name.rsplit(".", 2)[-2:]) for name in parameters})
     problems = []
-    for flag, wanted, existing, kind, shown in (
-        (
-            "lora_target_modules",
-            getattr(converted, "target_modules", None),
-            modules,
-            "module",
-            [*last, "all-linear"],
-        ),
-        ("lora_modules_to_save", getattr(converted, "modules_to_save", None), modules, "module", last),
-        (
-            "lora_target_parameters",
-            getattr(converted, "target_parameters", None),
-            parameters,
-            "parameter",
-            ends,
-        ),
+    for setting, existing, kind, shown in (
+        ("target_modules", modules, "module", [*last, "all-linear"]),
+        ("modules_to_save", modules, "module", last),
+        ("target_parameters", parameters, "parameter", ends),
     ):
+        wanted = getattr(converted, setting, None)
         for name in sorted(wanted) if isinstance(wanted, (list, tuple, set)) else ():
             if any(f".{path}".endswith(f".{name}") for path in existing):
                 continue
             fix = did_you_mean(name, shown, "give one of these", cutoff=0.4)
             near = get_close_matches(name, shown, 2, 0.8)
             expected = f"the name of a {kind}: {', '.join(shown)}"
-            problems.append(
-                Problem(f"--{flag} {name}", expected, fix, ((name,), near) if len(near) == 1 else None)
-            )
+            swap = ((name,), near) if len(near) == 1 else None
+            problems.append(Problem(f"--lora_{setting} {name}", expected, fix, swap))
     if problems:
         raise UsageError("no such modules or parameters in the model", problems)
     _check_rank(model, converted)

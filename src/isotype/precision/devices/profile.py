@@ -161,8 +161,8 @@ def _support(
 ) -> dict[str, Any]:
     """Return fields of a profile. A dtype is native unless it is emulated or refused."""
     native = frozenset({_F32, _F64, *_HALVES}) - emulated.keys() - refused.keys()
-    runs = {"native": native, "emulated": emulated, "refused": refused, "flash_attention": flash}
-    return {**runs, "capability": capability}
+    fields = {"native": native, "emulated": emulated, "refused": refused, "flash_attention": flash}
+    return {**fields, "capability": capability}
 
 
 def _cuda_support(major: int, minor: int) -> dict[str, Any]:
@@ -171,13 +171,12 @@ def _cuda_support(major: int, minor: int) -> dict[str, Any]:
     Sources: CUDA C++ Programming Guide, throughput of arithmetic instructions by compute capability; for bfloat16 before
     7.0, https://github.com/pytorch/pytorch/issues/57773.
     """
-    emulated, refused, capability, first = {}, {}, (major, minor), "before compute capability 8.0"
+    emulated, refused, capability = {}, {}, (major, minor)
     if major < 7:
         refused[_BF16] = f"cuBLAS has no bfloat16 matmuls for compute capability {major}.{minor}"
     elif major < 8:
-        emulated[_BF16] = (
-            f"no bfloat16 tensor cores {first}: its matmuls run several times slower than float16"
-        )
+        cores = "no bfloat16 tensor cores before compute capability 8.0"
+        emulated[_BF16] = f"{cores}: its matmuls run several times slower than float16"
     if major < 7 and capability not in _FAST_FLOAT16:
         emulated[_F16] = f"compute capability {major}.{minor} has no fast float16 arithmetic"
     if capability not in _FAST_FLOAT64:
@@ -231,10 +230,8 @@ def _of_record(name: str) -> DeviceProfile:
 @cache
 def _records() -> dict[str, Any]:
     text = resources.files("isotype.precision.devices").joinpath("profiles.json").read_text(encoding="utf-8")
-    records: dict[str, Any] = json.loads(text)
-    return {
-        key: {"driver_names": [record["title"]], "aliases": [], **record} for key, record in records.items()
-    }
+    records = json.loads(text).items()
+    return {key: {"driver_names": [record["title"]], "aliases": [], **record} for key, record in records}
 
 
 @cache
@@ -246,9 +243,7 @@ def _names() -> dict[str, str]:
 
 def profile_names() -> tuple[str, ...]:
     """Return the names and aliases of all profiles, sorted."""
-    return tuple(
-        sorted({*_records(), *(alias for record in _records().values() for alias in record["aliases"])})
-    )
+    return tuple(sorted({name for key, record in _records().items() for name in (key, *record["aliases"])}))
 
 
 # --------------------------------------------------------------------------------------------------------- CPU
@@ -279,9 +274,8 @@ def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn 
 @cache
 def this_cpu_emulates(dtype: torch.dtype) -> bool:
     """Return whether this CPU has no instructions for products in `dtype`."""
-    return (
-        dtype in CPU_INSTRUCTIONS and cpu_profile(this_cpu(), None, this_onednn()).supports(dtype) != "native"
-    )
+    known = dtype in CPU_INSTRUCTIONS
+    return known and cpu_profile(this_cpu(), None, this_onednn()).supports(dtype) != "native"
 
 
 def _this_memory() -> int | None:

@@ -70,9 +70,9 @@ def parse_command(
     if model is not None:
         values.pop("model_name_or_path", None)  # `model` wins over the file, as a flag does
         values = {"model_name_or_path": Value(model, (model,), "command line"), **values}
-    given = [
+    given = (
         (name, (value, "keyword", None)) for name, value in (keywords or {}).items() if value is not None
-    ]
+    )
     for name, value in [*given, *((name, _typed(words)) for name, words in typed.items())]:
         if name not in mine and name != "config":
             problems += _add(values, method, name, *value)
@@ -96,11 +96,11 @@ def parse_command(
 
 
 def _model_among(
-    stray: list[str], model: str | None, typed: Collection[str], trains: bool, problems: list[Problem]
+    stray: list[str], model: str | None, typed: Mapping[str, Any], trains: bool, problems: list[Problem]
 ) -> str | None:
     """Take the model out of the values that belong to no argument, and return it. Add a problem if there are two models."""
     flags = any(word.startswith("-") for word in stray)
-    if not flags and stray and not _owner(stray[0], (), trains=trains):
+    if not flags and stray and not _owner(stray[0], {}, trains=trains):
         if model is not None:
             problems.append(_two_models(model, stray.pop(0)))
         elif "model_name_or_path" not in typed:
@@ -110,7 +110,7 @@ def _model_among(
     return model
 
 
-def _owner(word: str, typed: Collection[str], *, trains: bool) -> str:
+def _owner(word: str, typed: Mapping[str, Any], *, trains: bool) -> str:
     """Return the argument that a value without an argument belongs to, or "" if this is unknown or the argument is there."""
     name = ""
     if word.lower().endswith(_DATA_FILES) and Path(word).name != "config.json":
@@ -119,7 +119,7 @@ def _owner(word: str, typed: Collection[str], *, trains: bool) -> str:
         from isotype.precision.devices.profile import profile_names
 
         name = "device" if word.lower() in ("cpu", "cuda", *profile_names()) else ""
-    return f"--{name}" if name and name not in typed else ""
+    return f"--{name}" if name and typed.get(name) is None else ""
 
 
 def _two_models(first: str, second: str) -> Problem:
@@ -146,9 +146,7 @@ def _translated(
         line["dataset_name"] = line.pop("dataset")
     ours = {*mine, "dataset_name", *(name for name, spec in specs(method).items() if spec.holder == "added")}
     kept = [word for name in line if name in ours for word in (f"--{name}", *line[name])]
-    read = {
-        name: yaml.safe_load(" ".join(words) or "true") for name, words in line.items() if name not in ours
-    }
+    read = {n: yaml.safe_load(" ".join(words) or "true") for n, words in line.items() if n not in ours}
     content, problems = in_isotype_names(read, method, "command line", trains=trains)
     words = Command(method, {name: Value(value) for name, value in content.items()}).arguments()
     program = "LLaMA-Factory" if dialect == "llama_factory" else dialect

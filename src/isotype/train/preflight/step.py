@@ -249,29 +249,13 @@ def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
     if chosen is not None:
         other = step.alternative(chosen)
         words = [f"gradient checkpointing {chosen.words} (auto): {chosen.reason}{other}"]
-    trace = replace(
-        report.trace,
-        setup=replace(
-            report.trace.setup,
-            data=plan.data,
-            details=(
-                *report.trace.setup.details,
-                *_beyond(config, length),
-                *_dequantized(config, report.trace),
-            ),
-            towers=() if plan.pictures is not None and not plan.pictures.sizes else report.trace.setup.towers,
-        ),
-        model=plan.source,
-        notes=(
-            *report.trace.notes,
-            *plan.notes,
-            *_notes(plan, model),
-            *((MIXED,) if step.mixed else ()),
-            *fusion,
-            *words,
-        ),
-    )
-    return replace(report, trace=trace)
+    trace, setup = report.trace, report.trace.setup
+    details = (*setup.details, *_beyond(config, length), *_dequantized(config, trace))
+    towers = () if plan.pictures is not None and not plan.pictures.sizes else setup.towers
+    setup = replace(setup, data=plan.data, details=details, towers=towers)
+    mixed = (MIXED,) if step.mixed else ()
+    notes = (*trace.notes, *plan.notes, *_notes(plan, model), *mixed, *fusion, *words)
+    return replace(report, trace=replace(trace, setup=setup, model=plan.source, notes=notes))
 
 
 def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
