@@ -293,7 +293,10 @@ def test_modules_that_cannot_do_without_the_device_do_not_find_it(name: str, exp
     assert module["answers"] == (expected,) * 3
 
 
-def test_functions_without_a_function_mode_use_the_cpu(tmp_path: Path) -> None:
+def test_functions_without_a_function_mode_use_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda _: "cuda:0")  # as saved on a GPU
     torch.save(X, tmp_path / "x.pt")
     results: list[torch.Tensor] = []
     before = (
@@ -306,12 +309,14 @@ def test_functions_without_a_function_mode_use_the_cpu(tmp_path: Path) -> None:
         thread.start()
         thread.join()
         results.append(torch.load(tmp_path / "x.pt", map_location="cuda:0"))
+        results.append(torch.load(tmp_path / "x.pt", None))
+        results.append(torch.load(f=tmp_path / "x.pt", map_location={"cuda:0": "cuda:1"}))
         results.append(nn.Linear(2, 2).to(0).weight)
         torch.cuda.random.set_rng_state_all(torch.cuda.random.get_rng_state_all())
         torch.accelerator.synchronize()
         assert not torch.accelerator.current_stream().is_capturing()
         assert torch.accelerator.current_accelerator() == torch.device("cuda")
-    assert [tensor.device.type for tensor in results] == ["cpu"] * 3
+    assert [tensor.device.type for tensor in results] == ["cpu"] * 5
     after = threading.Thread.run, torch.set_default_device, torch.nn.parallel.DistributedDataParallel.__init__
     assert after == before
 

@@ -124,6 +124,7 @@ def written_for(profile: Device, named: Callable[[], None] = lambda: None) -> It
         yield
 
 
+_OF_GPUS = ("device_ids", "output_device")
 _NEEDS_GPU = ("bitsandbytes", "isotype", "triton", "torch._", "torch.utils.data")
 """Modules that load kernels for an available GPU, start threads for it, or require that parameters are on it."""
 
@@ -150,10 +151,9 @@ def _answer(replaced: Replacements, simulated: str, named: Callable[[], None]) -
 def _redirect(replaced: Replacements, names: re.Pattern[str], named: Callable[[], None]) -> None:
     """Replace the simulated device by the CPU in functions that pass no function mode, and in new threads."""
 
-    def load(
-        load: Callable[..., Any], file: Any, map_location: Any = "cpu", *args: Any, **kwargs: Any
-    ) -> Any:
-        return load(file, _cpu_for(map_location, names), *args, **kwargs)
+    def load(load: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        by_name = map_location is None or isinstance(map_location, Mapping)
+        return load(f, "cpu" if by_name else _cpu_for(map_location, names), *args, **kwargs)
 
     def default(set_device: Callable[..., None], device: Any) -> None:
         set_device(_cpu_for(device, names))
@@ -170,12 +170,9 @@ def _redirect(replaced: Replacements, names: re.Pattern[str], named: Callable[[]
         def start(start: Callable[..., None], backend: Any = None, *args: Any, **kwargs: Any) -> None:
             start("gloo" if backend is None or "nccl" in backend else backend, *args, **kwargs)
 
-        def wrap(init: Callable[..., None], wrapper: Any, module: Any, *_: Any, **kwargs: Any) -> None:
-            init(
-                wrapper,
-                module,
-                **{k: v for k, v in kwargs.items() if k not in ("device_ids", "output_device")},
-            )
+        def wrap(init: Callable[..., None], wrapper: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+            more = {name: value for name, value in kwargs.items() if name not in _OF_GPUS}
+            init(wrapper, module, *(None for _ in args[:2]), *args[2:], **more)
 
         replaced.wrap(torch.distributed, "init_process_group", start)
         replaced.wrap(torch.nn.parallel.DistributedDataParallel, "__init__", wrap)
@@ -188,9 +185,8 @@ class _OnCPU(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _CALLS_TO_MOVE or any(
-            _is_named(arg, self._names) for arg in (*args, kwargs.get("device"))
-        ):
+        places = (*args, kwargs.get("device"))
+        if func in _CALLS_TO_MOVE or any(_is_named(place, self._names) for place in places):
             self._named()
         func, args, kwargs = on_cpu(func, args, kwargs, self._names)
         return func(*args, **kwargs)

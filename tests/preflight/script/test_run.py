@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import os
@@ -696,6 +697,13 @@ def test_a_script_that_needs_a_gpu_is_told_what_to_do(
     assert "with --device NAME (t4, h100, …), isotype runs the script's code" in " ".join(err.split())
 
 
+def test_an_error_about_a_name_needs_no_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text("import torch\nopen('/nowhere/gpu/rows.jsonl')\n")
+    status, _, err = _run(capsys, str(script))
+    assert (status, "rows.jsonl" in err, "needs a GPU" in err) == (1, True, False)
+
+
 _F16 = "with torch.autocast('cpu', torch.float16):"
 
 
@@ -747,6 +755,7 @@ def test_a_step_on_a_cpu_is_judged_by_the_autocast_of_the_device_that_is_asked_f
         ("total = total + loss.item(); losses.append(loss.detach())", ""),
         ("total = (total + loss).detach()", ""),
         ("losses = [loss, *losses[:1]]", ""),
+        ("import gc; gc.disable(); cycle = [loss]; cycle.append(cycle)", ""),
     ],
 )
 def test_losses_that_are_kept_with_their_graphs(
@@ -756,6 +765,7 @@ def test_losses_that_are_kept_with_their_graphs(
     text = Path(script).read_text()
     Path(script).write_text(re.sub(r"range\(\d+\)", "range(5)", text))
     status, _, err = _run(capsys, "--no-preflight", script)
+    gc.enable()
     assert (status, "range(5)" in Path(script).read_text()) == (0, True)
     assert (says in err) if says else ("kept with their graphs" not in err)
 

@@ -524,4 +524,16 @@ for _ in range(2):
     status, _, err = runs(script, "--no-preflight")
     assert (status, re.findall(r"IST801|IST305|IST307", err)) == (0, ["IST801"])
     one = runs(script.replace("range(2)", "range(1)"), "--no-preflight")[2]
-    assert re.findall(r"step 1 watched: \d+", one) == re.findall(r"step 1 watched: \d+", err) != []
+    fit = """
+scale = nn.Parameter(torch.ones(()))
+def error():
+    scale.grad = None
+    value = (scale - 3) ** 4
+    value.backward()
+    return value
+torch.optim.LBFGS([scale], max_iter=9).step(error)
+"""  # one step without a module, of many closures
+    fitted = runs(f"{fit}{script}", "--no-preflight")[2]
+    assert [re.findall(r"step 1 watched: \d+", text) for text in (one, fitted)] == [
+        re.findall(r"step 1 watched: \d+", err) or ["none"]
+    ] * 2

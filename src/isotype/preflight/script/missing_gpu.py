@@ -21,6 +21,7 @@ from isotype.report.text import short_source
 from isotype.trace.live.recorder import warnings_at_callers
 
 _ABOUT_GPUS = re.compile(r"\b(cuda|gpus?|nvidia|nccl|hip|xpu|mps|accelerator)\b|_cuda_", re.IGNORECASE)
+_ABOUT_NAMES = (FileNotFoundError, KeyError, ModuleNotFoundError)  # of a file `data/gpu/rows.jsonl`
 _INSTEAD = "with --device NAME (t4, h100, …), isotype runs the script's code for this GPU on the CPU"
 
 
@@ -73,14 +74,12 @@ class MissingGpu:
 
     def why_nothing(self) -> str:
         """Return why a script without a training step may need a GPU; "" if it never asks for one."""
-        if not self.asked:
-            return ""
-        place = short_source(self.asked)
-        return f"{place} asks whether a GPU is available, and this machine has none; {_INSTEAD}"
+        asks = "asks whether a GPU is available, and this machine has none"
+        return f"{short_source(self.asked)} {asks}; {_INSTEAD}" if self.asked else ""
 
     def explained(self, error: BaseException) -> str:
         """Return a sentence on an error that is raised because this machine has no GPU; "" for another error."""
-        if not self._absent or not _ABOUT_GPUS.search(str(error)):
+        if not self._absent or isinstance(error, _ABOUT_NAMES) or not _ABOUT_GPUS.search(str(error)):
             return ""
         place = short_source(line_of(error))
         if self._profile is None:
@@ -101,16 +100,10 @@ class MissingGpu:
         return ask(*args, **kwargs)
 
     def _note_autocast(
-        self,
-        init: Callable[..., None],
-        autocast: Any,
-        device_type: str,
-        dtype: Any = None,
-        *args: Any,
-        **kwargs: Any,
+        self, init: Any, autocast: Any, device_type: str, dtype: Any = None, *rest: Any, **more: Any
     ) -> None:
         there = self._default if dtype is None and device_type == self.kind else dtype
-        init(autocast, device_type, there, *args, **kwargs)
+        init(autocast, device_type, there, *rest, **more)
         if autocast.device == "cpu":
             here = autocast.fast_dtype
             self.stands[here] = self._default if dtype is None else here

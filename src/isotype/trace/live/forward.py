@@ -116,8 +116,11 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         if not self._reported:
             self._weights = [weight for model in models for weight in model.parameters()]
             put_under(self)
-            begins = (modules.register_module_forward_pre_hook, optimizers.register_optimizer_step_pre_hook)
-            self._handles = [register(lambda *_: self.detach()) for register in begins]
+            # torch iterates over the hooks of a step, which must not be removed: without weights, no copy is reported.
+            self._handles = [
+                optimizers.register_optimizer_step_pre_hook(lambda *_: self._weights.clear()),
+                modules.register_module_forward_pre_hook(lambda *_: self.detach()),
+            ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

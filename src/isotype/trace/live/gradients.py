@@ -178,14 +178,11 @@ class KeptGraphs:
         if len(self._ends) > len(_KEPT_STEPS) + 1:
             # torch iterates over its hooks now: the next forward removes this one.
             self._handles.append(modules.register_module_forward_pre_hook(lambda *_: self.detach()))
-            kept = self._kept()
-            if kept:
+            if self._kept():
                 gc.collect(2)  # a loss in a reference cycle is not kept by the script
-                kept = self._kept()
-            if kept:
-                self._report(
-                    f"the losses of earlier steps are kept with their graphs{_holder(kept)}: {_ADVICE}"
-                )
+            if kept := self._kept():
+                sentence = f"the losses of earlier steps are kept with their graphs{_holder(kept)}"
+                self._report(f"{sentence}: {_ADVICE}")
 
     def _kept(self) -> list[torch.Tensor]:
         """Return the losses of `_KEPT_STEPS` if losses of all of them are alive, else an empty list."""

@@ -295,9 +295,8 @@ class Watch:
 
     def _may_evaluate(self, module: nn.Module) -> bool:
         """Return whether to record a forward without training: one of the first few, of a model that is not compiled."""
-        if self._evaluations.get(module) == _EVALUATIONS or self._evaluated == _EVALUATIONS_IN_ALL:
-            return False
-        if self.recorder is not None and len(self.recorder.calls) >= _EVALUATION_CALLS:
+        full = self.recorder is not None and len(self.recorder.calls) >= _EVALUATION_CALLS
+        if full or self._evaluations.get(module) == _EVALUATIONS or self._evaluated == _EVALUATIONS_IN_ALL:
             return False
         # Transforms and metrics are modules, too, but have no parameters.
         return not is_compiled(module) and any(not p.is_meta for p in module.parameters())
@@ -388,14 +387,6 @@ class Watch:
 
     def _updates(self, optimizer: torch.optim.Optimizer) -> None:
         self._end_evaluation()
-        if self.state == "waiting":
-            self._blind += 1
-            if self._blind == _BLIND_STEPS:
-                frozen = not any(parameter.requires_grad for parameter in parameters_of(optimizer))
-                why = "none of its parameters requires a gradient" if frozen else "no module ran a forward"
-                self._note(f"the optimizer steps, but {why}: nothing was recorded")
-                self.detach()
-            return
         if self.state in ("paused", "watching") and self.recorder is not None:
             self.state = "watching"
             self.recorder.of_gradients = False
@@ -436,6 +427,13 @@ class Watch:
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         recorder, watching = self.recorder, self.state == "watching"
+        if self.state == "waiting" and not torch.compiler.is_compiling() and self._is_mine():
+            self._blind += 1
+            if self._blind == _BLIND_STEPS:
+                frozen = not any(parameter.requires_grad for parameter in parameters_of(optimizer))
+                why = "none of its parameters requires a gradient" if frozen else "no module ran a forward"
+                self._note(f"the optimizer steps, but {why}: nothing was recorded")
+                self.detach()
         if recorder is None or not watching or recorder.phase != "optimizer" or not self._is_mine():
             return
         if recorder.fault:
@@ -470,16 +468,12 @@ class Watch:
             calls = [replace(c, breach=c.breach if c.breach and c.breach.converted else None) for c in calls]
         if self.stands and not any(weight.dtype in self.stands for weight in recorder.weights):
             calls = [in_dtypes(call, self.stands) for call in calls]
+        parts = (part for root in self._roots for part in root.modules() if part in self._names)
         return Trace(
             setup=setup,
             calls=tuple(calls),
             weights=tuple(recorder.weights),
-            modules={
-                self._names[part]: type(part).__name__
-                for root in self._roots
-                for part in root.modules()
-                if part in self._names
-            },
+            modules={self._names[part]: type(part).__name__ for part in parts},
             memory=recorder.ledger.record(self._held),
             failure=failure,
             notes=tuple(self.notes),
@@ -494,7 +488,7 @@ class Watch:
     def autocast(self) -> torch.dtype | None:
         """Return the autocast dtype under which most operators of the forward ran; None without autocast."""
         assert self.recorder is not None
-        forward = ("forward", "generate")
-        counts = Counter(call.autocast for call in self.recorder.calls if call.phase in forward)
+        calls = (call for call in self.recorder.calls if call.phase in ("forward", "generate"))
+        counts = Counter(call.autocast for call in calls)
         dtype = counts.most_common(1)[0][0] if counts else None
         return dtype and self.stands.get(dtype, dtype)
