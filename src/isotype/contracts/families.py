@@ -402,8 +402,8 @@ def integer_refusal(op: str, dtypes: Sequence[torch.dtype]) -> str:
         return "" if dtypes[1] in _TARGETS else got
     if refused := float_indices(op, dtypes):
         plain, dtype = name.removesuffix("_"), Spelled(dtypes[refused[0]])
-        return next(
-            (text.format(op=plain, got=dtype) for text, ops in _NOT_FLOAT.items() if plain in ops), ""
+        return next((text for text, ops in _NOT_FLOAT.items() if plain in ops), "").format(
+            op=plain, got=dtype
         )
     if name in ("sub", "sub_", "rsub") and torch.bool in dtypes:
         return _BOOL_MINUS

@@ -19,6 +19,9 @@ _ALIASES: dict[str, torch.dtype] = {
 
 _WORDS = {name: word for word, name in STORED.items()}
 
+EXACT_INTEGERS = {torch.bfloat16: 256, torch.float16: 2048}
+"""For each dtype: the integer up to which it represents every integer."""
+
 COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 
 GGUF_BLOCKS: tuple[str, ...] = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")

@@ -242,10 +242,9 @@ def _roots(
             if downstream and later and root in roots:
                 roots.remove(other)
                 below.setdefault(root.key, []).append(other)
+    notes = {key: (_downstream(errors),) for key, errors in below.items()}
     kept = (f for f in findings if f.severity != "error" or f in roots)
-    return tuple(
-        replace(f, notes=(*f.notes, _downstream(below[f.key]))) if f.key in below else f for f in kept
-    )
+    return tuple(replace(f, notes=(*f.notes, *notes.get(f.key, ()))) for f in kept)
 
 
 def _place(where: Finding | Call) -> tuple[str, str, str]:

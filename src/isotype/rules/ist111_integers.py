@@ -31,13 +31,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
-from isotype.core.dtypes import dtype_name, named_integer
+from isotype.core.dtypes import EXACT_INTEGERS, dtype_name, named_integer
 from isotype.core.names import grouped, short
 from isotype.core.operators import MASKED, float_indices
 from isotype.records.finding import Finding, Fix, finding_at
-from isotype.records.trace import HALVES, Call, Operand, Trace
+from isotype.records.trace import Call, Operand, Trace
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.words import advice, cause_text, device_error, evidence
 
@@ -97,27 +95,24 @@ def _outside(call: Call, calls: list[Call]) -> Finding:
 
 
 def _advice(call: Call, labels: bool, of_input: bool, size: int) -> Fix:
+    place, how = call.source or call.module, f"give rows of at most {size} tokens, or a longer table"
     if labels:
-        return advice(
-            call.source, f"give labels from 0 to {size - 1} (-100 for tokens to ignore), or more classes"
-        )
-    if of_input:
-        return advice(
-            call.module, f"resize_token_embeddings(len(tokenizer)), or give ids from 0 to {size - 1}"
-        )
-    return advice(call.source or call.module, f"give rows of at most {size} tokens, or a longer table")
+        how = f"give labels from 0 to {size - 1} (-100 for tokens to ignore), or more classes"
+    elif of_input:
+        place, how = call.module, f"resize_token_embeddings(len(tokenizer)), or give ids from 0 to {size - 1}"
+    return advice(call.source if labels else place, how)
 
 
 def _dtype(call: Call, calls: list[Call], trace: Trace) -> Finding:
     refused = _refused(call)
     assert refused is not None
-    dtype, where = dtype_name(refused.dtype), short(call.source)
+    dtype, at = dtype_name(refused.dtype), f" at {short(call.source)}" if call.source else ""
     name = call.op.split(".")[1]
     how = (
-        _without_floats(call, refused) if refused.dtype.is_floating_point
-        else "call .long() on the labels" if "nll_loss" in name
-        else "write ~mask instead of 1 - mask" if name in ("sub", "sub_", "rsub")
-        else f"cast the {dtype} tensor to the other operand's dtype"
+        _without_floats(call, refused, at) if refused.dtype.is_floating_point
+        else f"call .long() on the labels{at}" if "nll_loss" in name
+        else f"write ~mask instead of 1 - mask{at}" if name in ("sub", "sub_", "rsub")
+        else f"cast the {dtype} tensor to the other operand's dtype{at}"
     )  # fmt: skip
     return finding_at(
         "error",
@@ -126,23 +121,16 @@ def _dtype(call: Call, calls: list[Call], trace: Trace) -> Finding:
         cause=cause_text(refused.origin.cause, trace.owners),
         evidence=evidence(refused.origin),
         notes=device_error(call),
-        fixes=(
-            advice(call.source or call.module, f"{how} at {where}" if where and "pass" not in how else how),
-        ),
+        fixes=(advice(call.source or call.module, how),),
     )
 
 
-def _without_floats(call: Call, refused: Operand) -> str:
+def _without_floats(call: Call, refused: Operand, at: str) -> str:
     if any(name in call.op for name in (*MASKED, "where")):
-        return "call .bool() on the mask"
-    cause, rounds = refused.origin.cause, f": {dtype_name(refused.dtype)} rounds numbers above 256"
-    if refused.dtype not in HALVES:
-        rounds = ""
-    elif refused.dtype == torch.float16:
-        rounds = rounds.replace("256", "2048")
-    what = f"pass {cause.name} in int64" if cause.kind == "input" else f"keep the {_word(call)} in int64"
-    return f"{what}{rounds}"
-
-
-def _word(call: Call) -> str:
-    return "labels" if "nll_loss" in call.op or "margin_loss" in call.op else "index"
+        return f"call .bool() on the mask{at}"
+    cause, exact = refused.origin.cause, EXACT_INTEGERS.get(refused.dtype)
+    rounds = f": {dtype_name(refused.dtype)} rounds numbers above {exact}" if exact else ""
+    if cause.kind == "input":
+        return f"pass {cause.name} in int64{rounds}"
+    word = "labels" if "nll_loss" in call.op or "margin_loss" in call.op else "index"
+    return f"keep the {word}{at} in int64{rounds}"

@@ -132,24 +132,17 @@ def _fixes(trace: Trace, broken: Sequence[Call], mismatched: Operand) -> Iterato
         yield advice("optimizer", how)
     optimizer = trace.setup.optimizer
     by_torch = optimizer in OPTIMIZERS or hasattr(torch.optim, optimizer)
+    one_line = len({other.source for other in trace.calls if other.phase == call.phase}) == 1
     if "fused" in optimizer:
         yield setting("use an optimizer that is not fused", "optimizer", "adamw")
     # All operators of torch's own optimizers have one line, the script's call of step(): no cast can be added there.
-    elif call.source and not (
-        by_torch and len({c.source for c in trace.calls if c.phase == call.phase}) == 1
-    ):
+    elif call.source and not (by_torch and one_line):
         lines = {other.source: other for other in reversed(broken) if other.source}
         alone = len({operand.dtype for operand in call.floats}) == 1
-        casts = [
-            Action(
-                "line",
-                line,
-                "float32"
-                if len({o.dtype for o in other.floats}) == 1
-                else dtype_name(other.operands[0].dtype),
-            )
-            for line, other in reversed(lines.items())
-        ]
+        casts = []
+        for line, other in reversed(lines.items()):
+            mixed = len({operand.dtype for operand in other.floats}) > 1
+            casts.append(Action("line", line, dtype_name(other.operands[0].dtype) if mixed else "float32"))
         why = "and the result back" if alone else "the dtype of the updated tensor"
         dtypes = " and ".join(f"at {short(c.target)} to {c.value}" for c in casts)
         yield Fix(f"cast the operands {dtypes}, {why}", "safe", actions=tuple(casts))

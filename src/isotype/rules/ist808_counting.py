@@ -25,18 +25,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import torch
-
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import EXACT_INTEGERS, dtype_name
 from isotype.core.names import grouped, short
 from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.words import advice, cause_text, fix
 
 TITLE = "Integers too large for a 16-bit dtype"
-
-_EXACT = {torch.bfloat16: 256, torch.float16: 2048}
-"""For each dtype: the integer up to which it represents every integer."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -58,7 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             f"torch.arange returns {count:,} numbers in {name}: some neighbours are equal",
             calls,
             cause=f"torch.arange in {name} at {short(source)}",
-            notes=(f"{name} represents every integer up to {_EXACT[dtype]:,}",),
+            notes=(f"{name} represents every integer up to {EXACT_INTEGERS[dtype]:,}",),
             fixes=(
                 fix(f"count in float32 at {short(source)}", "line", (source,), "float32"),
                 advice(source, f"count in integers, and cast the results to {name}"),
@@ -71,7 +66,7 @@ def _counters(trace: Trace) -> Iterator[Finding]:
     counters = filter(_is_counter, trace.calls)
     for source, calls in grouped(counters, lambda call: call.operands[0].origin.cause.source).items():
         cause = calls[0].operands[0].origin.cause
-        name, last = dtype_name(cause.dtype), f"{_EXACT[cause.dtype]:,}"
+        name, last = dtype_name(cause.dtype), f"{EXACT_INTEGERS[cause.dtype]:,}"
         in_float32 = fix(f"count in float32 at {short(source)}", "line", (source,), "float32")
         in_python = advice("step", "count in a Python number, or in a float32 tensor")
         message = f"a count in {name} stops at {last}"
@@ -85,7 +80,7 @@ def _is_counter(call: Call) -> bool:
     if call.phase != "optimizer" or not call.op.startswith("aten.add_.") or call.numbers:
         return False
     operand, *others = call.operands
-    counter = not others and math.prod(operand.shape) == 1 and operand.dtype in _EXACT
+    counter = not others and math.prod(operand.shape) == 1 and operand.dtype in EXACT_INTEGERS
     return counter and operand.origin.cause.kind in ("constant", "outside")
 
 
@@ -98,4 +93,4 @@ def _counts(call: Call, before: Call | None) -> bool:
 def _is_too_long(call: Call) -> bool:
     dtype, shape = call.results[0]
     # Even a range that starts below zero has equal neighbours if it is longer than this.
-    return dtype in _EXACT and len(shape) == 1 and shape[0] > 2 * _EXACT[dtype] + 1
+    return dtype in EXACT_INTEGERS and len(shape) == 1 and shape[0] > 2 * EXACT_INTEGERS[dtype] + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +60,7 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
             largest, median_magnitude = (None, None) if buffer else _magnitudes(tensor)
             misspelt = ((n, value) for n in _MISSPELT if isinstance(value := vars(tensor).get(n), bool))
             row = replace(
-                _row(place, name, tensor, pinned),
+                _row(place, name, tensor, pinned, gathered),
                 buffer=buffer,
                 trainable=tensor.requires_grad,
                 module_class=type(place.module).__name__,
@@ -68,7 +68,6 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
                 largest=largest,
                 median_magnitude=median_magnitude,
                 exact_in=None if buffer else _exact_in(tensor),
-                gathered=gathered.get(f"{place.name}.{name}".lstrip(".")),
                 # Adapters that were added later do not take the attribute of the base model.
                 set_on=None if buffer or place.adapter else next(misspelt, None) or set_on.get(place.name),
             )
@@ -87,11 +86,12 @@ def unread_weights(model: nn.Module) -> Iterator[Weight]:
         for name, parameter in place.module.named_parameters(recurse=False):
             if id(parameter) not in seen and not isinstance(parameter, UninitializedParameter):
                 seen[id(parameter)] = parameter
-                row = _row(place, name, parameter, pinned)
-                yield replace(row, gathered=gathered.get(f"{place.name}.{name}".lstrip(".")))
+                yield _row(place, name, parameter, pinned, gathered)
 
 
-def _row(place: Place, name: str, tensor: torch.Tensor, pinned: Sequence[str]) -> Weight:
+def _row(
+    place: Place, name: str, tensor: torch.Tensor, pinned: Sequence[str], gathered: Mapping[str, torch.dtype]
+) -> Weight:
     """Return the record of a parameter or buffer, without the fields that are computed from its values."""
     full = _full_name(place, name)
     return Weight(
@@ -103,6 +103,7 @@ def _row(place: Place, name: str, tensor: torch.Tensor, pinned: Sequence[str]) -
         kind=place.kind,
         pinned=is_pinned(full, pinned),
         quantization=_quantization(place, name),
+        gathered=gathered.get(f"{place.name}.{name}".lstrip(".")),
     )
 
 

@@ -147,13 +147,9 @@ def _unnoticed() -> Iterator[None]:
 
 def _of_request(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
     """Return the optimizer for a request: a bitsandbytes optimizer's name, else a copy without the parameters."""
-    name = type(optimizer).__name__
-    # `check` takes optimizers of bitsandbytes by name.
-    return (
-        name.lower()
-        if type(optimizer).__module__.startswith("bitsandbytes")
-        else names_instead(optimizer, model)
-    )
+    if type(optimizer).__module__.startswith("bitsandbytes"):
+        return type(optimizer).__name__.lower()  # `check` takes optimizers of bitsandbytes by name
+    return names_instead(optimizer, model)
 
 
 def _helpers(model: nn.Module) -> tuple[torch.optim.Optimizer | None, bool]:
@@ -161,15 +157,12 @@ def _helpers(model: nn.Module) -> tuple[torch.optim.Optimizer | None, bool]:
     parameters = {id(parameter) for parameter in model.parameters()}
     optimizer = None
     for candidate in living(torch.optim.Optimizer):
-        if not hasattr(candidate, "optimizer") and not parameters.isdisjoint(
-            map(id, parameters_of(candidate))
-        ):
+        held = map(id, parameters_of(candidate))
+        if not hasattr(candidate, "optimizer") and not parameters.isdisjoint(held):
             optimizer = candidate
-    scales = any(scaler.is_enabled() for scaler in living(torch.amp.GradScaler))
-    if scales:
+    if any(living(torch.amp.GradScaler)):
         gc.collect()  # a GradScaler in a reference cycle is not the script's
-        scales = any(scaler.is_enabled() for scaler in living(torch.amp.GradScaler))
-    return optimizer, scales
+    return optimizer, any(scaler.is_enabled() for scaler in living(torch.amp.GradScaler))
 
 
 def _has_masters(model: nn.Module) -> bool:

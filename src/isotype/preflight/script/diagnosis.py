@@ -96,7 +96,8 @@ class Diagnosis:
         self.watch = Watch(options.steps, *hooks)
         self.report: Report | None = None
         self._device, self._seconds, self._output = options.device, options.seconds, Output(console)
-        self._numbers = Numbers(self._output.say, self.stop) if options.watch else None
+        self._say, self._brief = self._output.say, self._output.brief
+        self._numbers = Numbers(self._say, self.stop) if options.watch else None
         self._stale = StaleCasts(partial(self._between, ist909_stale_casts, stale_casts=True))
         self._averages = Averages(lambda call: self._between(ist503_rounded_updates, (call,)))
         self._kept: KeptGraphs | None = None
@@ -138,7 +139,7 @@ class Diagnosis:
         if rank() == 0 and self._family.claim("speaks"):
             self._speaker = os.getpid()
         if self.gpu.sentence and self._speaks:
-            self._output.say(self.gpu.sentence)
+            self._say(self.gpu.sentence)
         request = self._request_of(beginning)
         if self._seconds and self._speaks:
             self.report = self._looked_ahead(request)
@@ -164,9 +165,7 @@ class Diagnosis:
             with self._output.working(f"tracing the first step before it runs (at most {self._seconds:g} s)"):
                 report = look_ahead(request, TRIED_BEFORE, self._seconds)
         except Exception as error:  # noqa: BLE001 - the script runs even if it cannot be traced ahead
-            self._output.say(
-                f"the first step could not be traced: {type(error).__name__}: {first_line(error)}"
-            )
+            self._say(f"the first step could not be traced: {type(error).__name__}: {first_line(error)}")
             return None
         self._loss_traced = all(self._returned.get() for _ in range(self._returned.qsize()))
         # `_say_ahead` reports an error that ended the trace, and findings only if they explain this error.
@@ -183,16 +182,16 @@ class Diagnosis:
         findings = [*report.errors, *(() if spent else report.warnings)]
         if findings:
             untried = "" if tried(report) else "; fixes were not tried yet"
-            self._output.say(f"before the first step, on {title} ({seconds:.1f} s{untried}):")
-            self._output.brief(findings)
+            self._say(f"before the first step, on {title} ({seconds:.1f} s{untried}):")
+            self._brief(findings)
         elif seconds > MENTIONED_FROM and failure is None:
-            self._output.say(f"the first step was traced on {title} ({seconds:.1f} s): no findings")
+            self._say(f"the first step was traced on {title} ({seconds:.1f} s): no findings")
         if failure is not None:
             where = f"{failure.phase} of {failure.module}" if failure.module else failure.phase
             reason = f"the limit is {self._seconds:g} s (--preflight-seconds)" if spent else failure.error
-            self._output.say(f"the first step was traced only up to {where}: {reason}")
+            self._say(f"the first step was traced only up to {where}: {reason}")
         if not self._loss_traced:
-            self._output.say("the model returns no loss: the loss that the script computes was not traced")
+            self._say("the model returns no loss: the loss that the script computes was not traced")
 
     # ------------------------------------------------------------------------------------------------- after a step
 
@@ -214,14 +213,12 @@ class Diagnosis:
             shown = _of(findings, *late)
             self._say_late([f for f in findings if f.module not in traced or f in shown])
         if self._speaks and self._kept is None:
-            self._kept = KeptGraphs(self._output.say)
+            self._kept = KeptGraphs(self._say)
             recorder = self.watch.recorder if self._numbers is None else None
             if recorder is not None and (word := recorder.terms.not_finite(self.watch.scaler)):
-                self._output.say(
-                    f"the loss of the first step is {word}; `isotype run --watch` names the operator"
-                )
+                self._say(f"the loss of the first step is {word}; `isotype run --watch` names the operator")
         if self.watch.skipped == MANY_SKIPPED and self._speaks:
-            self._output.say(f"{_SKIPPED} {MANY_SKIPPED} steps; `isotype run --watch` names the operator")
+            self._say(f"{_SKIPPED} {MANY_SKIPPED} steps; `isotype run --watch` names the operator")
         if self.watch.skipping:
             return
         if (model := self.watch.model) is not None:
@@ -257,8 +254,8 @@ class Diagnosis:
         if new := [f for f in findings if not known & {(f.code, "error"), (f.code, f.severity)}]:
             self._late += tuple(new)
             number = len(self.watch.seen) + self.watch.skipped
-            self._output.say("after the first step:" if number <= 1 else f"after step {number}:")
-            self._output.brief(new)
+            self._say("after the first step:" if number <= 1 else f"after step {number}:")
+            self._brief(new)
 
     def _setup(self) -> Setup | None:
         """Return the recorded settings of the watched step; None if the step's model has been deleted."""
@@ -300,27 +297,23 @@ class Diagnosis:
     def _print_summary(self) -> None:
         watch = self.watch
         for note in watch.notes:
-            self._output.say(note)
+            self._say(note)
         findings = [finding for finding in (*self._findings(), *self._late) if finding.severity != "note"]
         if self.report is None or not self.report.complete:
-            self._output.brief([finding for finding in findings if finding not in self._late])
+            self._brief([finding for finding in findings if finding not in self._late])
         if not watch.seen:
             if watch.skipped:
-                self._output.say(
-                    f"{_SKIPPED} at least {plural(watch.skipped, 'step')}, and the optimizer took none"
-                )
+                self._say(f"{_SKIPPED} at least {plural(watch.skipped, 'step')}, and the optimizer took none")
             elif watch.recorder is not None and any(c.phase == "unscale" for c in watch.recorder.calls):
-                self._output.say(_ALL_SKIPPED)
+                self._say(_ALL_SKIPPED)
             elif watch.recorder is not None and {call.phase for call in watch.recorder.calls} == {"forward"}:
                 peak = peak_of(watch.recorder.ledger.record())
-                self._output.say(
-                    f"forwards with gradients on, but no backward: {peak}, less under torch.no_grad()"
-                )
+                self._say(f"forwards with gradients on, but no backward: {peak}, less under torch.no_grad()")
             return
         steps, last = len(watch.seen), watch.seen[-1]
         words = plural(len(findings), "finding") if findings else "no findings"
         step = "step 1" if steps == 1 else f"steps 1-{steps}"
-        self._output.say(
+        self._say(
             f"{step} watched: {plural(last.operators, 'operator')}, {words}; {peak_of(last.memory)}; "
             "later steps and evaluations are not included"
         )
@@ -345,7 +338,7 @@ class Diagnosis:
             if sentence := self.gpu.explained(link):
                 explained = True
                 if self._family.claim("explained"):
-                    self._output.say(sentence)
+                    self._say(sentence)
                 break
         self.watch.forget()
         return explained
@@ -354,7 +347,7 @@ class Diagnosis:
         """Call `explain` unless another process of the run has explained the error. Return True if the error is explained."""
         if self._family.knows("explained"):
             if self._family.is_top:
-                self._output.say("explained above, by the process that raised it")
+                self._say("explained above, by the process that raised it")
             return True
         if self._request is None or self.watch.model is None or not self._family.claim("explained"):
             return False
@@ -371,7 +364,7 @@ class Diagnosis:
         rejected = verdict is not None and not verdict.accepted
         if not rejected and not _ABOUT_DTYPES.search(text):
             at = f" in {call.module}" if call.module else ""
-            self._output.say(f"{call.op}{at} ({call.phase}) raised this; dtypes are not the cause:")
+            self._say(f"{call.op}{at} ({call.phase}) raised this; dtypes are not the cause:")
             self._output.call(call)
             return
         # The script has caught the errors of other operators, so these are no breaches.
@@ -396,22 +389,22 @@ class Diagnosis:
         refused = any(words in text for words in ist308_clipped_scaled.REFUSALS)
         if refused and (setup := self._setup_seen or self._setup()):
             trace = Trace(setup, (), (), {}, Memory({}), Failure("optimizer", "", line_of(error), headline))
-            self._output.brief(_of(judge(trace), ist308_clipped_scaled))
+            self._brief(_of(judge(trace), ist308_clipped_scaled))
             return
         report = self._traced_again(trains=any(words in text for words in _ABOUT_GRADIENTS))
         if report is None:
             return
         if report.errors:
-            self._output.say("a trace of the script's last known step explains the error:")
+            self._say("a trace of the script's last known step explains the error:")
             self._output.render(report)
         else:
-            self._output.say("a trace of the script's last known step runs clean: the cause is elsewhere")
+            self._say("a trace of the script's last known step runs clean: the cause is elsewhere")
             for line in outside(error, model, report.trace).lines():
                 self._output.plain(line)
             for optimizer in stepped_at(error) if NOTHING_UNSCALED in text and recorder is not None else []:
                 self.watch.weigh_gradients(optimizer)
                 findings = judge(self.watch.trace(self._setup() or report.trace.setup))
-                self._output.brief(_of(findings, ist307_no_gradient, ist309_not_trained))
+                self._brief(_of(findings, ist307_no_gradient, ist309_not_trained))
 
     def _diagnose(self, call: Call, headline: str) -> None:
         self.watch.scaler |= call.phase == "unscale"
@@ -430,19 +423,17 @@ class Diagnosis:
         live = [finding for finding in judge(replace(trace, failure=None)) if finding.severity == "error"]
         foreseen = _matching(self.report, call, live)
         if foreseen is not None and tried(foreseen):
-            self._output.say("predicted before the step:")
+            self._say("predicted before the step:")
             self._output.render(foreseen)
             return
         again = _matching(self._traced_again(), call, live) or foreseen
         if again is not None:
-            self._output.say(
-                "predicted before the step:" if foreseen else "a trace of the step explains the error:"
-            )
+            self._say("predicted before the step:" if foreseen else "a trace of the step explains the error:")
             self._output.render(again)
         elif live:
             self._output.render(Report(trace, tuple(live)))
         else:
-            self._output.say(f"{call.op} got incompatible dtypes:")
+            self._say(f"{call.op} got incompatible dtypes:")
             self._output.call(call)
 
     def _traced_again(self, trains: bool = False) -> Report | None:
@@ -459,9 +450,7 @@ class Diagnosis:
             with self._output.working("tracing the step again, and trying the fixes"):
                 return look_ahead(request, TRIED_AFTER, AGAIN_SECONDS)
         except Exception as error:  # noqa: BLE001 - the script's error was shown; this is one more line
-            self._output.say(
-                f"the last known step could not be traced: {type(error).__name__}: {first_line(error)}"
-            )
+            self._say(f"the last known step could not be traced: {type(error).__name__}: {first_line(error)}")
             return None
 
 

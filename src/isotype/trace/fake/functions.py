@@ -23,7 +23,7 @@ from isotype.contracts.contract import are_powers_of_two, autocast_lists
 from isotype.contracts.families import ONLY_POWERS_OF_TWO
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes
-from isotype.core.operators import float_indices, given_tensors
+from isotype.core.operators import given_tensors
 from isotype.precision.devices.attention import (
     KERNELS,
     AttentionCall,
@@ -154,12 +154,10 @@ class Functions(TorchFunctionMode):
                 if target is None:
                     raise
                 if target == torch.int64:
-                    tensors = [tensor for _, tensor in given_tensors(args, kwargs)]
-                    indices = float_indices(f"torch.{name_of(func)}", [tensor.dtype for tensor in tensors])
-                    args, kwargs = without_floats(
-                        (args, kwargs), [tensors[at] for at in indices], name_of(func)
+                    tensors = given_tensors(args, kwargs)
+                    return self._call(
+                        func, *without_floats((args, kwargs), tensors, f"torch.{name_of(func)}")
                     )
-                    return self._call(func, args, kwargs)
                 result = run(*_cast(args, target, FLOATS), **_cast(kwargs, target, FLOATS))
                 return in_operands_dtype(result, given_tensors(args, kwargs), target)
 

@@ -259,10 +259,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return self._run(func, args, kwargs, tensors, edited)[0], too_large
         dtypes = tuple(tensor.dtype for _, tensor in tensors)
         verdict = self.contracts.judge(name, dtypes)
-        if verdict is not None and not verdict.accepted and (indices := float_indices(name, dtypes)):
-            args, kwargs = without_floats((args, kwargs), [tensors[at][1] for at in indices], name)
-            result = self._judged(func, args, kwargs, tensors_in(func, args, kwargs), edited)[0]
-            return result, Breach(verdict.message, verdict.assumed, None)
+        refused = None if verdict is None else Breach(verdict.message, verdict.assumed, None)
+        if verdict is not None and not verdict.accepted and float_indices(name, dtypes):
+            args, kwargs = without_floats((args, kwargs), tensors, name)
+            return self._judged(func, args, kwargs, tensors_in(func, args, kwargs), edited)[0], refused
         if verdict is None or (not verdict.accepted and is_exempt(name, args, self.contracts.kind)):
             return self._run(func, args, kwargs, tensors, edited)
         if verdict.accepted:
@@ -278,9 +278,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             self._run(func, args, kwargs, tensors, edited)  # its own error, if it raises one
             raise RuntimeError(verdict.message)
         if named_integer(verdict.message, dtypes) is not None:
-            return self._without_integers(func, args, kwargs, tensors), Breach(
-                verdict.message, verdict.assumed, None
-            )
+            return self._without_integers(func, args, kwargs, tensors), refused
         if verdict.message == CORRUPTS:
             result, breach = self._run(func, args, kwargs, tensors, edited)
             return result, breach or Breach(CORRUPTS, verdict.assumed, torch.float32)
@@ -453,8 +451,12 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return Failure(self.phase, name, source, text, mixed, operands, recomputed, condition)
 
 
-def without_floats(values: Any, refused: Sequence[torch.Tensor], op: str) -> Any:
-    """Replace the tensors `refused` in nested values by integers, or by bool tensors if `op` takes a mask."""
+def without_floats(values: Any, tensors: Sequence[tuple[str, torch.Tensor]], op: str) -> Any:
+    """Replace the float indices and labels in nested values by integers, or by bool tensors if `op` takes a mask.
+
+    `tensors` are the operands of `op`.
+    """
+    refused = [tensors[at][1] for at in float_indices(op, [tensor.dtype for _, tensor in tensors])]
     dtype = torch.bool if any(name in op for name in (*MASKED, "where")) else torch.int64
     return map_leaves(lambda leaf: leaf.to(dtype) if any(leaf is one for one in refused) else leaf, values)
 

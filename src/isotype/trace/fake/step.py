@@ -122,6 +122,7 @@ def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
     """Return the trace of the step so far. `weights` are those of the real model."""
     model, before = step.code.model, {weight.name: weight.dtype for _, weight in step.weights}
     attention = step.functions.attention
+    cuts = {} if getattr(step.loss_of, "partial", False) else step.recorder.cuts
     memory = step.recorder.ledger.record(step.states_bytes, step.gradient_bytes)
     return Trace(
         setup=step.setup,
@@ -137,11 +138,7 @@ def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
         model=type(model).__name__,
         input_dtypes=dict(step.recorder.inputs),
         reached=step.reached,
-        unreached=tuple(
-            step.recorder.gradients.unreached(
-                {} if getattr(step.loss_of, "partial", False) else step.recorder.cuts
-            )
-        ),
+        unreached=tuple(step.recorder.gradients.unreached(cuts)),
         without_effect=step.without_effect,
         unmatched=unmatched(model),
         by_ranges={
@@ -169,9 +166,9 @@ def _with_history(
     rows = []
     for weight in faked:
         was, values = before.get(weight.name, weight.dtype), by_name.get(weight.name, weight)
-        row = replace(weight, largest=values.largest, median_magnitude=values.median_magnitude)
-        row = replace(row, exact_in=values.exact_in, gathered=values.gathered)
-        rows.append(replace(row, was=None if was == weight.dtype else was))
+        names = ("largest", "median_magnitude", "exact_in", "gathered")
+        of_real = {name: getattr(values, name) for name in names}
+        rows.append(replace(weight, **of_real, was=None if was == weight.dtype else was))
     return tuple(rows)
 
 
@@ -381,12 +378,10 @@ class _Step:
             ledger.kind, ledger.share = "optimizer", self.process.share
             optimizer.step()
             for parameter in trained:
-                surplus = self.repeats[id(parameter)] - 1
+                surplus = (self.repeats[id(parameter)] - 1) * ledger.share
                 for value in optimizer.state.get(parameter, {}).values():
-                    if isinstance(value, torch.Tensor) and surplus:
-                        ledger.add(
-                            "optimizer", int(surplus * ledger.share * value.untyped_storage().nbytes())
-                        )
+                    if isinstance(value, torch.Tensor):
+                        ledger.add("optimizer", int(surplus * value.untyped_storage().nbytes()))
             ledger.kind, ledger.share = "activations", 1.0
         self.states_bytes = ledger.alive("optimizer")
         self.stepped = optimizer  # keeps the optimizer state alive

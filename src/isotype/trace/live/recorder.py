@@ -99,10 +99,13 @@ class LiveRecorder(Recorder):
         kwargs = kwargs or {}
         # The inner operators of a higher-order operator are recorded. A forked process, such as a worker of a data
         # loader, is not recorded.
-        blind = (
-            self.fault or len(self.calls) >= self._limit or (self.of_gradients and not _of_gradients(args))
-        )
-        if blind or not isinstance(func, OpOverload) or os.getpid() != self._process:
+        blind = self.fault or (self.of_gradients and not _of_gradients(args))
+        if (
+            blind
+            or len(self.calls) >= self._limit
+            or not isinstance(func, OpOverload)
+            or os.getpid() != self._process
+        ):
             return func(*args, **kwargs)
         try:
             result = func(*args, **kwargs)
@@ -195,9 +198,7 @@ class LiveRecorder(Recorder):
     def begin_backward(self, tensors: Any, *, sums: bool) -> None:
         """Record the losses among the tensors whose backward begins; with `sums`, also their terms without a graph."""
         if not self.fault:
-            self._book(
-                self.terms.backward, [leaf for leaf in leaves(tensors) if type(leaf) is torch.Tensor], sums
-            )
+            self._book(self.terms.backward, tensors, sums)
 
     def add_up(self, note: Callable[..., None], *args: Any) -> None:
         """Call a method of `terms`, which looks for terms of the loss without a graph."""
@@ -454,10 +455,11 @@ class _Terms:
                 return lines
         return set()
 
-    def backward(self, tensors: Sequence[torch.Tensor], sums: bool) -> None:
+    def backward(self, tensors: Any, sums: bool) -> None:
         """Record the losses whose backward begins; with `sums`, also which scalars without a graph are their terms."""
-        self.losses += [tensor for tensor in tensors if not tensor.dim()]
-        for loss in tensors if sums and not self._balanced else ():
+        plain = [leaf for leaf in leaves(tensors) if type(leaf) is torch.Tensor]
+        self.losses += [tensor for tensor in plain if not tensor.dim()]
+        for loss in plain if sums and not self._balanced else ():
             summed = {node_number(node) for node in summands(loss.grad_fn)}
             self.lost += [lines for node, lines in self._sums if node_number(node) in summed]
 

@@ -11,6 +11,7 @@ import torch
 
 from isotype.compat.torch import is_traceable_wrapper_subclass
 from isotype.core.operators import leaves, operator_name, schema_of, tensors_in
+from isotype.model.shard import local
 from isotype.records.nonfinite import Cause, Value
 from isotype.trace.recorder import Place
 
@@ -121,13 +122,13 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
 
     For a sharded tensor, the values of this process are returned. Other tensor subclasses cannot be read.
     """
-    local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if not local.is_floating_point() or local.is_meta or local.layout is not torch.strided:
+    values: Any = local(tensor)
+    if not values.is_floating_point() or values.is_meta or values.layout is not torch.strided:
         return None
-    if is_traceable_wrapper_subclass(local) or not local.numel():
+    if is_traceable_wrapper_subclass(values) or not values.numel():
         return None
-    values: torch.Tensor = local.detach()
-    return values.to(torch.float32) if values.dtype.itemsize == 1 else values
+    dense: torch.Tensor = values.detach()
+    return dense.to(torch.float32) if dense.itemsize == 1 else dense
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

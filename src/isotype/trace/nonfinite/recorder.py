@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from isotype.compat.torch import OpOverload, current_node, storage_key
 from isotype.core.operators import is_view, leaves, operator_name
 from isotype.core.source import shown
+from isotype.model.shard import local
 from isotype.precision.ranges import is_attention
 from isotype.records.nonfinite import Cause, NonFinite, Value
 from isotype.trace.nonfinite.cause import (
@@ -228,9 +229,8 @@ _COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.defau
 
 
 def _storage(tensor: Any) -> Any:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     try:
-        return local.untyped_storage()
+        return local(tensor).untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse and opaque tensors have no storage
         return None
 
