@@ -182,6 +182,8 @@ TOO_LONG = "it does not exist" if sys.version_info >= (3, 14) else "File name to
         ("quality chat --exact nf5", ["did you mean nf4?"]),
         ("inspect pickled", ["cd pickled && python -c", "weights_only=True"]),
         ("merge pickled -o merged", ["cd pickled && python -c"]),
+        ("merge", ["fix isotype merge ADAPTER -o OUTPUT"]),
+        ("quality --tokens 5", ["fix isotype quality MODEL --tokens 5"]),
         ("merge pickled", ["the following arguments are required: -o/--output"]),
         ("chat chat --temperature abc --quantization nf5", ["--temperature abc", "did you mean nf4?"]),
         ("explain foo", ["isotype explain lists them"]),

@@ -78,21 +78,24 @@ class Parser(ValueParser):
     def error(self, message: str) -> NoReturn:
         """Raise UsageError for a missing value or argument: argparse cannot continue after such an error."""
         known = {name for action in actions_of(self) for name in action.option_strings}
-        flags = (token for token in self._command_line if re.match("--?[A-Za-z]", token))
-        unknown = self.unknown([token for token in flags if token.partition("=")[0] not in known])
+        named = (token for token in self._command_line if re.match("--?[A-Za-z]", token))
+        unknown = self.unknown([token for token in named if token.partition("=")[0] not in known])
         *_, missing = message.partition("are required: ")
-        names, words = missing.split("/"), [word for word in self._command_line if not word.startswith("-")]
-        value = (f"{names[0]} " if missing.startswith("-") else "") + names[-1].lstrip("-").upper()
-        fix = " ".join([self.prog, *words, value]) if missing else f"see {self.prog} --help"
+        values = [name.upper() for name in missing.split(", ") if not name.startswith("-")]
+        flags = [name.split("/") for name in missing.split(", ") if name.startswith("-")]
+        typed = () if unknown else self._command_line
+        options = [f"{names[0]} {names[-1].lstrip('-').upper()}" for names in flags]
+        fix = " ".join([self.prog, *values, *typed, *options]) if missing else f"see {self.prog} --help"
         # All words are values, as in `isotype merge ADAPTER OUTPUT`.
-        last = missing.startswith("-") and len(words) == len(self._command_line) > 1
-        swap = (words[-1:], (names[0], words[-1])) if last else None
+        last = flags and not values and len(typed) > 1 and not any(word.startswith("-") for word in typed)
+        swap = (typed[-1:], (flags[0][0], typed[-1])) if last else None
         problem = Problem(message, "all arguments that the command needs", fix, swap)
         if about := _OF_ARGUMENT.match(message):
             name = about[1].split("/")[0]
             problem = Problem(f"{name}: {about[2]}", "the argument with its value", f"{name} VALUE")
-        named = any(other.swap and not {*other.swap[1]} - {*names} for other in unknown)
-        self.refuse([*self.problems, *unknown, *([] if named else [problem])])
+        required = {name for names in flags for name in names}
+        certain = any(other.swap and not {*other.swap[1]} - required for other in unknown)
+        self.refuse([*self.problems, *unknown, *([] if certain else [problem])])
         raise AssertionError(message)
 
     def unknown(self, tokens: Sequence[str]) -> list[Problem]:
