@@ -155,15 +155,12 @@ def _redirect(replaced: Replacements, names: re.Pattern[str], named: Callable[[]
         by_name = map_location is None or isinstance(map_location, Mapping)
         return load(f, "cpu" if by_name else _cpu_for(map_location, names), *args, **kwargs)
 
-    def default(set_device: Callable[..., None], device: Any) -> None:
-        set_device(_cpu_for(device, names))
-
     def run(run: Callable[..., None], thread: Thread) -> None:
         with _OnCPU(names, named):
             run(thread)
 
     replaced.wrap(torch, "load", load)
-    replaced.wrap(torch, "set_default_device", default)
+    replaced.wrap(torch, "set_default_device", lambda default, device: default(_cpu_for(device, names)))
     replaced.wrap(Thread, "run", run)
     if torch.distributed.is_available():
 
@@ -214,8 +211,8 @@ def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
             changes += [
                 (flex, "_validate_device", _quiet(None)),
                 (flex, "flex_attention_hop", _flex_attention),
+                (flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
             ]
-            changes += [(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)]
         changes += [(torch.cuda.nvtx, name, _quiet(None)) for name in _RANGES]
         changes += [(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu"))]
         changes += [(torch, "set_autocast_gpu_dtype", partial(torch.set_autocast_dtype, "cpu"))]

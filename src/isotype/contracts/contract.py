@@ -118,10 +118,9 @@ def read_table(path: Path) -> Table:
     content = json.loads(path.read_text(encoding="utf-8"))
     base = read_table(path.with_name(f"{content['base']}.json")) if "base" in content else None
     messages, operators = (base.messages, base.operators) if base is not None else ((), {})
+    start = len(messages)
     measured = {
-        op: {
-            key: entry + len(messages) if isinstance(entry, int) else entry for key, entry in patterns.items()
-        }
+        op: {key: entry + start if isinstance(entry, int) else entry for key, entry in patterns.items()}
         for op, patterns in content["operators"].items()
     }
     return Table(

@@ -48,6 +48,7 @@ def setup_of(request: StepRequest) -> Setup:
     device = policy.device if request.device is None and policy is not None else request.device
     profile = device_profile("auto" if device is None else device)
     optimizer, checkpointing = request.optimizer, request.gradient_checkpointing
+    inputs = named_inputs(request.inputs)
     own_rate = isinstance(optimizer, torch.optim.Optimizer) and request.learning_rate is None
     evaluation = request.evaluation
     between = [evaluation.between if isinstance(evaluation, LossOf) else "evaluate"]
@@ -76,9 +77,7 @@ def setup_of(request: StepRequest) -> Setup:
         accumulates=2 if request.accumulates is True else int(request.accumulates),
         ahead=request.ahead,
         room=request.room,
-        batch={
-            n: tuple(v.shape) for n, v in named_inputs(request.inputs).items() if isinstance(v, torch.Tensor)
-        },
+        batch={n: tuple(v.shape) for n, v in inputs.items() if isinstance(v, torch.Tensor)},
         towers=_towers(request.model),
         details=(
             *adapter_words(request.model),

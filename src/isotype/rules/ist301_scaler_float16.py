@@ -81,9 +81,8 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 def _complex(trace: Trace) -> Iterator[Finding]:
     weights = [weight for weight in trace.weights if weight.trainable and weight.dtype.is_complex]
-    calls = [
-        c for c in trace.breaches() if c.phase == "unscale" and any(o.dtype.is_complex for o in c.operands)
-    ]
+    refused = (call for call in trace.breaches() if call.phase == "unscale")
+    calls = [call for call in refused if any(operand.dtype.is_complex for operand in call.operands)]
     if calls and weights:
         how = "keep torch.view_as_real(weight) as the parameter, and call torch.view_as_complex(weight) in the forward"
         yield finding_of(

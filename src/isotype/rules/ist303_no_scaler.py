@@ -57,9 +57,8 @@ def find(trace: Trace) -> Iterator[Finding]:
         spoiled = [weight for weight in half if weight.name in trace.spoiled]
         if spoiled:
             unused = spoiled[0]
-            message += (
-                f": the first update makes values of {plural(count(spoiled), 'parameter')} NaN or infinite"
-            )
+            amount = plural(count(spoiled), "parameter")
+            message += f": the first update makes values of {amount} NaN or infinite"
             notes.insert(0, "Adam's epsilon of 1e-8 and the squares of small gradients are zero in float16")
         # A fused kernel divides in float32.
         elif any(

@@ -47,21 +47,17 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _finding(trace: Trace, owner: Weight, product: Call, weight: Operand) -> Finding:
-    if product.results[0][0] not in HALVES:
+    dtype = product.results[0][0]
+    if dtype not in HALVES:
+        how = "choose from the float32 scores, and cast the weights of the chosen experts"
         return finding_at(
             "note",
             "experts are chosen from rounded scores",
             [product],
             cause=f"{owner.module or 'the router'} multiplies in float32, but its scores are rounded to 16 bits before experts are chosen",
             evidence=evidence(weight.origin),
-            fixes=(
-                advice(
-                    product.module,
-                    "choose from the float32 scores, and cast the weights of the chosen experts",
-                ),
-            ),
+            fixes=(advice(product.module, how),),
         )
-    dtype = product.results[0][0]
     router = starred(owner.module)
     weights = {starred(w.name) for w in trace.weights if starred(w.module) == router and not w.buffer}
     wide = (*actions("parameter", sorted(weights), "float32"), Action("input", router, "float32"))

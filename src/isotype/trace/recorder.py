@@ -253,10 +253,10 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         if not tensor.shape or isinstance(tensor, FakeTensor) or self.function in _FACTORIES:
             function, like = self.function or "a tensor", self._like(tensor.dtype)
             return Origin("constant", tensor.dtype, function, self.module, source, like=like)
-        plain = (
-            type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
-        )
-        if plain and not tensor.untyped_storage().resizable():  # as with `torch.from_numpy`
+        plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+        if (
+            plain and tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
+        ):  # as with `torch.from_numpy`
             return Origin("constant", tensor.dtype, "NumPy", self.module, source)
         return Origin("outside", tensor.dtype, _KEPT_OUTSIDE, self.module, source)
 

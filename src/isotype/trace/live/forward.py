@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -108,7 +109,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._report, self._reported = report, False
         self._weights: list[torch.Tensor] = []
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
 
     def stepped(self, models: Sequence[nn.Module]) -> None:
         """After an optimizer step for these models, watch until the next forward or the step of another optimizer."""
@@ -116,11 +117,11 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         if not self._reported:
             self._weights = [weight for model in models for weight in model.parameters()]
             put_under(self)
+            self._hooks.callback(take_out, self)
             # torch iterates over the hooks of a step, which must not be removed: without weights, no copy is reported.
-            self._handles = [
-                optimizers.register_optimizer_step_pre_hook(lambda *_: self._weights.clear()),
-                modules.register_module_forward_pre_hook(lambda *_: self.detach()),
-            ]
+            forget = optimizers.register_optimizer_step_pre_hook(lambda *_: self._weights.clear())
+            self._hooks.enter_context(forget)
+            self._hooks.enter_context(modules.register_module_forward_pre_hook(lambda *_: self.detach()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -143,11 +144,8 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
         """End the watch."""
-        if self._handles:
-            take_out(self)
-            for handle in self._handles:
-                handle.remove()
-            self._handles, self._weights = [], []
+        self._hooks.close()
+        self._weights = []
 
 
 def _product(weight: nn.Parameter) -> torch.Tensor:
