@@ -456,7 +456,15 @@ def test_auto_without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             "rtx4090",
-            ("rtx-4090", "RTX 4090", "4090", "NVIDIA GeForce RTX 4090", "GeForce_RTX_4090", "rtx 4090 24GB"),
+            (
+                "rtx-4090",
+                "RTX 4090",
+                "4090",
+                "NVIDIA GeForce RTX 4090",
+                "GeForce_RTX_4090",
+                "rtx 4090 24GB",
+                "gpu rtx4090",
+            ),
         ),
         (
             "a100-80g",

@@ -380,7 +380,7 @@ def device_profile(device: str | torch.device = "auto") -> DeviceProfile:
     Raises:
         PrecisionError: the name is unknown, or the real device is not in this machine.
     """
-    name = re.sub(r"^gpu\b", "cuda", str(device).strip().lower())
+    name = re.sub(r"^gpu(?=:|$)", "cuda", str(device).strip().lower())
     if name == "auto":
         name = next(kind for kind, (count, _) in _BACKENDS.items() if count() > 0)
     real = re.fullmatch(r"(cpu|cuda|xpu|mps)(?::(0|[1-9][0-9]*))?", name)
