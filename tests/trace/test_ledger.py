@@ -208,10 +208,12 @@ def test_the_estimate_on_fakes_is_the_book_of_the_real_step(name: str, optimizer
 
 
 def test_the_optimizers_state() -> None:
-    """AdamW: two moments of each trainable parameter, in its dtype."""
+    """AdamW: two moments of each trainable parameter, in its dtype. Adagrad has its sums before the first step."""
     model = nn.Linear(64, 64, bias=False)
     memory = traced_memory(model, {"input": torch.ones(2, 64)})
     assert memory.phases["optimizer"]["optimizer"] >= 2 * 64 * 64 * 4
+    sums = traced_memory(model, {"input": torch.ones(2, 64)}, "adagrad").phases
+    assert sums["forward"]["optimizer"] >= 64 * 64 * 4
     assert (
         traced_memory(model, {"input": torch.ones(2, 64)}, "sgd").phases["optimizer"].get("optimizer", 0)
         < 64 * 64 * 4 + 64

@@ -361,8 +361,9 @@ class _Step:
         request: Any = self.code.optimizer or self.setup.optimizer
         if isinstance(request, torch.optim.Optimizer):
             request = names_instead(request, self.code.model)
-        optimizer = make_optimizer(request, trained, self.setup.learning_rate, [name for name, _ in named])
         ledger = self.recorder.ledger
+        ledger.kind, ledger.share = "optimizer", self.process.share  # Adagrad's constructor makes its states
+        optimizer = make_optimizer(request, trained, self.setup.learning_rate, [name for name, _ in named])
         if isinstance(optimizer, str):
             self.notes.append(optimizer)
             for name, parameter in named if isinstance(request, str) else ():
@@ -375,14 +376,13 @@ class _Step:
         else:
             states = self.states
             optimizer.state.update({parameter: states[name] for name, parameter in named if name in states})
-            ledger.kind, ledger.share = "optimizer", self.process.share
             optimizer.step()
             for parameter in trained:
-                surplus = (self.repeats[id(parameter)] - 1) * ledger.share
+                surplus = ledger.share * (self.repeats[id(parameter)] - 1)
                 for value in optimizer.state.get(parameter, {}).values():
                     if isinstance(value, torch.Tensor):
                         ledger.add("optimizer", int(surplus * value.untyped_storage().nbytes()))
-            ledger.kind, ledger.share = "activations", 1.0
+        ledger.kind, ledger.share = "activations", 1.0
         self.states_bytes = ledger.alive("optimizer")
         self.stepped = optimizer  # keeps the optimizer state alive
         if self.code.evaluation is not None:  # as a training loop does after every step

@@ -269,10 +269,25 @@ def _prompt(method: str, tokenizer: Any, row: Mapping[str, Any], only_assistant:
     """Return the number of tokens in a row's prompt, or 0 if there is no prompt or the model writes the answers."""
     if "input_ids" in row or METHODS[method].loss == "policy":
         return 0
-    prompt, answer = row.get("prompt") or [], row.get("messages") or row.get("completion")
+    prompt, answer = row.get("prompt") or _begun_alike(row), row.get("messages") or row.get("completion")
     if only_assistant and isinstance(answer, list) and isinstance(prompt, list):
         prompt = [*prompt, *takewhile(lambda turn: turn["role"] != "assistant", answer)]
-    return len(_ids(tokenizer, prompt, None, row.get("tools"))) if prompt else 0
+    ids = _ids(tokenizer, prompt, None, row.get("tools")) if prompt else ()
+    if isinstance(prompt, str) and not row.get("prompt"):  # it may end inside of a token
+        return _alike(ids, _ids(tokenizer, row["chosen"], None, None))
+    return len(ids)
+
+
+def _begun_alike(row: Mapping[str, Any]) -> Any:
+    """Return the prompt that TRL extracts from a pair without one: what both answers begin with, except their last part."""
+    chosen, rejected = row.get("chosen") or [], row.get("rejected") or []
+    alike = max(0, min(_alike(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
+    return chosen[: alike - (chosen[alike - 1 : alike] == " ")]
+
+
+def _alike(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many elements are equal before the first difference."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _tokens(tokenizer: Any, prompt: Any, answer: Any, tools: Any) -> int:
