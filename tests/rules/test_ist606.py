@@ -80,4 +80,4 @@ def test_a_grad_scaler_on_an_arc_gpu() -> None:
     (finding,) = check(nn.Linear(8, 8).double(), {"input": torch.ones(2, 8).double()}, device="a770").errors[
         :1
     ]
-    assert finding.message == "Intel Arc A770 has no float64"
+    assert finding.message == "Intel Arc A770 16 GB has no float64"

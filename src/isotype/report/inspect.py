@@ -273,7 +273,7 @@ def _rows(report: MergeReport) -> list[tuple[str, str]]:
         ("base", f"{report.base}{dequantized}"),
         ("dtype", f"{dtype_name(report.dtype)} ({report.dtype_reason})"),
         *([] if report.stored is None else [("stored as", report.stored)]),
-        ("merged", f"{plural(len(report.weights), 'weight')}, {plural(report.entries, 'changed value')}"),
+        ("merged", f"{plural(len(report.weights), 'weight')}, {report.entries:,} entries changed"),
     ]
     if report.worst is not None:
         most = _weight_share(report.worst.relative_error).removesuffix(" of")
