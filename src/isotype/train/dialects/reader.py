@@ -159,7 +159,8 @@ class Reader:
         """Return lines for the user, with the number of translated names and the notes on names that were left out."""
         lines = [f"  {', '.join(names)}: {effect}" for effect, names in self.notes.items() if effect != OFF]
         title = tables()[self.table]["title"]
-        return "\n".join([f"{title}'s file: {len(self.used)} of its names are used; of the others:", *lines])
+        used = f"{title}'s file: {len(self.used)} of its names are used"
+        return "\n".join([f"{used}; of the others:", *lines]) if lines else used
 
     def _settle(self, name: str, value: Any) -> None:
         table = tables()[self.table]
