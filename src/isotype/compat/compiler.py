@@ -144,7 +144,7 @@ def _disable(function: Any = None, recursive: bool = True, **options: Any) -> An
 
     @functools.cache
     def disabled() -> Callable[..., Any]:
-        callable_: Callable[..., Any] = torch._dynamo.disable(function, recursive, **options)  # type: ignore[no-untyped-call]
+        callable_: Callable[..., Any] = torch._dynamo.disable(function, recursive, **options)
         return callable_
 
     if not isinstance(function, FunctionType):
