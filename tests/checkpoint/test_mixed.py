@@ -106,12 +106,12 @@ def test_each_layer_holds_what_a_model_all_in_its_format_does(saved: Callable[..
     policy = mixed(path, name)
     model = isotype.load(path, policy)
     others = {
-        each: dict(
+        storage: dict(
             isotype.load(
                 path, isotype.resolve_precision(path, "float32", quantization, "cpu")
             ).named_modules()
         )
-        for each, quantization in (("float32", None), *((code, code) for code in _codes(name)))
+        for storage, quantization in (("float32", None), *((code, code) for code in _codes(name)))
     }
     blank = dict(store(skeleton(config_of(open_model(path)), policy), policy).named_modules())
     seen = []
@@ -131,8 +131,8 @@ def test_each_layer_holds_what_a_model_all_in_its_format_does(saved: Callable[..
                 importance = torch.ones(dense.shape[1]) if known is None else known
                 code = RECORDS[wanted].code
                 before, error = (
-                    float(((each - dense).square() * importance).sum())
-                    for each in (weight(others[code][module_name]), weight(module))
+                    float(((values - dense).square() * importance).sum())
+                    for values in (weight(others[code][module_name]), weight(module))
                 )
                 assert error < before, (
                     f"{module_name} in {wanted} should lose less than a whole model in {code}"

@@ -256,8 +256,8 @@ def test_another_torch_than_the_tables_is_said(monkeypatch: pytest.MonkeyPatch) 
 def test_a_gpu_that_builds_for_cuda_13_do_not_run_on_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", MEASURED)
     v100 = device_profile("v100")
-    said = ["torch is a build for CUDA 12.6: builds for CUDA 13 do not run on NVIDIA V100 SXM2 16 GB"]
-    assert doubts(v100) == said
+    sentence = "torch is a build for CUDA 12.6: builds for CUDA 13 do not run on NVIDIA V100 SXM2 16 GB"
+    assert doubts(v100) == [sentence]
     assert doubts(replace(v100, present=True)) == []
 
 

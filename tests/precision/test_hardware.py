@@ -385,11 +385,11 @@ def test_the_rates_of_a_series_are_those_of_its_tensor_cores() -> None:
 def test_a_rate_is_the_product_that_its_source_writes_out() -> None:
     product = re.compile(r"([\d,]+) (\w+ \w+) x ([\d,]+) MHz(?: \([^)]*\))? x (\d+) FLOP a clock")
     sources = {name: product.search(record["source"]) for name, record in RECORDS.items()}
-    written = {name: found for name, found in sources.items() if found}
+    written = {name: match for name, match in sources.items() if match}
     assert len(written) >= 60
-    for name, found in written.items():
-        cores, mhz, flop = (int(number.replace(",", "")) for number in found.group(1, 3, 4))
-        dtype = "float16" if found[2] in ("tensor cores", "matrix engines") else "float32"
+    for name, match in written.items():
+        cores, mhz, flop = (int(number.replace(",", "")) for number in match.group(1, 3, 4))
+        dtype = "float16" if match[2] in ("tensor cores", "matrix engines") else "float32"
         assert RECORDS[name]["peak_tflops"][dtype] == pytest.approx(cores * mhz * flop * 1e-6, abs=0.06), name
 
 

@@ -327,15 +327,17 @@ class Moves(nn.Module):
         return x + (x * self.scale) @ self.weight
 
 
-def test_a_weight_that_moves_in_the_forward_stays_a_weight_and_takes_nothing_off_the_activations() -> None:
-    def trace(stands: tuple[int, ...]) -> Memory:
-        model = Stack(stands)
-        model.layers = nn.ModuleList(Moves() for _ in stands)
-        for layer, count in zip(model.layers, stands, strict=True):
-            setattr(layer, STANDS_FOR, count)
-        return traced_memory(model, ids(8, 32))
+def stacked_memory(kind: type[nn.Module], stands: tuple[int, ...], stack: type[Stack] = Stack) -> Memory:
+    """Return the memory of a step of a stack of layers of one kind; each stands for so many."""
+    model = stack(stands)
+    model.layers = nn.ModuleList(kind() for _ in stands)
+    for layer, count in zip(model.layers, stands, strict=True):
+        setattr(layer, STANDS_FOR, count)
+    return traced_memory(model, ids(8, 32))
 
-    whole, folded = trace((1,) * 12), trace((1, 11))
+
+def test_a_weight_that_moves_in_the_forward_stays_a_weight_and_takes_nothing_off_the_activations() -> None:
+    whole, folded = (stacked_memory(Moves, stands) for stands in ((1,) * 12, (1, 11)))
     for phase in ("forward", "backward"):
         assert folded.phases[phase]["weights"] == whole.phases["load"]["weights"]
         assert sum(folded.phases[phase].values()) == pytest.approx(
@@ -358,15 +360,11 @@ def test_what_a_layer_passes_on_counts_as_often_as_a_layer_keeps_its_input() -> 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * self.scale
 
-    def trace(kind: type[nn.Module], stands: tuple[int, ...]) -> int:
-        model = Stack(stands)
-        model.layers = nn.ModuleList(kind() for _ in stands)
-        for layer, count in zip(model.layers, stands, strict=True):
-            setattr(layer, STANDS_FOR, count)
-        return traced_memory(model, ids(8, 32)).phases["backward"]["activations"]
-
     for kind in (Residual, Kept):
-        assert trace(kind, (1, 11)) == trace(kind, (1,) * 12)
+        folded, whole = (
+            stacked_memory(kind, stands).phases["backward"]["activations"] for stands in ((1, 11), (1,) * 12)
+        )
+        assert folded == whole
 
 
 def test_what_layers_keep_of_a_forward_without_gradients_counts_for_every_layer() -> None:
@@ -386,18 +384,11 @@ def test_what_layers_keep_of_a_forward_without_gradients_counts_for_every_layer(
                 first = super().forward(ids)
             return super().forward(ids) - first
 
-    def trace(stands: tuple[int, ...]) -> Memory:
-        model = Twice(stands)
-        model.layers = nn.ModuleList(Copies() for _ in stands)
-        for layer, count in zip(model.layers, stands, strict=True):
-            setattr(layer, STANDS_FOR, count)
-        return traced_memory(model, ids(8, 32))
-
-    whole, folded = trace((1,) * 4), trace((1, 3))
+    whole, folded = (stacked_memory(Copies, stands, Twice) for stands in ((1,) * 4, (1, 3)))
     assert whole.phases["optimizer"]["activations"] >= 4 * 4 * WIDTH**2
     for phase in PHASES:
-        expected, found = (memory.phases[phase]["activations"] for memory in (whole, folded))
-        assert found == pytest.approx(expected, rel=0.02), phase
+        expected, actual = (memory.phases[phase]["activations"] for memory in (whole, folded))
+        assert actual == pytest.approx(expected, rel=0.02), phase
 
 
 @few("checkpointing", [False, True], True)

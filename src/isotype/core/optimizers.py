@@ -162,8 +162,8 @@ def names_instead(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.o
     vars(copy).update({key: value for key, value in vars(optimizer).items() if isinstance(value, _PLAIN)})
     vars(copy).update(defaults=optimizer.defaults, state={}, param_groups=[])
     for group in optimizer.param_groups:
-        held = group.get(_NAMES) or [names[id(p)] for p in group["params"] if id(p) in names]
-        copy.param_groups.append({**group, "params": [], _NAMES: held})
+        members = group.get(_NAMES) or [names[id(p)] for p in group["params"] if id(p) in names]
+        copy.param_groups.append({**group, "params": [], _NAMES: members})
     return copy
 
 

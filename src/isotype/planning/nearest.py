@@ -35,8 +35,8 @@ def nearest(request: PlanRequest) -> tuple[Row | None, str]:
 
     def rows_with(step: StepPlan, quantize: bool, longest: bool) -> list[Row]:
         step = replace(step, device=search.request.step.device)  # all searches share their traces
-        asked = replace(search.request, step=step, quantize=quantize, longest=longest)
-        return list(replace(search, request=asked).rows())
+        request = replace(search.request, step=step, quantize=quantize, longest=longest)
+        return list(replace(search, request=request).rows())
 
     for tried in [again] if step.auto or step.checkpointing == CHECKPOINTING else [step, again]:
         if fits := picked(rows_with(tried, quantize=False, longest=False), request.goal):

@@ -59,6 +59,14 @@ def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     return status, out, err
 
 
+def _run_source(
+    capsys: pytest.CaptureFixture[str], script: Path, source: str, *arguments: str
+) -> tuple[int, str, str]:
+    """Write a script, and run it as `_run` does."""
+    script.write_text(source)
+    return _run(capsys, *arguments, str(script))
+
+
 def _script(name: str, *arguments: str) -> tuple[str, ...]:
     return (str(SCRIPTS / f"{name}.py"), *arguments)
 
@@ -633,13 +641,12 @@ def test_warnings_of_a_watched_step_name_the_lines_of_an_unwatched_one(
 def test_layers_that_the_device_has_no_kernel_for_are_named_before_the_step(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    script = tmp_path / "fp8.py"
-    script.write_text(
+    source = (
         "import torch\nfrom transformers.integrations.finegrained_fp8 import FP8Linear\n"
         "model = torch.nn.Sequential(torch.nn.Linear(32, 32).bfloat16(), FP8Linear(32, 16, (16, 16)).requires_grad_(False))\n"
         "model(torch.ones(4, 32, dtype=torch.bfloat16))\n"
     )
-    status, _, err = _run(capsys, str(script))
+    status, _, err = _run_source(capsys, tmp_path / "fp8.py", source)
     assert status == 1
     assert "has no kernel for transformers' FP8Linear" in _around(err)[0]
     assert "FineGrainedFP8Config(dequantize=True)" in " ".join(_around(err)[0].split())
@@ -826,13 +833,12 @@ def test_the_larger_of_two_models_says_what_the_step_computes_in(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A small float32 projection runs first and feeds a bfloat16 model: the projection is mismatched, not the model."""
-    script = tmp_path / "two.py"
-    script.write_text(
+    source = (
         "import torch\nfrom torch import nn\n"
         "first, model = nn.Sequential(nn.Linear(4, 8)), nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)).bfloat16()\n"
         "model(first(torch.ones(2, 4))).sum().backward()\n"
     )
-    status, _, err = _run(capsys, str(script))
+    status, _, err = _run_source(capsys, tmp_path / "two.py", source)
     assert status == 1
     assert "   = cause  0.bias is float32" in err
     assert "to float32" not in _around(err)[2]
@@ -895,12 +901,11 @@ def test_a_healthy_custom_module_has_no_errors(capsys: pytest.CaptureFixture[str
 def test_a_crash_that_dtypes_did_not_cause_gets_its_place_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = tmp_path / "shapes.py"
-    script.write_text(
+    source = (
         "import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(5, 4))\n"
         "model(torch.ones(2, 4))\n"
     )
-    status, _, err = _run(capsys, str(script))
+    status, _, err = _run_source(capsys, tmp_path / "shapes.py", source)
     assert status == 1
     assert "isotype: aten.addmm.default in 1 (forward) raised this; dtypes are not the cause:\n" in err
     assert "   |   mat2  float32  [5, 4]   1.weight is float32\n" in err

@@ -33,14 +33,14 @@ class MissingGpu:
     Attributes:
         kind: device type of the device for which the step is checked.
         stands: the CPU's default autocast dtype -> the device's, if the script opens autocast without a dtype.
-        asked: `file:line` of the script's first question whether a GPU is available; "" if it has not asked.
+        question: `file:line` of the script's first question whether a GPU is available; "" if there is none.
     """
 
     def __init__(self, profile: DeviceProfile | None) -> None:
         self._profile = profile
         self.kind = device_type("cpu" if profile is None else profile.kind)
         self.stands: dict[torch.dtype, torch.dtype] = {}
-        self.asked, self._named = "", False
+        self.question, self._named = "", False
         self._default = torch.get_autocast_dtype(self.kind)
         self._hooks = ExitStack()
         backend: Any = torch.cuda if profile is None else getattr(torch, self.kind, None)
@@ -75,7 +75,7 @@ class MissingGpu:
     def why_nothing(self) -> str:
         """Return why a script without a training step may need a GPU; "" if it never asks for one."""
         asks = "asks whether a GPU is available, and this machine has none"
-        return f"{short_source(self.asked)} {asks}; {_INSTEAD}" if self.asked else ""
+        return f"{short_source(self.question)} {asks}; {_INSTEAD}" if self.question else ""
 
     def explained(self, error: BaseException) -> str:
         """Return a sentence on an error that is raised because this machine has no GPU; "" for another error."""
@@ -94,9 +94,9 @@ class MissingGpu:
 
     def _note_caller(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         caller = frame_above(2)
-        if not self.asked and caller is not None and not is_library(caller.f_code.co_filename):
+        if not self.question and caller is not None and not is_library(caller.f_code.co_filename):
             line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-            self.asked = "" if in_library(line) else line
+            self.question = "" if in_library(line) else line
         return ask(*args, **kwargs)
 
     def _note_autocast(

@@ -202,13 +202,13 @@ def _gather_in_dtypes(model: nn.Module, twin: nn.Module) -> None:
         def before(_: Any, args: Any, kwargs: Any, policy: Any = policy, rows: Any = rows) -> Any:
             dtype = policy.param_dtype
             for module, name in rows if dtype is not None else ():
-                own = name.rpartition(".")[2]
-                parameter = getattr(getattr(module, own), _SHARDED, getattr(module, own))
+                attribute = name.rpartition(".")[2]
+                parameter = getattr(getattr(module, attribute), _SHARDED, getattr(module, attribute))
                 if parameter.dtype != dtype:
                     whole = _Gathering.apply(parameter, dtype)  # type: ignore[no-untyped-call]
                     setattr(whole, _SHARDED, parameter)
                     setattr(whole, ORIGIN, Origin("parameter", dtype, name))
-                    getattr(module, PARAMETERS)[own] = whole
+                    getattr(module, PARAMETERS)[attribute] = whole
             if dtype is None or not policy.cast_forward_inputs:
                 return None
             return _cast_floats((args, kwargs), dtype, "param_dtype")

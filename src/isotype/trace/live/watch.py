@@ -159,8 +159,8 @@ class Watch:
         """Add the global hooks, which start the recording at the next step."""
         # torch.compile warns about global hooks. These hooks are removed before they can slow compiled code down.
         warnings.filterwarnings("ignore", message="Using `torch.compile")
-        held: Any = warnings  # its list of filters changes
-        self._hooks.callback(lambda e: e in held.filters and held.filters.remove(e), held.filters[0])
+        module: Any = warnings  # its list of filters changes
+        self._hooks.callback(lambda e: e in module.filters and module.filters.remove(e), module.filters[0])
         self._hooks.enter_context(warnings_at_callers())
         for register, act in (
             (optimizers.register_optimizer_step_pre_hook, self._optimizer_begins),

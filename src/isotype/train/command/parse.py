@@ -70,10 +70,10 @@ def parse_command(
     if model is not None:
         values.pop("model_name_or_path", None)  # `model` wins over the file, as a flag does
         values = {"model_name_or_path": Value(model, (model,), "command line"), **values}
-    given = (
+    by_keyword = (
         (name, (value, "keyword", None)) for name, value in (keywords or {}).items() if value is not None
     )
-    for name, value in [*given, *((name, _typed(words)) for name, words in typed.items())]:
+    for name, value in [*by_keyword, *((name, _typed(words)) for name, words in typed.items())]:
         if name not in mine and name != "config":
             problems += _add(values, method, name, *value)
     dialect = dialect_of({token[2:].partition("=")[0]: "" for token in stray if token.startswith("--")})
