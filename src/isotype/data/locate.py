@@ -202,9 +202,14 @@ def _find_in_directory(name: str, folder: Path) -> LocalData:
     return LocalData(name, {split: tuple(paths) for split, paths in splits.items()})
 
 
+def is_data_file(path: Path) -> bool:
+    """Return whether a file's name is that of a data file that isotype reads. The file need not exist."""
+    return path.suffix.lower() in _SUFFIXES and path.name not in _NOT_DATA
+
+
 def _data_files(paths: Iterable[Path]) -> list[Path]:
     """Return the data files in `paths`; raise DataError if one of them is a pipe or a link that leads nowhere."""
-    data = (path for path in paths if path.suffix.lower() in _SUFFIXES and path.name not in _NOT_DATA)
+    data = filter(is_data_file, paths)
     named = sorted(f for f in data if not any(part.startswith(".") for part in (f.name, f.parent.name)))
     modes = {path: _mode(path) for path in named}
     problems = [mode for mode in modes.values() if isinstance(mode, Problem)]

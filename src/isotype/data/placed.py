@@ -11,7 +11,7 @@ The input has one of these formats:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,11 @@ def _before(chats: Row, count: int) -> None:
     questions[0]["content"][:0] = [dict(PLACE) for _ in range(count)]
 
 
+def alike_at_start(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many elements are equal before the first difference."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
 def _spoken(row: Row, pictured: bool) -> Row | Problem:
     """Convert a row to conversations, or return the problem with it. `pictured` is True if its image columns contain images.
 
@@ -158,6 +163,6 @@ def _spoken(row: Row, pictured: bool) -> Row | Problem:
         row = as_messages(row)
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if "prompt" not in row and isinstance(chosen, list) and isinstance(rejected, list):
-        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
+        same = alike_at_start(chosen, rejected)
         row = row | {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
     return row

@@ -56,7 +56,7 @@ from isotype.trace.fake.code import (
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.sharded import ProcessMemory
-from isotype.trace.fake.twin import fake_inputs, fake_mode, free_gathered, twin_of
+from isotype.trace.fake.twin import fake_inputs, fake_mode, restore_sharded, twin_of
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.fake.values import LIMIT
 from isotype.trace.sides import sides_of
@@ -113,7 +113,7 @@ def trace_step(
         with surroundings(), fp8_kernels_replaced(setup.profile.runs_fp8):
             failure = step.run()
     finally:
-        free_gathered(twin)
+        restore_sharded(twin)
         untouched.restore()
     return replace(_trace_so_far(step, real), failure=failure, left=untouched.left)
 
@@ -312,7 +312,7 @@ class _Step:
         # torch.autograd.backward would suspend the function mode during recomputation: call the engine itself.
         gradient = (torch.ones_like(scaled),)
         run_backward((scaled,), gradient, False, False, (), allow_unreachable=True, accumulate_grad=True)
-        free_gathered(self.twin)
+        restore_sharded(self.twin)
         self.process.end_backward()
         if self.setup.accumulates > 1:
             self.gradient_bytes = self.recorder.ledger.alive("gradients")

@@ -221,7 +221,7 @@ def _gather_in_dtypes(model: nn.Module, twin: nn.Module) -> None:
         module.register_forward_hook(after)
 
 
-def free_gathered(twin: nn.Module) -> None:
+def restore_sharded(twin: nn.Module) -> None:
     """Give all modules of a twin the parameters that were gathered in another dtype."""
     for module in twin.modules():
         parameters = getattr(module, PARAMETERS)

@@ -15,6 +15,7 @@ from typing import Any
 from isotype.compat.standard import actions_of
 from isotype.core.arguments import Parser, did_you_mean, separated, unknown_name
 from isotype.core.errors import PrecisionError, Problem, UsageError, one_line
+from isotype.data.locate import is_data_file
 from isotype.data.methods import METHODS, SAME_METHODS
 from isotype.train.command.arguments import ARGUMENTS, Argument, name_problems, number_problems
 from isotype.train.command.command import Command, ConfigFile, Value, specs
@@ -24,7 +25,6 @@ from isotype.train.dialects.translate import dialect_of, in_isotype_names, metho
 _JSON = {argument.name: argument for argument in ARGUMENTS if argument.json}
 _FILES = ("accelerator_config", "fsdp_config")
 """Arguments that take JSON or the path of a JSON file."""
-_DATA_FILES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet", ".arrow", ".txt")
 MODELS = "a checkpoint directory, a GGUF file, embedded:NAME or a hub id"
 """Valid values of `--model_name_or_path`."""
 
@@ -113,7 +113,7 @@ def _model_among(
 def _owner(word: str, typed: Mapping[str, Any], *, trains: bool) -> str:
     """Return the argument that a value without an argument belongs to, or "" if this is unknown or the argument is there."""
     name = ""
-    if word.lower().endswith(_DATA_FILES) and Path(word).name != "config.json":
+    if is_data_file(Path(word)) or word.lower().endswith(".arrow"):
         name = "dataset_name"
     elif not trains and not Path(word).exists():
         from isotype.precision.devices.profile import profile_names

@@ -18,6 +18,7 @@ from isotype.core.errors import DataError, one_line
 from isotype.data.build import undecoded
 from isotype.data.methods import METHODS
 from isotype.data.pictures import picture_columns
+from isotype.data.placed import alike_at_start
 from isotype.train.rows.pictured import Pictured
 
 if TYPE_CHECKING:
@@ -274,20 +275,15 @@ def _prompt(method: str, tokenizer: Any, row: Mapping[str, Any], only_assistant:
         prompt = [*prompt, *takewhile(lambda turn: turn["role"] != "assistant", answer)]
     ids = _ids(tokenizer, prompt, None, row.get("tools")) if prompt else ()
     if isinstance(prompt, str) and not row.get("prompt"):  # it may end inside of a token
-        return _alike(ids, _ids(tokenizer, row["chosen"], None, None))
+        return alike_at_start(ids, _ids(tokenizer, row["chosen"], None, None))
     return len(ids)
 
 
 def _begun_alike(row: Mapping[str, Any]) -> Any:
     """Return the prompt that TRL extracts from a pair without one: what both answers begin with, except their last part."""
     chosen, rejected = row.get("chosen") or [], row.get("rejected") or []
-    alike = max(0, min(_alike(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
+    alike = max(0, min(alike_at_start(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
     return chosen[: alike - (chosen[alike - 1 : alike] == " ")]
-
-
-def _alike(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how many elements are equal before the first difference."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _tokens(tokenizer: Any, prompt: Any, answer: Any, tools: Any) -> int:
