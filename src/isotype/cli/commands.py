@@ -25,41 +25,23 @@ if TYPE_CHECKING:
 
     from isotype.rules import Rule
 
-_OF_THE_PLAN = {"dtype": "auto", "quantization": None, "base_memory": None, "device": "auto"}
-"""Arguments that `isotype inspect` takes only with `--plan`, and their defaults."""
+_OF_THE_PLAN = ("dtype", "quantization", "base_memory", "device")
+"""Arguments that `isotype inspect` takes only with `--plan`."""
 
 
 def inspect_parser() -> Parser:
-    parser = Parser(
-        prog="isotype inspect",
-        description="List dtypes, shapes, bytes and quantization of a checkpoint. The same tensor of all layers is one row. "
-        "Only file headers are read.",
-    )
-    add = parser.add_argument
-    add("path", help="a directory, .safetensors, .safetensors.index.json or .gguf file, or a hub id")
-    add("--revision", help="branch, tag or commit of a hub id")
-    add("--plan", action="store_true", help="show how isotype would load each tensor, and why")
-    dtype = "with --plan: compute dtype; auto: the checkpoint's dtype, if the device supports it"
-    add("--dtype", default="auto", help=dtype)
-    quantization = "with --plan: storage of the frozen weights; mixed: a format for each layer, chosen from the results of isotype quality"
-    add("--quantization", choices=(*ASKED, MIXED), help=quantization)
-    add("--base_memory", help="with --plan --quantization mixed: maximum memory of the weights, such as 6GiB")
-    device = "with --plan: a device or a device profile; auto: the best device of this machine"
-    add("--device", default="auto", help=device)
-    fit = "for an adapter: show which of its tensors PROGRAM (peft, vllm or llama.cpp) applies to MODEL (default: its base model)"
-    add("--for", nargs="+", dest="program", metavar=("PROGRAM", "MODEL"), help=fit)
-    add("--json", action="store_true", help="print JSON")
-    return parser
+    return Parser.of("inspect", quantization=(*ASKED, MIXED))
 
 
 def inspect(argv: Sequence[str], console: Console) -> int:
     """Print the table of `isotype inspect`; then raise an error if the checkpoint cannot be loaded."""
-    options = inspect_parser().parse_args(list(argv))
+    parser = inspect_parser()
+    options = parser.parse_args(list(argv))
     if options.program is not None:
         return _inspect_for(options, console)
     if options.plan:
         return _inspect_plan(options, console)
-    if flags := [f"--{name}" for name, default in _OF_THE_PLAN.items() if getattr(options, name) != default]:
+    if flags := [f"--{n}" for n in _OF_THE_PLAN if getattr(options, n) != parser.get_default(n)]:
         expected = "--plan, because only a plan uses these arguments"
         swap = (("inspect",), ("inspect", "--plan"))
         problem = Problem(" ".join(flags), expected, "add --plan", swap)
@@ -124,21 +106,7 @@ def _inspect_plan(options: argparse.Namespace, console: Console) -> int:
 def quality_parser() -> Parser:
     from isotype.precision.damages import MEASURED
 
-    parser = Parser(
-        prog="isotype quality",
-        description="Measure how storing each linear layer in 4, 8 or 16 bits changes the distribution of the next token, in nats. Weights are "
-        "read from disk block by block. Results on isotype's own texts are cached, and --quantization mixed uses the cached results.",
-    )
-    add = parser.add_argument
-    add("model", help="a checkpoint directory, a .gguf file, embedded:NAME or a hub id")
-    add("--data", help="a data set to measure on, as in --dataset_name; default: isotype's own texts")
-    add("--tokens", type=int, default=256, help="number of tokens to measure on (default 256)")
-    exact = "formats to measure once more with all layers in the format (default nf4); for other formats, the results of the layers are added up"
-    add("--exact", nargs="*", choices=MEASURED, default=["nf4"], help=exact)
-    add("--device", help="device to compute on (default cpu)")
-    add("--revision", help="branch, tag or commit of a hub id")
-    add("--json", action="store_true", help="print JSON")
-    return parser
+    return Parser.of("quality", exact=MEASURED)
 
 
 def quality(argv: Sequence[str], console: Console) -> int:
@@ -168,9 +136,7 @@ def quality(argv: Sequence[str], console: Console) -> int:
 
 
 def explain_parser() -> Parser:
-    parser = Parser(prog="isotype explain", description="Explain a finding of `isotype check` and its fixes.")
-    parser.add_argument("code", nargs="?", help="a code such as IST101; without a code, all codes are listed")
-    return parser
+    return Parser.of("explain")
 
 
 def explain(argv: Sequence[str], console: Console) -> int:
@@ -214,16 +180,7 @@ def _rule_table(rules: Sequence[Rule]) -> Table:
 
 
 def doctor_parser() -> Parser:
-    parser = Parser(
-        prog="isotype doctor",
-        description="Show which dtypes this machine runs, the measured speed of each dtype, and library versions that are "
-        "incompatible with one another.",
-    )
-    device = "a device of this machine (cpu, cuda:1) or a device profile (t4, h100; docs/devices.md has all)"
-    parser.add_argument("--device", default="auto", help=device)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.stray = lambda value: "--device"
-    return parser
+    return Parser.of("doctor")
 
 
 def doctor(argv: Sequence[str], console: Console) -> int:
@@ -242,24 +199,7 @@ def doctor(argv: Sequence[str], console: Console) -> int:
 def merge_parser() -> Parser:
     from isotype.core.dtypes import GGUF_TYPES
 
-    parser = Parser(prog="isotype merge", description="Merge an adapter into its base model.")
-    parser.add_argument("adapter", type=Path, help="directory of the adapter")
-    output = "directory for the merged model, or a GGUF file NAME.gguf (in 16 bits without --gguf)"
-    parser.add_argument("-o", "--output", type=Path, required=True, help=output)
-    base = "the 16-bit original of a quantized base model; the adapter is merged into the original"
-    parser.add_argument("--base", help=base)
-    dtype = "dtype of the merged weights; auto: the compute dtype in which the adapter was trained"
-    parser.add_argument("--dtype", default="auto", help=dtype)
-    stored = parser.add_mutually_exclusive_group()
-    quantization = "store the merged model in this format of bitsandbytes"
-    stored.add_argument("--quantization", choices=QUANTIZATIONS, help=quantization)
-    gguf = "write a GGUF file of this type, for llama.cpp and programs built on it; q6_k and the types listed after q6_k need llama.cpp's llama-quantize"
-    stored.add_argument("--gguf", choices=GGUF_TYPES, help=gguf)
-    revision = (
-        "branch, tag or commit of the base model on the hub; default: the revision that the adapter names"
-    )
-    parser.add_argument("--model_revision", help=revision)
-    return parser
+    return Parser.of("merge", quantization=QUANTIZATIONS, gguf=GGUF_TYPES)
 
 
 def merge(argv: Sequence[str], console: Console) -> int:
@@ -290,23 +230,7 @@ def merge(argv: Sequence[str], console: Console) -> int:
 
 
 def chat_parser() -> Parser:
-    parser = Parser(prog="isotype chat", description="Talk to a model or an adapter.")
-    parser.stray = lambda value: "--ask"
-    add = parser.add_argument
-    add("model", help="directory of a model or an adapter, a hub id, or embedded:smollm2")
-    add("--ask", action="append", metavar="QUESTION", help="ask this question and exit; may be repeated")
-    image = "an image for the first question, if the model takes images; may be repeated"
-    add("--image", action="append", metavar="FILE", help=image)
-    add("--system", metavar="TEXT", help="a system message before the conversation")
-    add("--dtype", default="auto", help="compute dtype")
-    add("--quantization", choices=ASKED, help="storage format of the weights")
-    add("--device", default="auto", help="device to run on")
-    revision = "branch, tag or commit of a model on the hub; for an adapter, of its base model"
-    add("--model_revision", help=revision)
-    tokens = "maximum tokens of an answer; default: 200, or the rest of the model's context if that is less"
-    add("--max_new_tokens", type=int, help=tokens)
-    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 (default): greedy decoding")
-    return parser
+    return Parser.of("chat", quantization=ASKED)
 
 
 def chat(argv: Sequence[str], console: Console) -> int:

@@ -6,7 +6,6 @@ the script can set threads and visible devices. Only the script writes to standa
 
 from __future__ import annotations
 
-import argparse
 import builtins
 import runpy
 import shutil
@@ -27,10 +26,6 @@ from isotype.preflight.script.processes import is_python_script
 from isotype.preflight.script.session import Session, show
 
 CRASHED = 1
-
-_DESCRIPTION = """\
-Run a training script unchanged and watch its first step: report failures and costs before the step, and explain a crash
-under its traceback. The script's output and exit status do not change; isotype writes to standard error."""
 
 _WITH_VALUE = ("--steps", "--device", "--preflight-seconds", "-m")
 
@@ -64,29 +59,8 @@ def run(argv: Sequence[str], console: Console) -> int:
 def parse(argv: Sequence[str]) -> Options:
     """Parse isotype's options before SCRIPT or `-m MODULE`; the script gets all later arguments."""
     flags, rest = _split(list(argv))
-    parser = Parser(
-        prog="isotype run",
-        usage="isotype run [OPTION …] (SCRIPT | -m MODULE) [ARGUMENT …]",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    steps = "number of optimizer steps to watch (default: 1, or one step for each of up to three optimizers)"
-    add("--steps", type=int, default=1, metavar="N", help=steps)
-    device = "the device profile (t4, h100) for which the step is checked; default: the device in use"
-    add("--device", help=device)
-    add(
-        "--preflight-seconds",
-        type=float,
-        default=PREFLIGHT_SECONDS,
-        metavar="S",
-        help="maximum time for tracing the first step on fake tensors before it runs "
-        f"(default: {PREFLIGHT_SECONDS:g}; 0: no trace)",
-    )
-    add("--no-preflight", action="store_true", help="do not trace the first step before it runs")
-    watch = "watch the whole training: stop before an update whose loss or gradient is not finite, and name the operator"
-    add("--watch", action="store_true", help=watch)
-    add("-m", dest="module", metavar="MODULE", help="run a module as `python -m` does")
+    parser = Parser.of("run")
+    parser.set_defaults(preflight_seconds=PREFLIGHT_SECONDS)
     options = parser.parse_args(flags)
     target = options.module or (_script(rest.pop(0)) if rest else None)
     problems = []

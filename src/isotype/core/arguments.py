@@ -11,13 +11,16 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from isotype.compat.standard import ValueParser, actions_of
 from isotype.core.errors import IsotypeError, Problem, UsageError
 
-_TABLES: Any = json.loads(Path(__file__).with_name("arguments.json").read_text(encoding="utf-8"))
-"""Names and values that users know from other libraries and earlier versions."""
+_TABLES, _COMMANDS = (
+    json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    for name in ("arguments.json", "commands.json")
+)
+"""Names and values that users know from other libraries and earlier versions; the arguments that isotype's commands add."""
 _OTHER_NAMES = {
     other: names.split() for names, others in _TABLES["names"].items() for other in others.split()
 }
@@ -53,6 +56,25 @@ class Parser(ValueParser):
     stray: Callable[[str], str] = staticmethod(lambda value: "")
     """Returns the argument that a value without an argument most likely belongs to, or ""."""
     _command_line: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, command: str, **choices: Collection[str]) -> Self:
+        """Return the parser of a command in commands.json. `choices` maps the name of an argument to its values."""
+        parser = cls.described(command)
+        add_arguments(parser, command, **choices)
+        return parser
+
+    @classmethod
+    def described(cls, command: str) -> Self:
+        """Return a parser with the description of a command in commands.json, without arguments."""
+        settings = {n: v for n, v in _COMMANDS[command].items() if n not in ("arguments", "stray")}
+        for name, text in settings.items():
+            if isinstance(text, list):  # lines
+                settings = {**settings, name: "\n".join(text)}
+                settings["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        parser = cls(prog=f"isotype {command}", **settings)
+        parser.stray = lambda value: _COMMANDS[command].get("stray", "")
+        return parser
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # With argparse's abbreviations a typo sets another argument: --learning_rat 3 set the learning rate to 3.
@@ -147,6 +169,36 @@ class Parser(ValueParser):
         except argparse.ArgumentError:
             if not isinstance(value, _Wrong):
                 self.problems.append(_wrong_value(action, value))
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str, **choices: Collection[str]) -> None:
+    """Add the arguments of a command in commands.json. Of arguments that are `exclusive`, only one may be given."""
+    exclusive: Any = None
+    for names, described in _COMMANDS[command]["arguments"].items():
+        pairs = ((n, tuple(v) if isinstance(v, list) else v) for n, v in described.items())
+        keywords = {name: value for name, value in pairs if name != "exclusive"}
+        if "type" in described:
+            keywords["type"] = _TYPES[described["type"]]
+        if "exclusive" in described:
+            exclusive = exclusive or parser.add_mutually_exclusive_group()
+        action = (exclusive if "exclusive" in described else parser).add_argument(*names.split(), **keywords)
+        action.choices = choices.get(action.dest, action.choices)
+
+
+def image_size(text: str) -> tuple[int, int]:
+    """Parse a text such as `1024x768` into (width, height). Raise ValueError if the text is not a size."""
+    width, _, height = text.lower().replace("×", "x").partition("x")
+    if min(sides := (int(width), int(height))) < 1:
+        raise ValueError(text)
+    return sides
+
+
+_TYPES: Mapping[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "Path": Path,
+    "image_size": image_size,
+}
 
 
 class _Wrong:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from isotype.core.arguments import Parser
+from isotype.core.arguments import Parser, add_arguments
 from isotype.core.errors import Problem
 from isotype.core.formats import ASKED
 from isotype.core.names import parse_size
@@ -20,17 +21,7 @@ from isotype.train.command.arguments import count_problems
 from isotype.train.command.command import Command, with_storage
 from isotype.train.command.parse import first_words, method_of_config, parse_command
 from isotype.train.preflight.plan import Options, StepPlan
-from isotype.train.preflight.step_plan import image_size, plan_of, without_version
-
-_DESCRIPTION = """\
-List the settings with which a model can be trained on a device, their speed, and the command of the best settings.
-The plan needs only the model's config: no weights, no GPU and no data set.
-
-  isotype plan MODEL --device rtx4090 [--data my.jsonl] [flags]
-  isotype plan sft --model_name_or_path MODEL --device rtx4090 [flags]
-  isotype plan --device t4 --data my.jsonl       the largest Qwen3 models that fit
-
-All flags of `isotype sft` (or dpo, …) work, and are part of the printed command. Flags that only `isotype plan` has:"""
+from isotype.train.preflight.step_plan import plan_of, without_version
 
 OWN = ("method", "devices", "max_memory", "rows", "length", "image", "images")
 """Arguments that only a plan has and that `isotype.plan` takes as keywords."""
@@ -76,41 +67,14 @@ class PlanRequest:
     layers: Damages | None = None
 
 
+_add_own = partial(add_arguments, command="plan", method=tuple(METHODS), goal=tuple(GOALS))
+
+
 def parser() -> Parser:
     """Return the parser of the arguments that only a plan has."""
-    arguments = Parser(
-        prog="isotype plan",
-        usage="isotype plan MODEL [flags]",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-    )
+    arguments = Parser.described("plan")
     _add_own(arguments)
     return arguments
-
-
-def _add_own(arguments: argparse.ArgumentParser) -> None:
-    add = arguments.add_argument
-    devices = (
-        "devices to plan for (t4, rtx4090, …; docs/devices.md has all), or cpu, cuda; default: this machine"
-    )
-    add("--device", action="append", metavar="NAME[,NAME]", help=devices)
-    data = "data set for the length of rows and the training time; same as --dataset_name"
-    add("--data", metavar="DATA", help=data)
-    add("--method", choices=tuple(METHODS), help="training method (default: sft)")
-    goal = "criterion for the choice of settings (default: balanced)"
-    add("--goal", choices=tuple(GOALS), default="balanced", help=goal)
-    add("--devices", type=int, default=1, help="number of devices that train together (default: 1)")
-    add("--max-memory", "--max_memory", metavar="SIZE", help="memory that a step may use, such as 20GiB")
-    add("--rows", type=int, help="rows of a micro-batch (default: as memory allows)")
-    length = "tokens of a row (default: --max_length, or the longest row of the data, or 1024)"
-    add("--length", type=int, help=length)
-    add("--image", metavar="WxH", type=image_size, help="pixels of an image in each row, such as 1024x768")
-    add("--images", type=int, default=1, help="number of images in each row (default: 1)")
-    add("-v", "--verbose", action="store_true", help="also print memory and time in detail")
-    add("--json", action="store_true", help="print JSON")
-    page = "write an HTML page with a chart of memory against tokens per second"
-    add("--html", type=Path, metavar="PATH", help=page)
 
 
 def parse_request(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
-from isotype.core.arguments import Parser
+from isotype.core.arguments import Parser, add_arguments
 from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING
@@ -16,25 +16,9 @@ from isotype.train.command.command import Command, specs
 from isotype.train.command.parse import first_words, method_of_config, parse_command
 from isotype.train.command.precision import read_precision_request
 from isotype.train.launched import processes
-from isotype.train.preflight.plan import DEFAULT_LENGTH, Options, StepPlan
+from isotype.train.preflight.plan import Options, StepPlan
 
-_DESCRIPTION = """\
-Trace one training step on fake tensors and report what crashes, what is slow, what does not fit into memory and what
-loses precision, on any device. The check needs no weights, no GPU and no data set.
-
-  isotype check MODEL [flags]           a directory, config.json, GGUF file, embedded:NAME or hub id
-  isotype check FILE.yaml [flags]       a file of settings of isotype, TRL, axolotl or LLaMA-Factory
-  isotype check sft --model_name_or_path MODEL [flags]
-                                        any training command, with `check` in front
-  isotype check package.module:function a function that returns (model, inputs), or a dict of isotype.check's
-                                        arguments
-
-All flags of `isotype sft` (or dpo, …) work. This list has the most used training flags, and the flags that only
-`isotype check` has:"""
-
-_STATUS = """\
-exit status: 0 no finding of the severity --fail-on or higher; 1 such a finding, or a step that does not fit or was not
-traced to its end; 2 bad arguments"""
+_add_own = partial(add_arguments, command="check")
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
@@ -96,33 +80,6 @@ def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
     return Options(fsdp=None if fsdp is None else int(fsdp), **vars(options)), function, device
 
 
-def image_size(text: str) -> tuple[int, int]:
-    """Parse a text such as `1024x768` into (width, height). Raise ValueError if the text is not a size."""
-    width, _, height = text.lower().replace("×", "x").partition("x")
-    if min(sides := (int(width), int(height))) < 1:
-        raise ValueError(text)
-    return sides
-
-
-def _add_own(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--batch", type=int, help="rows in a step (default: as in the training, or 1 for MODEL alone)")
-    add("--length", type=int, help=f"tokens in a row (default: --max_length, or {DEFAULT_LENGTH})")
-    devices = "devices that train together; each has all weights (DDP), or a share with --fsdp 2 (--fsdp full_shard)"
-    add("--devices", type=int, help=devices)
-    add("--image", metavar="WxH", type=image_size, help="pixels of an image in each row, such as 1024x768")
-    add("--images", type=int, default=1, help="number of images in each row (default: 1)")
-    add("--generate", action="store_true", help="also trace the generation of tokens")
-    add("-v", "--verbose", action="store_true", help="also print what memory and time consist of")
-    add("--json", action="store_true", help="print JSON")
-    add("--sarif", metavar="PATH", help="write the report as SARIF, for code scanning; `-` prints SARIF")
-    add("--html", type=Path, metavar="PATH", help="write the report as one HTML file")
-    add("--fix", action="store_true", help="show the repaired command, or the fixes for the function's model")
-    levels = ("error", "warning")
-    fail_on = "exit with status 1 if a finding has this severity or a higher one (default: error)"
-    add("--fail-on", choices=levels, default="error", help=fail_on)
-
-
 _USED_MOST: Mapping[str, str] = {
     "dtype": "compute dtype; auto is the checkpoint's dtype, if the device supports it",
     "quantization": "storage of the frozen weights",
@@ -137,15 +94,8 @@ _USED_MOST: Mapping[str, str] = {
 """Help texts of the most used arguments of `isotype sft`. Importing TRL for all help texts would take seconds."""
 
 
-def help_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="isotype check",
-        usage="isotype check MODEL [flags]",
-        description=_DESCRIPTION,
-        epilog=_STATUS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def help_parser() -> Parser:
+    parser = Parser.described("check")
     known = specs("sft")
     for name, text in _USED_MOST.items():
         default = "" if known[name].default is None else f" (default: {known[name].default})"
