@@ -176,7 +176,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str, **choices: Coll
     exclusive: Any = None
     for names, described in _COMMANDS[command]["arguments"].items():
         pairs = ((n, tuple(v) if isinstance(v, list) else v) for n, v in described.items())
-        keywords = {name: value for name, value in pairs if name != "exclusive"}
+        keywords: dict[str, Any] = {name: value for name, value in pairs if name != "exclusive"}
         if "type" in described:
             keywords["type"] = _TYPES[described["type"]]
         if "exclusive" in described:

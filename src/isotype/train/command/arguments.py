@@ -5,10 +5,12 @@ Importing this module does not import torch, so that `isotype sft --help` is fas
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from isotype.core.arguments import wrong_choice
@@ -43,21 +45,6 @@ class Limit:
         return f"{low}, {'less than' if self.below else 'at most'} {self.most:.10g}"
 
 
-_COUNT = Limit(1, 10**7, fix="give a number in this range")  # their products stay within 64 bits
-_NOT_NEGATIVE = Limit(0, fix="give 0 or more")
-_SEED = Limit(0, 2**32 - 1, fix="give a number in this range")
-_EVERY = Limit(0, above=True, fix="give a number of steps, or a share of all steps below 1")
-_GROUP = Limit(2, fix="give at least 2: a completion is compared with others of its prompt")
-_SCALE = Limit(0, above=True, fix="twice --lora_r is a common choice; at 0 an adapter does nothing")
-_DROPOUT = Limit(0, 1, below=True, fix="0 to 0.1 is common; at 1 nothing reaches the adapter")
-_SHARE = Limit(0, 1, below=True, fix="give a share between 0 and 1")
-
-
-def _names(module: str, name: str, what: Callable[[Any], list[str]] = list) -> Callable[[], list[str]]:
-    """Return a function that imports the object `module.name` and returns the list of names that `what` gets from it."""
-    return lambda: what(getattr(import_module(module), name))
-
-
 @dataclass(frozen=True)
 class Argument:
     """Facts about an argument that are not in TRL's dataclasses.
@@ -66,7 +53,8 @@ class Argument:
         group: heading above the argument in the short help, or "" if the short help leaves the argument out.
         example, text: an example value and a short description for the short help.
         losses: values of `Method.loss`; the short help lists the argument for these methods, or for all if empty.
-        choices: returns the valid names, if another library checks the argument only after the model is loaded.
+        choices_of: the object of another library that has the valid names, if it checks them only after the model is loaded.
+        more, lower: other valid names, and True if the library's names are written in lower case.
         json: an example value for an argument that takes a JSON object.
     """
 
@@ -74,116 +62,32 @@ class Argument:
     group: str = ""
     example: str = ""
     text: str = ""
-    losses: tuple[Loss, ...] = ()
+    losses: Sequence[Loss] = ()
     limit: Limit | None = None
-    choices: Callable[[], list[str]] | None = None
-    json: str = ""
+    choices_of: str = ""
+    more: Sequence[str] = ()
+    lower: bool = False
+    json: Mapping[str, Any] | None = None
+
+    @property
+    def choices(self) -> list[str]:
+        """The valid names: more names, and those of the other library's enumeration or registry."""
+        module, _, name = self.choices_of.rpartition(".")
+        names = [str(getattr(item, "value", item)) for item in getattr(import_module(module), name)]
+        return [*self.more, *(name.lower() if self.lower else name for name in names)]
 
 
-def _limited(limit: Limit, names: str) -> Iterator[Argument]:
-    return (Argument(name, limit=limit) for name in names.split())
+_TABLE: Any = json.loads(Path(__file__).with_name("arguments.json").read_text(encoding="utf-8"))
+_LIMITS = {name: Limit(**limit) for name, limit in _TABLE["limits"].items()}
+_COUNT = _LIMITS["count"]  # the products of counts stay within 64 bits
 
 
-_NOT_RL: tuple[Loss, ...] = ("labels", "preference", "reward", "unpaired")
-_COMPARED: tuple[Loss, ...] = ("preference", "unpaired")
+def _argument(limit: Any = None, **values: Any) -> Argument:
+    named = _LIMITS[limit] if isinstance(limit, str) else limit and Limit(**limit)
+    return Argument(**values, limit=named)
 
-ARGUMENTS: tuple[Argument, ...] = (
-    Argument("model_name_or_path", "model and data", "MODEL", "directory, GGUF, hub id, or an adapter"),
-    Argument("dataset_name", "model and data", "DATA", "JSONL, CSV, parquet, directory, hub id"),
-    Argument("columns", "model and data", "alpaca", "or prompt=question,completion=answer"),
-    Argument("eval_split", "model and data", "0.05", "share of rows held back for evaluation"),
-    Argument("output_dir", "model and data", "DIR", "adapter, checkpoints, report"),
-    Argument("quantization", "precision", "nf4", "storage: nf4, fp4, int8, mxfp4, mixed"),
-    Argument("dtype", "precision", "bfloat16", "compute dtype; auto by default"),
-    Argument("device", "precision", "cuda", "auto, cpu, cuda, mps, xpu"),
-    Argument("learning_rate", "training", "2e-4", limit=Limit(0, 1e3, fix="1e-4 is a common start")),
-    Argument("num_train_epochs", "training", "3", "or --max_steps N"),
-    Argument("per_device_train_batch_size", "training", "8", "rows in a batch", limit=_COUNT),
-    Argument("per_device_eval_batch_size", limit=_COUNT),
-    Argument("gradient_accumulation_steps", "training", "1", "micro-batches in a step", limit=_COUNT),
-    Argument("max_length", "training", "1024", "tokens; longer rows are cut", _NOT_RL, _COUNT),
-    Argument("gradient_checkpointing", "training", "auto", "True: less memory, a slower step"),
-    Argument("packing", "training", "True", "join short rows into longer ones", ("labels",)),
-    Argument(
-        "beta", "training", "0.1", "higher: nearer to the reference model", _COMPARED, limit=_NOT_NEGATIVE
-    ),
-    Argument("reward_funcs", "training", "my_rewards.length", "or accuracy_reward, …", ("policy",)),
-    Argument("num_generations", "training", "8", "completions of each prompt", ("policy",), _GROUP),
-    Argument("max_completion_length", "training", "256", "tokens of a completion", ("policy",), _COUNT),
-    *_limited(
-        _COUNT, "steps_per_generation generation_batch_size num_iterations dataset_num_proc tokens_per_step"
-    ),
-    Argument("lora_r", "adapter", "16", "rank of the adapters", limit=_COUNT),
-    Argument("lora_alpha", "adapter", "32", "adapters' scale: alpha / rank", limit=_SCALE),
-    Argument("lora_dropout", limit=_DROPOUT),
-    Argument("lora_target_modules", "adapter", "all-linear", "or names: q_proj v_proj"),
-    Argument(
-        "lora_task_type", choices=_names("peft", "TaskType", lambda kinds: [kind.value for kind in kinds])
-    ),
-    Argument("adapt", "adapter", "language", "or projector, vision, all"),
-    Argument("use_dora", "adapter", "True"),
-    Argument("init_lora_weights", "adapter", "loftq", "or pissa, olora, gaussian, orthogonal"),
-    Argument("use_peft", "adapter", "False", "train every weight"),
-    Argument(
-        "early_stopping_patience",
-        "progress and results",
-        "3",
-        "evaluations before an early stop",
-        limit=_COUNT,
-    ),
-    Argument("early_stopping_threshold", limit=_NOT_NEGATIVE),
-    Argument("save_steps", "progress and results", "500", "steps between checkpoints", limit=_EVERY),
-    Argument("resume_from_checkpoint", "progress and results", "true", "the newest complete checkpoint"),
-    Argument("logging_steps", "progress and results", "10", "steps between lines of output", limit=_EVERY),
-    Argument("eval_steps", limit=_EVERY),
-    Argument(
-        "report_to",
-        "progress and results",
-        "wandb",
-        "tensorboard, wandb, trackio, mlflow",
-        choices=_names(
-            "transformers.integrations.integration_utils",
-            "INTEGRATION_TO_CALLBACK",
-            lambda names: ["none", "all", *names],
-        ),
-    ),
-    Argument("push_to_hub", "progress and results", "True", "upload the result"),
-    Argument("config", "progress and results", "FILE.yaml", "arguments as name: value lines"),
-    *_limited(
-        _NOT_NEGATIVE, "warmup_steps weight_decay adam_epsilon dataloader_num_workers neftune_noise_alpha"
-    ),
-    *_limited(_NOT_NEGATIVE, "epsilon eval_delay"),
-    *_limited(_SEED, "seed data_seed"),
-    *_limited(_SHARE, "adam_beta1 adam_beta2 label_smoothing_factor"),
-    Argument("label_smoothing", limit=Limit(0, 0.5, fix="give the share of wrongly ordered pairs")),
-    Argument("temperature", limit=Limit(0, above=True, fix="1 is the default")),
-    Argument("top_p", limit=Limit(0, 1, above=True, fix="1 keeps every token")),
-    Argument(
-        "attn_implementation",
-        choices=_names(
-            "transformers.modeling_utils",
-            "ALL_ATTENTION_FUNCTIONS",
-            lambda functions: ["eager", *functions.valid_keys()],
-        ),
-    ),
-    Argument(
-        "torch_compile_backend",
-        choices=_names(
-            "accelerate.utils", "DynamoBackend", lambda kinds: [kind.value.lower() for kind in kinds]
-        ),
-    ),
-    Argument("model_init_kwargs", json='{"attn_implementation": "eager"}'),
-    Argument("lr_scheduler_kwargs", json='{"num_cycles": 2}'),
-    Argument("gradient_checkpointing_kwargs", json='{"use_reentrant": false}'),
-    Argument("activation_checkpointing_kwargs", json='{"use_reentrant": false}'),
-    Argument("accelerator_config", json='{"split_batches": true}'),
-    Argument("fsdp_config", json='{"version": 2}'),
-    Argument("dataset_kwargs", json='{"skip_prepare_dataset": true}'),
-    Argument("generation_kwargs", json='{"top_k": 50}'),
-    Argument("chat_template_kwargs", json='{"enable_thinking": false}'),
-    Argument("liger_kernel_config", json='{"rope": false}'),
-    Argument("transformers_continuous_batching_config", json='{"max_batch_tokens": 4096}'),
-)
+
+ARGUMENTS = tuple(_argument(**entry) for entry in _TABLE["arguments"])
 """Facts about arguments. The order of `ARGUMENTS` is the order in which problems with arguments are reported."""
 
 
@@ -228,15 +132,14 @@ def _number(value: Any) -> float | None:
 def name_problems(read: Read) -> Iterator[Problem]:
     """Yield a problem for each unknown name that another library would report only after loading the model."""
     for argument in ARGUMENTS:
-        if argument.choices is None:
+        if not argument.choices_of:
             continue
         value = read(argument.name)
         for choice in value if isinstance(value, (list, tuple)) else [value]:
             # A kernel of the hub is named by its repository, `owner/name` or `paged|owner/name`.
-            if isinstance(choice, str) and "/" not in choice:
-                choices = argument.choices()
-                if not {choice, choice.lower()} & {*choices}:
-                    yield wrong_choice(f"--{argument.name} {choice}", choice, choices)
+            named = isinstance(choice, str) and "/" not in choice
+            if named and not {choice, choice.lower()} & {*argument.choices}:
+                yield wrong_choice(f"--{argument.name} {choice}", choice, argument.choices)
 
 
 def common_arguments(method: str) -> dict[str, list[Argument]]:

@@ -199,7 +199,7 @@ def _object(argument: Argument, value: Any) -> tuple[Any, Problem | None]:
     except (TypeError, ValueError, RecursionError) as error:
         wrong = str(error)
     what = f"--{argument.name} {value}: {wrong}"
-    return None, Problem(what, "a JSON object", f"write it like '{argument.json}'")
+    return None, Problem(what, "a JSON object", f"write it like '{json.dumps(argument.json)}'")
 
 
 def _parser(
