@@ -1,4 +1,4 @@
-"""Attention of a training step on a CPU: isotype's kernels, torch's scaled_dot_product_attention, and eager.
+"""Attention of a training step on a CPU: isotype's strips, torch's scaled_dot_product_attention, and eager.
 
 The kernels take turns, so that they share machine and minute; a ratio is of times in one turn. `eager` is what transformers'
 models do without a kernel: it rounds scores to the dtype, and its results are further from float64. Memory is what a forward
@@ -18,16 +18,40 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.names import format_bytes
-from isotype.lora.attention.choice import KERNELS, Kernel, Kind, offered
+from isotype.lora.attention import strips
+from isotype.lora.attention.plan import block_rows, plan_of, plan_of_mask, spec_of
 from turns import in_turns
 
 Tensors = tuple[torch.Tensor, ...]
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, str], torch.Tensor]
 
 
-def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> torch.Tensor:
+def _causal_mask(q: torch.Tensor) -> torch.Tensor:
+    return torch.ones(1, 1, q.shape[2], q.shape[2], dtype=torch.bool).tril()
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str) -> torch.Tensor:
+    """As transformers calls torch's kernel: with a mask, keys and values are repeated for each query head."""
+    if kind != "masked":
+        return scaled_dot_product_attention(q, k, v, is_causal=kind == "causal", enable_gqa=True)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return scaled_dot_product_attention(q, k, v, attn_mask=_causal_mask(q))
+
+
+def in_strips(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str) -> torch.Tensor:
+    rows = block_rows(q.shape[1] // k.shape[1])
+    if kind == "masked":
+        plan = plan_of_mask(_causal_mask(q), len(q), rows)
+    else:
+        plan = plan_of((len(q), q.shape[2], k.shape[2]), rows, causal=kind == "causal")
+    return strips.attention(q, k, v, spec_of(q, k, v, plan, work=strips.attention_dtype(q)))
+
+
+def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str) -> torch.Tensor:
     """As transformers' `eager_attention_forward`: whole matrices, scores in the dtype, softmax in float32."""
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).mT * q.shape[-1] ** -0.5
@@ -39,7 +63,7 @@ def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> torc
     return out
 
 
-EVERY: dict[str, Kernel] = {**{name: KERNELS[name] for name in offered(torch.float32)}, "eager": eager}
+EVERY: dict[str, Kernel] = {"sdpa": sdpa, "strips": in_strips, "eager": eager}
 
 
 def given(
@@ -53,7 +77,7 @@ def given(
 
 
 def step(
-    kernel: Callable[..., torch.Tensor], tensors: Tensors, *, backward: bool, kind: Kind = "causal"
+    kernel: Callable[..., torch.Tensor], tensors: Tensors, *, backward: bool, kind: str = "causal"
 ) -> Tensors:
     if not backward:
         with torch.no_grad():
@@ -62,7 +86,7 @@ def step(
     return out.detach(), *torch.autograd.grad(out, tensors[:3], tensors[3])
 
 
-def times(tensors: Tensors, turns: int, *, backward: bool, kind: Kind) -> dict[str, list[float]]:
+def times(tensors: Tensors, turns: int, *, backward: bool, kind: str) -> dict[str, list[float]]:
     """Milliseconds of each kernel in each turn."""
     steps = {
         name: partial(step, kernel, tensors, backward=backward, kind=kind) for name, kernel in EVERY.items()

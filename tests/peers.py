@@ -12,13 +12,11 @@ float32's last place. What is within `_NOISE` times the larger of both is listed
 from __future__ import annotations
 
 import copy
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import peft
 import torch
@@ -26,10 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import set_seed
 
-from isotype.lora.attention import registered
-from isotype.lora.attention.choice import OWN, offered
 from isotype.lora.fuse import fuse, unfuse
-from isotype.lora.measured import Times
 from tests.reality import loss_of
 from tests.zoo import ARCHITECTURES
 
@@ -249,16 +244,6 @@ def _generate(model: Any, case: Case) -> Values:
     return {"tokens": outputs.sequences, "scores": scores.masked_fill(scores.isinf(), 0)}
 
 
-@contextmanager
-def own_attention(name: str) -> Iterator[None]:
-    """One of isotype's attention kernels, whichever is faster on this machine: by turns, but the same for one architecture."""
-    kernels = [kernel for kernel in OWN if kernel in offered(torch.float32)]
-    kernel = kernels[zlib.crc32(name.encode()) % len(kernels)]
-    times = Times({"sdpa": 2.0, kernel: 1.0}, 2.0)
-    with patch.object(registered, "times_of", lambda shape: (times, None)):
-        yield
-
-
 @dataclass
 class Peers:
     """One architecture in one mode, plain and fused by turns."""
@@ -282,10 +267,9 @@ class Peers:
     def results(self, cases: list[Case]) -> list[Result]:
         """All of `cases`, which are of this architecture and mode: first plain, then fused, then in float64 where asked for."""
         plain = {case: _tried(self.model, case) for case in cases}
-        with own_attention(self.name):
-            fuse(self.model)
-            fused = {case: _tried(self.model, case) for case in cases if isinstance(plain[case], dict)}
-            unfuse(self.model)
+        fuse(self.model)
+        fused = {case: _tried(self.model, case) for case in cases if isinstance(plain[case], dict)}
+        unfuse(self.model)
         return [self._judged(case, plain[case], fused.get(case)) for case in cases]
 
     def _judged(self, case: Case, plain: Values | Exception, fused: Values | Exception | None) -> Result:

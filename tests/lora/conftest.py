@@ -7,9 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from isotype.lora.attention import registered
 from isotype.lora.loops import elementwise
-from isotype.lora.measured import Times
 from tests.cpus import no_compiler
 
 
@@ -20,16 +18,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-KERNELS = ("blocks", pytest.param("strips", marks=pytest.mark.lacking(no_compiler())))
-
-
-@pytest.fixture(params=KERNELS)
-def own_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests compare must not rest on which kernel is faster here: each runs with every one that there is."""
-    times = Times({"sdpa": 2.0, request.param: 1.0}, 2.0)
-    monkeypatch.setattr(registered, "times_of", lambda shape: (times, None))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

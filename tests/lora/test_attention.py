@@ -1,4 +1,4 @@
-"""Attention in blocks and in strips against a reference in float64 that knows of neither, and against torch's own kernel.
+"""Attention in strips against a reference in float64 that knows nothing of it, and against torch's own kernel.
 
 Tolerances are relative errors in the Frobenius norm. Rounding a result once to a dtype of p bits gives about 2^-p * 0.8 (uniform in
 the last place); operands that were computed are rounded once more, and partial sums of dk and dv per block of queries.
@@ -14,41 +14,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from isotype.core.compiled import NotCompiledError
 from isotype.core.dtypes import dtype_name
 from isotype.lora.attention import strips
-from isotype.lora.attention.choice import OWN
 from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask, spec_of
 from isotype.lora.loops.loading import Loops
 from tests.cpus import no_compiler
 from tests.lora.watched import Watched
 from tests.pairwise import pairwise
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+pytestmark = pytest.mark.lacking(no_compiler())
+
+TOLERANCE = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 OUTPUT_TOLERANCE = {**TOLERANCE, torch.bfloat16: 3e-3}
 Tensors = tuple[torch.Tensor, ...]
 
-_current: list[str] = ["blocks"]
-
-
-NEEDS = {"strips": pytest.mark.lacking(no_compiler())}
-KERNELS = [pytest.param(name, marks=NEEDS.get(name, ())) for name in OWN]
-STRIPS = [pytest.param("strips", marks=NEEDS["strips"])]
-
-
-@pytest.fixture(autouse=True, params=KERNELS)
-def kernel(request: pytest.FixtureRequest) -> str:
-    """The kernel that `attention` is in this test; each test runs with every one that there is on this machine."""
-    name: str = request.param
-    _current[:] = [name]
-    return name
-
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, **how: Any) -> torch.Tensor:
-    return OWN[_current[0]](q, k, v, spec_of(q, k, v, plan, **how))
+    return strips.attention(q, k, v, spec_of(q, k, v, plan, **how))
 
 
 def tensors(
@@ -125,17 +110,11 @@ def work_of(dtype: torch.dtype) -> torch.dtype:
 
 
 @pairwise(
-    ["kernel, dtype", "length", "heads", "causal"],
-    [
-        pytest.param(name, dtype, marks=NEEDS.get(name, ()))
-        for name in OWN
-        for dtype in TOLERANCE
-        if (name, dtype) != ("strips", torch.float64)
-    ],
+    "dtype, length, heads, causal",
+    list(TOLERANCE),
     [1, 2, 63, 65, 130],
     [(1, 1), (9, 3), (8, 1)],
     [True, False],
-    indirect=["kernel"],
 )
 def test_lengths_and_heads(dtype: torch.dtype, length: int, heads: tuple[int, int], causal: bool) -> None:
     given = tensors((2, *heads, length, length, 16), dtype)
@@ -151,11 +130,9 @@ def test_lengths_and_heads(dtype: torch.dtype, length: int, heads: tuple[int, in
 
 
 @pairwise(
-    "kernel, dtype, head",
-    KERNELS,
+    "dtype, head",
     [torch.float32, torch.bfloat16, torch.float16],
     [64, 80, 96, 128, 256],
-    indirect=["kernel"],
 )
 def test_head_dimensions(dtype: torch.dtype, head: int) -> None:
     given = tensors((1, 4, 2, 96, 96, head), dtype)
@@ -180,7 +157,7 @@ def test_values_of_another_size_than_keys() -> None:
     assert_close(found, reference(q, k, v, d_out, bias(50, 50)), torch.float32)
 
 
-@pairwise("kernel, window", KERNELS, [1, 7, 40, 64, 200], strength=1, indirect=["kernel"])
+@pytest.mark.parametrize("window", [1, 7, 40, 64, 200])
 def test_window(window: int) -> None:
     given = tensors((2, 4, 2, 130, 130, 16), torch.float32)
     added = bias(130, 130, window=window)
@@ -323,12 +300,10 @@ def test_scale(dtype: torch.dtype) -> None:
 
 
 @pairwise(
-    "kernel, dtype, size",
-    KERNELS,
+    "dtype, size",
     [torch.bfloat16, torch.float16],
     [2.5, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (0.5, 1.0, 5.0))],
     strength=1,
-    indirect=["kernel"],
 )  # of q and k: the largest scores are about 30, 1, 4 and 100
 def test_at_least_as_close_as_torch(dtype: torch.dtype, size: float) -> None:
     operands = tensors((1, 3, 1, 513, 513, 64), dtype, size)
@@ -340,14 +315,6 @@ def test_at_least_as_close_as_torch(dtype: torch.dtype, size: float) -> None:
     for one, other, right in zip(result, theirs, exact, strict=True):
         # Both end in the same rounding of the result; in float32 there is nothing but the order of sums.
         assert error(one, right) <= (1.5 if dtype == torch.float32 else 1.1) * error(other, right)
-
-
-@pytest.mark.parametrize("kernel", ["blocks"], indirect=True)  # the other one sums in float32
-def test_gradients_by_finite_differences() -> None:
-    q, k, v, _ = tensors((1, 4, 2, 5, 5, 3), torch.float64)
-    plan = plan_of((1, 5, 5), 2, causal=True)
-    inputs = tuple(x.detach().requires_grad_() for x in (q, k, v))
-    assert torch.autograd.gradcheck(lambda *x: attention(*x, plan), inputs)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +341,7 @@ def test_nothing_is_kept_without_a_gradient() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=dtype_name)
 def test_the_backward_is_left_nothing_as_large_as_an_input_but_the_inputs(dtype: torch.dtype) -> None:
-    """A step takes the memory that is foreseen of torch's kernel, whichever one is the fastest."""
+    """A step takes the memory that is foreseen of torch's kernel."""
     inputs = [x.requires_grad_() for x in tensors((2, 4, 2, 70, 70, 16), dtype)[:3]]
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
@@ -414,14 +381,6 @@ def test_autocast_changes_nothing_inside() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("kernel", ["blocks"], indirect=True)  # a preflight is never given the other one
-def test_fake_tensors() -> None:
-    with FakeTensorMode():
-        given = tensors((2, 4, 2, 70, 70, 16), torch.bfloat16)
-        found = ours(*given, plan_of((2, 70, 70), 32, causal=True))
-    assert all(x.shape == y.shape and x.dtype == y.dtype for x, y in zip(found[1:], given, strict=False))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -437,7 +396,6 @@ def test_inputs_that_do_not_go_together(change: Callable[..., Tensors], message:
         attention(*change(q, k, v), plan_of((2, 8, 8), 32, causal=True))
 
 
-@pytest.mark.parametrize("kernel", STRIPS, indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_more_threads_than_matrices_share_them(dtype: torch.dtype, threads: int) -> None:
@@ -453,7 +411,6 @@ def test_more_threads_than_matrices_share_them(dtype: torch.dtype, threads: int)
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
 
 
-@pytest.mark.parametrize("kernel", STRIPS, indirect=True)
 def test_layouts_are_read_as_they_lie() -> None:
     q, k, v, d_out = tensors((2, 4, 2, 40, 40, 16), torch.bfloat16)
     plan = plan_of((2, 40, 40), 32, causal=True)
@@ -470,7 +427,6 @@ def test_layouts_are_read_as_they_lie() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("kernel", STRIPS, indirect=True)
 @pytest.mark.parametrize("shape", [(0, 4, 2, 8, 8, 16), (2, 4, 2, 0, 0, 16), (2, 4, 2, 3, 0, 16)])
 def test_nothing_to_attend_to(shape: tuple[int, ...]) -> None:
     given = tensors(shape, torch.float32)
@@ -479,7 +435,6 @@ def test_nothing_to_attend_to(shape: tuple[int, ...]) -> None:
     assert not found[0].any()
 
 
-@pytest.mark.parametrize("kernel", STRIPS, indirect=True)
 def test_what_the_loops_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, _ = tensors((2, 4, 2, 8, 8, 16), torch.float64)
     plan = plan_of((2, 8, 8), 32, causal=True)
@@ -491,7 +446,6 @@ def test_what_the_loops_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
         attention(q.float(), k.float(), v.float(), plan)
 
 
-@pytest.mark.parametrize("kernel", STRIPS, indirect=True)
 def test_whatever_watches_operators_sees_the_loops() -> None:
     given = tensors((2, 4, 2, 8, 8, 16), torch.float32)
     with Watched() as seen:

@@ -1,11 +1,8 @@
-"""Models of transformers with isotype's kernels against the same models with torch's, and the choice between them."""
+"""Models of transformers with isotype's attention against the same models with torch's."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
+import copy
 from typing import Any
 
 import pytest
@@ -13,16 +10,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import isotype
-from isotype.lora.attention import choice as choices
-from isotype.lora.attention import registered
-from isotype.lora.attention.blocks import float32_copies, recomputed
-from isotype.lora.attention.choice import OWN, Shape, chosen, measure, offered, shape_of, times_of
+from isotype.lora.attention import registered, strips
 from isotype.lora.attention.registered import use_fast_attention
 from isotype.lora.loops.loading import Loops
-from isotype.lora.measured import Times, file_of
 from tests import cpus
 from tests.adapters import step
-from tests.lora.conftest import KERNELS
+from tests.cpus import no_compiler
 from tests.lora.test_attention import POSITIONS, tensors
 from tests.models import CONFIGS, one_layer, quiet, tiny_batch, tiny_model
 from tests.pairwise import pairwise
@@ -30,6 +23,7 @@ from tests.zoo import ARCHITECTURES
 
 # Both sum in float32, in another order.
 TOLERANCE = 1e-5
+pytestmark = pytest.mark.lacking(no_compiler())
 _OTHERS = (
     "bart-s2s",
     "bert-cls",
@@ -44,15 +38,8 @@ _OTHERS = (
 )
 
 
-@pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
-    yield tmp_path / "attention"
-    choices._CHOICES.known.clear()
-
-
 def assert_same_step(model: Any, batch: dict[str, torch.Tensor], present: torch.Tensor | None = None) -> Any:
-    """The same logits (where `present`) and gradients with attention in blocks as with torch's kernel."""
+    """The same logits (where `present`) and gradients with isotype's attention as with torch's kernel."""
     grads = step(model, batch)
     logits = grads.pop("logits")
     report = use_fast_attention(model)
@@ -70,14 +57,11 @@ def assert_same_step(model: Any, batch: dict[str, torch.Tensor], present: torch.
     return report
 
 
-@pytest.mark.usefixtures("own_kernel")
 @pairwise(
-    "own_kernel, side, name",
-    KERNELS,
+    "side, name",
     ["none", "left", "right"],
     [name for name in CONFIGS if name not in ("gemma2", "gpt-oss", "t5")],
     strength=1,
-    indirect=["own_kernel"],
 )
 def test_models(name: str, side: str) -> None:
     with quiet():
@@ -93,12 +77,10 @@ def test_models(name: str, side: str) -> None:
         }
     report = assert_same_step(model, batch, present.bool())
     assert report.taken
-    assert report.times
     assert not report.left
 
 
-@pytest.mark.usefixtures("own_kernel")
-@pairwise("own_kernel, name", KERNELS, _OTHERS, strength=1, indirect=["own_kernel"])
+@pytest.mark.parametrize("name", _OTHERS)
 def test_other_architectures(name: str) -> None:
     architecture = ARCHITECTURES[name]
     with quiet():
@@ -108,7 +90,6 @@ def test_other_architectures(name: str) -> None:
     assert not report.left
 
 
-@pytest.mark.usefixtures("own_kernel")
 def test_packed_batches() -> None:
     model = tiny_model("llama").eval()
     position_ids = POSITIONS[1:2, :48] % 40
@@ -118,25 +99,6 @@ def test_packed_batches() -> None:
     )
 
 
-def test_packed_batches_take_isotypes_fastest_even_if_torchs_is_faster(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    taken: list[str] = []
-    times = Times({"sdpa": 1.0, "blocks": 2.0}, 0.5)
-    monkeypatch.setattr(registered, "times_of", lambda shape: (times, None))
-    monkeypatch.setitem(
-        OWN, "blocks", lambda q, k, v, *_, **__: (taken.append("blocks"), torch.zeros_like(q))[1]
-    )
-    model = tiny_model("llama")
-    use_fast_attention(model)
-    one, many = (torch.arange(384).remainder(length)[None] for length in (96, 24))
-    for positions, expected in ((one[:, :96], set()), (many, {"blocks"})):
-        taken.clear()
-        model(input_ids=torch.ones_like(positions), position_ids=positions, use_cache=False)
-        assert set(taken) == expected
-
-
-@pytest.mark.usefixtures("own_kernel")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_close_to_float32(dtype: torch.dtype) -> None:
     exact = step(tiny_model("llama").eval(), tiny_batch("llama"))["logits"]
@@ -148,7 +110,6 @@ def test_half_precision_is_close_to_float32(dtype: torch.dtype) -> None:
     assert (own.float() - exact).norm() <= 1.5 * (theirs.float() - exact).norm()
 
 
-@pytest.mark.usefixtures("own_kernel")
 def test_autocast_and_gradient_checkpointing() -> None:
     model, batch = tiny_model("llama").train(), tiny_batch("llama")
     use_fast_attention(model)
@@ -158,7 +119,6 @@ def test_autocast_and_gradient_checkpointing() -> None:
     assert all(torch.equal(value, recomputed[name]) for name, value in wanted.items())
 
 
-@pytest.mark.usefixtures("own_kernel")
 def test_generation_takes_the_same_tokens() -> None:
     model, ids = tiny_model("llama").eval(), tiny_batch("llama")["input_ids"]
     mask = torch.ones_like(ids)
@@ -181,7 +141,6 @@ def test_calls_without_rows_queries_or_keys(batch: int, queries: int, keys: int,
     assert out.shape == (batch, queries, 4, 16)
     assert not out.any()
     assert not report.left
-    assert not report.times
 
 
 def test_a_mask_of_numbers_that_torch_does_not_take_is_refused_as_torch_refuses_it() -> None:
@@ -194,7 +153,6 @@ def test_a_mask_of_numbers_that_torch_does_not_take_is_refused_as_torch_refuses_
     assert set(report.left) == {"the mask is int64"}
 
 
-@pytest.mark.usefixtures("own_kernel")
 def test_calls_that_are_left_are_told() -> None:
     with quiet():
         model, batch = tiny_model("gpt2").train(), tiny_batch("gpt2")
@@ -237,7 +195,7 @@ def test_a_choice_of_the_user_stays() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_preflight_follows_it(cache: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_preflight_follows_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     cpus.pretend("cpu-avx2", monkeypatch)
     model, batch = one_layer(tiny_model("llama", dtype)), tiny_batch("llama")
     plain = isotype.check(model, batch, wiring=False, verify=False)
@@ -249,14 +207,13 @@ def test_the_preflight_follows_it(cache: Path, dtype: torch.dtype, monkeypatch: 
     ]
     # This CPU emulates bfloat16: it computes on float32 copies of one layer's operands at a time.
     assert (report.memory.peak == plain.memory.peak) == (dtype == torch.float32)
-    assert not cache.exists()  # a preflight measures nothing
 
 
 def test_what_is_foreseen_is_the_attention_that_it_stands_for() -> None:
     q, k, v = (torch.randn(2, 4, 5, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
-        out = recomputed(scaled_dot_product_attention, q, k, v, float32_copies)
+        out = strips.traced(scaled_dot_product_attention, q, k, v)
     assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in (q, k, v)}
     expected = scaled_dot_product_attention(q, k, v)
     assert torch.equal(out, expected)
@@ -267,113 +224,17 @@ def test_what_is_foreseen_is_the_attention_that_it_stands_for() -> None:
         assert torch.equal(one, other)
 
 
-SHAPE = Shape(1, 1, 2, 16, 16, 64, "causal", torch.float32, True)
-
-
-def known(shape: Shape) -> Times | None:
-    file = file_of("attention", choices.REVISION, torch.get_num_threads(), *offered(shape.dtype))
-    return choices._CHOICES.get(file, f"{shape}, values of {shape.value_head}")
-
-
-def test_a_choice_is_measured_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert known(SHAPE) is None
-    times, unkept = times_of(SHAPE)
-    assert unkept is None
-    assert tuple(times.milliseconds) == offered(torch.float32)
-    assert min(times.milliseconds.values()) > 0
-    choices._CHOICES.known.clear()
-    monkeypatch.setattr(choices, "measure", lambda shape, threads: pytest.fail("measured again"))
-    assert times_of(SHAPE) == (times, None)
-    (file,) = cache.iterdir()
-    (kept,) = json.loads(file.read_text()).values()
-    assert Times(**kept) == times
-
-
-@pytest.mark.parametrize("kind", ["causal", "full", "masked"])
-@pytest.mark.parametrize("trained", [True, False])
-def test_the_kernels_that_are_measured_give_the_same(kind: Any, trained: bool) -> None:
-    q, k, v, _ = tensors((2, 4, 2, 40, 40, 16), torch.float32)
-    theirs, *own = (choices.KERNELS[name](q, k, v, kind) for name in offered(torch.float32))
-    for each in own:
-        torch.testing.assert_close(each, theirs, rtol=1e-5, atol=1e-6)
-    shape = shape_of(q, k, v, kind, trained)
-    assert min(measure(shape, torch.get_num_threads()).milliseconds.values()) > 0
-
-
-def test_a_damaged_file_counts_as_none(cache: Path) -> None:
-    times, _ = times_of(SHAPE)
-    (file,) = cache.iterdir()
-    for text in ("{", "[]", '{"a": {"kernel": 1}}'):
-        file.write_text(text)
-        choices._CHOICES.known.clear()
-        assert known(SHAPE) is None
-    assert set(times_of(SHAPE)[0].milliseconds) == set(times.milliseconds)
-
-
-def test_a_choice_that_cannot_be_kept_is_told(cache: Path) -> None:
-    cache.write_text("a file where the folder would be")
-    times, unkept = times_of(SHAPE)
-    assert unkept is not None
-    assert str(cache) in unkept
-    assert times_of(SHAPE) == (times, None)
-
-
-def test_number_of_threads_and_shape_are_kept_apart(cache: Path) -> None:
-    times_of(SHAPE)
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
-        assert known(SHAPE) is None
-    finally:
-        torch.set_num_threads(before)
-    assert known(Shape(1, 1, 2, 16, 16, 64, "full", torch.float32, True)) is None
-
-
-def test_only_what_is_faster_beyond_the_noise_is_taken() -> None:
-    torchs, slow = [10.0] * 5, [20.0] * 5
-    by_quarter = partial(Times.of, share=0.25)
-    assert chosen(by_quarter({"sdpa": torchs, "blocks": [5.0] * 5})) == "blocks"
-    assert chosen(by_quarter({"sdpa": torchs, "blocks": [9.8] * 5})) == "sdpa"
-    assert chosen(by_quarter({"sdpa": torchs, "blocks": [5.0, 5.0, 12.0, 11.0, 5.0]})) == "sdpa"
-    assert chosen(by_quarter({"sdpa": torchs, "blocks": [5.0] * 5, "strips": [4.0] * 5})) == "strips"
-    beaten = by_quarter({"sdpa": torchs, "blocks": slow, "strips": [11.0] * 5})
-    assert (chosen(beaten), beaten.fastest) == ("sdpa", "strips")
-
-
-def test_without_a_compiler_two_kernels_are_measured_and_that_is_said(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_the_model_keeps_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     none = Loops("there is no C++ compiler (c++) on the path")
-    for module in (choices.strips, registered):
-        monkeypatch.setattr(module, "compiled_strips", lambda: none)
     model = tiny_model("llama").eval()
+    fused = copy.deepcopy(model)
+    fused_report = use_fast_attention(fused)
+    monkeypatch.setattr(strips, "compiled_strips", lambda: none)
     report = use_fast_attention(model)
-    assert "compiler" not in str(report)  # nothing has been called
-    step(model, tiny_batch("llama"))
-    (times,) = report.times.values()
-    assert set(times.milliseconds) == {"sdpa", "blocks"}
-    assert "isotype's compiled kernel is not among them: there is no C++ compiler (c++) on the path" in str(
-        report
-    )
-
-
-def test_a_measurement_knows_nothing_of_its_caller() -> None:
-    packed = []
-    with (
-        torch.no_grad(),
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        torch.autograd.graph.saved_tensors_hooks(packed.append, lambda kept: kept),
-    ):
-        state = torch.get_rng_state()
-        times = measure(SHAPE, torch.get_num_threads())
-    assert not packed
-    assert times.fastest in choices.KERNELS
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_classes_of_shapes() -> None:
-    q, k, v = torch.empty(3, 9, 300, 64), torch.empty(3, 3, 300, 64), torch.empty(3, 3, 300, 32)
-    shape = shape_of(q, k, v, "causal", trained=True)
-    assert (shape.group, shape.head, shape.value_head, shape.length) == (3, 64, 32, 512)
-    assert shape == shape_of(q[:, :, :257], k[:, :, :257], v[:, :, :257], "causal", trained=True)
-    assert shape != shape_of(q[:, :, :256], k[:, :, :256], v[:, :, :256], "causal", trained=True)
+    assert str(report) == "attention: unchanged: there is no C++ compiler (c++) on the path"
+    assert not report.sides
+    expected = step(model, tiny_batch("llama"))["logits"]
+    assert torch.equal(
+        step(fused, tiny_batch("llama"))["logits"], expected
+    )  # as if unpickled on another machine
+    assert fused_report.left == {none.reason: len(model.model.layers)}

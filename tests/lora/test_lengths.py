@@ -278,7 +278,7 @@ def test_the_report_says_one_line(calls: list[Any], monkeypatch: pytest.MonkeyPa
     report = isotype.fuse(model)
     taken = dataclasses.replace(report, attention=on_gpu(model))
     assert "no padding" in taken.summary
-    assert "attention by the faster kernel" not in taken.summary
+    assert "attention by one function" not in taken.summary
     assert "padding: removed from batches of TRL's trainers if it is left or right" in str(taken)
     assert not taken.fallbacks
     left = dataclasses.replace(

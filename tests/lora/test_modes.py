@@ -21,7 +21,6 @@ from isotype.lora.fuse import fuse
 from isotype.lora.loss.trl_head import put_head
 from isotype.lora.weights import DenseWeights
 from tests.adapters import adapted, moved, relative, step
-from tests.lora.conftest import KERNELS
 from tests.lora.test_fuse import VARIANTS, Pair, under
 from tests.lora.watched import copies_of
 from tests.models import one_layer, quiet, tiny_batch
@@ -62,10 +61,8 @@ def assert_every_mode(
         assert relative(result[name], value) < (10 * tolerance if tolerance > EXACT else EXACT), name
 
 
-@pytest.mark.usefixtures("own_kernel")
 @pairwise(
-    ["own_kernel", "low", "dtype, quantization, budget"],
-    KERNELS,
+    ["low", "dtype, quantization, budget"],
     [None, torch.bfloat16],
     [
         ("float32", None, 0),
@@ -79,7 +76,6 @@ def assert_every_mode(
         pytest.param("float16", None, 0, marks=pytest.mark.exhaustive),
     ],
     strength=1,
-    indirect=["own_kernel"],
 )
 def test_bases(
     saved: Saved, dtype: str, quantization: str | None, budget: int, low: torch.dtype | None
@@ -91,17 +87,13 @@ def test_bases(
     assert_every_mode(model, plain, padded(), low, EXACT if exact else ROUNDED)
 
 
-@pytest.mark.usefixtures("own_kernel")
-@pairwise(
-    "own_kernel, variant",
-    KERNELS,
+@pytest.mark.parametrize(
+    "variant",
     [
         pytest.param(name, marks=pytest.mark.exhaustive) if name in ("rslora", "lora-bias") else name
         for name in VARIANTS
         if name != "dropout"
     ],
-    strength=1,
-    indirect=["own_kernel"],
 )
 def test_variants(variant: str) -> None:
     model = one_layer(adapted("llama-tied-bias", **VARIANTS[variant])).train()
@@ -110,10 +102,7 @@ def test_variants(variant: str) -> None:
     assert_every_mode(model, plain, padded(), None, EXACT)
 
 
-@pytest.mark.usefixtures("own_kernel")
-@pairwise(
-    "own_kernel, name", KERNELS, ["gemma3", "gpt2", "qwen3-moe", "t5"], strength=1, indirect=["own_kernel"]
-)
+@pytest.mark.parametrize("name", ["gemma3", "gpt2", "qwen3-moe", "t5"])
 def test_architectures(name: str) -> None:
     model = adapted(name).eval()
     plain = copy.deepcopy(model)
@@ -122,8 +111,7 @@ def test_architectures(name: str) -> None:
         assert_every_mode(model, plain, padded(name), None, EXACT)
 
 
-@pytest.mark.usefixtures("own_kernel")
-@pairwise("own_kernel, name", KERNELS, ["llama", "bart"], strength=1, indirect=["own_kernel"])
+@pytest.mark.parametrize("name", ["llama", "bart"])
 def test_generation(name: str) -> None:
     if name == "llama":
         model = one_layer(adapted(name)).eval()
@@ -157,7 +145,6 @@ def test_the_head_and_batches_without_padding(side: str) -> None:
     model(**batch, fused_lm_head=True).loss.backward()
 
 
-@pytest.mark.usefixtures("own_kernel")
 def test_inputs_of_one_mode_in_another() -> None:
     """Token ids and a mask of every pair that were made under inference_mode, in a step that is trained."""
     model = one_layer(adapted("llama")).train()
@@ -176,8 +163,7 @@ def test_inputs_of_one_mode_in_another() -> None:
     assert all(relative(result[name], value) < EXACT for name, value in wanted.items())
 
 
-@pytest.mark.usefixtures("own_kernel")
-@pairwise("own_kernel, quantization", KERNELS, [None, "nf4", "int8"], strength=1, indirect=["own_kernel"])
+@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
 def test_models_made_under_inference_mode(saved: Saved, quantization: str | None) -> None:
     dtype = "float32" if quantization is None else "bfloat16"
     wanted = logits(one_layer(under(saved, dtype, quantization)[0]).eval(), padded(), "no_grad")
@@ -194,8 +180,7 @@ def test_models_made_under_inference_mode(saved: Saved, quantization: str | None
         assert relative(logits(model, padded(), "no_grad"), wanted) < EXACT
 
 
-@pytest.mark.usefixtures("own_kernel")
-@pairwise("own_kernel, quantization", KERNELS, [None, "nf4"], strength=1, indirect=["own_kernel"])
+@pytest.mark.parametrize("quantization", [None, "nf4"])
 def test_copies_of_a_model_that_has_run_under_inference_mode(saved: Saved, quantization: str | None) -> None:
     model = one_layer(under(saved, "float32", quantization)[0])
     plain = copy.deepcopy(model)

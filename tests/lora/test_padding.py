@@ -16,7 +16,7 @@ import transformers
 
 import isotype
 from isotype.lora.attention.registered import use_fast_attention
-from tests.lora.conftest import KERNELS
+from tests.cpus import no_compiler
 from tests.models import quiet, tiny_model
 from tests.pairwise import pairwise
 from tests.zoo import ARCHITECTURES
@@ -28,7 +28,7 @@ SIDES = ("right", "left")
 Batch = dict[str, torch.Tensor]
 Numbers = dict[str, torch.Tensor]
 
-pytestmark = pytest.mark.usefixtures("own_kernel")
+pytestmark = pytest.mark.lacking(no_compiler())
 
 
 def ids(seed: int = 1, rows: int = ROWS, length: int = LENGTH) -> torch.Tensor:
@@ -93,8 +93,7 @@ def assert_peft_numbers(model: Any, batch: Batch, *implementations: str) -> Any:
 
 
 @pairwise(
-    "own_kernel, side, name",
-    KERNELS,
+    "side, name",
     SIDES,
     [
         "bart",
@@ -104,7 +103,6 @@ def assert_peft_numbers(model: Any, batch: Batch, *implementations: str) -> Any:
         "t5",
     ],
     strength=1,
-    indirect=["own_kernel"],
 )
 def test_source_and_target_of_one_length(name: str, side: str) -> None:
     with quiet():
@@ -130,8 +128,7 @@ def test_a_target_that_is_padded_on_its_own() -> None:
 
 
 @pairwise(
-    "own_kernel, labels, side, name",
-    KERNELS,
+    "labels, side, name",
     ["all", "present"],
     SIDES,
     [
@@ -144,7 +141,6 @@ def test_a_target_that_is_padded_on_its_own() -> None:
         "gpt2",
     ],
     strength=1,
-    indirect=["own_kernel"],
 )
 def test_labels_at_the_padding(name: str, side: str, labels: str) -> None:
     model = tiny_model(name)
@@ -160,8 +156,7 @@ def test_labels_at_the_padding(name: str, side: str, labels: str) -> None:
 
 
 @pairwise(
-    ["own_kernel", "side", "kind, cls"],
-    KERNELS,
+    ["side", "kind, cls"],
     SIDES,
     [
         ("bert", "BertModel"),
@@ -171,7 +166,6 @@ def test_labels_at_the_padding(name: str, side: str, labels: str) -> None:
         pytest.param("distilbert", "DistilBertForTokenClassification", marks=pytest.mark.exhaustive),
     ],
     strength=1,
-    indirect=["own_kernel"],
 )
 def test_encoders_whose_padding_is_read(kind: str, cls: str, side: str) -> None:
     torch.manual_seed(0)
@@ -232,12 +226,10 @@ def test_a_prefix_that_sees_itself() -> None:
 
 
 @pairwise(
-    "own_kernel, how, name",
-    KERNELS,
+    "how, name",
     [{}, {"cache_implementation": "static"}, {"num_beams": 3}],
     ["llama", "gemma3", "bart"],
     strength=1,
-    indirect=["own_kernel"],
 )
 def test_generation_from_padded_prompts(name: str, how: dict[str, Any]) -> None:
     with quiet():

@@ -13,10 +13,13 @@ from transformers.integrations.neftune import activate_neftune
 from isotype.lora.attention.registered import sides_of, use_fast_attention
 from isotype.lora.loss.trl_head import put_head
 from isotype.lora.unpadded import hooks_see_one_row, tried, unpadded
+from tests.cpus import no_compiler
 from tests.models import CONFIGS, tiny_model
 from tests.zoo import ARCHITECTURES
 
 BOTH = frozenset({"left", "right"})
+COMPILED = pytest.mark.lacking(no_compiler())
+"""Without a compiler, the attention of a fused model on a CPU needs the padding."""
 
 
 def batch(*rows: str) -> dict[str, Any]:
@@ -82,6 +85,7 @@ def test_models_are_known_by_what_they_compute(name: str, sides: frozenset[str])
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@COMPILED
 @pytest.mark.parametrize("rows", [("xxxxxxx", "xxx....", "xxxxx.."), ("xxxxxxx", "....xxx", ".xxxxx.")])
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 def test_a_step_is_the_same(name: str, rows: tuple[str, ...]) -> None:
@@ -118,6 +122,7 @@ def test_a_step_is_the_same(name: str, rows: tuple[str, ...]) -> None:
         assert (own_grads[key] - grad).abs().max() < 1e-5 * largest, key
 
 
+@COMPILED
 @pytest.mark.parametrize("rows", [("xxxxxxx", "xxx....", "xxxxx.."), ("xxxxxxx", "....xxx"), ("xxxx...",)])
 def test_noise_on_embeddings_is_that_of_the_padded_batch(rows: tuple[str, ...]) -> None:
     """NEFTune's hook divides by the length of rows: the same noise, drawn by the same numbers, of which padding's is left out."""
@@ -147,6 +152,7 @@ def test_noise_on_embeddings_is_that_of_the_padded_batch(rows: tuple[str, ...]) 
     assert not embeddings._forward_pre_hooks
 
 
+@COMPILED
 @pytest.mark.parametrize("fast", [False, True])
 def test_noise_on_rows_that_were_kept_is_that_of_one_row(fast: bool) -> None:
     """As TRL would have joined them, also where the padding is left out before the embeddings."""

@@ -158,7 +158,7 @@ class FusionReport:
         if self.attention.repeated:
             parts.append("keys and values repeated for a fused attention")
         elif self.attention.taken and not self.attention.by_lengths:
-            parts.append("attention by the faster kernel")
+            parts.append("attention by one function")
         if self.attention.sides:
             parts.append("no padding")
         if self.copies:
@@ -228,7 +228,7 @@ def fuse(
     PEFT's forward if its active adapter cannot be fused (see `FusionReport.left`), if its adapters are merged or
     disabled, if the layer is compiled, or if its inner modules have hooks. Gated MLPs recompute their product in the
     backward instead of saving it. On a CPU, each RMSNorm and each rotary embedding is computed by one function, and
-    attention uses the fastest measured kernel (`isotype.lora.attention`). To find layers with the same input, the model
+    attention is computed by compiled loops (`isotype.lora.attention`). To find layers with the same input, the model
     runs once, without gradients. If the model is sharded, call `fuse` after sharding and in every process.
 
     Args:

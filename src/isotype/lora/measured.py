@@ -25,27 +25,21 @@ from isotype.precision.devices.cpu import this_cpu
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one call, first by another library's kernel, then by isotype's kernels.
+    """Times of one call, first by another library's kernel, then by isotype's kernel.
 
     Attributes:
         milliseconds: each kernel's median.
-        faster: speed-up of isotype's fastest kernel over the other library's.
+        faster: speed-up of isotype's kernel over the other library's.
     """
 
     milliseconds: dict[str, float]
     faster: float
 
     @classmethod
-    def of(cls, turns: Mapping[str, Sequence[float]], share: float = 0.5) -> Times:
-        """Return the times from each kernel's milliseconds per turn. The speed-up is the `share`-quantile over the turns."""
+    def of(cls, turns: Mapping[str, Sequence[float]]) -> Times:
+        """Return the times from each kernel's milliseconds per turn. The speed-up is the median over the turns."""
         medians = {name: round(statistics.median(times), 4) for name, times in turns.items()}
-        ratios = sorted(map(truediv, next(iter(turns.values())), turns[cls(medians, 1).fastest]))
-        return cls(medians, round(ratios[int(share * len(ratios))], 3))
-
-    @property
-    def fastest(self) -> str:
-        """Name of isotype's fastest kernel."""
-        return min(list(self.milliseconds)[1:], key=self.milliseconds.__getitem__)
+        return cls(medians, round(statistics.median(map(truediv, *turns.values())), 3))
 
 
 def file_of(folder: str, *conditions: Any, card: str = "") -> Path:

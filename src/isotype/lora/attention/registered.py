@@ -1,4 +1,4 @@
-"""Registers attention functions in transformers that use the fastest kernel of this machine."""
+"""Registers attention functions in transformers: compiled loops on a CPU, torch's variable-length kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from isotype.compat.torch import FakeTensor, is_transformed
 from isotype.compat.transformers import attention_of, takes_attention
 from isotype.core.dtypes import autocast_dtype, dtype_name
 from isotype.core.names import plural
-from isotype.lora.attention.blocks import float32_copies, recomputed
-from isotype.lora.attention.choice import OWN, Kind, Shape, attention_dtype, chosen, shape_of, times_of
+from isotype.lora.attention import strips
 from isotype.lora.attention.lengths import (
     CHANGES,
     by_lengths,
@@ -29,15 +28,12 @@ from isotype.lora.attention.lengths import (
 )
 from isotype.lora.attention.lengths import why_not_call as why_not_by_lengths
 from isotype.lora.attention.plan import (
-    Plan,
     attention_to_nothing,
     block_rows,
     plan_of_lengths,
     plan_of_mask,
     spec_of,
 )
-from isotype.lora.attention.strips import compiled_strips
-from isotype.lora.measured import Times
 from isotype.lora.unpadded import MOST_TOKENS, Sequences, Unpadded, packed, tried, unpadded
 from isotype.model.enforce import policy_of
 from isotype.precision.devices.attention import (
@@ -51,12 +47,6 @@ from isotype.precision.devices.profile import DeviceProfile
 NAME, REPEATED, LENGTHS = "isotype", "isotype_repeated", "isotype_lengths"
 """Names of isotype's functions in transformers' registries, for `model.set_attn_implementation`."""
 
-_SHORT = 32
-"""Calls with at most this many queries take microseconds with any kernel."""
-
-_SPARSE = 0.4
-"""torch's kernel, which computes all scores, is not tried if a plan needs a smaller share of the scores than this."""
-
 
 @dataclass
 class AttentionReport:
@@ -67,9 +57,7 @@ class AttentionReport:
         reason: why the model keeps its own attention; None if `taken`.
         repeated: title of the device if it needs repeated keys and values for a fused kernel; else None.
         slow: why attention stores all scores in memory on this device; None if it does not.
-        times: measured times of each class of shapes.
         left: reason to use torch's kernel -> number of calls.
-        unkept: why the times could not be stored on disk; None if they could.
         sides: the sides (`left`, `right`) of a row from which padding may be removed, see `isotype.lora.unpadded`.
         padded: why a batch keeps its padding on this GPU; None if padding may be removed.
         name: the name that isotype's function has in transformers; "" if no function is used.
@@ -79,9 +67,7 @@ class AttentionReport:
     reason: str | None = None
     repeated: str | None = None
     slow: str | None = None
-    times: dict[Shape, Times] = field(default_factory=dict)
     left: Counter[str] = field(default_factory=Counter)
-    unkept: str | None = None
     sides: frozenset[str] = frozenset()
     padded: str | None = None
     name: str = ""
@@ -111,16 +97,7 @@ class AttentionReport:
         if self.by_lengths:
             head = "attention: torch's kernels; variable-length kernels for concatenated rows"
             return "\n".join([head, *left])
-        lines = ["attention: the faster kernel for each class of shapes, measured at the first call"]
-        for shape, times in self.times.items():
-            measured = ", ".join(f"{name} {took:.2f} ms" for name, took in times.milliseconds.items())
-            lines.append(f"  {shape}: {chosen(times)} ({measured})")
-        if self.times and (reason := compiled_strips().reason):
-            lines.append(f"  isotype's compiled kernel is not among them: {reason}")
-        lines += left
-        if self.unkept:
-            lines.append(f"  the next process will measure again: {self.unkept}")
-        return "\n".join(lines)
+        return "\n".join(["attention: one compiled function for each layer on this CPU", *left])
 
 
 _reports: weakref.WeakKeyDictionary[nn.Module, AttentionReport] = weakref.WeakKeyDictionary()
@@ -129,7 +106,7 @@ _reports: weakref.WeakKeyDictionary[nn.Module, AttentionReport] = weakref.WeakKe
 def use_fast_attention(
     model: nn.Module, device: str | None = None, profile: DeviceProfile | None = None
 ) -> AttentionReport:
-    """Replace the `sdpa` attention of a model on a CPU by the fastest kernel of this machine.
+    """Replace the `sdpa` attention of a model on a CPU by isotype's compiled loops, if this machine has a compiler.
 
     On other devices the model keeps `sdpa`, which calls FlashAttention or cuDNN there. If FlashAttention supports the
     compute dtype, its variable-length kernel is used for rows that were concatenated to remove their padding. On an NVIDIA
@@ -237,7 +214,7 @@ def _why_not(owners: list[Any], device: str | None) -> str | None:
     devices = ({device} if devices == {"meta"} and device is not None else devices) - {"cpu", "meta"}
     if devices:
         return f"the model is on {', '.join(sorted(devices))}, where torch's kernel is fast"
-    return _why_not_registered(owners)
+    return _why_not_registered(owners) or strips.compiled_strips().reason
 
 
 def _why_not_registered(owners: list[Any]) -> str | None:
@@ -286,7 +263,7 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute a layer's attention by the fastest kernel. The signature is that of transformers' `AttentionInterface`.
+    """Compute a layer's attention by compiled loops. The signature is that of transformers' `AttentionInterface`.
 
     Args:
         query: `[batch, query heads, queries, head]`.
@@ -304,11 +281,10 @@ def attention_forward(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = causal and attention_mask is None and query.shape[2] > 1
     inputs = q, k, v = _under_autocast(query, key, value)
-    kind: Kind = "causal" if causal else "full" if attention_mask is None else "masked"
     reason = _why_not_call(inputs, attention_mask, causal, kwargs)
     if reason is None and not (q.numel() and k.numel()):
         return attention_to_nothing(q, k, v).transpose(1, 2), None
-    # A trace measures nothing. It calls torch's kernel, which has the same dtypes and at least as many FLOPs as isotype's.
+    # A trace calls torch's kernel, which has the same dtypes and at least as many FLOPs as the loops.
     if reason is None and q.shape[2] > 1 and not isinstance(q, FakeTensor):
         rows = block_rows(q.shape[1] // k.shape[1])
         if attention_mask is None:
@@ -317,9 +293,9 @@ def attention_forward(
             plan = plan_of_mask(attention_mask, len(q), rows)
         if plan.closed_finitely:
             reason = "the mask hides all keys of some queries by finite numbers"
-        elif (kernel := _kernel(module, inputs, kind, plan)) != "sdpa":
-            spec = spec_of(q, k, v, plan, scale=scaling, work=attention_dtype(q))
-            return OWN[kernel](q, k, v, spec).transpose(1, 2), None
+        else:
+            spec = spec_of(q, k, v, plan, scale=scaling, work=strips.attention_dtype(q))
+            return strips.attention(q, k, v, spec).transpose(1, 2), None
     report = _reports.get(module)
     if report is not None and reason is not None:
         report.left[reason] += 1
@@ -327,7 +303,7 @@ def attention_forward(
     foreseen = reason is None and isinstance(q, FakeTensor)
     dtypes = (torch.bool, torch.float32, q.dtype)
     if foreseen and attention_mask is not None and attention_mask.dtype in dtypes:
-        # isotype's kernels do not save the mask for the backward; torch's kernel saves a mask for every layer.
+        # The loops do not save the mask for the backward; torch's kernel saves a mask for every layer.
         attention_mask, is_causal = None, False
 
     def of_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -336,9 +312,9 @@ def attention_forward(
         )[0]
         return out
 
-    if foreseen and attention_dtype(q) != q.dtype:
-        # A CPU that emulates the dtype will use one of isotype's kernels, which save no results and work on float32 copies.
-        return recomputed(of_torch, q, k, v, float32_copies), None
+    if foreseen and strips.attention_dtype(q) != q.dtype:
+        # On a CPU that emulates the dtype, the loops work on float32 copies.
+        return strips.traced(of_torch, q, k, v), None
     return of_torch(query, key, value), None
 
 
@@ -397,6 +373,8 @@ def _why_not_call(
         return "a transform of torch.func runs the call"
     if not q.dtype == k.dtype == v.dtype:
         return "queries, keys and values have several dtypes"
+    if q.dtype == torch.float64:
+        return "queries, keys and values are float64"
     if kwargs.get("dropout"):
         return "the call has dropout"
     if kwargs.get("position_bias") is not None:
@@ -407,6 +385,8 @@ def _why_not_call(
         return f"the call has {', '.join(extras)}"
     if len(k) != batch or heads % k.shape[1]:
         return "queries and keys have batches or heads that do not match"
+    if (uncompiled := strips.compiled_strips().reason) is not None:
+        return uncompiled  # the fused model was unpickled in another process
     if causal and queries != k.shape[2]:
         return "the call is causal with more keys than queries"
     if mask is None:
@@ -419,19 +399,3 @@ def _why_not_call(
     if not fits or tuple(mask.shape[2:]) != (queries, k.shape[2]):
         return "the mask has another shape than the scores"
     return None
-
-
-def _kernel(module: nn.Module, inputs: tuple[torch.Tensor, ...], kind: Kind, plan: Plan) -> str:
-    q, k, v = inputs
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    shape = shape_of(q, k, v, kind, trained)
-    report = _reports.get(module)
-    times = None if report is None else report.times.get(shape)
-    if times is None:
-        times, unkept = times_of(shape)
-        if report is not None:
-            report.times[shape] = times
-            report.unkept = report.unkept or unkept
-    # With few scores (packed sequences) torch's kernel, which computes all scores, is not considered.
-    sparse = q.shape[2] > _SHORT and plan.area < _SPARSE * plan.batch * plan.queries * plan.keys
-    return times.fastest if sparse else chosen(times)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from isotype.core.compiled import NotCompiledError
 from isotype.core.operators import operator
 from isotype.lora.attention.plan import Spec, attention_to_nothing
 from isotype.lora.loops.loading import loops_of
+from isotype.precision.devices.simulated import working_dtype
 
 _HEADERS = (Path(__file__).parents[1] / "loops" / name for name in ("products.h", "vectors.h"))
 compiled_strips = cache(partial(loops_of, Path(__file__).with_suffix(".cpp"), *_HEADERS))
@@ -28,12 +29,23 @@ _CALL = struct.Struct(f"=9qf4xq{4 * len(_MATRICES)}q3q")
 """The struct `Call` of strips.cpp: sizes, the scale, the blocks' address, the matrices and three more addresses."""
 
 
+def attention_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype for attention's products: float32 if `x` is float16 or emulated bfloat16, else the dtype of `x`.
+
+    In float16 the gradients of the scores would overflow, because they are multiplied by the loss scale.
+    """
+    return torch.float32 if x.dtype == torch.float16 else working_dtype(x.dtype, x)
+
+
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Return softmax(scale q kᵀ + mask) v, with the arguments and results of `isotype.lora.attention.blocks.attention`.
+    """Return softmax(scale q kᵀ + mask) v. `spec.plan` contains the keys and the mask of each query.
 
     Scores, softmax, the gradients of both and all sums are float32. If there are loops for `spec.work`, probabilities
     and gradients of scores are rounded to this dtype before a product, as in torch's kernel. If a masked key or value is
-    not finite, the result may be NaN, as in torch's kernel.
+    not finite, the result may be NaN, as in torch's kernel. `spec_of` gives the shapes of q, k and v.
+
+    Returns:
+        `[batch, query heads, queries, value head]` in the inputs' dtype; zero for queries without keys.
 
     Raises:
         ValueError: the tensors are float64.
@@ -90,6 +102,36 @@ class _Attention(torch.autograd.Function):
         grads = _backward(d_, q_, k_, v_, sums, tiles, blocks, scale, whole, needed)
         results = (grad.to(q.dtype) if need else None for grad, need in zip(grads, needed, strict=True))
         return *results, None, None
+
+
+def traced(compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """Return `compute(*inputs)` with the memory of `attention` on float32 copies, for a trace.
+
+    Only the inputs are saved for the backward, which computes the result again.
+    """
+    out: torch.Tensor = _Traced.apply(compute, *inputs)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Traced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.compute = compute
+        ctx.save_for_backward(*inputs)
+        _alive = [torch.empty_like(x, dtype=torch.float32) for x in inputs]
+        return compute(*inputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)]
+        # The copies of the operands, and the gradients.
+        _alive = [torch.empty_like(x, dtype=torch.float32) for x in (d_out, *inputs, *inputs)]
+        with torch.enable_grad():
+            out = ctx.compute(*inputs)
+        grads = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], d_out))
+        return None, *(next(grads) if need else None for need in needed)
 
 
 def _readable(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
