@@ -41,30 +41,6 @@ _LASTING = [[name] for name in (*METHODS, "demo", "merge")]
 _OF_TRL = ("bco", "cpo", "gkd", "nash_md", "online_dpo", "orpo", "ppo", "prm", "simpo", "xpo")
 """Methods of TRL that isotype lacks. No similar command is suggested for them."""
 
-_METHODS = "\n".join(f"  {name:8} {method.title}" for name, method in METHODS.items())
-_USAGE = f"""\
-usage: isotype COMMAND [ARGUMENT …]
-
-train a model under one precision policy (each takes the arguments of `trl COMMAND`):
-{_METHODS}
-  demo     sft of SmolLM2-135M-Instruct on an embedded data set; --pictures: sft of a vision-language model
-
-use the result:
-  chat     talk to a model or an adapter
-  merge    merge an adapter into its base model, and report how much the rounding loses
-
-before a run:
-  plan     list settings that fit on a device, their speed and the time for a data set; print the best command
-  check    trace a training step for any device, without weights: report crashes, memory, slow dtypes, lost precision
-  run      run your own training script unchanged; watch its first step and explain its crash
-  inspect  list dtypes, bytes and quantization of a checkpoint, and how isotype would load each tensor
-  quality  measure how storing each layer in 4 or 8 bits changes the model's output
-  explain  explain a finding of a check and its fixes
-  doctor   show which dtypes this machine runs, how fast each dtype is, and incompatible library versions
-
-isotype COMMAND --help lists the arguments of a command. --debug shows tracebacks.
-"""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 after success, 1 after a failure, 2 for bad input, 128 + N after signal N."""
@@ -174,7 +150,9 @@ def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _usage(command: str, rest: list[str], console: Console) -> int:
-    text = f"isotype {VERSION}\n" if command == "--version" else wrapped(_USAGE, console)
+    methods = "\n".join(f"  {name:8} {method.title}" for name, method in METHODS.items())
+    usage = Path(__file__).with_name("usage.txt").read_text(encoding="utf-8").format(methods=methods)
+    text = f"isotype {VERSION}\n" if command == "--version" else wrapped(usage, console)
     console.print(text, highlight=False, markup=False, soft_wrap=True, end="")
     return 0 if command else 2
 

@@ -19,33 +19,11 @@ ENOUGH = 3
 """Planning starts with the largest model and ends when this number of models fit."""
 
 
-def _qwen3(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "dtype": "bfloat16",
-        "vocab_size": 151936,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000,
-        "tie_word_embeddings": tied,
-    }
-
-
+_CONFIGS: Any = json.loads(Path(__file__).with_name("shelf.json").read_text(encoding="utf-8"))
 SHELF: Mapping[str, Mapping[str, Any]] = {
-    "Qwen/Qwen3-32B": _qwen3(5120, 25600, 64, 64, tied=False),
-    "Qwen/Qwen3-14B": _qwen3(5120, 17408, 40, 40, tied=False),
-    "Qwen/Qwen3-8B": _qwen3(4096, 12288, 36, 32, tied=False),
-    "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, tied=True),
-    "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
-    "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
+    name: {**_CONFIGS["shared"], **config} for name, config in _CONFIGS["models"].items()
 }
+"""Maps the name of a model to its config, the largest model first."""
 
 
 def names_a_model(argv: Sequence[str]) -> bool:

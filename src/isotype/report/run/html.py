@@ -184,29 +184,18 @@ class Chart:
     id: str
     title: str
     unit: str
-    columns: tuple[str, ...]
-    labels: tuple[str, ...]
+    columns: Sequence[str]
+    labels: Sequence[str]
     remark: str = ""
     zero: bool = False
     smooth: bool = False
     held: bool = False
     stairs: bool = False
     format: Literal["number", "power"] = "number"
-    marks: tuple[int, ...] = ()
+    marks: Sequence[int] = ()
 
 
-_METRICS = (
-    Chart("margins", "Reward margin", "reward", ("rewards/margins",), ("margin",), smooth=True),
-    Chart("accuracies", "Preferred answer ranked first", "share of pairs", ("rewards/accuracies",), ("accuracy",), zero=True, smooth=True),
-    Chart("rewards", "Implicit rewards", "reward", ("rewards/chosen", "rewards/rejected"), ("chosen", "rejected")),
-    Chart("accuracy", "Preferred answer ranked first", "share of pairs", ("accuracy",), ("accuracy",), zero=True, smooth=True),
-    Chart("margin", "Reward margin", "reward", ("margin",), ("margin",), smooth=True),
-    Chart("reward", "Reward", "reward", ("reward", "reward_std"), ("mean", "standard deviation"), smooth=True),
-    Chart("equal", "Groups whose rewards are all equal", "share of groups", ("frac_reward_zero_std",), ("share",), zero=True),
-    Chart("kl", "KL divergence from the reference", "nats", ("kl",), ("KL",), zero=True),
-    Chart("length", "Length of completions", "tokens", ("completions/mean_length",), ("mean",), zero=True),
-    Chart("token_accuracy", "Token accuracy", "share of tokens", ("mean_token_accuracy",), ("accuracy",), smooth=True),
-)  # fmt: skip
+CHARTS = tuple(Chart(**chart) for chart in json.loads(package_file("run/charts.json")))
 
 
 def charts_of(record: RunRecord) -> tuple[Chart, ...]:
@@ -214,42 +203,24 @@ def charts_of(record: RunRecord) -> tuple[Chart, ...]:
     steps, summary = record.steps, summarize(record)
     if not steps and not record.evals:
         return ()
-    loss = Chart("loss", "Loss", "loss", ("loss",), ("training",), smooth=True, held=True)
-    charts = [replace(loss, remark=f"step {steps[-1].step:,}" if steps else "")]
     logged = {name for step in steps for name, _ in step.metrics}
-    charts += [chart for chart in _METRICS if logged.issuperset(chart.columns)]
+    remarks = {chart.id: "" for chart in CHARTS if logged.issuperset(chart.columns)} | {"loss": ""}
     if steps:
-        remark = f"peak {format_number(max(step.learning_rate for step in steps), 3)}"
-        charts.append(_line("learning-rate", "Learning rate", "learning rate", "learning_rate", remark))
-    norms = [step.grad_norm for step in steps if step.grad_norm is not None]
-    if norms:
+        remarks["loss"] = f"step {steps[-1].step:,}"
+        remarks["learning-rate"] = f"peak {format_number(max(step.learning_rate for step in steps), 3)}"
+    if norms := [step.grad_norm for step in steps if step.grad_norm is not None]:
         finite = [norm for norm in norms if math.isfinite(norm)]
-        remark = f"median {format_number(statistics.median(finite), 3)}" if finite else "never finite"
-        title = "Gradient norm before clipping"
-        charts.append(_line("gradient-norm", title, "L2 norm", "grad_norm", remark, "gradient norm"))
+        median = format_number(statistics.median(finite), 3) if finite else ""
+        remarks["gradient-norm"] = f"median {median}" if finite else "never finite"
     if summary.tokens_per_second is not None:
-        remark = f"median {format_number(summary.tokens_per_second, 3)}"
-        charts.append(_line("speed", "Speed", "tokens/s", "tokens_per_second", remark))
+        remarks["speed"] = f"median {format_number(summary.tokens_per_second, 3)}"
     if summary.peak_memory_bytes is not None:
-        remark = f"peak {format_bytes(summary.peak_memory_bytes)}"
-        charts.append(_line("memory", "Peak memory of a step", "GiB", "memory_gib", remark, "memory"))
-    return (*charts, *_loss_scale(steps))
-
-
-def _line(name: str, title: str, unit: str, column: str, remark: str, label: str = "") -> Chart:
-    """Return a chart with one curve and a value axis that starts at 0. The curve's label is `label`, or else `unit`."""
-    return Chart(name, title, unit, (column,), (label or unit,), remark, zero=True)
-
-
-def _loss_scale(steps: Sequence[StepRecord]) -> list[Chart]:
-    if all(step.loss_scale is None for step in steps):
-        return []
-    skipped = tuple(step.step for step in steps if step.skipped)
-    remark = f"{plural(len(skipped), 'step')} skipped"
-    columns, labels = ("loss_scale_exponent",), ("loss scale",)
-    return [
-        Chart("loss-scale", "Loss scale", "loss scale", columns, labels, remark, stairs=True, format="power", marks=skipped)
-    ]  # fmt: skip
+        remarks["memory"] = f"peak {format_bytes(summary.peak_memory_bytes)}"
+    skipped = [step.step for step in steps if step.skipped]
+    if any(step.loss_scale is not None for step in steps):
+        remarks["loss-scale"] = f"{plural(len(skipped), 'step')} skipped"
+    measured = [replace(chart, remark=remarks[chart.id]) for chart in CHARTS if chart.id in remarks]
+    return tuple(replace(c, marks=skipped) if c.id == "loss-scale" else c for c in measured)
 
 
 def in_words(chart: Chart, record: RunRecord) -> str:
