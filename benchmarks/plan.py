@@ -421,7 +421,8 @@ def command_results() -> list[dict[str, Any]]:
 
 def check_results() -> list[dict[str, Any]]:
     """The printed command of every profile, judged by `isotype check`, with its exit status."""
-    from isotype.precision.devices.profile import device_profile, profile_names
+    from isotype.precision.devices.names import profile_names
+    from isotype.precision.devices.profile import device_profile
 
     results = []
     with tempfile.TemporaryDirectory() as folder:

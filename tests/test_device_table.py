@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tools.device_table import PAGE, filled
 
-from isotype.precision.devices.profile import profile_names
+from isotype.precision.devices.names import profile_names
 
 
 def test_the_page_lists_every_device() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name
-from isotype.precision.devices.profile import DeviceProfile, _of_record, _records
+from isotype.precision.devices.names import records
+from isotype.precision.devices.profile import DeviceProfile, _of_record
 
 PAGE = Path(__file__).parents[1] / "docs" / "devices.md"
 KINDS = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "xpu": "Intel GPUs", "mps": "Apple GPUs", "cpu": "CPUs"}
@@ -19,7 +20,7 @@ _BEGIN, _END = "<!-- begin: devices -->", "<!-- end: devices -->"
 
 
 def _row(profile: DeviceProfile) -> str:
-    names = [profile.name, *_records()[profile.name].get("aliases", ())]
+    names = [profile.name, *records()[profile.name].get("aliases", ())]
     halves = [dtype for dtype in COMPUTE_DTYPES if dtype is not torch.float32 and dtype in profile.native]
     rates = {dtype: profile.peak_flops[dtype] for dtype in halves if dtype in profile.peak_flops}
     peak = rates or {d: rate for d, rate in profile.peak_flops.items() if d is torch.float32}
@@ -37,7 +38,7 @@ def _row(profile: DeviceProfile) -> str:
 
 def tables() -> str:
     """Return a table for each kind of device, in the order of `KINDS`; in a table, the order is that of profiles.json."""
-    profiles, parts = list(map(_of_record, _records())), []
+    profiles, parts = list(map(_of_record, records())), []
     for kind, heading in KINDS.items():
         parts += [
             f"## {heading}",

@@ -16,7 +16,8 @@ from isotype.precision.devices.attention import (
     may_return_nan,
     needs_repeated_heads,
 )
-from isotype.precision.devices.profile import device_profile, profile_names
+from isotype.precision.devices.names import profile_names
+from isotype.precision.devices.profile import device_profile
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HEAD = (64, 64, 64)

@@ -22,15 +22,14 @@ from isotype.precision.devices.cpu import (
     parse_sysctl,
     this_onednn,
 )
+from isotype.precision.devices.names import names, profile_names, records, words_of
 from isotype.precision.devices.profile import (
     DeviceProfile,
     cpu_profile,
     cuda_profile,
     device_profile,
     mps_profile,
-    profile_names,
     rocm_profile,
-    words_of,
     xpu_profile,
 )
 from tests.refusals import refused
@@ -405,14 +404,14 @@ def test_the_driver_tells_two_cards_of_one_name_by_their_memory() -> None:
 
 
 def test_driver_names_are_unique_and_profiles_share_no_alias() -> None:
-    records = hardware._records()
+    entries = records()
     drivers = [
-        (driver, record["memory_gib"]) for record in records.values() for driver in record["driver_names"]
+        (driver, record["memory_gib"]) for record in entries.values() for driver in record["driver_names"]
     ]
     assert len(drivers) == len(set(drivers))
-    aliases = [alias for record in records.values() for alias in record.get("aliases", ())]
-    assert not set(aliases) & set(records)
-    assert len(hardware._names()) == len(profile_names())
+    aliases = [alias for record in entries.values() for alias in record.get("aliases", ())]
+    assert not set(aliases) & set(entries)
+    assert len(names()) == len(profile_names())
     assert device_profile("a100") == device_profile("A100-80g")
 
 

@@ -14,7 +14,8 @@ from isotype.core import VERSION
 from isotype.core.dtypes import COMPUTE_DTYPES
 from isotype.core.errors import CheckpointError, PrecisionError, Problem
 from isotype.precision.decide import PrecisionRequest, decide
-from isotype.precision.devices.profile import device_profile, profile_names
+from isotype.precision.devices.names import profile_names
+from isotype.precision.devices.profile import device_profile
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 from isotype.precision.policy import POLICY_FILE, LayerStorage, PrecisionPolicy
 from tests.refusals import refused

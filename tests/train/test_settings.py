@@ -68,7 +68,7 @@ def test_contradictions_are_all_named_with_both_flags():
         "the arguments disagree about precision\n"
         "  - --dtype float32 and --bf16\n"
         "    expected  one compute dtype; in isotype, --dtype sets the compute dtype, and unquantized weights are stored in it\n"
-        "    fix       leave --bf16 out for float32, or give --dtype bfloat16\n"
+        "    fix       leave --bf16 out for float32, or --dtype float32 for bfloat16\n"
         "  - --quantization nf4 and --load_in_8bit\n"
         "    expected  one quantization\n"
         "    fix       leave one of the two out\n"

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from isotype.cli.output import quiet_libraries
 from isotype.compat.interrupt import interrupts_kept
-from isotype.core.arguments import Parser, did_you_mean
+from isotype.core.arguments import Parser, did_you_mean, wrong_size
 from isotype.core.errors import Problem, UsageError
 from isotype.core.files import unused
 from isotype.core.formats import ASKED, MIXED, QUANTIZATIONS
@@ -86,8 +86,7 @@ def _inspect_plan(options: argparse.Namespace, console: Console) -> int:
 
     memory = None if options.base_memory is None else parse_size(options.base_memory)
     if options.base_memory is not None and memory is None:
-        what = f"--base_memory {options.base_memory}"
-        raise UsageError.of("invalid arguments", what, "an amount of memory", "write it like 6GiB")
+        raise UsageError("invalid arguments", [wrong_size("--base_memory", options.base_memory)])
     inspection = inspect_plan(
         options.path,
         dtype=options.dtype,

@@ -21,6 +21,7 @@ from isotype.core.arguments import Parser
 from isotype.core.console import TerminalConsole
 from isotype.core.errors import IsotypeError, Problem, UsageError
 from isotype.core.terminal import shown
+from isotype.precision.devices.names import require_device
 from isotype.preflight.script.family import PREFLIGHT_SECONDS, Options
 from isotype.preflight.script.processes import is_python_script
 from isotype.preflight.script.session import Session, show
@@ -64,6 +65,8 @@ def parse(argv: Sequence[str]) -> Options:
     options = parser.parse_args(flags)
     target = options.module or (_script(rest.pop(0)) if rest else None)
     problems = []
+    if options.device is not None:
+        require_device(options.device)
     if target is None:
         expected = "the path of a script, or -m MODULE"
         problems.append(Problem("no script", expected, "isotype run train.py --epochs 1"))

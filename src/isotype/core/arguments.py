@@ -25,6 +25,8 @@ _OTHER_NAMES = {
     other: names.split() for names, others in _TABLES["names"].items() for other in others.split()
 }
 """Maps short names, and names that other libraries use, to the names of isotype's arguments. A command has at most one of them."""
+_ELSEWHERE = frozenset({*_OTHER_NAMES, *(name for names in _TABLES["names"] for name in names.split())})
+"""Names with a known meaning. A command without an argument of this meaning has no similar argument either."""
 _OTHER_VALUES: Mapping[str, str] = _TABLES["values"]
 _SWITCHES: Mapping[str, str] = {
     other: words for words, others in _TABLES["switches"].items() for other in others.split()
@@ -234,7 +236,7 @@ def unknown_name(name: str, value: Any, known: Sequence[str], listing: str) -> P
     former = renamed(name, names, text)
     if former is not None:
         return former
-    meant, switch = closest(name, known), _SWITCHES.get(_bare(name), "").split()
+    (meant, certain), switch = closest(name, known), _SWITCHES.get(_bare(name), "").split()
     if _OTHER_NAMES.get(_bare(name)) == ["devices"] and not meant:
         fix = f"torchrun --nproc_per_node {text or 'N'} -m {listing.removesuffix(' --help')} …"
         return Problem(name, "arguments without the number of processes", fix)
@@ -242,8 +244,7 @@ def unknown_name(name: str, value: Any, known: Sequence[str], listing: str) -> P
         old = (name, text) if text else (name,)
         return Problem(" ".join(old), "a known name", " ".join(switch), (old, switch))
     expected = f"a known name: {', '.join(meant)}" if meant else "a known name"
-    certain = meant and not switch and _certain(name, known) == meant[0]
-    swap = ((name,), (meant[0],)) if certain else None
+    swap = ((name,), (meant[0],)) if certain and not switch else None
     return Problem(name, expected, f"did you mean {meant[0]}?" if meant else f"see {listing}", swap)
 
 
@@ -263,6 +264,12 @@ def wrong_number(name: str, value: str, expected: str, example: Any) -> Problem:
     return Problem(f"{name} {value}", expected, f"{name} {example}", swap)
 
 
+def wrong_size(name: str, value: str) -> Problem:
+    """Return the `Problem` for a value that is no amount of memory. A number without a unit most likely means GiB."""
+    number = value if re.fullmatch(r"[1-9]\d{0,3}", value) else "20"
+    return Problem(f"{name} {value}", "an amount of memory with its unit", f"{name} {number}GiB")
+
+
 def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
     """Return the `Problem` for a value that is not among the choices. The problem names the most similar choices."""
     known = list(choices)
@@ -280,31 +287,34 @@ def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
     return Problem(what, f"one of {', '.join(known)}", fix, swap)
 
 
-def closest(name: str, known: Sequence[str]) -> list[str]:
-    """Return up to three known names that `name` probably means: first an alias, then longer names, then similar names."""
+def closest(name: str, known: Sequence[str]) -> tuple[list[str], bool]:
+    """Return up to three known names that `name` probably means, and True if it certainly means the first of them.
+
+    Aliases come first, then longer names, then similar names. An alias, the only longer name and a name that is clearly
+    the most similar one are certain.
+    """
     bare, wanted = {_bare(known_name): known_name for known_name in known}, _bare(name)
-    meant = _OTHER_NAMES.get(wanted) or RENAMED.get(wanted, ())[:1]
-    near = difflib.get_close_matches(wanted, bare, n=3, cutoff=0.7)
-    first = [name for name in meant if name in bare]
+    if aliases := [other for other in (wanted, *_OTHER_NAMES.get(wanted, ())) if other in bare]:
+        certain = True
+    elif wanted in _ELSEWHERE:  # similar names have other meanings
+        return [], False
     longer = sorted((other for other in bare if len(wanted) > 1 and other.startswith(wanted)), key=len)
-    return [bare[candidate] for candidate in dict.fromkeys([*first, *longer, *near])][:3]
+    near = difflib.get_close_matches(wanted, bare, n=3, cutoff=0.7)
+    if not aliases:
+        first, second, *_ = (
+            *(difflib.SequenceMatcher(None, other, wanted).ratio() for other in near),
+            0.0,
+            0.0,
+        )
+        clear = (
+            first >= 0.85 and (second < 0.85 or first - second > 0.05) and near[:1] == (longer or near)[:1]
+        )
+        certain = clear or (len(longer) == 1 and len(wanted) > 3)
+    return [bare[other] for other in dict.fromkeys([*aliases, *longer, *near])][:3], certain
 
 
 def _bare(name: str) -> str:
     return name.lstrip("-").replace("-", "_").lower()
-
-
-def _certain(name: str, known: Sequence[str]) -> str | None:
-    """Return the known name that `name` stands for: an alias, its only longer form, or clearly the most similar name."""
-    bare, wanted = {_bare(known_name): known_name for known_name in known}, _bare(name)
-    if meant := [other for other in (wanted, *_OTHER_NAMES.get(wanted, ())) if other in bare]:
-        return bare[meant[0]]
-    longer = [other for other in bare if len(wanted) > 3 and other.startswith(wanted)]
-    if len(longer) == 1:
-        return bare[longer[0]]
-    near = difflib.get_close_matches(wanted, bare, n=2, cutoff=0.85)
-    ratios = [difflib.SequenceMatcher(None, other, wanted).ratio() for other in near]
-    return bare[near[0]] if near and (len(near) == 1 or ratios[0] - ratios[1] > 0.05) else None
 
 
 def corrected(

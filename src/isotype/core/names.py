@@ -177,12 +177,13 @@ def format_bytes(amount: float) -> str:
 
 
 def parse_size(text: str) -> int | None:
-    """Parse an amount of memory: `20GiB` and `20G` (binary), `20GB` or `8e9`. Return bytes, or None if it is not above 0."""
+    """Parse an amount of memory: `20GiB` and `20G` (binary), `20GB` or `8e9`. Return bytes, or None if it is below 1 KiB."""
     parts = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
     if parts is None:
         return None
     base = 1000 if parts[3] == "b" else 1024
-    return int(float(parts[1]) * base ** ("", "k", "m", "g", "t").index(parts[2])) or None
+    size = int(float(parts[1]) * base ** ("", "k", "m", "g", "t").index(parts[2]))
+    return size if size >= 1024 else None  # `--max-memory 10` most likely means GiB
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from isotype.core.arguments import Parser, add_arguments
+from isotype.core.arguments import Parser, add_arguments, wrong_size
 from isotype.core.errors import Problem
 from isotype.core.formats import ASKED
 from isotype.core.names import parse_size
@@ -109,8 +109,7 @@ def parse_request(
 def _problems(own: argparse.Namespace) -> list[Problem]:
     problems = count_problems({name: getattr(own, name) for name in ("devices", "rows", "length", "images")})
     if own.max_memory is not None and parse_size(own.max_memory) is None:
-        fix = "write it like 20GiB"
-        problems.append(Problem(f"--max-memory {own.max_memory}", "an amount of memory", fix))
+        problems.append(wrong_size("--max-memory", own.max_memory))
     return problems
 
 

@@ -6,22 +6,19 @@ or properties that its driver returns, so tests can simulate any machine.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 
-from isotype.core.arguments import did_you_mean
 from isotype.core.dtypes import dtype_name, parse_dtype
-from isotype.core.errors import PrecisionError, Problem
+from isotype.core.errors import PrecisionError
 from isotype.core.names import plural
 from isotype.precision.devices.cpu import (
     CPU_INSTRUCTIONS,
@@ -32,25 +29,13 @@ from isotype.precision.devices.cpu import (
     this_onednn,
     why_not_native,
 )
+from isotype.precision.devices.names import apple_chip, card_of, names, records
 
 DeviceKind = Literal["cpu", "cuda", "rocm", "xpu", "mps"]
 Support = Literal["native", "emulated", "refused"]
 
 _F16, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 _HALVES = frozenset({_F16, _BF16})
-# Words shared by many cards.
-_MAKERS = frozenset({"nvidia", "geforce", "tesla", "amd", "instinct", "radeon", "intel", "apple", "gpu"})
-_CAPACITY = re.compile(r"(\d+)\s*gi?b?\b")
-_SPELLING = re.compile(r"[a-z0-9 _+-]*")
-_WORDS = re.compile(r"\d+g\b|[a-z]+\d*[a-z]*|\d+[a-z]*")
-# Words of a series or a board, which alone name no card.
-_SHARED = re.compile(r"rtx|gtx|sxm\d*|pcie|hbm\d*\w*|\d+g")
-# Words that, after a number, name another card: an RTX 5070 is no RTX 5070 Ti.
-_VARIANTS = frozenset({"ti", "super", "d", "laptop", "max", "server", "xt", "xtx"})
-_ATTACHED = re.compile(r"(\d)(ti|super|d|laptop)")
-_APPLE = re.compile(r"(m\d)-?(pro|max|ultra)?")
-# Bounds of the advertised memory over the usable one, in GiB: the driver takes a share of the advertised memory.
-_LEAST, _MOST = 0.97, 1.12
 
 
 @dataclass(frozen=True)
@@ -200,7 +185,7 @@ def _rocm_support(arch: str) -> dict[str, Any]:
 
 
 def _of_record(name: str) -> DeviceProfile:
-    record = _records()[name]
+    record = records()[name]
     gib, bandwidth = record["memory_gib"], record["bandwidth_gb_per_s"]
     if record["kind"] == "cuda":
         support = _cuda_support(*record["capability"])
@@ -225,25 +210,6 @@ def _of_record(name: str) -> DeviceProfile:
         repacks_4bit=record.get("repacks_4bit", False),
         **support,
     )
-
-
-@cache
-def _records() -> dict[str, Any]:
-    text = resources.files("isotype.precision.devices").joinpath("profiles.json").read_text(encoding="utf-8")
-    records = json.loads(text).items()
-    return {key: {"driver_names": [record["title"]], "aliases": [], **record} for key, record in records}
-
-
-@cache
-def _names() -> dict[str, str]:
-    """Return the names of all records, without separators: name or alias -> key."""
-    records = _records().items()
-    return {"".join(words_of(name)): key for key, record in records for name in (key, *record["aliases"])}
-
-
-def profile_names() -> tuple[str, ...]:
-    """Return the names and aliases of all profiles, sorted."""
-    return tuple(sorted({name for key, record in _records().items() for name in (key, *record["aliases"])}))
 
 
 # --------------------------------------------------------------------------------------------------------- CPU
@@ -296,7 +262,7 @@ def _accelerator(
     name: str, kind: DeviceKind, title: str, memory_bytes: int, support: Mapping[str, Any]
 ) -> DeviceProfile:
     """Return a card's profile. Its rates are those of the record with the driver's name and the nearest memory."""
-    cards = [_of_record(key) for key, record in _records().items() if title in record["driver_names"]]
+    cards = [_of_record(key) for key, record in records().items() if title in record["driver_names"]]
     unknown = DeviceProfile(name, title, kind, **support, source="no data sheet known for this card")
     sheet = min(cards, key=lambda card: abs((card.memory_bytes or 0) - memory_bytes), default=unknown)
     source = f"{kind} driver; {sheet.source}"
@@ -390,32 +356,15 @@ def device_profile(device: str | torch.device = "auto") -> DeviceProfile:
     count, probe = _BACKENDS[kind]
     if index < count():
         return probe(torch.device(name))
-    if name in _names():
+    if name in names():
         return _named_profile(name)
     raise _absent_device(name, kind, count())
 
 
 def _named_profile(name: str) -> DeviceProfile:
-    words = words_of(name)
-    if key := _names().get("".join(words)):
-        return _of_record(key)
-    if chip := _APPLE.fullmatch("".join(words)):
-        parts = [part for part in chip.groups() if part]
-        return mps_profile(f"Apple {' '.join(parts).title()}", None, "-".join(parts), present=False)
-    is_card = not all(_SHARED.fullmatch(word) for word in words)
-    cards = [key for key, record in _records().items() if words and _fits(words, key, record, is_card)]
-    if len(cards) == 1 and is_card:
-        return _of_record(cards[0])
-    if cards:
-        headline = "a name of several devices" if len(cards) > 1 else "unknown device"
-        fix = f"give one of {', '.join(cards)}"
-        raise PrecisionError.of(headline, f"device {name!r}", "the name of one card", fix)
-    fix, swap = did_you_mean(name, profile_names(), "see docs/devices.md, which lists all names"), None
-    if (several := re.fullmatch(r"(\d+) ?x ?(.+)", name)) and "".join(words_of(several[2])) in _names():
-        fix = f"--device {several[2]} --devices {several[1]}"
-        swap = (("--device", name), fix.split())
-    expected = "auto, cpu, cuda, cuda:N, mps, xpu, or the name of a GPU in docs/devices.md (t4, rtx4090, mi300x, m3-max)"
-    raise PrecisionError("unknown device", [Problem(f"device {name!r}", expected, fix, swap)])
+    if chip := apple_chip(name):
+        return mps_profile(f"Apple {' '.join(chip).title()}", None, "-".join(chip), present=False)
+    return _of_record(card_of(name))
 
 
 def _absent_device(name: str, kind: str, count: int) -> PrecisionError:
@@ -429,31 +378,3 @@ def _absent_device(name: str, kind: str, count: int) -> PrecisionError:
     )
     expected = f"a device that torch finds; {counted}"
     return PrecisionError.of("device not in this machine", f"device {name!r}", expected, fix)
-
-
-# ------------------------------------------- names of cards: `rtx-4090`, `4090`, `NVIDIA GeForce RTX 4090`
-
-
-@cache
-def words_of(name: str) -> tuple[str, ...]:
-    """Split a card's name into lower-case words without the maker, with the memory as `80g`; () for any other text."""
-    name = name.lower().replace("(r)", "").replace("(tm)", "")
-    if not _SPELLING.fullmatch(name):
-        return ()
-    text = _CAPACITY.sub(r"\1g", name).replace("rtx", "rtx ").replace("gtx", "gtx ")
-    text = _ATTACHED.sub(r"\1 \2 ", text.replace("mobile", "laptop"))
-    return tuple(word for word in _WORDS.findall(text) if word not in _MAKERS)
-
-
-def _fits(words: tuple[str, ...], key: str, record: Mapping[str, Any], is_card: bool) -> bool:
-    if record["kind"] == "cpu":
-        return False
-    texts = (key, record["title"], *record["driver_names"], *record["aliases"])
-    owned = {word for text in texts for word in words_of(text)}
-    variants = owned & _VARIANTS if is_card else set[str]()
-    return variants <= {*words} and all(w in owned or _is_memory(w, record["memory_gib"]) for w in words)
-
-
-def _is_memory(word: str, gib: float | None) -> bool:
-    capacity = re.fullmatch(r"(\d+)g", word)
-    return capacity is not None and gib is not None and _LEAST * gib <= int(capacity[1]) <= _MOST * gib

@@ -99,12 +99,14 @@ def _model_among(
     stray: list[str], model: str | None, typed: Mapping[str, Any], trains: bool, problems: list[Problem]
 ) -> str | None:
     """Take the model out of the values that belong to no argument, and return it. Add a problem if there are two models."""
-    flags = any(word.startswith("-") for word in stray)
-    if not flags and stray and not _owner(stray[0], {}, trains=trains):
-        if model is not None:
+    # A value directly after an unknown argument belongs to this argument.
+    after = [False, *(word.startswith("-") and "=" not in word for word in stray)]
+    values = [at for at, word in enumerate(stray) if not (word.startswith("-") or after[at])]
+    if values and not _owner(stray[values[0]], {}, trains=trains):
+        if model is not None and values[0] == 0:
             problems.append(_two_models(model, stray.pop(0)))
-        elif "model_name_or_path" not in typed:
-            return stray.pop(0)
+        elif model is None and "model_name_or_path" not in typed:
+            return stray.pop(values[0])
     if model is not None and "model_name_or_path" in typed:
         problems.append(_two_models(model, "--model_name_or_path"))
     return model
@@ -116,7 +118,7 @@ def _owner(word: str, typed: Mapping[str, Any], *, trains: bool) -> str:
     if is_data_file(Path(word)) or word.lower().endswith(".arrow"):
         name = "dataset_name"
     elif not trains and not Path(word).exists():
-        from isotype.precision.devices.profile import profile_names
+        from isotype.precision.devices.names import profile_names
 
         name = "device" if word.lower() in ("cpu", "cuda", *profile_names()) else ""
     return f"--{name}" if name and typed.get(name) is None else ""
@@ -137,11 +139,12 @@ def _translated(
     import yaml
 
     line: dict[str, list[str]] = {}
+    before: list[str] = []
     for word in separated(argv):
         if re.match(r"--?[A-Za-z]", word):
             line[word.lstrip("-")] = []
-        elif line:
-            line[next(reversed(line))].append(word)
+        else:
+            (line[next(reversed(line))] if line else before).append(word)
     if Path(*line.get("dataset", ())).is_file():  # the file itself, not a name of dataset_info.json
         line["dataset_name"] = line.pop("dataset")
     ours = {*mine, "dataset_name", *(name for name, spec in specs(method).items() if spec.holder == "added")}
@@ -153,7 +156,7 @@ def _translated(
     what = f"{program}'s arguments: --{', --'.join(name for name in read if name not in specs(method))}"
     expected = f"isotype's arguments, or a file of {program}"
     fix = "run the corrected command, or write these arguments as `name: value` into FILE.yaml"
-    return problems or [Problem(what, expected, fix, (separated(argv), (*words, *kept)))]
+    return problems or [Problem(what, expected, fix, (separated(argv), (*before, *words, *kept)))]
 
 
 def value_problems(command: Command) -> list[Problem]:

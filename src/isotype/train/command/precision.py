@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from isotype.core.arguments import wrong_size
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import FOUR_BITS, MIXED
@@ -78,7 +79,7 @@ def _dtype_problems(command: Command, claims: Sequence[Claim]) -> Iterator[Probl
     for claim, name in claims[1:]:
         first, dtype = claims[0]
         if name != dtype:
-            fix = f"leave {claim} out for {dtype}, or give --dtype {name}"
+            fix = f"leave {claim} out for {dtype}, or {first} for {name}"
             yield Problem(f"{first} and {claim}", _ONE_DTYPE, fix)
     for flag, name in FLAGS:
         if claims and command.given(flag) is False and claims[0][1] == name:
@@ -125,7 +126,7 @@ def _other_problems(command: Command) -> Iterator[Problem]:
             yield Problem(f"--{flag}", "evaluation under the same policy as training", _NO_CAST)
     memory = command["base_memory"]
     if memory is not None and parse_size(str(memory)) is None:
-        yield Problem(f"--base_memory {memory}", "an amount of memory", "write it like 6GiB")
+        yield wrong_size("--base_memory", str(memory))
     if memory is not None and command["quantization"] != MIXED:
         what = f"--base_memory {memory} without --quantization mixed"
         fix = "add --quantization mixed, or leave it out"

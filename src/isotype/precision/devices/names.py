@@ -1,0 +1,115 @@
+"""Names of devices: which profile of `profiles.json` a name such as `rtx-4090` or `NVIDIA GeForce RTX 4090` stands for.
+
+This module does not import torch, so that a command can refuse an unknown name before a script imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from isotype.core.arguments import did_you_mean
+from isotype.core.errors import PrecisionError, Problem
+
+# Words shared by many cards.
+_MAKERS = frozenset({"nvidia", "geforce", "tesla", "amd", "instinct", "radeon", "intel", "apple", "gpu"})
+_CAPACITY = re.compile(r"(\d+)\s*gi?b?\b")
+_SPELLING = re.compile(r"[a-z0-9 _+-]*")
+_WORDS = re.compile(r"\d+g\b|[a-z]+\d*[a-z]*|\d+[a-z]*")
+# Words of a series or a board, which alone name no card.
+_SHARED = re.compile(r"rtx|gtx|sxm\d*|pcie|hbm\d*\w*|\d+g")
+# Words that, after a number, name another card: an RTX 5070 is no RTX 5070 Ti.
+_VARIANTS = frozenset({"ti", "super", "d", "laptop", "max", "server", "xt", "xtx"})
+_ATTACHED = re.compile(r"(\d)(ti|super|d|laptop)")
+_APPLE = re.compile(r"(m\d)-?(pro|max|ultra)?")
+# Bounds of the advertised memory over the usable one, in GiB: the driver takes a share of the advertised memory.
+_LEAST, _MOST = 0.97, 1.12
+
+
+@cache
+def records() -> dict[str, Any]:
+    """Return the entries of `profiles.json`: key -> record."""
+    text = resources.files("isotype.precision.devices").joinpath("profiles.json").read_text(encoding="utf-8")
+    entries = json.loads(text).items()
+    return {key: {"driver_names": [record["title"]], "aliases": [], **record} for key, record in entries}
+
+
+def profile_names() -> tuple[str, ...]:
+    """Return the names and aliases of all profiles, sorted."""
+    return tuple(sorted({name for key, record in records().items() for name in (key, *record["aliases"])}))
+
+
+@cache
+def names() -> dict[str, str]:
+    """Return the names of all records, without separators: name or alias -> key."""
+    entries = records().items()
+    return {"".join(words_of(name)): key for key, record in entries for name in (key, *record["aliases"])}
+
+
+def require_device(name: str) -> None:
+    """Raise PrecisionError if `name` is neither the name of a profile nor torch's name for a device of a machine."""
+    folded = name.strip().lower()
+    if not re.fullmatch(r"auto|(cpu|cuda|gpu|xpu|mps)(:\d+)?", folded) and not apple_chip(folded):
+        card_of(folded)
+
+
+def apple_chip(name: str) -> tuple[str, ...]:
+    """Return the parts of the name of an Apple chip (`M3 Max`: `m3`, `max`); () for other names, and for chips with a record."""
+    text = "".join(words_of(name))
+    chip = None if text in names() else _APPLE.fullmatch(text)
+    return tuple(part for part in chip.groups() if part) if chip else ()
+
+
+def card_of(name: str) -> str:
+    """Return the key of the record that `name` stands for. Raise PrecisionError if no record or several have this name."""
+    cards = _cards(name)
+    if len(cards) == 1:
+        return cards[0]
+    if cards:
+        fix = f"give one of {', '.join(cards)}"
+        raise PrecisionError.of("a name of several devices", f"device {name!r}", "the name of one card", fix)
+    fix, swap = did_you_mean(name, profile_names(), "see docs/devices.md, which lists all names"), None
+    if (several := re.fullmatch(r"(\d+) ?x ?(.+)", name)) and len(_cards(several[2])) == 1:
+        fix = f"--device {several[2]} --devices {several[1]}"
+        swap = (("--device", name), fix.split())
+    expected = "auto, cpu, cuda, cuda:N, mps, xpu, or the name of a GPU in docs/devices.md (t4, rtx4090, mi300x, m3-max)"
+    raise PrecisionError("unknown device", [Problem(f"device {name!r}", expected, fix, swap)])
+
+
+def _cards(name: str) -> list[str]:
+    """Return the keys of all records whose card `name` can stand for."""
+    words = words_of(name)
+    if key := names().get("".join(words)):
+        return [key]
+    is_card = not all(_SHARED.fullmatch(word) for word in words)
+    cards = [key for key, record in records().items() if words and _fits(words, key, record, is_card)]
+    return cards if is_card or len(cards) > 1 else []
+
+
+@cache
+def words_of(name: str) -> tuple[str, ...]:
+    """Split a card's name into lower-case words without the maker, with the memory as `80g`; () for any other text."""
+    name = name.lower().replace("(r)", "").replace("(tm)", "")
+    if not _SPELLING.fullmatch(name):
+        return ()
+    text = _CAPACITY.sub(r"\1g", name).replace("rtx", "rtx ").replace("gtx", "gtx ")
+    text = _ATTACHED.sub(r"\1 \2 ", text.replace("mobile", "laptop"))
+    return tuple(word for word in _WORDS.findall(text) if word not in _MAKERS)
+
+
+def _fits(words: tuple[str, ...], key: str, record: Mapping[str, Any], is_card: bool) -> bool:
+    if record["kind"] == "cpu":
+        return False
+    texts = (key, record["title"], *record["driver_names"], *record["aliases"])
+    owned = {word for text in texts for word in words_of(text)}
+    variants = owned & _VARIANTS if is_card else set[str]()
+    return variants <= {*words} and all(w in owned or _is_memory(w, record["memory_gib"]) for w in words)
+
+
+def _is_memory(word: str, gib: float | None) -> bool:
+    capacity = re.fullmatch(r"(\d+)g", word)
+    return capacity is not None and gib is not None and _LEAST * gib <= int(capacity[1]) <= _MOST * gib
