@@ -26,6 +26,15 @@ def test_adapters_that_stand_still() -> None:
     )
 
 
+def test_the_learning_rate_of_each_parameter_decides() -> None:
+    weights = [weight(name, BF16, trainable=True, median_magnitude=0.06) for name in "abc"]
+    step = trace(weights, learning_rate=1.0, optimizer="AdamW and AdamW")
+    rates = {"a": ("AdamW", 1e-5), "b": ("AdamW", 0.0), "c": ("AdamW", 1.0)}
+    (finding,) = find(replace(step, setup=replace(step.setup, updates=rates)))
+    assert finding.message == "updates of 1e-05 are lost in 1 of 3 trainable parameters"
+    assert not list(find(step))
+
+
 def test_parameters_that_a_real_step_has_not_changed() -> None:
     """pytorch/pytorch #191763: on a CPU, torch 2.13's fused SGD leaves 16-bit parameters as they are."""
     step = replace(

@@ -8,11 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from isotype.core.optimizers import OPTIMIZERS, make_optimizer, state_bytes, unknown_optimizer
+from isotype.core.optimizers import OPTIMIZERS, make_optimizer, names_instead, state_bytes, unknown_optimizer
 from isotype.precision.devices.profile import device_profile
+from isotype.preflight.script.ahead import request_of_script
+from isotype.preflight.setup import setup_of
+from isotype.records.request import StepRequest
 from isotype.records.trace import Setup
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
+from isotype.trace.live.watch import Beginning
 from isotype.train.command.command import specs
 from tests.small import BF16, FP16, FP32
 
@@ -64,6 +68,56 @@ def test_an_optimizer_gives_its_class_and_defaults() -> None:
         0.5,
     )
     assert asked.state == {}
+
+
+def test_an_option_that_was_set_after_the_constructor_stays() -> None:
+    first, second = parameters()
+    changed = torch.optim.AdamW([first], lr=0.5, weight_decay=0.125)
+    changed.param_groups[0]["weight_decay"] = 0.0
+    remade = make_optimizer(changed, [first], None)
+    assert (remade.param_groups[0]["lr"], remade.param_groups[0]["weight_decay"]) == (0.5, 0.0)
+    grouped = torch.optim.AdamW([{"params": [first]}, {"params": [second], "lr": 0.0}], lr=0.5)
+    copy = names_instead(grouped, nn.ParameterDict({"a": first, "b": second}))
+    remade = make_optimizer(copy, [first, second], None, ["a", "b"])
+    assert [(group["params"], group["lr"]) for group in remade.param_groups] == [
+        ([first], 0.5),
+        ([second], 0.0),
+    ]
+
+
+def test_a_step_of_two_optimizers_has_the_operators_and_states_of_both() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 4, bias=False))
+    body, norm, head = ([*layer.parameters()] for layer in model)
+    plain, frozen = torch.optim.SGD(body, lr=0.5), torch.optim.Adagrad(norm, lr=0.0)
+    adam = torch.optim.AdamW(head, lr=0.25, weight_decay=0.0)
+    request = StepRequest(model, {"input": torch.ones(2, 4)}, device="cpu", optimizer=[plain, frozen, adam])
+    setup = setup_of(request)
+    assert (setup.optimizer, setup.learning_rate) == ("SGD and Adagrad and AdamW", 0.5)
+    assert setup.updates["0.weight"] == ("SGD", 0.5)
+    assert setup.updates["1.bias"] == ("Adagrad", 0.0)
+    trace = trace_step(StepCode(model, request.inputs, request.optimizer), setup)
+    assert trace.failure is None
+    adagrad, adamw = 2 * (16 + 4), 2 * 64 + 4  # the states of both, each with its step counters
+    assert trace.memory.phases["forward"]["optimizer"] == adagrad + adamw
+    stepped = [call for call in trace.calls if call.phase == "optimizer"]
+    updated = {operand.origin.name for call in stepped for operand in call.operands}
+    assert {"0.weight", "1.weight", "1.bias", "2.weight"} <= updated
+    assert not list(unknown_optimizer(request.optimizer))
+    assert [problem.given for problem in unknown_optimizer(["adamw"])] == ["optimizer: a list"]
+
+
+def test_a_script_s_request_has_all_optimizers_of_its_model() -> None:
+    model, other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)
+    muon = torch.optim.Muon([model[0].weight], lr=0.5, weight_decay=0.0)
+    adam = torch.optim.AdamW([model[0].bias, *model[1].parameters()], lr=0.25)
+    of_other = torch.optim.SGD(other.parameters(), lr=1.0)
+    beginning = Beginning(model, {"input": torch.ones(2, 4)}, (), {})
+    setup = setup_of(request_of_script(beginning, None, "cpu"))
+    assert sorted(setup.optimizer.split(" and ")) == ["AdamW", "Muon"]
+    assert set(setup.updates.values()) == {("Muon", 0.5), ("AdamW", 0.25)}
+    alone = setup_of(request_of_script(Beginning(other, {"input": torch.ones(2, 4)}, (), {}), None, "cpu"))
+    assert (alone.optimizer, alone.learning_rate) == ("SGD", 1.0)
+    del muon, adam, of_other
 
 
 class _Scaled(torch.optim.SGD):

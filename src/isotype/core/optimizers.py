@@ -136,9 +136,17 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 def unknown_optimizer(asked: Any) -> Iterator[Problem]:
     """Yield a problem if `asked` is an unknown optimizer name; yield nothing for callables and known names."""
+    if isinstance(asked, (list, tuple)) and (not asked or len(optimizers_in(asked)) < len(asked)):
+        yield Problem("optimizer: a list", "optimizers of torch in the list", "optimizer=[muon, adamw]")
     if isinstance(asked, str) and asked not in OPTIMIZERS and not has_own_kernels(asked):
         fix = did_you_mean(asked, OPTIMIZERS, "give one of these, or a callable", n=2)
         yield Problem(f"optimizer {asked!r}", f"one of {', '.join(OPTIMIZERS)}", fix)
+
+
+def optimizers_in(request: Any) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers of a request, which is an optimizer or a list of optimizers; () for a name or a callable."""
+    several = request if isinstance(request, (list, tuple)) else (request,)
+    return tuple(optimizer for optimizer in several if isinstance(optimizer, torch.optim.Optimizer))
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -146,9 +154,23 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def learning_rate_of(optimizer: torch.optim.Optimizer) -> float:
-    """Return the largest learning rate of an optimizer's parameter groups, before the scheduler changes it."""
-    return max(float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
+def learning_rate_of(*optimizers: torch.optim.Optimizer) -> float:
+    """Return the largest learning rate of all parameter groups, before the scheduler changes it."""
+    return max(_rate(group) for optimizer in optimizers for group in optimizer.param_groups)
+
+
+def _rate(group: Mapping[str, Any]) -> float:
+    return float(group.get("initial_lr", group["lr"]))
+
+
+def updates_of(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> dict[str, tuple[str, float]]:
+    """Return a map: name of a parameter -> (class of its optimizer, learning rate of its group before the scheduler changes it)."""
+    return {
+        name: (type(optimizer).__name__, _rate(group))
+        for optimizer in optimizers
+        for group in names_instead(optimizer, model).param_groups
+        for name in group[_NAMES]
+    }
 
 
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
@@ -171,6 +193,24 @@ _NAMES = "isotype's names"
 """Key of a parameter group's names. Without parameters, no search of the process takes the copy for a script's optimizer."""
 
 
+def names_in(request: Any) -> set[str]:
+    """Return the parameters' names in a copy that `names_instead` has made; an empty set for other requests."""
+    return {
+        name
+        for optimizer in optimizers_in(request)
+        for group in optimizer.param_groups
+        for name in group.get(_NAMES, ())
+    }
+
+
+def kernels_of(request: Any) -> str:
+    """Return a name of an optimizer with its own kernels, for `state_bytes`; "" if its step can be traced."""
+    if isinstance(request, str):
+        return "" if request in OPTIMIZERS else request
+    kind = type(request)
+    return f"bnb_{kind.__name__.lower()}" if kind.__module__.startswith("bitsandbytes") else ""
+
+
 def make_optimizer(
     request: Any, parameters: Sequence[torch.Tensor], learning_rate: float | None, names: Sequence[str] = ()
 ) -> Any:
@@ -182,14 +222,14 @@ def make_optimizer(
         learning_rate: learning rate if `request` is a name; None for the optimizer's default.
         names: names of the parameters. If `request` has some of them instead of parameters, its groups are used.
     """
+    if kernels_of(request):
+        name = request if isinstance(request, str) else type(request).__name__
+        return f"the step of optimizer {name} is not traced: the optimizer has its own kernels"
     if isinstance(request, torch.optim.Optimizer):
         return _remade(request, parameters, dict(zip(names, parameters, strict=False)))
     if callable(request):
         return request(parameters)
-    make = OPTIMIZERS.get(request)
-    if make is None:
-        return f"the step of optimizer {request} is not traced: the optimizer has its own kernels"
-    return make(parameters, **({} if learning_rate is None else {"lr": learning_rate}))
+    return OPTIMIZERS[request](parameters, **({} if learning_rate is None else {"lr": learning_rate}))
 
 
 def _remade(
@@ -216,4 +256,7 @@ def _remade(
     except Exception as error:  # noqa: BLE001 - a constructor of the user's code may take other arguments
         return f"{not_traced}its constructor raises {first_line(error)}"
     vars(copy).update(plain)
+    if len(copy.param_groups) == len(groups):  # `arguments` may be parameters without their group's options
+        for group, options in zip(copy.param_groups, groups, strict=True):
+            group.update({key: value for key, value in options.items() if key != "params"})
     return copy

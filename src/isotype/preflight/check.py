@@ -19,6 +19,7 @@ from torch import nn
 from isotype.core import PACKAGE
 from isotype.core.arguments import did_you_mean
 from isotype.core.errors import Problem, UsageError
+from isotype.core.optimizers import optimizers_in
 from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
@@ -76,8 +77,8 @@ def check(
         autocast: dtype of autocast around forward and loss; False disables autocast. By default the policy's autocast is
             used; without a policy there is no autocast.
         scaler: whether a GradScaler is used; by default only with float16 autocast.
-        optimizer: a name (`"adamw"`, `"adamw_fused"`, `"sgd"`, …), an optimizer, or a callable parameters
-            -> optimizer; by default AdamW.
+        optimizer: a name (`"adamw"`, `"adamw_fused"`, `"sgd"`, …), an optimizer, a list of optimizers, or a
+            callable parameters -> optimizer; by default AdamW.
         phases: phases of the step, in order; by default forward, backward, unscale, optimizer. `"generate"` adds a
             forward without labels and gradients.
         **options: by keyword:
@@ -145,7 +146,7 @@ def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
     """Return a changed request. A new autocast resets the scaler; a new optimizer object resets the learning rate."""
     if "autocast" in changes:
         changes = {"scaler": None, **changes}
-    if "optimizer" in changes and isinstance(changes["optimizer"], torch.optim.Optimizer):
+    if optimizers_in(changes.get("optimizer")):
         changes = {"learning_rate": None, **changes}  # the optimizer has its own
     return replace(request, **changes)
 

@@ -13,7 +13,7 @@ from isotype.compat.transformers import attention_of
 from isotype.core.dtypes import parse_dtype
 from isotype.core.errors import Problem, UsageError
 from isotype.core.names import plain_name
-from isotype.core.optimizers import learning_rate_of, unknown_optimizer
+from isotype.core.optimizers import learning_rate_of, optimizers_in, unknown_optimizer, updates_of
 from isotype.model.adapters import adapter_words
 from isotype.model.enforce import policy_of
 from isotype.model.fold import STANDS_FOR
@@ -49,7 +49,9 @@ def setup_of(request: StepRequest) -> Setup:
     profile = device_profile("auto" if device is None else device)
     optimizer, checkpointing = request.optimizer, request.gradient_checkpointing
     inputs = named_inputs(request.inputs)
-    own_rate = isinstance(optimizer, torch.optim.Optimizer) and request.learning_rate is None
+    optimizers = optimizers_in(optimizer)
+    kinds = [type(part).__name__ for part in optimizers or [optimizer]]
+    own_rate = bool(optimizers) and request.learning_rate is None
     evaluation = request.evaluation
     between = [evaluation.between if isinstance(evaluation, LossOf) else "evaluate"]
     phases = {*request.phases, *(between if evaluation is not None else ())}
@@ -59,9 +61,10 @@ def setup_of(request: StepRequest) -> Setup:
         profile=profile,
         autocast=autocast,
         scaler=autocast == torch.float16 if request.scaler is None else request.scaler,
-        optimizer=optimizer if isinstance(optimizer, str) else type(optimizer).__name__,
+        optimizer=optimizer if isinstance(optimizer, str) else " and ".join(kinds),
         compute=decided or compute_dtype(request.model),
-        learning_rate=learning_rate_of(optimizer) if own_rate else request.learning_rate,
+        learning_rate=learning_rate_of(*optimizers) if own_rate else request.learning_rate,
+        updates=updates_of(optimizers, request.model) if own_rate else {},
         phases=tuple(phase for phase in PHASES if phase in phases),
         policy=policy,
         fsdp=request.fsdp,

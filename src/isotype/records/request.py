@@ -47,7 +47,7 @@ class StepRequest:
         device: a device profile (`"t4"`) or a real device; None for the policy's device, else this machine's best.
         autocast: dtype of autocast around forward and loss; None for the policy's dtype, if any; False for no autocast.
         scaler: whether a GradScaler is used; None to use it only under float16 autocast.
-        optimizer: a name, an optimizer, or a callable parameters -> optimizer.
+        optimizer: a name, an optimizer, a list of optimizers, or a callable parameters -> optimizer.
         phases: phases of the step, in any order; `"generate"` adds a forward without labels and gradients.
         learning_rate: learning rate of the optimizer; None if `optimizer` has its own rate.
         fsdp: version of FSDP (1 or 2); 0 without FSDP.

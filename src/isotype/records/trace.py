@@ -289,6 +289,7 @@ class Setup:
         autocast: autocast dtype around forward and loss, or None.
         optimizer: name of the optimizer.
         learning_rate: learning rate of the optimizer; None if unknown.
+        updates: parameter -> (its optimizer, its learning rate); empty if all have `optimizer` and `learning_rate`.
         phases: the requested phases, in order.
         policy: the intended policy; None if the compute dtype was derived from the model.
         compute: dtype to which the recorder converts operands that break a contract, unless a part of the model decides
@@ -335,6 +336,7 @@ class Setup:
     incompatible: tuple[Incompatibility, ...] = ()
     ranges: Ranges | None = None
     family_ranges: str = ""
+    updates: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
     @property
     def limit(self) -> Room:

@@ -90,11 +90,14 @@ def _update(weight: Weight, trace: Trace) -> float:
     Adam changes each value by the learning rate, for any gradient. SGD changes each value by the learning rate times the
     gradient.
     """
-    rate, optimizer = trace.setup.learning_rate or 0.0, trace.setup.optimizer.lower()
-    if "adam" in optimizer:
+    same = trace.setup.optimizer, trace.setup.learning_rate
+    optimizer, rate = trace.setup.updates.get(weight.name, ("", 0.0) if trace.setup.updates else same)
+    if not rate:  # no update is lost
+        return math.inf
+    if "adam" in optimizer.lower():
         return rate
     gradient = _measured(weight, trace).weight_gradient
-    return rate * gradient if "sgd" in optimizer and gradient else math.inf
+    return rate * gradient if "sgd" in optimizer.lower() and gradient else math.inf
 
 
 def _measured(weight: Weight, trace: Trace, module: str | None = None) -> ModuleRange:

@@ -20,7 +20,7 @@ from torch import nn
 from isotype.compat.accelerate import is_prepared, mixed_precision
 from isotype.compat.torch import fake_errors_unlogged, no_modes, tree_map
 from isotype.core.dtypes import autocast_dtype
-from isotype.core.optimizers import learning_rate_of, names_instead, parameters_of
+from isotype.core.optimizers import names_instead, parameters_of
 from isotype.model.loss import find_loss, loss_of
 from isotype.preflight.run import run
 from isotype.records.request import DEFAULT_PHASES, LossOf, StepRequest
@@ -77,9 +77,9 @@ def request_of_script(
     """
     model = unwrapped(beginning.model)
     here = device_of(model)
-    optimizer, scaler = _helpers(model)
+    optimizers, scaler = _helpers(model)
     autocast = autocast_of(model, here)
-    if optimizer is None:  # nothing is known of the update
+    if not optimizers:  # nothing is known of the update
         phases = [phase for phase in phases if phase not in ("unscale", "optimizer")]
         scaler = scaler or _has_masters(model)  # then the script scales the loss itself
     return StepRequest(
@@ -88,9 +88,8 @@ def request_of_script(
         device=device or here,
         autocast=autocast or False,
         scaler=scaler,
-        optimizer="adamw" if optimizer is None else _of_request(optimizer, model),
+        optimizer=[names_instead(optimizer, model) for optimizer in optimizers] or "adamw",
         phases=tuple(phases),
-        learning_rate=None if optimizer is None else learning_rate_of(optimizer),
         autocast_eval=autocast is not None,
     )
 
@@ -145,24 +144,21 @@ def _unnoticed() -> Iterator[None]:
         yield
 
 
-def _of_request(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
-    """Return the optimizer for a request: a bitsandbytes optimizer's name, else a copy without the parameters."""
-    if type(optimizer).__module__.startswith("bitsandbytes"):
-        return type(optimizer).__name__.lower()  # `check` takes optimizers of bitsandbytes by name
-    return names_instead(optimizer, model)
+def _helpers(model: nn.Module) -> tuple[list[torch.optim.Optimizer], bool]:
+    """Search all objects of the process; return the optimizers of `model`, and whether an enabled GradScaler exists.
 
-
-def _helpers(model: nn.Module) -> tuple[torch.optim.Optimizer | None, bool]:
-    """Search all objects of the process; return the optimizer of `model`, and whether an enabled GradScaler exists."""
-    parameters = {id(parameter) for parameter in model.parameters()}
-    optimizer = None
-    for candidate in living(torch.optim.Optimizer):
-        held = map(id, parameters_of(candidate))
-        if not hasattr(candidate, "optimizer") and not parameters.isdisjoint(held):
-            optimizer = candidate
+    Of optimizers that share a parameter, the last one is returned: a script has replaced the others.
+    """
+    parameters, taken = {id(parameter) for parameter in model.parameters()}, set[int]()
+    optimizers: list[torch.optim.Optimizer] = []
+    for candidate in reversed([*living(torch.optim.Optimizer)]):
+        held = {*map(id, parameters_of(candidate))}
+        if not hasattr(candidate, "optimizer") and parameters & held and taken.isdisjoint(held):
+            optimizers.append(candidate)
+            taken |= held
     if any(living(torch.amp.GradScaler)):
         gc.collect()  # a GradScaler in a reference cycle is not the script's
-    return optimizer, any(scaler.is_enabled() for scaler in living(torch.amp.GradScaler))
+    return optimizers[::-1], any(scaler.is_enabled() for scaler in living(torch.amp.GradScaler))
 
 
 def _has_masters(model: nn.Module) -> bool:

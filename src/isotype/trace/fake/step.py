@@ -27,7 +27,14 @@ from isotype.contracts.contract import contracts_of
 from isotype.contracts.pattern import Spelled
 from isotype.core.errors import first_line
 from isotype.core.names import base_name, grouped
-from isotype.core.optimizers import make_optimizer, names_instead, state_bytes
+from isotype.core.optimizers import (
+    kernels_of,
+    make_optimizer,
+    names_in,
+    names_instead,
+    optimizers_in,
+    state_bytes,
+)
 from isotype.core.source import line_of
 from isotype.model.adapters import unmatched
 from isotype.model.boundary import exponent_by_ranges
@@ -176,7 +183,7 @@ class _Step:
     def __init__(self, code: StepCode, twin: nn.Module, setup: Setup, recorder: FakeRecorder) -> None:
         self.code, self.twin, self.setup, self.recorder = code, twin, setup, recorder
         self.mode, self.loss_of = recorder.fake, loss_function(code.inputs)
-        kept = code.optimizer.state if isinstance(code.optimizer, torch.optim.Optimizer) else {}
+        kept = {p: state for o in optimizers_in(code.optimizer) for p, state in o.state.items()}
         # If the model is cast after the first step, the optimizer's state keeps its earlier dtype.
         self.states = {
             name: fake_inputs(kept[parameter], self.mode)
@@ -359,36 +366,45 @@ class _Step:
                 self._refuse("GradScaler.step", NOTHING_UNSCALED, [("parameter", self._trainable()[0])])
             return
         request: Any = self.code.optimizer or self.setup.optimizer
-        if isinstance(request, torch.optim.Optimizer):
-            request = names_instead(request, self.code.model)
+        copies = [names_instead(optimizer, self.code.model) for optimizer in optimizers_in(request)]
         ledger = self.recorder.ledger
         ledger.kind, ledger.share = "optimizer", self.process.share  # Adagrad's constructor makes its states
-        optimizer = make_optimizer(request, trained, self.setup.learning_rate, [name for name, _ in named])
-        if isinstance(optimizer, str):
-            self.notes.append(optimizer)
-            for name, parameter in named if isinstance(request, str) else ():
-                # transformers' Trainer registers the embeddings' states in 32 bits.
-                embeds = isinstance(self.twin.get_submodule(name.rpartition(".")[0]), nn.Embedding)
-                pages = self.setup.profile.kind != "cpu"
-                size = parameter.shape, parameter.itemsize
-                held = state_bytes(request, *size, float32=embeds, pages=pages)
-                ledger.add("optimizer", int(self.process.share * self.repeats[id(parameter)] * held))
-        else:
-            states = self.states
-            optimizer.state.update({parameter: states[name] for name, parameter in named if name in states})
-            optimizer.step()
-            for parameter in trained:
-                surplus = ledger.share * (self.repeats[id(parameter)] - 1)
-                for value in optimizer.state.get(parameter, {}).values():
-                    if isinstance(value, torch.Tensor):
-                        ledger.add("optimizer", int(surplus * value.untyped_storage().nbytes()))
+        # The list keeps the states of the optimizers alive.
+        self.stepped = [self._step_of(optimizer, named) for optimizer in copies or [request]]
         ledger.kind, ledger.share = "activations", 1.0
         self.states_bytes = ledger.alive("optimizer")
-        self.stepped = optimizer  # keeps the optimizer state alive
         if self.code.evaluation is not None:  # as a training loop does after every step
             for parameter in trained:
                 parameter.grad = None
             ledger.add("gradients", -ledger.alive("gradients"))
+
+    def _step_of(self, request: Any, named: Sequence[tuple[str, torch.Tensor]]) -> Any:
+        """Run one optimizer's step, or count the states of an optimizer with its own kernels. Return the result of `make_optimizer`."""
+        ledger, states = self.recorder.ledger, self.states
+        if members := names_in(request):
+            named = [(name, parameter) for name, parameter in named if name in members]
+        if not named:  # such as the optimizer of a GAN's other network
+            return None
+        parameters = [parameter for _, parameter in named]
+        optimizer = make_optimizer(request, parameters, self.setup.learning_rate, [name for name, _ in named])
+        if isinstance(optimizer, str):
+            self.notes.append(optimizer)
+            for name, parameter in named if kernels_of(request) else ():
+                # transformers' Trainer registers the embeddings' states in 32 bits.
+                embeds = isinstance(self.twin.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+                pages = self.setup.profile.kind != "cpu"
+                size = parameter.shape, parameter.itemsize
+                held = state_bytes(kernels_of(request), *size, float32=embeds, pages=pages)
+                ledger.add("optimizer", int(self.process.share * self.repeats[id(parameter)] * held))
+            return optimizer
+        optimizer.state.update({parameter: states[name] for name, parameter in named if name in states})
+        optimizer.step()
+        for _, parameter in named:
+            surplus = ledger.share * (self.repeats[id(parameter)] - 1)
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor):
+                    ledger.add("optimizer", int(surplus * value.untyped_storage().nbytes()))
+        return optimizer
 
     def _evaluate(self) -> None:
         """Count the memory of an evaluation or a rollout between steps. Remove its calls, which repeat those of the forward."""
