@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 
@@ -70,6 +72,14 @@ def made_for_the_device():
 def nothing():
     return 3
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_bars() -> Iterator[None]:
+    """The first test that reads a data file, with an empty cache, would print a bar among the errors."""
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
 
 
 @pytest.fixture
