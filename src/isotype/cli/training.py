@@ -88,7 +88,6 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
 
 
 def _planned(command: Command, console: Console) -> Command:
-    """Replace each `auto` in the command by the value that `isotype plan` chooses for this machine."""
     if not command.planned:
         return command
     from isotype.planning.from_request import resolve_auto, words_of
@@ -118,7 +117,6 @@ def demo(argv: Sequence[str], console: Console) -> int:
 
 
 def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None:
-    """Print losses, warnings, sample answers, the paths of the results and the commands to run next."""
     from isotype.report.run.record import loss_sentences, reward_warnings
 
     record = outcome.record

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Self
 from isotype.compat.standard import ValueParser, actions_of
 from isotype.core.errors import IsotypeError, Problem, UsageError
 
-_TABLES, _COMMANDS = (
+_TABLES, COMMANDS = (
     json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
     for name in ("arguments.json", "commands.json")
 )
@@ -69,13 +69,13 @@ class Parser(ValueParser):
     @classmethod
     def described(cls, command: str) -> Self:
         """Return a parser with the description of a command in commands.json, without arguments."""
-        settings = {n: v for n, v in _COMMANDS[command].items() if n not in ("arguments", "stray")}
+        settings = {n: v for n, v in COMMANDS[command].items() if n not in ("arguments", "stray", "training")}
         for name, text in settings.items():
             if isinstance(text, list):  # lines
                 settings = {**settings, name: "\n".join(text)}
                 settings["formatter_class"] = argparse.RawDescriptionHelpFormatter
         parser = cls(prog=f"isotype {command}", **settings)
-        parser.stray = lambda value: _COMMANDS[command].get("stray", "")
+        parser.stray = lambda value: COMMANDS[command].get("stray", "")
         return parser
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -176,7 +176,7 @@ class Parser(ValueParser):
 def add_arguments(parser: argparse.ArgumentParser, command: str, **choices: Collection[str]) -> None:
     """Add the arguments of a command in commands.json. Of arguments that are `exclusive`, only one may be given."""
     exclusive: Any = None
-    for names, described in _COMMANDS[command]["arguments"].items():
+    for names, described in COMMANDS[command]["arguments"].items():
         pairs = ((n, tuple(v) if isinstance(v, list) else v) for n, v in described.items())
         keywords: dict[str, Any] = {name: value for name, value in pairs if name != "exclusive"}
         if "type" in described:

@@ -45,7 +45,6 @@ class Prepared:
     Attributes:
         first: first row in the format that the trainer takes.
         shapes: type of every column, None if the type is unknown.
-        notes: lines for the user.
         make: function that returns the data set, or a stream, with columns of the given types.
     """
 
@@ -62,7 +61,6 @@ class Prepared:
 
 
 def prepare(local: LocalData, split: str, reading: Reading) -> Prepared:
-    """Check one split of a local data set."""
     files = local.splits[split]
     suffixes = {path.suffix.lower() for path in files}
     kinds = suffixes - {*_JSON_SUFFIXES} | ({".jsonl"} if suffixes & {*_JSON_SUFFIXES} else set())

@@ -7,12 +7,19 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from isotype.core.errors import Problem
 from isotype.core.names import listed, plural
 
 Row = dict[str, Any]
+
+_OTHERS = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
+OTHER_NAMES: Mapping[str, Mapping[str, list[str]]] = {
+    kind: {name: others.split() for name, others in names.items()} for kind, names in _OTHERS.items()
+}
+"""Maps kinds of names (columns, methods, speakers of ShareGPT) to {name: other names that users and data sets write}."""
 
 REFILL = "fill in the column, or remove the example"
 
@@ -71,8 +78,6 @@ def messages_fault(value: object, judge: Callable[[Row], str | None] = _message_
 
 
 def conversation_fault(value: object) -> str | None:
-    """Return the fault of a list of {from, value} messages, or None if the list is valid."""
-
     def judge(message: Row) -> str | None:
         lacking = next((key for key in ("from", "value") if not isinstance(message.get(key), str)), None)
         return lacking and f"holds a message without '{lacking}'"
@@ -187,7 +192,6 @@ def as_messages(row: Row) -> Row:
 
 
 def mixed_turns(row: Mapping[str, object], names: Sequence[str]) -> Problem | None:
-    """Return a problem if the columns of turns in a row mix text and messages, else None."""
     plain = [name for name in names if isinstance(row[name], str)]
     if not plain or len(plain) == len(names):
         return None

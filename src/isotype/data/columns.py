@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from isotype.core.names import listed
 from isotype.data.cells import (
     CHATS,
     COLUMNS,
+    OTHER_NAMES,
     REFILL,
     TEXT,
     TURN_COLUMNS,
@@ -34,18 +35,7 @@ from isotype.data.shapes import DEEP, DEEPEST, HUGE, MIXED, NULL, PICTURE, STRIN
 Record = tuple[str, int, Any]
 """The name of a file or split, the number of a line or row, and the row or the problem with it."""
 
-NEAR_NAMES: Mapping[str, tuple[str, ...]] = {
-    "prompt": ("instruction", "question", "query", "problem", "input"),
-    "completion": ("output", "response", "answer", "target", "reply"),
-    "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
-    "text": ("content", "document", "body"),
-    "chosen": ("preferred", "positive", "accepted", "winner"),
-    "rejected": ("dispreferred", "negative", "loser"),
-    "label": ("labels", "desirable", "thumbs_up"),
-    "chosen_ids": ("chosen_input_ids",),
-    "rejected_ids": ("rejected_input_ids",),
-    "solution": ("answer", "ground_truth", "gold", "target", "expected_answer", "final_answer", "label"),
-}
+NEAR_NAMES = OTHER_NAMES["columns"]
 
 
 def formats_of(method: str, text_field: str = "text") -> tuple[Format, ...]:

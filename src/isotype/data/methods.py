@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
 
+from isotype.data.cells import OTHER_NAMES
 from isotype.data.tokens import TOKEN_COLUMNS
 
 Loss = Literal[
@@ -173,8 +174,5 @@ METHODS: dict[str, Method] = {
         ),
     )
 }
-SAME_METHODS = {
-    **dict.fromkeys(("train", "finetune", "fine-tune", "tune", "lora", "qlora", "pt", "pretrain"), "sft"),
-    **dict.fromkeys(("rm", "reward_model", "reward-model"), "reward"),
-}
+SAME_METHODS = {other: name for name, others in OTHER_NAMES["methods"].items() for other in others}
 """Maps other names of training commands to isotype's."""

@@ -93,7 +93,6 @@ def _part(entry: Any, reading: Reading, streaming: bool) -> _Part:
 
 
 def _valid(parts: list[_Part]) -> list[_Part]:
-    """Return the parts; raise DataError if they have problems."""
     if problems := [problem for part in parts for _, item in part.splits for problem in item.problems]:
         raise data_error("datasets", problems)
     return parts

@@ -123,7 +123,6 @@ def _read(picture: Stored, check: Callable[[Any], object]) -> tuple[int, int] | 
 
 
 def broken(paths: Sequence[str]) -> Iterator[tuple[str, Problem]]:
-    """Yield (path, problem) of each image whose header cannot be read."""
     bar = Bar("reading the headers of images")
     bar.total = len(paths)
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -138,7 +138,6 @@ def _before(chats: Row, count: int) -> None:
 
 
 def alike_at_start(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how many elements are equal before the first difference."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 

@@ -8,28 +8,23 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
 from isotype.core.errors import Problem
 from isotype.core.names import listed
-from isotype.data.cells import CHATS, TURN_COLUMNS, Row, chat_problems, conversation_fault, messages_fault
+from isotype.data.cells import (
+    CHATS,
+    OTHER_NAMES,
+    TURN_COLUMNS,
+    Row,
+    chat_problems,
+    conversation_fault,
+    messages_fault,
+)
 
 CALL = "assistant, with a tool call"
-SPEAKERS: Mapping[str, str] = {
-    **dict.fromkeys(("human", "user", "prompter", "input"), "user"),
-    **dict.fromkeys(
-        ("gpt", "assistant", "model", "bot", "ai", "chatbot", "chatgpt", "bing", "bard", "output"),
-        "assistant",
-    ),
-    "system": "system",
-    "developer": "developer",
-    **dict.fromkeys(
-        ("tool", "tool_response", "observation", "function", "function_response", "ipython"), "tool"
-    ),
-    **dict.fromkeys(("function_call", "tool_call"), CALL),
-}
+SPEAKERS = {name: role for role, names in OTHER_NAMES["speakers"].items() for name in names}
 """Maps the value of `from` in lower case to the role of the message."""
 
 _CALL_FORM = '{"name": "…", "arguments": {…}}, or a list of such'
@@ -138,7 +133,6 @@ def _calls(text: str) -> list[Row] | None:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the content of a JSON text; return another value unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (json.JSONDecodeError, RecursionError):

@@ -220,7 +220,6 @@ def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -
 
 
 def measured_layers(checkpoint: Checkpoint) -> Damages | None:
-    """Return the cached per-layer damages of `isotype quality`, or None."""
     key = checkpoint.fingerprint
     return None if key is None else read_measurement(Damages, key)
 
@@ -303,7 +302,6 @@ def _lora_value(lora: Any, name: str) -> Any:
 
 
 def _costs(rows: Sequence[Row], profile: DeviceProfile) -> tuple[str, ...]:
-    """Return warnings of the rows' precision policies, and reasons why the device emulates a compute dtype."""
     warned = [warning for row in rows for warning in row.policy.warnings]
     computes = (row.policy.compute for row in rows)
     emulated = [f"{dtype_name(d)}: {profile.reason(d)}" for d in computes if profile.supports(d) != "native"]
@@ -464,7 +462,6 @@ def _with_values(command: Command, row: Row) -> Command:
 
 
 def words_of(row: Row) -> str:
-    """Return a line that describes the chosen row: storage, micro-batches, checkpointing, memory peak and speed."""
     speed = speed_of(row)
     foreseen = f", {speed} tokens/s expected" if speed else ""
     times = f" × {row.accumulation}" if row.accumulation > 1 else ""

@@ -116,14 +116,12 @@ def _changes(command: Command, row: Row) -> str:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Return True if an error means that memory ran out: it is a MemoryError, or a RuntimeError whose message says so."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
     )
 
 
 def advice(command: Command) -> str:
-    """Return a message for a training that ran out of memory: settings that fit, or the reason why none fit."""
     try:
         request = request_of(command, (command["device"],))
         profile = device_profile(request.devices[0])

@@ -35,7 +35,6 @@ class PlanRequest:
     """The model, devices, data and limits for which a plan is requested.
 
     Attributes:
-        step: the training step with the requested arguments.
         count: number of devices that train together.
         memory: bytes that a step may use; None for the device's limit.
         rows: rows of a micro-batch; None if the plan chooses them.
@@ -71,7 +70,6 @@ _add_own = partial(add_arguments, command="plan", method=tuple(METHODS), goal=tu
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments that only a plan has."""
     arguments = Parser.described("plan")
     _add_own(arguments)
     return arguments

@@ -97,7 +97,6 @@ class Search:
 
     Attributes:
         rooms: memory limit of a step for each device name.
-        length: tokens of a row.
         micro: rows of an optimizer step on one device.
         bounded: True to trace no step whose weights and adapters alone exceed the limit. Its row has only their memory.
         refused: storages that cannot be trained, each with the reason.
@@ -142,7 +141,6 @@ class Search:
                 self.refused.append(f"{steps.step.policy.form}, checkpointing {steps.checkpointing}: {why}")
 
     def steps_of(self, row: Row) -> Steps:
-        """Return the steps with the settings of a row."""
         return self._steps_by_key[row.storage, row.checkpointing, row.sharding]
 
     def _steps(self, step: PlannedStep, arguments: Mapping[str, Any] | None) -> Steps:
@@ -276,7 +274,6 @@ class Search:
     # One row
 
     def with_length(self, row: Row, length: int) -> Row:
-        """Return a row with the same settings but another length in tokens."""
         steps = self.steps_of(row)
         profile = next(profile for profile in self.profiles if profile.name == row.device)
         other = replace(self, length=length, request=replace(self.request, longest=False))

@@ -23,7 +23,6 @@ class Traced:
 
     Attributes:
         peak: bytes at the memory peak over the first step and all later steps.
-        phase: phase of the peak.
         kinds: kind -> bytes alive at the peak.
         times: profile name -> time of the step; None for a profile without rates.
         notes: sentences about parts that the trace leaves out, and about layers without an adapter.
@@ -69,7 +68,6 @@ class Steps:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Storage, checkpointing and sharding."""
         return self.step.policy.form, self.checkpointing, self.sharding
 
     def at(self, rows: int, tokens: int) -> Traced:
@@ -88,7 +86,6 @@ class Steps:
         return Traced(sum(kinds.values()), "load", kinds, dict.fromkeys(names), ())
 
     def peak(self, rows: int, tokens: int) -> int:
-        """Return the bytes at the step's peak."""
         return self.at(rows, tokens).peak
 
     def seconds(self, device: str, rows: int, tokens: int) -> float | None:

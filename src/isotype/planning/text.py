@@ -38,7 +38,6 @@ _DROPPED = ("spare", "bound by", "s/step", "training", "longest", "damage", "sha
 
 
 def to_text(plan: Record) -> str:
-    """Return the whole plan as a terminal shows it, without colours."""
     console = TerminalConsole(file=io.StringIO(), width=WIDTH, force_terminal=False)
     render(plan, console, whole=True)
     assert isinstance(console.file, io.StringIO)
@@ -96,7 +95,6 @@ def render_models(plans: Sequence[Record], console: Console, whole: bool = False
 
 
 def _print_answer(console: Console, title: str, device: Device) -> None:
-    """Print the speed, time and command of a device's chosen row; if nothing fits, print the least memory of a step."""
     say(console, "")
     row = device.chosen
     if row is None:
@@ -170,7 +168,6 @@ def _filled(lines: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def cells_of(row: Row, chosen: bool) -> dict[str, str]:
-    """Return the table cells of a plan's row: column -> text."""
     time, work = row.time if row.fits else None, row.work
     times = f" × {row.accumulation}" if row.accumulation > 1 and row.fits else ""
     beyond = "≥ " if row.longest_is_all else ""
@@ -220,7 +217,6 @@ def _seconds(seconds: float) -> str:
 
 
 def facts_of(plan: Record, device: Device) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) pairs about a device and its chosen row."""
     yield from _notes(device)
     yield "room", f"a step may use {device.room}"
     yield "rates", device.rates or "unknown, and so is the time"
@@ -273,7 +269,6 @@ _MARGIN = 1.08
 
 
 def to_html(plan: Record) -> str:
-    """Return a self-contained HTML page of a plan."""
     return html.render(
         "plan.html.j2",
         title=f"isotype plan: {plan.model}",

@@ -160,7 +160,6 @@ def _with_inputs(request: StepRequest, inputs: Any) -> StepRequest:
 
 
 def arguments_of_check() -> tuple[str, ...]:
-    """Return the names of all arguments that `check` takes."""
     named = [name for name in inspect.signature(check).parameters if name != "options"]
     return (*named, *Options.__annotations__)
 
@@ -220,7 +219,6 @@ def _module(text: str) -> Any:
 
 
 def _failed(text: str, doing: str, error: Exception) -> UsageError:
-    """Return a UsageError with the message of an error that the user's code raised, and the line that raised it."""
     what = f"{text}: {doing} raised {type(error).__name__}: {error}{_line(error)}"
     fix = "correct it; --debug shows the whole traceback"
     return UsageError.of("the function fails", what, f"a function that returns {_RETURNS}", fix)

@@ -128,9 +128,7 @@ def request_of_first_step(
     """Return the request for the first step of a running trainer, which has just called its model for the first time.
 
     Args:
-        model: the trainer's model.
         call: positional and keyword arguments with which the model was called.
-        arguments: the trainer's TrainingArguments.
         optimizer: accelerate's wrapper of the optimizer, which has the GradScaler.
     """
     args, kwargs = call

@@ -102,7 +102,6 @@ def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
 
 
 def _gone(report: Report, actions: Sequence[Action]) -> tuple[Finding, ...]:
-    """Return the errors and warnings of `report` that `actions` resolve."""
     if not actions:
         return ()
     assert report.again is not None
@@ -124,8 +123,6 @@ def plan(
     once: the finding is then resolved, or it remains.
 
     Args:
-        report: a report on a step that can be traced again.
-        unsafe: whether fixes that change stored digits or the meaning of the step may be chosen.
         command: whether the fixes are for the arguments of a training command instead of a model.
     """
     assert report.again is not None
@@ -223,7 +220,6 @@ def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Fi
 
 
 def unresolved(report: Report) -> list[tuple[Finding, str]]:
-    """Return the errors and warnings of a report, each with the reason why it remains."""
     return [(finding, _reason(finding, False)) for finding in report.findings if finding.severity != "note"]
 
 

@@ -47,23 +47,11 @@ def run(
     measure: bool = True,
     traced: Trace | None = None,
 ) -> Report:
-    """Trace the requested step on fake tensors and return a report with findings and tried fixes.
-
-    The model, the inputs and the random states stay unchanged, and no weights are copied. Weights are read only to
-    measure the values of a float16 step. If a part of the step cannot be traced, the report has the finding IST199 and
-    the findings of the part before the failure.
+    """Return the report on a step. `isotype.preflight.check.check` describes the report and the other arguments.
 
     Args:
-        request: the step.
-        verify: whether every fix is tried by a second trace.
-        seconds: time limit of the trace; trials of fixes do not count. Findings cover the part of the step before the
-            limit.
         measure: whether the values of a float16 step may be measured.
         traced: the result of `trace_of` for this request, or None if the step is not traced yet.
-
-    Raises:
-        UsageError: incompatible arguments.
-        PrecisionError: an unknown device or dtype.
     """
     started = time.perf_counter()
     setup = setup_of(request)
@@ -280,7 +268,6 @@ def _outcome(after: Sequence[Finding], values_known: bool) -> str:
 
 
 def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:
-    """Return a copy of the setup in which the actions of kind `setting` are applied."""
     changes: dict[str, Any] = {a.target: setting_value(a.value) for a in actions if a.kind == "setting"}
     if "autocast" in changes and "scaler" not in changes:
         changes["scaler"] = setup.scaler or changes["autocast"] == torch.float16
@@ -293,7 +280,6 @@ def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:
 
 
 def setting_value(value: str) -> Any:
-    """Return the value of a `setting` action from its text: `True`, `False`, `None`, a number, a dtype's name or a word."""
     words = {"True": True, "False": False, "None": None}
     if value in words:
         return words[value]

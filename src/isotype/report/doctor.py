@@ -35,7 +35,6 @@ def speeds(report: DoctorReport) -> dict[torch.dtype, float]:
 
 
 def cost_here(dtype: torch.dtype, report: DoctorReport) -> str:
-    """Return a phrase that compares the speed of `dtype` with the device's fastest dtype."""
     rates = speeds(report)
     if dtype not in rates:
         rate = report.rates.get(dtype)
@@ -52,7 +51,6 @@ def cost_here(dtype: torch.dtype, report: DoctorReport) -> str:
 
 
 def auto_dtype(profile: DeviceProfile) -> str:
-    """Return a phrase that describes the dtype that `--dtype auto` selects on a device."""
     native = [dtype_name(dtype) for dtype in COMPUTE_DTYPES if dtype in profile.native]
     best = dtype_name(profile.best_dtype())
     if native == [best]:
@@ -250,7 +248,6 @@ def _profile_json(profile: DeviceProfile) -> dict[str, Any]:
 
 
 def doctor_json(report: DoctorReport) -> dict[str, Any]:
-    """Return the report as plain dicts, lists, strings and numbers. The numbers are not rounded."""
     names = {
         DoctorReport: "rates python torch_build toolkits versions incompatibilities missing bitsandbytes",
         MatmulRate: "flops_per_second repeats size message spread",

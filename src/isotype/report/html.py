@@ -128,21 +128,11 @@ def format_number(value: float, digits: int = 4) -> str:
         return "∞" if value > 0 else "−∞"
     if value == 0:
         return "0"
-    magnitude = int(f"{value:.{digits - 1}e}".split("e")[1])
-    if not -3 <= magnitude < 6:
-        return _exponent(value, digits - 1)
-    return _minus(f"{value:,.{max(0, digits - 1 - magnitude)}f}")
-
-
-def _exponent(value: float, digits: int) -> str:
-    if value == 0:
-        return "0"
-    mantissa, exponent = f"{value:.{max(0, digits)}e}".split("e")
-    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-    return _minus(f"{mantissa}e{int(exponent)}")
-
-
-def _minus(text: str) -> str:
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    magnitude = int(exponent)
+    text = f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{magnitude}"
+    if -3 <= magnitude < 6:
+        text = f"{value:,.{max(0, digits - 1 - magnitude)}f}"
     return f"−{text[1:]}" if text.startswith("-") else text
 
 

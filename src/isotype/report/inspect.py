@@ -40,7 +40,6 @@ _DROPPED = ("shape", "bytes", "share", "count")
 
 
 def render_inspection(inspection: Inspection, console: Console) -> None:
-    """Print the groups of tensors, the totals of each dtype, and each tensor whose dtype differs from its group's dtype."""
     head = f"{inspection.path}  ({inspection.format}, {inspection.kind})"
     console.print(Text(head, style="bold"), soft_wrap=True)
     console.print(fitting(_group_table(inspection), console, dropped=_DROPPED))
@@ -67,7 +66,6 @@ _STYLES = {
 
 
 def render_fit(fit: Fit, console: Console) -> None:
-    """Print whether a program applies an adapter correctly: the effect on each kind of module, reasons and fixes."""
     console.print(Text(f"{fit.adapter} in {fit.consumer}, on {fit.model}", style="bold"), soft_wrap=True)
     table = table_of("module", "tensors", f"in {fit.consumer}", numbers=("tensors",))
     for use in fit.uses:
@@ -99,7 +97,6 @@ def mismatch_lines(inspection: Inspection) -> list[str]:
 
 
 def inspection_json(inspection: Inspection) -> dict[str, Any]:
-    """Return the inspection as plain dicts, lists, strings and numbers. The numbers are not rounded."""
     totals = {name: getattr(inspection, name) for name in ("bytes", "tensors", "values")}
     return {**asdict(inspection), **totals}
 
@@ -149,7 +146,6 @@ _REMARKABLE = ("initialised", "surplus", "warning", "not quantized", "dequantize
 
 
 def render_plan(inspection: PlanInspection, console: Console) -> None:
-    """Print how each group of tensors would be loaded, the reasons for its dtype, and the tensors that no file contains."""
     console.print(Text(f"{inspection.path}  ({inspection.model})", style="bold"), soft_wrap=True)
     console.print(fitting(_plan_table(inspection), console, dropped=_DROPPED))
     console.print()
@@ -205,7 +201,6 @@ def storage_lines(inspection: PlanInspection) -> list[str]:
 
 
 def plan_json(inspection: PlanInspection) -> dict[str, Any]:
-    """Return a load plan as plain values: the groups of tensors, and the file position of every tensor."""
     surplus = [tensor.weight.name for tensor in inspection.plan.match.surplus]
     return {**encoded(inspection, _PLAN_KEYS), "policy": inspection.policy.summary(), "surplus": surplus}
 

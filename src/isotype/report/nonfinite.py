@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 
 import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import Problem
 from isotype.core.names import plural
-from isotype.records.nonfinite import NonFinite, Value
+from isotype.records.nonfinite import Cause, NonFinite, Value
+from isotype.report.html import package_file
 from isotype.report.text import short_source
 
 _ROWS_NAMED = 6
+_CAUSES: Mapping[Cause, Mapping[str, str]] = json.loads(package_file("nonfinite.json"))
+"""Maps a cause to the reason in the headline, the expected values and the fix."""
 _INFIX = {"div": "/", "mul": "*", "add": "+", "sub": "-", "pow": "**"}
 
 
 def problem_of(event: NonFinite) -> Problem:
-    """Describe the first NaN or infinity as a problem: the operator and its operands, the expected values, and the fix."""
     lines = [_headline(event), f"      --> {_place(event)}"]
     shown = (*event.operands, event.result)
     width = max(len(value.role) for value in shown)
@@ -32,16 +36,9 @@ def _headline(event: NonFinite) -> str:
         name = f" {culprit.name}" if culprit.name else ", which no operator of the step computed,"
         return f"{kind}{name} holds {_counts(culprit)}"
     value = "infinity" if not event.result.nan else "NaN"
-    reason = {
-        "range": f": {number(event.exact or 0.0)} is beyond {dtype_name(event.result.dtype)}",
-        "inside": f", though the exact result, {number(event.exact or 0.0)}, fits",
-        "row": " for a row in which everything is masked",
-        "labels": " as the mean over no labels",
-        "empty": " of an empty tensor",
-        "domain": f": {_arithmetic(event)}",
-        "constant": ", which the code writes",
-    }.get(event.cause, " of finite operands")
-    return f"{_name(event)} gives {value}{reason}"
+    exact, dtype = number(event.exact or 0.0), dtype_name(event.result.dtype)
+    reason = _CAUSES[event.cause].get("reason", " of finite operands")
+    return f"{_name(event)} gives {value}{reason.format(exact=exact, dtype=dtype, arithmetic=_arithmetic(event))}"
 
 
 def _place(event: NonFinite) -> str:
@@ -81,11 +78,7 @@ def _expected(event: NonFinite) -> str:
             return limit
         plain = number((event.exact or 0.0) / event.scale)
         return f"{limit}; without the loss scale of {number(event.scale)} the value is {plain}"
-    return {
-        "row": "at least one entry that is not -inf",
-        "labels": "at least one label that is not ignored",
-        "constant": "-inf only where a softmax or torch.where removes it",
-    }.get(event.cause, "finite numbers")
+    return _CAUSES[event.cause].get("expected", "finite numbers")
 
 
 def _fix(event: NonFinite) -> str:
@@ -94,19 +87,7 @@ def _fix(event: NonFinite) -> str:
         return _fix_of_range(event)
     if event.cause == "domain" and event.entries == (0.0, 0.0):
         return f"look at {rows}: a mean over no labels (all are -100) is 0 / 0"
-    return {
-        "weight": "resume an earlier checkpoint with a lower learning rate; if this is the first step, the loaded "
-        "checkpoint itself is damaged",
-        "input": f"look at {rows} and at the code that computes the input",
-        "outside": "look at the code that computes this tensor: a kernel, or code outside of the step",
-        "inside": "compute this operator in float32: cast the operands to float32 and the result back",
-        "row": f"look at {rows}: omit fully masked rows, or fill their masks with torch.finfo(dtype).min in place of -inf",
-        "labels": "omit rows whose labels are all -100: all their labels were cut off or masked",
-        "empty": "omit empty batches",
-        "domain": f"clamp the operand or add a small number to it, so that the result is defined; look at {rows}",
-        "constant": "write a large finite number in place of the infinity, or mask the infinite values before they are added up",
-        "unknown": f"look at {rows}",
-    }[event.cause]
+    return _CAUSES[event.cause]["fix"].format(rows=rows)
 
 
 def _fix_of_range(event: NonFinite) -> str:

@@ -168,7 +168,6 @@ def wrapped(text: str, console: Console) -> str:
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a text, wrapped to the width of the console."""
     console.print(wrapped(text, console), style=style, highlight=False, markup=False, soft_wrap=True)
 
 

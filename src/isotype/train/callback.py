@@ -227,7 +227,6 @@ def before_first_step(
         handle_report: is called with the preflight's report. An exception that this function raises ends the training.
         outermost: the module that the trainer calls. In a module compiled by torch.compile, hooks of submodules become part
             of the graph. Only hooks of the compiled module itself run outside of the graph.
-        ranges: measured value ranges, or None if they are unknown. `"measure"` measures a float16 step on the first batch.
     """
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -191,7 +191,6 @@ def brings_tokens(training: Any) -> bool:
 
 
 def _copies_adapter(settings: Settings) -> bool:
-    """Return True if TRL adds a copy of the adapter as the reference."""
     return settings.method.always_copies or settings.method.compares(settings.training)
 
 

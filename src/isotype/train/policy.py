@@ -174,12 +174,10 @@ def masters_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def mixed_precision_name(policy: PrecisionPolicy) -> str:
-    """Return accelerate's name for the policy's autocast: `"no"`, `"bf16"` or `"fp16"`."""
     return {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[policy.autocast]
 
 
 def precision_arguments(policy: PrecisionPolicy) -> dict[str, Any]:
-    """Return the attributes of transformers' TrainingArguments that the policy decides, with their values."""
     return {
         "bf16": policy.compute == torch.bfloat16,
         "fp16": policy.compute == torch.float16,

@@ -114,8 +114,6 @@ class Built:
     Attributes:
         asked: sample questions with prompts. The model answers each question before and after the training.
         fusion: the report on the fused layers, or None if nothing was fused.
-        lengths: lengths of the training rows, or None if they are unknown.
-        pictures: True if the data has images.
     """
 
     trainer: Any

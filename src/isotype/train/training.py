@@ -105,7 +105,6 @@ class Outcome:
         adapter: directory of the saved adapter (or model), or None if nothing was saved.
         checkpoint: the last complete checkpoint of this run, else the resumed checkpoint, or None without either.
         stopped_by: number of the signal that stopped the run, or None if no signal stopped the run.
-        pictures: True if the training data has images.
     """
 
     record: RunRecord

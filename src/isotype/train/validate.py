@@ -60,7 +60,6 @@ def machine_problems(settings: Settings) -> list[Problem]:
 
 
 def argument_problems(settings: Settings) -> list[Problem]:
-    """Return the problems of the arguments that do not depend on the machine."""
     return [
         *number_problems(settings.value),
         *name_problems(settings.value),
@@ -144,7 +143,6 @@ def _attention(settings: Settings) -> Any:
 
 
 def _flash(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if FlashAttention does not support the device or the requested dtype."""
     name = str(_attention(settings))
     if not name.startswith("flash_attention"):
         return
@@ -270,7 +268,6 @@ def _schedule_cure(kind: str) -> str:
 
 
 def _hub(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if the result cannot be uploaded to the hub after the training."""
     if not settings.push_to_hub or not settings.training.should_save:
         return
     from huggingface_hub import HfApi
@@ -299,7 +296,6 @@ def _hub(settings: Settings) -> Iterator[Problem]:
 
 
 def _read_later(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if the trainer cannot read `--chat_template_path` or `--reward_model_name_or_path`."""
     from transformers import AutoConfig, AutoTokenizer
 
     scorer = "a directory or hub id with a model that scores texts"

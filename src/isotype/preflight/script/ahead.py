@@ -70,7 +70,6 @@ def request_of_script(
     """Return the request for the step that begins with a forward of the script's model.
 
     Args:
-        beginning: the forward.
         loss: (model, inputs) -> loss.
         device: the device profile to simulate, or None for the model's device.
         phases: the phases of the step; for a forward without gradients, only `"generate"`.
@@ -115,7 +114,6 @@ class LossOfForward(LossOfOutput):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of DistributedDataParallel or DataParallel, or `model` itself if it is not wrapped."""
     inner = getattr(model, "module", None)
     wraps = type(model).__name__ in ("DistributedDataParallel", "DataParallel")  # by name, to avoid an import
     return inner if wraps and isinstance(inner, nn.Module) else model
@@ -128,7 +126,6 @@ def tried(report: Report) -> bool:
 
 
 def rank() -> int:
-    """Return the rank of this process in a distributed training, or 0 if it trains alone."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()

@@ -82,13 +82,7 @@ _ABOUT_DTYPES = re.compile(
 
 
 class Diagnosis:
-    """Watches one script, and prints what isotype finds about it.
-
-    Args:
-        options: the options of `isotype run`.
-        console: the console for the output.
-        family: the processes of this run; only one of them reports on the first step, and only one explains a crash.
-    """
+    """Watches one script, and prints what isotype finds about it."""
 
     def __init__(self, options: Options, console: Console, family: Family) -> None:
         twice = partial(self._between, ist308_clipped_scaled)
@@ -113,7 +107,6 @@ class Diagnosis:
         self._returned: SimpleQueue[bool] = SimpleQueue()
 
     def begin(self) -> None:
-        """Wait for the script's first step."""
         self.gpu.attach()
         self.watch.attach()
 
@@ -355,7 +348,6 @@ class Diagnosis:
         return True
 
     def _explain(self, text: str, name: str) -> None:
-        """Explain an error that an operator of the watched step has raised."""
         recorder = self.watch.recorder
         assert recorder is not None
         call = recorder.failed

@@ -29,7 +29,6 @@ class Family:
 
     @property
     def is_top(self) -> bool:
-        """True if the user started this process."""
         return self.top == os.getpid()
 
     def claim(self, fact: Fact) -> bool:
@@ -43,11 +42,9 @@ class Family:
         return True
 
     def knows(self, fact: Fact) -> bool:
-        """Return whether a process of the run has claimed `fact`."""
         return (self.folder / fact).exists()
 
     def leave(self) -> None:
-        """Remove the folder if this is the top process."""
         if self.is_top:
             os.environ.pop(VARIABLE, None)
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -73,11 +70,7 @@ class Options:
     Attributes:
         target: path of the script, or name of the module.
         module: whether `target` is a module (`-m`).
-        arguments: arguments of the script.
-        steps: number of optimizer steps to watch.
-        device: the device profile to simulate, or None for the model's device.
         seconds: time limit for tracing the first step before it runs; 0 disables this trace.
-        watch: whether isotype watches all steps, and ends the training when a loss is not finite.
     """
 
     target: str
@@ -89,7 +82,6 @@ class Options:
     watch: bool = False
 
     def flags(self) -> Sequence[str]:
-        """Return the arguments of `isotype run` for these options, without the target."""
         device = () if self.device is None else ("--device", self.device)
         watch = ("--watch",) if self.watch else ()
         return ("--steps", str(self.steps), *device, *watch, "--preflight-seconds", f"{self.seconds:g}")

@@ -48,7 +48,6 @@ class MissingGpu:
         self._absent = on_gpu and backend is not None and not backend.is_available()
 
     def attach(self) -> None:
-        """Let the CPU stand for the GPU until `detach`."""
         replaced = Replacements()
         if self._absent and self._profile is None:
             replaced.wrap(torch.cuda, "is_available", self._note_caller)
@@ -62,7 +61,6 @@ class MissingGpu:
         self._hooks.callback(replaced.put_back)
 
     def detach(self) -> None:
-        """Restore torch."""
         self._hooks.close()
 
     @property

@@ -85,7 +85,6 @@ class Numbers:
         self._forward(model, args, kwargs)
 
     def detach(self) -> None:
-        """Remove all hooks, and release the script's tensors."""
         while self._hooks:
             self._hooks.pop().remove()
         self._replaced.put_back()
@@ -177,7 +176,6 @@ class Numbers:
         raise SystemExit(STOPPED)
 
     def _explain(self, model: nn.Module, forwards: tuple[_Forward, ...], scale: float | None) -> None:
-        """Run the step again and print its first non-finite value."""
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         if inner is model and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             self._say("the step was not run again: other processes hold parts of the model")

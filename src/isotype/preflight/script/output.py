@@ -60,6 +60,5 @@ class Output:
 
 
 def peak_of(memory: Memory) -> str:
-    """Return the peak of a step in bytes, and what holds it."""
     kinds = memory.phases[memory.peak_phase] if memory.peak_phase is not None else {}
     return f"peak {format_bytes(memory.peak)} ({format_kinds(kinds, memory.peak / 100)})"

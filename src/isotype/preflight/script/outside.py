@@ -35,7 +35,6 @@ class Outside:
     help: str
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines to print; none if there are neither tensors nor advice."""
         if self.tensors or self.help:
             yield f"  --> {short_source(self.source)}"
         for name, dtype, shape, in_model in self.tensors:
@@ -114,7 +113,6 @@ def _of_optimizer(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and the exceptions that it was raised from."""
     visited: list[BaseException] = []
     while error is not None and error not in visited:
         visited.append(error)

@@ -61,12 +61,10 @@ class Processes:
         self._replaced = Replacements()
 
     def watch(self) -> None:
-        """Watch the processes that are started after this call."""
         around_programs(self._replaced, self._popen, self._system)
         around_processes(self._replaced, self._start, self._bootstrap)
 
     def leave(self) -> None:
-        """Stop watching new processes."""
         self._replaced.put_back()
 
     def _popen(self, start: Callable[..., None], process: Any, args: Any, *rest: Any, **kwargs: Any) -> None:

@@ -51,7 +51,6 @@ class Session:
         self._waits = when_imported("torch", lambda: self.safely(self._begin))
 
     def leave(self) -> None:
-        """Remove the watch from the process."""
         self._processes.leave()
         if self._waits is not None:
             self._waits()
@@ -64,7 +63,6 @@ class Session:
         self._diagnosis.begin()
 
     def stop(self) -> None:
-        """Remove the hooks from the script, which has ended."""
         if self._diagnosis is not None:
             self.safely(self._diagnosis.stop)
 
@@ -98,7 +96,6 @@ class Session:
             self._say(f"{NOTHING_SEEN}: {self._why_nothing()}")
 
     def _why_nothing(self) -> str:
-        """Return why no step of the script was watched, and what the user can do to have a step watched."""
         processes = self._processes
         if processes.unwatched:
             programs = ", ".join(processes.unwatched)

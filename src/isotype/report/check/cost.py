@@ -65,7 +65,6 @@ def step_words(report: Record) -> str:
 
 
 def parts_words(report: Record) -> str:
-    """Describe the memory peak: its phase, and the bytes of each kind of memory at the peak."""
     memory = report.memory
     if memory.peak_phase is None:
         return "not measured"
@@ -73,7 +72,6 @@ def parts_words(report: Record) -> str:
 
 
 def memory_words(report: Record) -> str:
-    """Describe the step's peak memory: its size, the limit, the phase, and the bytes of each kind of memory."""
     memory, limit, devices = report.memory, report.trace.setup.limit, report.trace.setup.devices
     if memory.peak_phase is None:
         return "not measured"
@@ -83,7 +81,6 @@ def memory_words(report: Record) -> str:
 
 
 def flops_words(report: Record) -> str:
-    """Describe a step's FLOPs, and the share of each dtype in them, the largest share first."""
     total = sum(report.flops.values())
     if not total:
         return "no matmul was traced"
@@ -130,7 +127,6 @@ def roofline_words(report: Record) -> str:
 
 
 def time_rows(report: Record) -> tuple[tuple[str, str], ...]:
-    """Return two pairs (label, description): one for the step's least time, one for the parts of this time."""
     return ("time", seconds_words(report)), ("roofline", roofline_words(report))
 
 

@@ -33,11 +33,8 @@ class Row:
         module_class: class of the module; "" for a part without weights.
         count: number of modules in one layer that this row describes, such as the number of experts.
         stored: storage dtypes of the base weights, the most frequent first.
-        buffers: dtypes of the buffers, the most frequent first.
         runs: dtypes of the matmuls, the one with the most FLOPs first; dtypes of the outputs if there are no matmuls.
         adapters, adapter_runs: dtypes of the adapters' weights, and dtypes of the adapters' matmuls.
-        trainable: True if base weights are trained.
-        pinned: True if the model's author keeps a weight in float32.
         bytes: bytes of the weights, adapters and buffers in all layers of the row.
         findings: indices in `Report.findings` of the findings about this part.
     """

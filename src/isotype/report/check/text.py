@@ -265,7 +265,6 @@ def _orders(findings: Sequence[Finding], commands: bool) -> list[str]:
 
 
 def script_steps(report: Record) -> list[tuple[str, str]]:
-    """Return a pair (label, sentence) for each thing that the user can do after `isotype run`."""
     rows, setup = [], report.trace.setup
     fixes = [fix for finding in report.findings for fix in finding.fixes]
     safeties = {fix.safety for fix in fixes if fix.verified and fix.scope == "model"}

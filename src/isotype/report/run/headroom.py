@@ -84,7 +84,6 @@ def by_block(headroom: Headroom) -> tuple[BlockHeadroom, ...]:
 
 
 def in_words(headroom: Headroom) -> str:
-    """Describe the block with the least headroom, and the change of its values over the run."""
     least = min(by_block(headroom), key=lambda block: block.headroom)
     sampled = f"{len(headroom.samples):,} sampled"
     several = len(headroom.samples) > 1

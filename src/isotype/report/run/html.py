@@ -168,13 +168,10 @@ class Chart:
     """A chart of a run report. The script `run.js` draws the chart.
 
     Attributes:
-        id: identifier of the chart's element in the page.
         columns: names of the curves' values: a field of `StepRecord`, a metric that the trainer logged, or
             `tokens_per_second`, `memory_gib` or `loss_scale_exponent`, which `run.js` computes.
-        labels: names of the curves in the chart's legend.
         remark: text that is shown while the mouse pointer is not over the chart.
         zero: True if the value axis includes 0.
-        smooth: True if a smoothed curve is drawn over the values.
         held: True if the chart also shows the losses on held-back data.
         stairs: True if each value is drawn as a horizontal line that ends at the next step.
         format: format of the values; `"power"` treats them as exponents of 2.

@@ -329,7 +329,6 @@ class Rewards:
 
 
 def rewards_of(step: StepRecord) -> Rewards | None:
-    """Return the rewards that TRL logged after a step, or None if TRL logged no rewards."""
     logged, names = dict(step.metrics), ("reward", "reward_std", "frac_reward_zero_std")
     return Rewards(step.step, *(logged[name] for name in names)) if logged.keys() >= {*names} else None
 

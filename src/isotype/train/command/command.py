@@ -214,7 +214,6 @@ class Command:
 
     @property
     def planned(self) -> tuple[str, ...]:
-        """The arguments in `PLANNED` whose value is `auto`."""
         return tuple(name for name in PLANNED if self.given(name) == AUTO)
 
     def but(self, **values: Any) -> Command:

@@ -72,7 +72,6 @@ class Settings:
 
     @property
     def data_name(self) -> str:
-        """Name of the data set in messages."""
         return self.dataset_name or "datasets"
 
     def but(self, **values: Any) -> Settings:

@@ -23,7 +23,6 @@ def method_of(reader: Reader) -> str | None:
 
 
 def topics(reader: Reader) -> None:
-    """Translate the names that need arithmetic and the names that describe the rows."""
     whole = reader.typed("batch_size", "a number above 0", None)
     micro = reader.typed("micro_batch_size", "a number above 0", 1)
     if whole and not reader.get("gradient_accumulation_steps"):

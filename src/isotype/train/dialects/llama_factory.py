@@ -30,7 +30,6 @@ def method_of(reader: Reader) -> str | None:
 
 
 def topics(reader: Reader) -> None:
-    """Translate the names that need arithmetic and the names that describe the rows."""
     for name, ours in (("lora_target", "lora_target_modules"), ("additional_target", "lora_modules_to_save")):
         if "," in str(listed := reader.get(name, "")) and not isinstance(listed, list):
             reader.use(name, **{ours: [module.strip() for module in listed.split(",")]})

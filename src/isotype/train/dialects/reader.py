@@ -252,7 +252,6 @@ class Rows:
     """A data set that the file names.
 
     Attributes:
-        path: a file, a folder, or a hub id.
         kind: content of each row, which is `chat`, `turns` (a prompt and its answer, as text) or `text`.
         columns: maps isotype's column name to the data set's columns that are joined into that column.
         name: configuration of the data set on the hub.

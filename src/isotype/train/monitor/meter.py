@@ -37,7 +37,6 @@ class StepMeter:
         together: True if all processes read every step in a collective operation. If False (in a script), tokens are not
             counted, and processes combine their losses only if the gradient norm is not finite. The gradient norm is the
             same in all processes, so all make the same decision, and other steps need no synchronization.
-        memory: meter of a step's memory, or None to measure no memory.
         signals: the signals to stop that this process has received so far.
 
     Attributes:
@@ -153,11 +152,9 @@ def not_finite(
     """Return the error that ends a run whose loss, gradients or weights are not finite.
 
     Args:
-        measured: measurements of the step, by name.
         checkpoint: the last complete checkpoint, or None if there is none.
         replay: result of running the step again, or None if the step was not run again.
         script: True in a user's script. The error then shows arguments as Python code.
-        pictures: True if the training data has images.
     """
     figures = ", ".join(f"{name} {value}" for name, value in measured.items())
     what = f"step {step}{': ' if figures else ''}{figures}"

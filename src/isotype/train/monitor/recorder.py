@@ -73,7 +73,6 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     @property
     def made_steps(self) -> bool:
-        """True if this command has made a step."""
         return len(self.steps) > self._steps_before
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -41,7 +41,6 @@ class Step:
     """An optimizer step. `read` converts loss, norm and scale from scalars on the device to Python numbers.
 
     Attributes:
-        number: the step's number, counted from 1.
         tokens: number of tokens in the loss over all processes (set by `read`).
         loss: sum of the losses of this process's micro-batches. `read` averages the sums of all processes.
         grad_norm: norm of the unscaled gradients before clipping, or None if it was not measured.
@@ -117,7 +116,6 @@ class Step:
             self._values = host
 
     def read(self) -> None:
-        """Wait for the launched values, and convert them to numbers."""
         assert self._values is not None
         if self._arrived is not None:
             self._arrived.synchronize()

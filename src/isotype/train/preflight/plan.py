@@ -34,10 +34,6 @@ class Options:
         batch, length: number of rows in the step, and number of tokens per row. None: the training's arguments decide.
         fsdp: version of FSDP (0 for no FSDP), or None if the training's arguments decide.
         devices: number of devices that train together, or None if the launcher decides.
-        sarif: path of the SARIF report, or `-` for standard output.
-        fail_on: the exit status is 1 if a finding has this severity or a higher severity.
-        image: width and height of each image in pixels, or None if the data decides.
-        images: number of images per row.
     """
 
     bare: bool = False
@@ -61,7 +57,6 @@ class StepPlan:
     """A training step to check. All lengths are numbers of tokens.
 
     Attributes:
-        device: name of a device or of a device profile.
         rows: number of rows in a batch, or of pairs of rows for dpo and reward.
         length: length of a row, or None for the default.
         checkpointing: arguments of `gradient_checkpointing_enable`, or None if gradient checkpointing is off.
@@ -80,7 +75,6 @@ class StepPlan:
             step. None if the device generates no completions.
         reference: True if every step runs the reference model.
         copied: `weights` or `adapters` if the reference model is a frozen copy of these, or None if nothing is copied.
-        attention: attention implementation, or None if transformers chooses.
         packed: True if rows have several documents that are separated by position ids.
         ranges: `measure` or `known` (see `isotype.train.policy.policy_by_ranges`).
         data: description of the data set's rows, or "" if no data set was opened.
@@ -88,7 +82,6 @@ class StepPlan:
         data_rows: number of rows in the training data, or None for a stream or if no data set was opened.
         lengths, evaluation_lengths: lengths of the training rows and the evaluation rows, or None if they were not counted.
         adapt: parts of the model that get adapters, or None for all parts.
-        pictures: the images of each row, or None for the default of the model's config.
         check_policy: raises PrecisionError if the arguments contradict the decided policy.
     """
 

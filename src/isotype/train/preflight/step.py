@@ -312,7 +312,6 @@ def row_length(plan: StepPlan, config: Any) -> int:
 
 
 def positions_of(config: Any) -> int | None:
-    """Return the number of positions that a config gives, or None if it sets no limit."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
 

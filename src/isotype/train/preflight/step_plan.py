@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from isotype.core.arguments import Parser, add_arguments
+from isotype.core.arguments import COMMANDS, Parser, add_arguments
 from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING
@@ -80,17 +80,7 @@ def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
     return Options(fsdp=None if fsdp is None else int(fsdp), **vars(options)), function, device
 
 
-_USED_MOST: Mapping[str, str] = {
-    "dtype": "compute dtype; auto is the checkpoint's dtype, if the device supports it",
-    "quantization": "storage of the frozen weights",
-    "device": "a device of this machine (cpu, cuda) or a name in docs/devices.md (t4, rtx4090, h100, mi300x, …)",
-    "ranges": "value ranges for float16: measure and cache those of the checkpoint, or use ranges only if already cached",
-    "lora_r": "rank of the adapters",
-    "lora_alpha": "alpha of the adapters; their scale is alpha / rank",
-    "lora_dropout": "dropout of the adapters' inputs",
-    "learning_rate": "learning rate of the optimizer",
-    "optim": "transformers' name of the optimizer",
-}
+_USED_MOST: Mapping[str, str] = COMMANDS["check"]["training"]
 """Help texts of the most used arguments of `isotype sft`. Importing TRL for all help texts would take seconds."""
 
 

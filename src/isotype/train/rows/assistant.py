@@ -150,7 +150,6 @@ def labelled_row(
         row: has `messages`, or `prompt` and `completion` as messages, and may have `tools` and `chat_template_kwargs`.
         whole: True if prompts also have loss.
         only: True if only the assistant's turns have loss.
-        source: name of the data set, for error messages.
 
     Raises:
         DataError: no token has loss, or the template refuses the conversation or renders its first turns differently if

@@ -175,7 +175,6 @@ def _columns(settings: Settings, rows: Any) -> list[str]:
 
 
 def has_pictures(settings: Settings, data: Any) -> bool:
-    """Return True if the method reads a column with images in any split."""
     return any(_columns(settings, rows) for rows in data.values())
 
 

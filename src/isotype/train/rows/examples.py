@@ -21,7 +21,6 @@ _LONGEST_TEXT = 600  # number of printed characters of one part of an example
 
 
 def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | None:
-    """Return a summary of the trainer's data, or None for a stream."""
     rows, held = trainer.train_dataset, trainer.eval_dataset
     if not hasattr(rows, "__len__"):
         return None
