@@ -22,7 +22,9 @@ from isotype.core.names import format_bytes
 from isotype.planning.from_request import Plan, plan_of_request
 from isotype.planning.record import Row
 from isotype.planning.request import parse_request
+from isotype.planning.search import runs_alike
 from isotype.planning.text import render, speed_of
+from isotype.precision.devices.profile import device_profile
 from isotype.records.memory import Memory
 from isotype.records.request import StepRequest
 from isotype.records.trace import Trace
@@ -363,3 +365,12 @@ def test_a_length_that_training_rows_are_cut_to_is_kept(config: Path, formula: o
     row = isotype.plan(config, max_length=128, **settings).chosen
     assert row is not None
     assert (row.length, row.command["max_length"]) == (128, 128)
+
+
+def test_devices_share_traces_only_if_the_same_operators_run_on_them() -> None:
+    v100, t4, a100, l4, h100 = (
+        runs_alike(device_profile(name)) for name in ("v100", "t4", "a100", "l4", "h100")
+    )
+    assert len({v100, t4, a100, l4, h100}) == 5  # products, FP8 and attention by cuDNN
+    assert runs_alike(device_profile("rtx4090")) == l4
+    assert runs_alike(device_profile("rtx3090")) == a100

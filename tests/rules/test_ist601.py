@@ -55,6 +55,18 @@ def test_the_estimate_takes_float32s_rate(autocast: Trace) -> None:
     assert 1.0 <= finding.cost.slowdown <= 65.0 / 8.1
 
 
+def test_bfloat16_at_half_of_float16s_rate_on_an_mi100(autocast: Trace) -> None:
+    (finding,) = found(RULE, on(autocast, "mi100"))
+    assert finding.message.startswith(
+        "bfloat16 matmuls run 2 times slower than float16 on AMD Instinct MI100"
+    )
+    assert finding.cost is not None
+    assert finding.cost.slowdown is not None
+    assert 1.0 <= finding.cost.slowdown <= 184.6 / 92.3
+    (half,) = finding.fixes  # float32 would be slower still
+    assert half.description == "run the step in float16 with a GradScaler"
+
+
 @pytest.mark.parametrize("device", ["a100", "h100", "mi300x"])
 def test_devices_with_bfloat16(autocast: Trace, device: str) -> None:
     assert found(RULE, on(autocast, device)) == []

@@ -394,8 +394,13 @@ def _time(traced: Traced, profile: DeviceProfile, accumulation: int) -> Time | N
 
 def runs_alike(profile: DeviceProfile) -> tuple[object, ...]:
     """Return the device properties on which a step's trace depends. Devices with equal properties share traces."""
+    capability = profile.capability or (0, 0)
     return (
         profile.kind,
+        profile.contracts,
+        capability[0],
+        capability < (7, 5),  # mixed dtypes that only older GPUs refuse
+        profile.runs_fp8,
         frozenset(profile.native) - {torch.float64},  # no step computes in float64
         frozenset(profile.emulated) - {torch.float64},
         frozenset(profile.refused) - {torch.float64},

@@ -66,7 +66,7 @@ class DeviceProfile:
         memory_bytes: bytes that torch can use; None if the size varies. On a GPU this is the driver's total, which is
             below the advertised size.
         peak_flops: dtype -> peak rate of dense matmuls in FLOP/s, with float32 accumulation and without TF32. `peak_flops`
-            has only the dtypes with a published rate.
+            has only the dtypes with a published rate, which may be emulated dtypes.
         memory_bandwidth: peak bytes per second; None if unknown.
         flash_attention: dtypes in which scaled_dot_product_attention does not materialize the scores.
         capability: compute capability as in torch.cuda; on ROCm it is derived from the gfx architecture; None for other
@@ -124,8 +124,9 @@ class DeviceProfile:
         return next((dtype for dtype in (_BF16, _F16) if dtype in self.native), _F32)
 
     def slower(self, dtype: torch.dtype, other: torch.dtype) -> float | None:
-        """Return how many times slower matmuls in `dtype` are than in `other`; None if not measured."""
-        return self.speed[other] / self.speed[dtype] if {dtype, other} <= self.speed.keys() else None
+        """Return how many times slower matmuls in `dtype` are than in `other`, measured or published; None if unknown."""
+        rates = self.speed or self.peak_flops
+        return rates[other] / rates[dtype] if {dtype, other} <= rates.keys() else None
 
 
 # ------------------------------------------------------------------- what follows from a card's architecture

@@ -31,13 +31,13 @@ def find(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> Iterator[Findi
     share = costs.flops_share(trace, calls)
     cost = Cost(share, slowdown=_slowdown(trace, calls, dtype, (targets or [torch.float32])[0]))
     how = "do not run" if support == "refused" else "do not run in hardware"
-    if support == "native":
+    if support == "native" or dtype in profile.peak_flops:
         how = f"run {profile.slower(dtype, other):.2g} times slower than {dtype_name(other)}"
     message = f"{dtype_name(dtype)} matmuls {how} on {profile.title}"
     severity: Severity = "error" if support == "refused" else "warning"
     facts: dict[str, Any] = {
         "cause": _cause(trace, dtype),
-        "notes": (profile.reason(dtype), *_measured(trace, dtype), *_estimate(cost, trace)),
+        "notes": (profile.reason(dtype), *_measured(trace, dtype), *_estimate(cost, trace, dtype)),
         "fixes": fixes(trace, dtype, other),
         "cost": cost,
     }
@@ -49,7 +49,7 @@ def find(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> Iterator[Findi
 
 def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
     profile = trace.setup.profile
-    for other in sorted(profile.native, key=dtype_name):
+    for other in sorted(profile.native & profile.speed.keys(), key=dtype_name):
         slower = profile.slower(dtype, other)
         if slower is not None and slower >= _LEAST_SLOWER:
             yield f"measured: {dtype_name(dtype)} matmuls run {slower:.2g} times slower than {dtype_name(other)}'s"
@@ -65,7 +65,7 @@ def _time_share(trace: Trace, dtype: torch.dtype) -> float:
 def _slowdown(trace: Trace, calls: Sequence[Call], dtype: torch.dtype, target: torch.dtype) -> float | None:
     """Return the estimated step time, divided by the step time if matmuls of `dtype` ran in `target`."""
     slower = trace.setup.profile.slower(dtype, target)
-    if slower is not None:
+    if slower is not None and trace.setup.profile.speed:
         share = _time_share(trace, dtype)
         return 1 / (1 - share + share / slower) if calls else None
     # An emulated dtype is converted to float32, so it runs at float32's rate at best.
@@ -80,16 +80,18 @@ def fixes(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> tuple[Fix, ..
 def _targets(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> list[torch.dtype]:
     profile = trace.setup.profile
     native = [target for target in (other, torch.float32) if profile.supports(target) == "native"]
-    if profile.supports(dtype) != "native":
+    if profile.supports(dtype) != "native" and dtype not in profile.peak_flops:
         return native
     return [target for target in native if (profile.slower(dtype, target) or 1.0) >= _LEAST_SLOWER]
 
 
-def _estimate(cost: Cost, trace: Trace) -> Iterable[str]:
+def _estimate(cost: Cost, trace: Trace, dtype: torch.dtype) -> Iterable[str]:
     if cost.slowdown is None or cost.slowdown < 1.005:
         return ()
     if trace.setup.profile.speed:
         return (f"about {cost.slowdown:.2g} times the step time, by the measured rates of matmuls alone",)
+    if dtype in trace.setup.profile.peak_flops:
+        return costs.estimate(cost, trace)
     return (
         f"at least {cost.slowdown:.2g} times the step time, estimated with float32's rate for these matmuls (roofline)",
     )
