@@ -24,6 +24,8 @@ PHRASES = {
     "lie for be": re.compile(r"\b(lie|lies|lay|lying)\b", re.IGNORECASE),
     "of which": re.compile(r"\bof which\b", re.IGNORECASE),
 }
+TABLES = ("commands.json", "arguments.json", "added.json", "nonfinite.json", "methods.json", "usage.txt")
+"""Files with texts for users."""
 NAMES = ("each", "own", "found", "given", "made", "told")
 
 CEILINGS = {
@@ -47,10 +49,12 @@ class Idiom:
 
 
 def idioms(sources: Sources) -> list[Idiom]:
-    """Return all idioms of the sources, README and docs."""
+    """Return all idioms of the sources, the texts in `TABLES`, README and docs."""
     result = [idiom for module in sources.modules.values() for idiom in _in_module(module)]
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         result += _phrases("pages", str(page.relative_to(ROOT)), 1, page.read_text(encoding="utf-8"))
+    for table in (path for path in sorted((ROOT / "src").rglob("*.*")) if path.name in TABLES):
+        result += _phrases("messages", str(table.relative_to(ROOT)), 1, table.read_text(encoding="utf-8"))
     return result
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
 from isotype.data.cells import OTHER_NAMES
@@ -41,10 +43,6 @@ class Format:
 
 CHAT_COLUMNS = ("tools", "chat_template_kwargs", "image", "images")
 
-_PAIRS = (Format(("prompt", "chosen", "rejected")), Format(("chosen", "rejected")))
-_PROMPTS = (Format(("prompt",)),)
-_LONG_PROMPT = "the prompt alone fills"
-
 
 @dataclass(frozen=True)
 class Method:
@@ -54,7 +52,7 @@ class Method:
         name: name of isotype's command and of TRL's script module.
         title: description in `isotype --help`.
         trainer: name of the trainer class in `trl`.
-        formats: accepted sets of columns, in TRL's order of preference.
+        formats: accepted sets of columns, in TRL's order of preference. KTOTrainer itself splits pairs into completions.
         optional: columns with a special meaning. Other columns are allowed: GRPO and RLOO pass them to the reward
             functions, and the other trainers ignore them.
         task_type: PEFT's task type, by which PEFT chooses the parts to train in addition to the adapters.
@@ -104,75 +102,23 @@ class Method:
         return arguments, config, trl.ModelConfig, trl.DatasetMixtureConfig
 
 
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        Method(
-            "sft",
-            "supervised fine-tuning on text, prompt/completion or chat data",
-            "SFTTrainer",
-            "labels",
-            formats=(
-                Format(("input_ids",)),
-                Format(("prompt", "completion")),
-                Format(("messages",), excludes=("prompt",)),
-                Format(("conversations",), excludes=("prompt",)),
-                Format(("text",), excludes=("prompt",)),
-            ),
-            optional=(*CHAT_COLUMNS, *TOKEN_COLUMNS),
-            dropped=_LONG_PROMPT,
-        ),
-        Method(
-            "dpo",
-            "direct preference optimization on chosen/rejected pairs",
-            "DPOTrainer",
-            "preference",
-            _PAIRS,
-            optional=(*CHAT_COLUMNS, "ref_chosen_logps", "ref_rejected_logps"),
-            reference="always",
-            dropped=_LONG_PROMPT,
-        ),
-        Method(
-            "reward",
-            "a reward model on chosen/rejected pairs",
-            "RewardTrainer",
-            "reward",
-            formats=(Format(("chosen_ids", "rejected_ids")), *_PAIRS),
-            optional=("tools", "chat_template_kwargs", "margin"),
-            task_type="SEQ_CLS",
-            auto_class="AutoModelForSequenceClassification",
-            model_kwargs=(("num_labels", 1),),
-            dropped="an answer with its prompt is longer than",
-            fused_head=False,
-        ),
-        Method(
-            "kto",
-            "Kahneman-Tversky optimization on labelled completions",
-            "KTOTrainer",
-            "unpaired",
-            # KTOTrainer splits preference pairs into labelled completions itself.
-            formats=(Format(("prompt", "completion", "label")), *_PAIRS),
-            reference="always",
-            dropped=_LONG_PROMPT,
-        ),
-        Method(
-            "grpo",
-            "group relative policy optimization against reward functions",
-            "GRPOTrainer",
-            "policy",
-            _PROMPTS,
-            reference="beta",
-        ),
-        Method(
-            "rloo",
-            "REINFORCE leave-one-out against reward functions",
-            "RLOOTrainer",
-            "policy",
-            _PROMPTS,
-            reference="beta",
-            always_copies=True,
-        ),
+def _method(name: str, facts: dict[str, Any]) -> Method:
+    """Return a method from its facts in methods.json, where a format is a text: its columns, and `-` before excluded ones."""
+    words = [text.split() for text in facts.pop("formats")]
+    formats = tuple(
+        Format(
+            tuple(word for word in columns if word[0] != "-"),
+            tuple(word[1:] for word in columns if word[0] == "-"),
+        )
+        for columns in words
     )
-}
+    takes_ids = ["input_ids"] in words
+    optional = (*facts.pop("optional", CHAT_COLUMNS), *(TOKEN_COLUMNS if takes_ids else ()))
+    model_kwargs = tuple(facts.pop("model_kwargs", {}).items())
+    return Method(name, formats=formats, optional=optional, model_kwargs=model_kwargs, **facts)
+
+
+_FACTS = json.loads(Path(__file__).with_name("methods.json").read_text(encoding="utf-8"))
+METHODS: dict[str, Method] = {name: _method(name, facts) for name, facts in _FACTS.items()}
 SAME_METHODS = {other: name for name, others in OTHER_NAMES["methods"].items() for other in others}
 """Maps other names of training commands to isotype's."""

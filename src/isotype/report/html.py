@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -33,20 +34,15 @@ class Swatch:
     dark: str
 
 
-PALETTE: dict[str, Swatch] = {
-    "float64": Swatch("#5554dd", "#a5b3fd"),
-    "float32": Swatch("#173873", "#487cfc"),
-    "bfloat16": Swatch("#2e9c80", "#75eeda"),
-    "float16": Swatch("#c77114", "#e6ae71"),
-    "float8": Swatch("#585f02", "#d1e419"),
-    "nf4": Swatch("#997bdd", "#885bb2"),
-    "fp4": Swatch("#a0498b", "#c178b4"),
-    "mxfp4": Swatch("#c81241", "#e86265"),
-    "int8": Swatch("#631e16", "#b94136"),
-}
+def package_file(name: str) -> str:
+    """Return the text of a file in `isotype/report`, such as `"style.css"`."""
+    return resources.files("isotype.report").joinpath(name).read_text(encoding="utf-8")
+
+
+PALETTE = {name: Swatch(*colours) for name, colours in json.loads(package_file("palette.json")).items()}
 """The colours of each storage and compute dtype. All float8 formats have the same colours."""
 
-OTHER = Swatch("#7d838c", "#7f8791")
+OTHER = PALETTE.pop("other")
 """The colours of all names that `PALETTE` does not list, such as integer and boolean dtypes."""
 
 
@@ -67,11 +63,6 @@ def palette_css() -> str:
 def render(template: str, **content: object) -> str:
     """Fill a template of `report/templates` with `content`; raise UndefinedError if a variable of the template is missing."""
     return environment().get_template(template).render(content)
-
-
-def package_file(name: str) -> str:
-    """Return the text of a file in `isotype/report`, such as `"style.css"`."""
-    return resources.files("isotype.report").joinpath(name).read_text(encoding="utf-8")
 
 
 @cache

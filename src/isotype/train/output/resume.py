@@ -210,28 +210,11 @@ def day_note(rows: Any, day: str, resume: Path | None, tokenizer: Any) -> str | 
     return f"the chat template can write today's date; it writes {day}: {which}"
 
 
+_NAMES: Any = json.loads(Path(__file__).with_name("identity.json").read_text(encoding="utf-8"))
 # Arguments of transformers' trainer that change a run's numbers. All arguments that TRL adds do, too, except `_INDECISIVE`.
-_DECISIVE = (
-    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args",
-    "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed",
-    "data_seed", "dataloader_drop_last", "train_sampling_strategy", "label_smoothing_factor", "neftune_noise_alpha",
-    "average_tokens_across_devices",
-)  # fmt: skip
-_INDECISIVE = frozenset(
-    {
-        "activation_offloading", "cache_implementation", "dataset_num_proc", "eval_packing", "log_completions",
-        "log_completions_hub_repo", "log_multimodal", "log_unique_prompts", "model_init_kwargs",
-        "num_completions_to_print", "num_generations_eval", "precompute_ref_batch_size", "trust_remote_code",
-    }
-)  # fmt: skip
-_POLICY = {
-    "storage": "--quantization",
-    "compute": "--dtype",
-    "master": None,
-    "double_quant": "--use_bnb_nested_quant",
-    "dense": "--quantized_parts",
-    "layers": "--quantization",
-}
+_DECISIVE, _INDECISIVE = _NAMES["decisive"].split(), _NAMES["indecisive"].split()
+_POLICY: Mapping[str, str | None] = _NAMES["policy"]
+"""Maps a field of the policy to the argument that sets it, or to None."""
 _PARTS = {True: "language", False: "all"}
 """Maps whether a policy's `dense` names modules to the value of `--quantized_parts`."""
 _BATCH = "rows in an optimizer step"
@@ -250,7 +233,7 @@ def identity_of(
 
     training = settings.training
     names = {field.name for field in dataclasses.fields(training)}
-    fields = names - {field.name for field in dataclasses.fields(TrainingArguments)} - _INDECISIVE
+    fields = names - {field.name for field in dataclasses.fields(TrainingArguments)} - {*_INDECISIVE}
     fields = {name for name in fields if not name.startswith(("vllm_", "use_vllm"))}
     steps = settings.gradient_accumulation_steps
     settings_by_name = {
