@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.names import format_bytes
 from isotype.lora.attention import strips
-from isotype.lora.attention.plan import block_rows, plan_of, plan_of_mask, spec_of
+from isotype.lora.attention.plan import block_rows, plan_of, plan_of_mask
 from turns import in_turns
 
 Tensors = tuple[torch.Tensor, ...]
@@ -48,7 +48,7 @@ def in_strips(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str) -> t
         plan = plan_of_mask(_causal_mask(q), len(q), rows)
     else:
         plan = plan_of((len(q), q.shape[2], k.shape[2]), rows, causal=kind == "causal")
-    return strips.attention(q, k, v, spec_of(q, k, v, plan, work=strips.attention_dtype(q)))
+    return strips.attention(q, k, v, plan)
 
 
 def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str) -> torch.Tensor:

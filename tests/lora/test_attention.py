@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from isotype.core.compiled import NotCompiledError
 from isotype.core.dtypes import dtype_name
 from isotype.lora.attention import strips
-from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask, spec_of
+from isotype.lora.attention.plan import Plan, block_rows, plan_of, plan_of_mask
 from isotype.lora.loops.loading import Loops
 from tests.cpus import no_compiler
 from tests.lora.watched import Watched
@@ -33,7 +33,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, **how: Any) -> torch.Tensor:
-    return strips.attention(q, k, v, spec_of(q, k, v, plan, **how))
+    return strips.attention(q, k, v, plan, **{"work": q.dtype, **how})
 
 
 def tensors(
@@ -386,7 +386,7 @@ def test_autocast_changes_nothing_inside() -> None:
     [
         (lambda q, k, v: (q, k[:, :, :-1], v), "do not match"),
         (lambda q, k, v: (q[:, :3], k, v), "do not match"),
-        (lambda q, k, v: (q, k, v.float()), "one floating-point dtype"),
+        (lambda q, k, v: (q, k, v.float()), "one dtype of at most 32 bits"),
         (lambda q, k, v: (q[:, :, 1:], k, v), "the plan is for 2 x 8 queries and 8 keys"),
     ],
 )
@@ -438,7 +438,7 @@ def test_nothing_to_attend_to(shape: tuple[int, ...]) -> None:
 def test_what_the_loops_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, _ = tensors((2, 4, 2, 8, 8, 16), torch.float64)
     plan = plan_of((2, 8, 8), 32, causal=True)
-    with pytest.raises(ValueError, match=r"are torch\.float64; these loops sum in float32"):
+    with pytest.raises(ValueError, match=r"they need one dtype of at most 32 bits"):
         attention(q, k, v, plan)
     none = Loops("there is no C++ compiler")
     monkeypatch.setattr(strips, "compiled_strips", lambda: none)

@@ -80,50 +80,6 @@ class Plan:
         return sum(queries * keys for queries, keys in self._sizes)
 
 
-@dataclass(frozen=True)
-class Spec:
-    """Settings of an attention call: the plan, the factor of q kᵀ, and the dtype to which probabilities are rounded."""
-
-    plan: Plan
-    scale: float
-    work: torch.dtype
-
-
-def spec_of(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: Plan,
-    *,
-    scale: float | None = None,
-    work: torch.dtype | None = None,
-) -> Spec:
-    """Return the settings of an attention call with these tensors.
-
-    Args:
-        q: `[batch, query heads, queries, head]`, in any layout.
-        k: `[batch, key heads, keys, head]`; the query heads are a multiple of the key heads.
-        v: `[batch, key heads, keys, value head]`; all three have one dtype.
-        scale: factor of q kᵀ; None means 1 / √head.
-        work: dtype of the matrix products if the inputs have 16 bits; None means the inputs' dtype.
-
-    Raises:
-        ValueError: the tensors' shapes or dtypes do not match, or the tensors do not fit the plan.
-    """
-    (batch, heads, queries, head), (key_heads, keys) = q.shape, k.shape[1:3]
-    if k.shape != (batch, key_heads, keys, head) or v.shape[:3] != k.shape[:3] or heads % max(key_heads, 1):
-        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not match")
-    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-        raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; they need one floating-point dtype")
-    if (plan.batch, plan.queries, plan.keys) != (batch, queries, keys):
-        raise ValueError(
-            f"the plan is for {plan.batch} x {plan.queries} queries and {plan.keys} keys, "
-            f"the inputs have {batch} x {queries} and {keys}"
-        )
-    work = q.dtype if work is None or q.dtype.itemsize > 2 else work
-    return Spec(plan, 1 / math.sqrt(head) if scale is None else scale, work)
-
-
 def block_rows(group: int) -> int:
     """Return the number of queries in a block. `group` is the number of query heads per key head.
 
@@ -132,8 +88,9 @@ def block_rows(group: int) -> int:
     return max(32, min(128, 192 // group))
 
 
+@lru_cache(maxsize=32)
 def plan_of(size: tuple[int, int, int], rows: int, *, causal: bool) -> Plan:
-    """Return the plan of full or causal attention.
+    """Return the plan of full or causal attention, from a cache that all layers and steps share.
 
     Args:
         size: (batch, queries, keys).
@@ -141,14 +98,8 @@ def plan_of(size: tuple[int, int, int], rows: int, *, causal: bool) -> Plan:
         causal: True if no query attends to later keys. The last query and the last key have the same position.
     """
     batch, queries, keys = size
-    return Plan(batch, queries, keys, (Part((0, batch), tuple(_blocks(queries, keys, rows, causal))),))
-
-
-@lru_cache(maxsize=32)
-def plan_of_lengths(batch: int, queries: int, keys: int, rows: int, causal: bool) -> Plan:
-    """Return the result of `plan_of` for these sizes, from a cache that all layers and steps share."""
     with torch.inference_mode(False):  # a training step may read the plan's tiles next
-        return plan_of((batch, queries, keys), rows, causal=causal)
+        return Plan(batch, queries, keys, (Part((0, batch), tuple(_blocks(queries, keys, rows, causal))),))
 
 
 def _blocks(queries: int, keys: int, rows: int, causal: bool) -> Iterator[Block]:

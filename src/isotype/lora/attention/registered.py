@@ -27,13 +27,7 @@ from isotype.lora.attention.lengths import (
     why_not_lengths,
 )
 from isotype.lora.attention.lengths import why_not_call as why_not_by_lengths
-from isotype.lora.attention.plan import (
-    attention_to_nothing,
-    block_rows,
-    plan_of_lengths,
-    plan_of_mask,
-    spec_of,
-)
+from isotype.lora.attention.plan import attention_to_nothing, block_rows, plan_of, plan_of_mask
 from isotype.lora.unpadded import MOST_TOKENS, Sequences, Unpadded, packed, tried, unpadded
 from isotype.model.enforce import policy_of
 from isotype.precision.devices.attention import (
@@ -288,14 +282,13 @@ def attention_forward(
     if reason is None and q.shape[2] > 1 and not isinstance(q, FakeTensor):
         rows = block_rows(q.shape[1] // k.shape[1])
         if attention_mask is None:
-            plan = plan_of_lengths(len(q), q.shape[2], k.shape[2], rows, causal)
+            plan = plan_of((len(q), q.shape[2], k.shape[2]), rows, causal=causal)
         else:
             plan = plan_of_mask(attention_mask, len(q), rows)
         if plan.closed_finitely:
             reason = "the mask hides all keys of some queries by finite numbers"
         else:
-            spec = spec_of(q, k, v, plan, scale=scaling, work=strips.attention_dtype(q))
-            return strips.attention(q, k, v, spec).transpose(1, 2), None
+            return strips.attention(q, k, v, plan, scaling).transpose(1, 2), None
     report = _reports.get(module)
     if report is not None and reason is not None:
         report.left[reason] += 1

@@ -6,6 +6,7 @@ The loops sum products of 16-bit matrices in float32; torch has no CPU operator 
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from array import array
 from collections.abc import Callable, Mapping
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 
 from isotype.core.compiled import NotCompiledError
+from isotype.core.dtypes import COMPUTE_DTYPES
 from isotype.core.operators import operator
-from isotype.lora.attention.plan import Spec, attention_to_nothing
+from isotype.lora.attention.plan import Plan, attention_to_nothing
 from isotype.lora.loops.loading import loops_of
 from isotype.precision.devices.simulated import working_dtype
 
@@ -37,33 +39,57 @@ def attention_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float32 if x.dtype == torch.float16 else working_dtype(x.dtype, x)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Return softmax(scale q kᵀ + mask) v. `spec.plan` contains the keys and the mask of each query.
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    scale: float | None = None,
+    work: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return softmax(scale q kᵀ + mask) v, `[batch, query heads, queries, value head]`; zero for queries without keys.
 
-    Scores, softmax, the gradients of both and all sums are float32. If there are loops for `spec.work`, probabilities
+    Scores, softmax, the gradients of both and all sums are float32. If there are loops for `work`, probabilities
     and gradients of scores are rounded to this dtype before a product, as in torch's kernel. If a masked key or value is
-    not finite, the result may be NaN, as in torch's kernel. `spec_of` gives the shapes of q, k and v.
+    not finite, the result may be NaN, as in torch's kernel.
 
-    Returns:
-        `[batch, query heads, queries, value head]` in the inputs' dtype; zero for queries without keys.
+    Args:
+        q: `[batch, query heads, queries, head]`, in any layout.
+        k: `[batch, key heads, keys, head]`; the query heads are a multiple of the key heads.
+        v: `[batch, key heads, keys, value head]`; all three have one dtype.
+        plan: the keys and the mask of each query.
+        scale: None means 1 / √head.
+        work: dtype of the products; None means `attention_dtype(q)`.
 
     Raises:
-        ValueError: the tensors are float64.
+        ValueError: the shapes or dtypes do not match, the tensors do not fit the plan, or they are float64.
         NotCompiledError: the loops could not be compiled.
     """
-    if q.dtype == torch.float64:
-        raise ValueError("q, k and v are torch.float64; these loops sum in float32")
+    (batch, heads, queries, head), (key_heads, keys) = q.shape, k.shape[1:3]
+    if k.shape != (batch, key_heads, keys, head) or v.shape[:3] != k.shape[:3] or heads % max(key_heads, 1):
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not match")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in COMPUTE_DTYPES:
+        raise ValueError(
+            f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; they need one dtype of at most 32 bits"
+        )
+    if (plan.batch, plan.queries, plan.keys) != (batch, queries, keys):
+        raise ValueError(
+            f"the plan is for {plan.batch} x {plan.queries} queries and {plan.keys} keys, "
+            f"the inputs have {batch} x {queries} and {keys}"
+        )
     strips = compiled_strips()
     if strips.reason is not None:
         raise NotCompiledError(strips.reason)
-    if not (spec.plan.area and q.numel()):
+    if not (plan.area and q.numel()):
         return attention_to_nothing(q, k, v)
-    work = spec.work if strips.has("forward", spec.work) else torch.float32
-    out: torch.Tensor = _Attention.apply(q, k, v, _arguments(spec), work)  # type: ignore[no-untyped-call]
+    work = work or attention_dtype(q)
+    work = work if strips.has("forward", work) else torch.float32
+    arguments = _arguments(plan, 1 / math.sqrt(head) if scale is None else scale)
+    out: torch.Tensor = _Attention.apply(q, k, v, arguments, work)  # type: ignore[no-untyped-call]
     return out
 
 
-def _arguments(spec: Spec) -> tuple[list[torch.Tensor], list[int], float, bool]:
+def _arguments(plan: Plan, scale: float) -> tuple[list[torch.Tensor], list[int], float, bool]:
     """Return the arguments (tiles, blocks, scale, whole) of the operators.
 
     Each block consists of nine numbers. The last number is the index of the block's tile, or -1 without a tile. `whole`
@@ -71,12 +97,12 @@ def _arguments(spec: Spec) -> tuple[list[torch.Tensor], list[int], float, bool]:
     """
     blocks: list[int] = []
     tiles: list[torch.Tensor] = []
-    for part in spec.plan.parts:
+    for part in plan.parts:
         for block in part.blocks:
             blocks += (*part.batch, *block.rows, *block.keys, *block.masked)
             blocks.append(-1 if block.tile is None else len(tiles))
             tiles += [] if block.tile is None else [block.tile.contiguous()]
-    return tiles, blocks, spec.scale, spec.plan.whole
+    return tiles, blocks, scale, plan.whole
 
 
 class _Attention(torch.autograd.Function):
