@@ -69,9 +69,6 @@ class Damages(Measurement):
     """A damage measurement of one model.
 
     Attributes:
-        key: fingerprint of the checkpoint; "" for a model in memory.
-        when: date and time, ISO 8601 in UTC.
-        text: a description of the texts on which the damage was measured.
         layers: all linear layers that quantization covers, in the model's order.
         measured: format -> nats per token with all layers in the format, measured on the same tokens.
     """
@@ -79,12 +76,6 @@ class Damages(Measurement):
     subject: ClassVar = "damages"
     layout: ClassVar = ("layout", 2)
 
-    source: str
-    key: str
-    when: str
-    dtype: str
-    text: str
-    tokens: int
     layers: tuple[LayerDamage, ...]
     measured: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -17,15 +17,28 @@ from isotype.core.json_records import decoded
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement that can be stored as JSON.
+    """A measurement of one model, which can be stored as JSON.
 
     Attributes:
         subject: the measured quantity, in a word.
         layout: key and version of the file layout; isotype does not read a file with another version.
+        source: the model, in words.
+        key: fingerprint of the checkpoint's headers and file sizes; "" for a model in memory.
+        when: date and time of the measurement, ISO 8601 in UTC.
+        dtype: dtype of the computation: `"float32"`, or `"bfloat16"` if float32 did not fit.
+        text: the inputs, in words: "the batch given", "4 texts of 64 tokens that come with isotype".
+        tokens: number of tokens of all batches.
     """
 
     subject: ClassVar[str]
     layout: ClassVar[tuple[str, int]]
+
+    source: str
+    key: str
+    when: str
+    dtype: str
+    text: str
+    tokens: int
 
     def to_json(self) -> str:
         """Return JSON text; `from_json` is the inverse."""
@@ -161,14 +174,9 @@ class ModuleRange:
 
 @dataclass(frozen=True)
 class Ranges(Measurement):
-    """A range measurement of one model.
+    """A range measurement of one model. Gradients are those of the mean loss over the tokens of one forward.
 
     Attributes:
-        key: fingerprint of the checkpoint's headers and file sizes; "" for a model in memory.
-        when: date and time of the measurement, ISO 8601 in UTC.
-        dtype: dtype of the computation: `"float32"`, or `"bfloat16"` if float32 did not fit.
-        text: the inputs, in words: "the batch given", "4 texts of 64 tokens that come with isotype".
-        tokens: number of tokens of all batches. Gradients are those of the mean loss over the tokens of one forward.
         batches: number of batches that `spread` compares; if there is a single batch, its number of texts.
         spread: largest ratio between a module's outputs in two batches.
         modules: the modules that were called, in the order of their first call.
@@ -180,12 +188,6 @@ class Ranges(Measurement):
     subject: ClassVar = "ranges"
     layout: ClassVar = ("format", 2)
 
-    source: str
-    key: str
-    when: str
-    dtype: str
-    text: str
-    tokens: int
     batches: int
     spread: float
     modules: tuple[ModuleRange, ...]

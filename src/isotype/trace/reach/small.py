@@ -337,7 +337,7 @@ def _use_stand_in(model: nn.Module) -> None:
         if kernel == "flex_attention":
             set_attention(config, "eager")
         elif kernel.startswith("isotype") and kernel != _STAND_IN:
-            set_attention(config, "sdpa")  # isotype's attention, with the same masks, would time its kernels
+            set_attention(config, "sdpa")  # isotype's attention, with the same masks, has no float64
         elif "flash" in kernel:
             with_flash.append(config)
     if not with_flash:
