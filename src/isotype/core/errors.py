@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -89,6 +89,15 @@ class SaveError(IsotypeError):
     """A file could not be written; existing files are unchanged."""
 
     exit_code = 1
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and the exceptions that it was raised from."""
+    visited: list[BaseException] = []
+    while error is not None and error not in visited:
+        visited.append(error)
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def first_line(error: BaseException) -> str:

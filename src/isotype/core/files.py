@@ -27,7 +27,7 @@ from itertools import chain, count
 from pathlib import Path
 from traceback import walk_tb
 
-from isotype.core.errors import SaveError, UsageError
+from isotype.core.errors import SaveError, UsageError, causes
 from isotype.core.terminal import as_typed
 
 STAGING = ".isotype-saving"
@@ -152,7 +152,7 @@ def write_failure(error: BaseException, directory: Path) -> tuple[int | None, st
     The errno is None if it is unknown. `error` was raised by Python, safetensors or `torch.save`. Call this function
     before you free disk space in `directory`.
     """
-    for cause in _chain(error):
+    for cause in causes(error):
         number = getattr(cause, "errno", None) if isinstance(cause, OSError) else None
         # Errors of safetensors and tokenizers contain Rust's message; tokenizers raises a bare Exception.
         rust_message = re.search(r"\(os error (\d+)\)", str(cause))
@@ -161,8 +161,8 @@ def write_failure(error: BaseException, directory: Path) -> tuple[int | None, st
         if number is not None:
             return number, os.strerror(number)
     # `ndarray.tofile` raises OSError("4096 requested and 512 written").
-    by_numpy = (isinstance(cause, OSError) and _PARTLY.fullmatch(str(cause)) for cause in _chain(error))
-    if any(by_numpy) or any(map(_raised_by_torch_save, _chain(error))):
+    by_numpy = (isinstance(cause, OSError) and _PARTLY.fullmatch(str(cause)) for cause in causes(error))
+    if any(by_numpy) or any(map(_raised_by_torch_save, causes(error))):
         # torch's C++ stream and C's buffered files lose errno, so writing is tried again.
         try:
             _probe(directory)
@@ -182,12 +182,6 @@ def _move_files(ready: Path, final: Path) -> None:
             source.replace(target)
     bring_to_disk(final)
     shutil.rmtree(ready)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _raised_by_torch_save(error: BaseException) -> bool:

@@ -63,12 +63,8 @@ def _struct(fields: tuple[tuple[str, Shape], ...]) -> Shape:
     if unfit := _unfit(kinds):
         return unfit
     # `datasets` takes an object with the key "_type" for a feature; Arrow ends a name at its first NUL.
-    if (
-        not fields
-        or MIXED in kinds
-        or OTHER in kinds
-        or any(key == "_type" or "\0" in key for key, _ in fields)
-    ):
+    unfit_name = any(key == "_type" or "\0" in key for key, _ in fields)
+    if not fields or unfit_name or MIXED in kinds or OTHER in kinds:
         return JSON
     return ("struct", fields)
 

@@ -20,7 +20,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.formats import ASKED, MXFP4, QUANTIZATIONS, why_kept
 from isotype.core.json_records import encoded
 from isotype.core.names import format_bytes, grouped, listed, plural, stacked, starred
-from isotype.report.text import chat_commands, fitting, pair_table, say, show_commands, table_of
+from isotype.report.text import chat_commands, fitting, pair_table, say, say_labelled, show_commands, table_of
 
 if TYPE_CHECKING:
     from isotype.checkpoint.consumers import Fit
@@ -240,10 +240,8 @@ def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()
     `export` is the command, as a list of words, that writes a GGUF file; this function appends the words for the format.
     """
     console.print(fitting(pair_table(_rows(report)), console), highlight=False, markup=False)
-    for note in report.notes:
-        console.print(Text.assemble(("note: ", "dim"), note), highlight=False)
-    for warning in report.warnings:
-        console.print(Text.assemble(("warning: ", "yellow"), warning), highlight=False)
+    say_labelled(console, "note", "dim", report.notes)
+    say_labelled(console, "warning", "yellow", report.warnings)
     if report.answers:
         pictures = report.logits is not None and report.logits.pictured > 0
         show_commands(console, chat_commands(report.model or report.output, pictures=pictures))
@@ -252,9 +250,8 @@ def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()
         # If the smallest format is a float dtype, 8 bits were tried and keep too little.
         wide = form[1].replace("float", "f") if form[:1] == ["--dtype"] else "q8_0"
         chosen = form if "--gguf" in form else ("--gguf", wide)
-        show_commands(
-            console, {"write a GGUF file for llama.cpp and programs built on it": (*export, *chosen)}
-        )
+        description = "write a GGUF file for llama.cpp and programs built on it"
+        show_commands(console, {description: (*export, *chosen)})
 
 
 def _weight_share(error: float) -> str:

@@ -171,6 +171,12 @@ def say(console: Console, text: str, style: str | None = None) -> None:
     console.print(wrapped(text, console), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
+def say_labelled(console: Console, label: str, style: str, texts: Iterable[str]) -> None:
+    """Print each text on its own line, after a label in the given style."""
+    for text in texts:
+        console.print(Text.assemble((f"{label}: ", style), text), highlight=False)
+
+
 def show_commands(console: Console, commands: Mapping[str, Sequence[str]]) -> None:
     """Print commands that the user can run next, each below its description, so that they can be pasted into a shell."""
     for description, tokens in commands.items():

@@ -29,10 +29,8 @@ from isotype.report.text import say
 
 Message = dict[str, Any]
 """A turn of a conversation: `role` and `content` (a text, or a list of parts if the turn has images)."""
-PLAIN = dict.fromkeys(
-    ("penalty_alpha", "dola_layers", "num_beam_groups", "force_words_ids", "constraints", "stop_strings")
-)
-PLAIN |= {"num_beams": 1}
+_UNUSED = "penalty_alpha dola_layers num_beam_groups force_words_ids constraints stop_strings"
+PLAIN = {**dict.fromkeys(_UNUSED.split()), "num_beams": 1}
 """Generation settings that replace those of a checkpoint, which could need code from the hub or prevent streaming."""
 Prompt = str | Sequence[Message]
 """A text that the model continues, or a conversation."""

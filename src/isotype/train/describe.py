@@ -29,7 +29,7 @@ from isotype.model.parts import PARTS, Parts
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
 from isotype.report.run.record import PolicyRow, RunRecord, Sample, reward_warnings, summarize
-from isotype.report.text import NARROW, fitting, format_share, say, table_of
+from isotype.report.text import NARROW, fitting, format_share, say, say_labelled, table_of
 from isotype.train.chat import Prompt, with_pictures
 from isotype.train.command.settings import Settings
 from isotype.train.monitor.recorder import RunRecorder
@@ -101,12 +101,9 @@ def show_policy(
             shown = reason if whole else textwrap.shorten(reason, room, placeholder=more)
             table.add_row(*map(Text, (role, dtype, shown)))
         console.print(fitting(table, console))
-    for line in policy.layer_lines():
-        console.print(Text.assemble(("stored otherwise: ", "cyan"), line))
-    for line in policy.exception_lines():
-        console.print(Text.assemble(("exception: ", "cyan"), line))
-    for warning in policy.warnings:
-        console.print(Text.assemble(("warning: ", "yellow"), warning))
+    say_labelled(console, "stored otherwise", "cyan", policy.layer_lines())
+    say_labelled(console, "exception", "cyan", policy.exception_lines())
+    say_labelled(console, "warning", "yellow", policy.warnings)
     console.print()
 
 
@@ -124,8 +121,7 @@ def show_model(console: Console, model: Any) -> None:
         for part, total, trainable, dtypes in rows:
             table.add_row(part, f"{total / 1e6:.2f} M", f"{trainable / 1e6:.2f} M", dtypes)
         console.print(fitting(table, console), highlight=False)
-    for line in notes:
-        console.print(Text.assemble(("note: ", "yellow"), line))
+    say_labelled(console, "note", "yellow", notes)
 
 
 def part_rows(model: Any) -> list[tuple[str, int, int, str]]:

@@ -201,11 +201,10 @@ def bias_problems(settings: Settings) -> Iterator[Problem]:
     name, flag = settings.method.name, settings.lora_bias
     bias = flag if settings.start is None else getattr(settings.start.config, "bias", "none")
     if bias not in (None, "none"):
-        what = (
-            f"--lora_bias {bias} with {name}" if settings.start is None else f"an adapter with bias {bias!r}"
-        )
+        what, fix = f"an adapter with bias {bias!r}", "merge it first"
+        if settings.start is None:
+            what, fix = f"--lora_bias {bias} with {name}", "leave --lora_bias out"
         expected = "an adapter without biases, because TRL adds a second adapter as the reference"
-        fix = "leave --lora_bias out" if settings.start is None else "merge it first"
         yield Problem(what, expected, fix)
 
 

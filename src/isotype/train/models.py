@@ -318,30 +318,25 @@ def weightless_model(
     config: Any,
     policy: PrecisionPolicy,
     *,
-    model_class: Any = None,
     lora: Any = None,
     adapt: Adapt | None = None,
     fold: bool = False,
-    attn_implementation: str | None = None,
     **settings: Any,
 ) -> Any:
     """Return the model that `isotype.load` and `isotype.add_lora` would make, with every tensor on the meta device.
 
     Args:
-        model_class: a model class or auto class of transformers, or None for the class that the config names.
         lora: a `peft.LoraConfig` or its arguments, or None for no adapters.
         fold: True to fold equal layers (see `isotype.model.fold`) before adapters are added. Layers are folded after
             adapters are added if the policy, the quantizer or the adapters' config selects layers by number.
-        **settings: fields of the config to set, such as `num_labels`.
+        **settings: arguments of `skeleton`: a model class, and fields of the config to set.
 
     Raises:
         CheckpointError: transformers has no class for the config, or its class is incompatible.
         PrecisionError: `lora` is given, but the policy trains every weight.
         UsageError: PEFT cannot add the adapter to this model.
     """
-    model = skeleton(
-        config, policy, model_class=model_class, attn_implementation=attn_implementation, **settings
-    )
+    model = skeleton(config, policy, **settings)
     if isinstance(lora, Mapping):
         from peft import LoraConfig
 

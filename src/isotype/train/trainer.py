@@ -75,10 +75,8 @@ class PolicyTrainer(WholeCheckpoints):
             self.control.should_training_stop = True
             return
         resumed = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["resume_from_checkpoint"]
-        skipped = kwargs["steps_trained_in_current_epoch"]
-        self._order = begin_epoch(
-            self, kwargs["train_dataloader"], Path(resumed) if resumed else None, skipped
-        )
+        checkpoint, skipped = Path(resumed) if resumed else None, kwargs["steps_trained_in_current_epoch"]
+        self._order = begin_epoch(self, kwargs["train_dataloader"], checkpoint, skipped)
         super().run_epoch(**kwargs)
 
     def floating_point_ops(self: Any, inputs: Any) -> int:

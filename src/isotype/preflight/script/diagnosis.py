@@ -18,7 +18,7 @@ from torch import nn
 
 from isotype.compat.accelerate import PREPARED, mixed_precision
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import first_line
+from isotype.core.errors import causes, first_line
 from isotype.core.names import plural
 from isotype.core.source import condition_at, line_of
 from isotype.model.shard import free_gathered
@@ -38,7 +38,7 @@ from isotype.preflight.script.family import Family, Options
 from isotype.preflight.script.missing_gpu import MissingGpu
 from isotype.preflight.script.numbers import Numbers
 from isotype.preflight.script.output import Output, peak_of
-from isotype.preflight.script.outside import chain, outside, stepped_at
+from isotype.preflight.script.outside import outside, stepped_at
 from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
@@ -319,7 +319,7 @@ class Diagnosis:
     def crashed(self, error: BaseException) -> bool:
         """Explain the exception that ended the script, and return whether there is an explanation. Call `stop` first."""
         explained = False
-        for link in chain(error):
+        for link in causes(error):
             text, recorder = str(link), self.watch.recorder
             if recorder is not None and recorder.failed is not None and recorder.failure_text == text:
                 explained = self._explain_once(partial(self._explain, text, type(link).__name__))

@@ -110,11 +110,3 @@ def _of_optimizer(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
                 yield "parameter", parameter
                 yield from tensors.items()
                 return
-
-
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    visited: list[BaseException] = []
-    while error is not None and error not in visited:
-        visited.append(error)
-        error = error.__cause__ or error.__context__
-    yield from visited

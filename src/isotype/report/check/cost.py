@@ -32,15 +32,8 @@ def setup_words(setup: Setup, whole: bool = True) -> str:
     if whole:
         rate = "" if setup.learning_rate is None else f" lr {setup.learning_rate:g}"
         shapes = ", ".join(f"{name} {list(shape)}" for name, shape in setup.batch.items())
-        optimizer, sharding = f"{setup.optimizer}{rate}", sharding_words(setup)
-        words = [
-            autocast or "no autocast",
-            scaler or "no GradScaler",
-            optimizer,
-            sharding,
-            *setup.details,
-            shapes,
-        ]
+        enabled = autocast or "no autocast", scaler or "no GradScaler"
+        words = (*enabled, f"{setup.optimizer}{rate}", sharding_words(setup), *setup.details, shapes)
         return "   ".join(filter(None, words))
     name, shape = next(iter(setup.batch.items()), ("", ()))
     batch = f"{name} {list(shape)}" if name else ""

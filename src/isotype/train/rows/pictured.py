@@ -232,10 +232,8 @@ def learn_no_pictures(trainer: Any, training: Any) -> None:
         if empty is not None:
             what = f"row {empty + 1} has no image, but others have one"
             expected = "an image in every pair: all processes of a sharded model must run its vision tower"
-            raise data_error(
-                "preference pairs with and without images",
-                [Problem(what, expected, "leave such rows out, or train without --fsdp")],
-            )
+            problem = Problem(what, expected, "leave such rows out, or train without --fsdp")
+            raise data_error("preference pairs with and without images", [problem])
 
 
 def answers_in(row: Mapping[str, Any]) -> list[str]:
