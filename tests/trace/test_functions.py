@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as nnf
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import isotype
 from isotype.contracts.contract import autocast_lists, contracts_for
+from isotype.trace.fake import functions
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.twin import fake_inputs, fake_mode
@@ -294,3 +296,48 @@ def test_attention_that_a_gpu_fuses_stores_no_scores(
         assert kernels == set()
         assert any("bmm" in call.op for call in scores)
     assert [f for f in report.findings if f.code.startswith("IST1")] == []
+
+
+class _Sequences(nn.Module):
+    """A layer over packed sequences of 3, 1 and 2 tokens."""
+
+    def __init__(self, kind: type[nn.RNNBase], dtype: torch.dtype = FP32) -> None:
+        super().__init__()
+        self.rnn = kind(2, 2, batch_first=True, dtype=dtype)
+
+    def forward(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
+        padded, again = pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=4)
+        assert padded.shape == (3, 4, 2)
+        assert again.shape == lengths.shape
+        return padded.sum()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_step_over_packed_sequences_is_traced_to_its_end(kind: type[nn.RNNBase]) -> None:
+    batch = {"rows": torch.ones(3, 3, 2), "lengths": torch.tensor([3, 1, 2])}
+    report = isotype.check(_Sequences(kind), batch, device="cpu", verify=False)
+    assert report.trace.failure is None
+    assert report.ok
+    steps = [call for call in report.trace.calls if call.flops and call.phase == "forward"]
+    assert sum(call.flops for call in steps) == 2 * 6 * 2 * 2 * 2 * (4 if kind is nn.LSTM else 3)  # of 6 rows
+
+
+def test_a_layer_of_another_dtype_than_its_packed_sequences_is_found() -> None:
+    batch = {"rows": torch.ones(3, 3, 2), "lengths": torch.tensor([3, 1, 2])}
+    report = isotype.check(_Sequences(nn.LSTM, BF16), batch, device="cpu", verify=False)
+    assert {finding.code for finding in report.errors} == {"IST101"}
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_packed_sequences_are_those_of_torch(batch_first: bool) -> None:
+    rows, lengths = torch.arange(24.0).reshape(3, 4, 2), [4, 2, 1]
+    rows = rows if batch_first else rows.transpose(0, 1)
+    packed = pack_padded_sequence(rows, lengths, batch_first)
+    data, sizes = functions._pack(rows, lengths, batch_first)
+    assert torch.equal(data, packed.data)
+    assert torch.equal(sizes, packed.batch_sizes)
+    for longest in (-1, 6):
+        padded = functions._pad(data, sizes.tolist(), batch_first, -1.0, longest)
+        expected = pad_packed_sequence(packed, batch_first, -1.0, None if longest < 0 else longest)
+        assert all(map(torch.equal, padded, expected))

@@ -291,6 +291,18 @@ def test_whatever_is_wrong_with_the_diagnosis_the_script_ends_as_it_does(
             ),
         ),
         (
+            "from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn\n"
+            "model = Net(torch.float32)\naverages = AveragedModel(model.float(), multi_avg_fn=get_ema_multi_avg_fn())\nmodel.bfloat16()\n"
+            "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor _ in range(2):\n    with torch.autocast('cpu', torch.bfloat16): loss = model(ids, ids)[1]\n"
+            "    loss.backward(); optimizer.step(); averages.update_parameters(model)\n",
+            (
+                "|   average  float32  [32, 8]   module.embed.weight",
+                "|   parameter  bfloat16  [32, 8]   embed.weight",
+                "= cause  AveragedModel holds 3 of 3 parameters in another dtype than the model",
+                "= help   give AveragedModel avg_fn=get_ema_avg_fn(DECAY) or get_swa_avg_fn() in place of multi_avg_fn",
+            ),
+        ),
+        (
             "model = Net(torch.float32).float()\noptimizer = torch.optim.AdamW(model.parameters(), fused=True)\n"
             "for dtype in (torch.float32, torch.bfloat16):\n    model.to(dtype)(ids, ids)[1].backward()\n"
             "    optimizer.step()\n    optimizer.zero_grad()\n",
@@ -313,6 +325,7 @@ def test_whatever_is_wrong_with_the_diagnosis_the_script_ends_as_it_does(
         "a moving average",
         "a metric",
         "an evaluation without autocast",
+        "averages of another dtype",
         "an optimizer's state",
         "an optimizer without gradients",
     ],

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import short
+from isotype.core.names import plural, short
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import line_of, tensors_at_hand
 from isotype.records.trace import FLOATS, NO_GRADIENT, NOTHING_UNSCALED, Trace
@@ -28,17 +28,21 @@ class Outside:
         source: `file:line` of the code that raised the error, in the script or a library.
         tensors: variable, dtype, shape, and name in the model (or "") of each float tensor in a variable of this code.
         help: advice, or "".
+        cause: the cause in words, or "" if the tensors show it.
     """
 
     source: str
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...], str], ...]
     help: str
+    cause: str = ""
 
     def lines(self) -> Iterator[str]:
         if self.tensors or self.help:
             yield f"  --> {short_source(self.source)}"
         for name, dtype, shape, in_model in self.tensors:
             yield f"   |   {name}  {dtype_name(dtype)}  {list(shape)}   {in_model}".rstrip()
+        if self.cause:
+            yield f"   = cause  {self.cause}"
         if self.help:
             yield f"   = help   {self.help}"
 
@@ -50,6 +54,8 @@ def outside(error: BaseException, model: nn.Module, step: Trace) -> Outside:
     source, variables = line_of(error), dict(tensors_at_hand(error))
     if gradientless := _without_gradients(error, names):
         return Outside(source, (), gradientless)
+    if (copied := _of_copy(error, model)) is not None:
+        return replace(copied, source=source)
     states = dict(_of_optimizer(error))
     floats = ((n, t) for n, t in (states or variables).items() if t.dtype in FLOATS and t.dim())
     tensors = tuple((n, t.dtype, tuple(t.shape), names.get(id(t), "")) for n, t in floats)
@@ -65,7 +71,7 @@ def _help(
         return f"NumPy has no bfloat16: write .float() before .numpy() at {at}"
     if optimizes:
         return "make the optimizer after the model has its final dtypes, or load its state again"
-    if autocast is not None and any(isinstance(owner, nn.Module) for owner in _owners(error)):
+    if autocast is not None and any(isinstance(owner, nn.Module) for owner in _owners(error, "forward")):
         return (
             f"the training step runs under autocast to {dtype_name(autocast)}, and this code does not: run it under "
             "torch.autocast, too, or call isotype.enforce(model, policy)"
@@ -92,11 +98,39 @@ def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:
     return [value for value in variables if isinstance(value, torch.optim.Optimizer)][-1:]
 
 
-def _owners(error: BaseException) -> Iterator[object]:
-    """Yield the value of `self` of every traceback frame that has a variable `self`; the innermost frame comes last."""
+def _owners(error: BaseException, method: str = "") -> Iterator[object]:
+    """Yield the value of `self` of every traceback frame that has it (of frames of `method`); the innermost comes last."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if "self" in frame.f_locals:
+        if "self" in frame.f_locals and method in ("", frame.f_code.co_name):
             yield frame.f_locals["self"]
+
+
+def _of_copy(error: BaseException, model: nn.Module) -> Outside | None:
+    """Describe an error of a module that averages the model's parameters (`AveragedModel`) in another dtype; else None."""
+    trained = dict(model.named_parameters())
+    for owner in _owners(error):
+        copies = dict(owner.named_parameters()) if isinstance(owner, nn.Module) and owner is not model else {}
+        pairs = [
+            (name, copy, trained[original])
+            for name, copy in copies.items()
+            if (original := name.partition(".")[2]) in trained and trained[original] is not copy
+        ]
+        unlike = [pair for pair in pairs if pair[1].dtype != pair[2].dtype]
+        if not unlike:
+            continue
+        kind, (name, copy, parameter) = type(owner).__name__, unlike[0]
+        cause = (
+            f"{kind} holds {len(unlike)} of {plural(len(pairs), 'parameter')} in another dtype than the model: its update "
+            "takes one dtype"
+        )
+        how = f"keep the averages in float32: cast the {kind} with .float()"
+        if copy.dtype.itemsize > parameter.dtype.itemsize:
+            how = f"cast the parameter to {dtype_name(copy.dtype)} in the update"
+            if kind == "AveragedModel":
+                how = "give AveragedModel avg_fn=get_ema_avg_fn(DECAY) or get_swa_avg_fn() in place of multi_avg_fn: these promote"
+        both = ("average", copy, name), ("parameter", parameter, name.partition(".")[2])
+        return Outside("", tuple((n, t.dtype, tuple(t.shape), of) for n, t, of in both), how, cause)
+    return None
 
 
 def _of_optimizer(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:

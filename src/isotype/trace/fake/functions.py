@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ _READS = frozenset({torch.Tensor.shape, torch.Tensor.is_sparse, torch.Tensor.req
 """Attributes that are read often, and whose reads run no operator and depend on no device."""
 _FROM_LISTS = (torch.tensor, torch.as_tensor)
 _PRODUCTS = frozenset({"mm", "spmm", "matmul", "__matmul__"})
+_PACKED = frozenset({"_pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu"})
 _LOWERED = FLOATS - {torch.float64}  # autocast keeps float64
 _HALF_TRANSFORMS = frozenset({"cuda", "xpu"})
 """Kinds of devices with Fourier transforms in float16 (`promote_type_fft` in torch's SpectralOps.cpp), "cuda" for some sizes."""
@@ -135,6 +137,8 @@ class Functions(TorchFunctionMode):
         kernel: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.attention is not None and func is scaled_dot_product_attention:
             run, kernel = self.attention.as_on_device(args, kwargs, recorder)
+        if recorder.function in _PACKED and getattr(args[1], "dtype", None) == torch.int64:
+            run = partial(self._of_packed, func)
         with kernel:
             try:
                 return run(*args, **kwargs)
@@ -160,6 +164,17 @@ class Functions(TorchFunctionMode):
                     )
                 result = run(*_cast(args, target, FLOATS), **_cast(kwargs, target, FLOATS))
                 return in_operands_dtype(result, given_tensors(args, kwargs), target)
+
+    def _of_packed(self, func: Any, *args: Any) -> Any:
+        """Return the result of a function of packed sequences with known lengths, whose kernels read the lengths' memory."""
+        numbers = self._recorder.values.of(args[1])
+        if numbers is None:
+            return func(*args)
+        if name_of(func) == "_pack_padded_sequence":
+            return _pack(args[0], numbers.tolist(), *args[2:])
+        if name_of(func) == "_pad_packed_sequence":
+            return _pad(args[0], numbers.tolist(), *args[2:])
+        return func(args[0], numbers, *args[2:])
 
     def _autocast(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         has_dtype = kwargs.get("dtype") is not None
@@ -301,3 +316,19 @@ def _transformed_sizes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 def _as_half(leaf: Any) -> Any:
     return leaf.to(_HALVES[leaf.dtype]) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _pack(rows: torch.Tensor, lengths: Sequence[int], batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    steps = rows.transpose(0, 1) if batch_first else rows
+    sizes = [sum(length > step for length in lengths) for step in range(max(lengths))]
+    return torch.cat([step[:size] for step, size in zip(steps, sizes, strict=False)]), torch.tensor(sizes)
+
+
+def _pad(
+    rows: torch.Tensor, sizes: list[int], batch_first: bool, padding: float, longest: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    padded = rows.new_full((max(longest, len(sizes)), sizes[0], *rows.shape[1:]), padding)
+    for step, part in enumerate(torch.split(rows, sizes)):
+        padded[step, : len(part)] = part
+    lengths = torch.tensor([sum(size > row for size in sizes) for row in range(sizes[0])])
+    return padded.transpose(0, 1) if batch_first else padded, lengths
