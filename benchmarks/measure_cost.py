@@ -148,7 +148,12 @@ def text(model: str, record: bool) -> None:
             each.output / ranges.by_module[each.name].output for each in longest.modules if each.output
         ]
         pairs = zip(longest.operators, ranges.operators, strict=True)
-        products = [one.largest / other.largest for one, other in pairs if one.matmul and other.largest]
+        magnitudes = (
+            (max(one.output, *one.inputs), max(other.output, *other.inputs))
+            for one, other in pairs
+            if one.matmul
+        )
+        products = [larger / smaller for larger, smaller in magnitudes if smaller]
         cells: list[str] = []
         measures: dict[str, results.Measure] = {}
         for what, ratios in (("outputs", outputs), ("products", products)):

@@ -138,11 +138,6 @@ class OperatorRange:
     flushed_scaled: float = 0.0
 
     @property
-    def largest(self) -> float:
-        """The largest magnitude of operands and results."""
-        return max((self.output, *self.inputs))
-
-    @property
     def matmul(self) -> bool:
         """True if autocast runs the operator in 16 bits."""
         return self.op.removeprefix("aten.").startswith(MATMULS)

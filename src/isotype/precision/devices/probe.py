@@ -147,21 +147,17 @@ class _Probe:
         return MatmulRate(self.dtype, 4 * self.side**3 / fastest, len(self.times), self.side, spread=spread)
 
     def _prepare(self, side: int) -> None:
-        """Create operands and run a first call, which loads kernels and libraries."""
-        self.side = side
-        try:
-            self.operands = _operands(side, self.dtype, self.device)
-        except (RuntimeError, TypeError) as error:  # torch's errors for a dtype, a device or an allocation
-            self.message = first_line(error)
-            return
+        """Run a first call with new operands, which loads kernels and libraries."""
+        self.side, self.operands = side, None
         self._call()
 
     def _call(self) -> float:
-        if self.operands is None or self.message is not None:
+        if self.message is not None:
             return 0.0
         try:
+            self.operands = self.operands or _operands(self.side, self.dtype, self.device)
             took = _time_call(self.operands, self.device)
-        except (RuntimeError, TypeError) as error:  # torch's errors, as in `_prepare`
+        except (RuntimeError, TypeError) as error:  # torch's errors for a dtype, a device or an allocation
             self.message = first_line(error)
             return 0.0
         self.spent += took
