@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from isotype.records.finding import Finding
+from isotype.records.memory import Memory
 from isotype.records.trace import Trace
 from tests.rules.traces import BF16, FP32, batch, found, llama, of_llama, on, traced
 
@@ -77,3 +78,32 @@ def test_the_largest_tensors_are_named(trace: Trace) -> None:
     )
     assert any(note.startswith(logits) for note in named[:4])
     assert named[4].startswith("one weight of 32.0 KiB: float32 [128, 64] base_model.model.")
+
+
+def test_checkpointing_saves_what_the_layers_save_and_no_logits(trace: Trace) -> None:
+    phase, inputs = trace.memory.peak_phase, 2 * 32 * 64 * 4
+    assert phase is not None
+    of_layers, activations = trace.memory.saved[phase], trace.memory.phases[phase]["activations"]
+    assert 0 < of_layers <= activations - 3 * 32 * 128 * 4  # the logits, their copy and its gradient
+    (finding,) = with_memory(trace, trace.memory.peak / 2)
+    less = next(
+        fix.description for fix in finding.fixes if fix.description.startswith("checkpoint the layers'")
+    )
+    assert f"about {(of_layers - of_layers // 2 - inputs) / 1024:.3g} KiB less" in less
+
+
+def test_a_loss_in_chunks_is_advised_only_for_logits_of_all_tokens(trace: Trace) -> None:
+    def advised(trace: Trace) -> bool:
+        (finding,) = with_memory(trace, trace.memory.peak / 2)
+        return any(
+            fix.description.startswith("compute the loss from the logits of a part") for fix in finding.fixes
+        )
+
+    logits = 32 * 128 * 4
+    trace = replace(
+        trace, memory=Memory({"backward": {"activations": 6 * logits}}, saved={"backward": logits})
+    )
+    assert advised(trace)
+    vocabulary = {weight.name for weight in trace.weights if weight.kind == "embedding"}
+    wider = [replace(w, shape=(512, 64)) if w.name in vocabulary else w for w in trace.weights]
+    assert not advised(replace(trace, weights=tuple(wider)))

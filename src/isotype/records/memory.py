@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -50,10 +50,12 @@ class Memory:
     Attributes:
         phases: phase -> kind -> bytes at that phase's peak.
         timeline: the step in about 500 intervals or fewer, each with the moment at which most bytes were in use.
+        saved: phase -> bytes of activations that layers (`model.layers.0`) had saved for the backward before that phase's peak.
     """
 
     phases: Mapping[Phase, Mapping[MemoryKind, int]]
     timeline: tuple[MemoryPoint, ...] = ()
+    saved: Mapping[Phase, int] = field(default_factory=dict)
 
     @property
     def peak_phase(self) -> Phase | None:

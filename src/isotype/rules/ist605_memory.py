@@ -15,8 +15,10 @@ workspaces of kernels, and the driver's context (0.3 to 0.6 GB of a GPU).
 
 **What helps, and by how much.** The report estimates each saving as if no other saving were applied:
 
-- Gradient checkpointing stores the inputs of all n layers and the activations of one layer, which is about `1/n` of all
-  activations (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
+- Gradient checkpointing stores the inputs of all n layers and the activations of one layer, which is about `1/n` of the
+  activations that layers save (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). It does not help with
+  logits.
+- A loss in chunks takes about 1/8 of the memory of all logits, their copies and their gradients, or less.
 - nf4 takes 0.5625 bytes per weight: 4 bits, and a share of the float32 scale of 64 weights (Dettmers et al., "QLoRA", 2023).
 - In 16 bits, frozen float32 weights take half of their memory. In 8 bits, optimizer states take a quarter of it.
 - The memory of activations is proportional to the batch size times the length of the rows.
@@ -70,6 +72,8 @@ _PREDICTIONS = (
     "keep only what compute_metrics needs of an evaluated batch (preprocess_logits_for_metrics), or move its predictions to "
     "the CPU's memory (eval_accumulation_steps=1)"
 )
+_LOGITS = "compute the loss from the logits of a part of the tokens at a time (use_liger_kernel=True)"
+_MOST_COPIES = 6  # of the logits that a loss keeps
 _SIZES: Mapping[Phase, tuple[str, str]] = {
     "evaluate": ("the evaluation's batch size", "per_device_eval_batch_size"),
     "rollout": ("the number of rows that are generated together", "generation_batch_size"),
@@ -150,13 +154,19 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     assert phase is not None
     peak = trace.memory.phases[phase]
     activations = peak.get("activations", 0)
-    predictions, layers = peak.get("predictions", 0), _layers(trace)
+    predictions, layers, of_layers = (
+        peak.get("predictions", 0),
+        _layers(trace),
+        trace.memory.saved.get(phase, 0),
+    )
     if predictions:
         yield (_PREDICTIONS, predictions, "eval_accumulation_steps", "1")
-    if phase not in BETWEEN_STEPS and layers > 1 and not any(call.recomputed for call in trace.calls):
-        saved = activations - activations // layers - _layer_inputs(trace, layers)
+    if layers > 1 and not any(call.recomputed for call in trace.calls):
+        saved = of_layers - of_layers // layers - _layer_inputs(trace, layers)
         if saved > 0:
             yield ("checkpoint the layers' activations", saved, "gradient_checkpointing", "True")
+    if _has_all_logits(trace, activations - of_layers):
+        yield (_LOGITS, (activations - of_layers) * 7 // 8, "logits", "in chunks")
     # lm_head stays dense, as in transformers' quantizers.
     linear = (w for w in trace.weights if is_frozen_base(w) and w.kind == "linear")
     dense = [w for w in linear if "lm_head" not in w.name]
@@ -223,9 +233,24 @@ def _layers(trace: Trace) -> int:
     return max((sum(layers.values()) for layers in by_list.values()), default=1)
 
 
+def _lookup(trace: Trace) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    """Return the dtype and the shape of the embedded tokens; None if the step embeds no tokens."""
+    return next((call.results[0] for call in trace.calls if "embedding" in call.op and call.results), None)
+
+
 def _layer_inputs(trace: Trace, layers: int) -> int:
-    lookup = next((call for call in trace.calls if "embedding" in call.op and call.results), None)
-    if lookup is None:
-        return 0
-    dtype, shape = lookup.results[0]
+    dtype, shape = _lookup(trace) or (torch.float32, (0,))
     return layers * math.prod(shape) * dtype.itemsize
+
+
+def _has_all_logits(trace: Trace, outside: int) -> bool:
+    """Return True if most of the `outside` bytes, which no layer saves, are logits (or losses) of all tokens."""
+    _, embedded = _lookup(trace) or (None, ())
+    vocabularies = {
+        weight.shape[0] for weight in trace.weights if weight.kind == "embedding" and not weight.buffer
+    }
+    results = (result for call in trace.calls if costs.allocates(call.op) for result in call.results)
+    logits = ((dtype, shape) for dtype, shape in results if shape and shape[-1] in vocabularies)
+    of_all = (x for x in logits if math.prod(x[1][:-1]) * 2 >= math.prod(embedded[:-1]))
+    largest = max((math.prod(shape) * dtype.itemsize for dtype, shape in of_all), default=0)
+    return largest > max(outside // _MOST_COPIES, trace.memory.peak // 20)

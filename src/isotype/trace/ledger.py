@@ -39,8 +39,9 @@ class Ledger:
         # Storage address -> its reference, bytes, kind and sequence number.
         self._live: dict[int, tuple[Any, int, MemoryKind, int]] = {}
         self._created = 0
-        # (phase, whether gradients are left out) -> bytes at the peak, in total and by kind.
-        self._peaks: dict[tuple[Phase, bool], tuple[int, dict[MemoryKind, int]]] = {}
+        # (phase, whether gradients are left out) -> bytes at the peak: in total, by kind, and saved by layers.
+        self._peaks: dict[tuple[Phase, bool], tuple[int, dict[MemoryKind, int], int]] = {}
+        self._saved = 0
         self._points: list[MemoryPoint] = []
         self._point_total = -1
         self._stride, self._changes = 1, 0
@@ -100,9 +101,9 @@ class Ledger:
         times: int,
         inputs: Sequence[torch.Tensor] = (),
         outputs: Sequence[torch.Tensor] = (),
-    ) -> None:
+    ) -> int:
         """Multiply the bytes of a module's live activations by `times`, for activations that were counted after the mark
-        `since`.
+        `since`. Return the added bytes.
 
         If the module has saved its input, the next represented module also saves its own input: an output of the module.
         Memory freed after `since` (of a weight that was moved) is not subtracted.
@@ -119,8 +120,20 @@ class Ledger:
         self._surplus.setdefault(module, {}).update(surplus)
         self._left.discard(module)
         self._times[module] = times
-        for size in _steps(sum(surplus.values()), times - 1):
+        added = sum(surplus.values())
+        for size in _steps(added, times - 1):
             self._change("activations", size)
+        return added
+
+    def saved_by_layer(self, since: int, added: int) -> None:
+        """Record that a layer's forward has ended: it saves its live activations that were counted after the mark `since`.
+
+        `added` are the bytes that `multiply` has added for the layers that this layer represents.
+        """
+        live = (
+            size for _, size, kind, number in self._live.values() if number > since and kind == "activations"
+        )
+        self._saved += sum(live) + added
 
     def keep(self, module: str, since: int, times: int, outputs: Sequence[torch.Tensor]) -> None:
         """Multiply by `times` the memory that a forward without a backward keeps besides its outputs: caches, copies of weights."""
@@ -175,11 +188,12 @@ class Ledger:
             gradients: bytes of gradients at the start of each later micro-batch of a step.
         """
         phases: dict[Phase, Mapping[MemoryKind, int]] = {}
-        for (phase, bare), (_, kinds) in self._peaks.items():
+        saved: dict[Phase, int] = {}
+        for (phase, bare), (_, kinds, of_layers) in self._peaks.items():
             later = _later(MemoryPoint(phase, kinds), states, gradients if bare else 0).kinds
             if sum(later.values()) > sum(phases.get(phase, {}).values()) or phase not in phases:
-                phases[phase] = later
-        return Memory(phases, tuple(_later(point, states, gradients) for point in self._points))
+                phases[phase], saved[phase] = later, of_layers
+        return Memory(phases, tuple(_later(point, states, gradients) for point in self._points), saved)
 
     def _leave(self, module: str) -> None:
         """Count the backwards of the modules that a module represents: free their activations, and add their gradients."""
@@ -191,7 +205,7 @@ class Ledger:
             if kinds and total > self._peaks.get((self._phase, bare), (-1,))[0]:
                 changes: dict[MemoryKind, int] = {"activations": -gone, "gradients": come}
                 changed = kinds | {kind: kinds.get(kind, 0) + size for kind, size in changes.items()}
-                self._peaks[self._phase, bare] = total, changed
+                self._peaks[self._phase, bare] = total, changed, self._saved
         count = self._times.get(module, 1) - 1
         for less, more in zip(_steps(gone, count), _steps(come, count), strict=True):
             self._change("activations", -less)
@@ -249,7 +263,7 @@ class Ledger:
                     if inside and total > self._highest.get((name, bare), (0, {}))[0]:
                         self._highest[name, bare] = total, dict(self._now)
             if total > self._peaks.get((self._phase, bare), (-1,))[0]:
-                self._peaks[self._phase, bare] = total, dict(self._now)
+                self._peaks[self._phase, bare] = total, dict(self._now), self._saved
 
 
 def _later(point: MemoryPoint, states: int, gradients: int) -> MemoryPoint:

@@ -201,16 +201,19 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         for row in self.held.get(frame.name, ()):
             self.ledger.count(*row)  # the tensor's memory may have changed (`weight.data = …`)
         outer = self._frames[-1].repeats if self._frames else 1
+        saves, added = self.phase == "forward" and torch.is_grad_enabled(), 0
         if frame.repeats != outer and self.phase != "backward":
             inputs, outputs = (
                 [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
                 for tree in (arguments, output)
             )
             times = frame.repeats // outer
-            if self.phase == "forward" and torch.is_grad_enabled():
-                self.ledger.multiply(frame.name, frame.entered, times, inputs, outputs)
+            if saves:
+                added = self.ledger.multiply(frame.name, frame.entered, times, inputs, outputs)
             else:
                 self.ledger.keep(frame.name, frame.entered, times, outputs)
+        if saves and _is_layer(frame.name) and not any(_is_layer(other.name) for other in self._frames):
+            self.ledger.saved_by_layer(frame.entered, added)
 
     @property
     def module(self) -> str:
@@ -437,6 +440,10 @@ def _is_anothers_scratch(operands: Sequence[Operand], place: Place) -> bool:
     memory = target.origin
     unset = memory.kind == "constant" and memory.name in _UNSET
     return unset and target.dtype != value.dtype and bool(memory.module) and memory.module != place.module
+
+
+def _is_layer(module: str) -> bool:
+    return module.rpartition(".")[2].isdigit() and "." in module
 
 
 def _rank(operand: Operand) -> int:
