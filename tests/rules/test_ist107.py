@@ -66,10 +66,52 @@ def test_torch_checkpoint_restores_autocast() -> None:
     assert real_step(Checkpointed(own=False), {"x": X}, autocast=BF16).error is None
 
 
+class Counting(nn.Module):
+    """A part that creates a tensor in torch's default dtype, which is bfloat16 only while the forward runs."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight, self.dtype = nn.Parameter(torch.ones(8, dtype=BF16)), dtype
+
+    def counted(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x * self.weight).float() * torch.zeros(8, dtype=self.dtype)).sum()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        torch.set_default_dtype(BF16)
+        try:
+            return checkpoint(self.counted, x, use_reentrant=False)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.real_cpu
+def test_a_default_dtype_that_changes_before_the_backward() -> None:
+    (finding,) = found(RULE, traced(Counting(), {"x": X.bfloat16()}))
+    outcome = real_step(Counting(), {"x": X.bfloat16()})
+    assert (outcome.phase, type(outcome.error).__name__) == ("backward", "CheckpointError")
+    assert finding.cause.startswith("zeros at test_ist107.py:")
+    assert "returns bfloat16 [8] in the forward and float32 [8] in the recomputation" in finding.cause
+    assert finding.fixes[0].description.startswith("pass the dtype at test_ist107.py:")
+    assert found(RULE, traced(Counting(BF16), {"x": X.bfloat16()})) == []
+
+
 def test_what_broke_in_the_forward_is_not_told_again() -> None:
     trace = traced(Checkpointed(own=False), {"x": X})
     assert found(RULE, trace) == []
     assert [finding.module for finding in found("ist101_operands", trace)] == ["second"]
+
+
+def test_a_check_inside_of_a_checkpoint_changes_nothing() -> None:
+    """`isotype run` checks a step at the first call of a model, which a script may make inside of a checkpoint."""
+    layer, reports = nn.Linear(8, 8), []
+
+    def checked(x: torch.Tensor) -> Any:
+        reports.append(isotype.check(layer, {"input": X}, device="cpu"))
+        return layer(x)
+
+    checkpoint(checked, X, use_reentrant=False).sum().backward()
+    assert [report.errors for report in reports] == [(), ()]
+    assert layer.weight.grad is not None
 
 
 def test_a_time_limit_that_ends_in_a_recomputation_is_no_error_of_the_model(monkeypatch: Any) -> None:
