@@ -401,6 +401,15 @@ def test_an_adapter_that_reaches_no_loss_beside_the_model() -> None:
     assert {each.kind for each in reach.unused} == {"adapter"}
 
 
+def test_a_gate_that_only_switches_reaches_the_loss() -> None:
+    """Its gradient is exactly zero at these values, as that of a router behind a saturated softmax."""
+    model, batch = built("llama")
+    gate = model.model.norm.register_parameter("gate", nn.Parameter(torch.ones(1)))  # type: ignore[union-attr,operator]
+    model.model.norm.register_forward_hook(lambda norm, _, out: out * torch.sigmoid(norm.gate * 1e6))  # type: ignore[union-attr,operator]
+    assert gate is None
+    assert measured(model, batch).unused == ()
+
+
 def test_a_classifier_finds_the_last_token_by_the_id_of_padding() -> None:
     model, batch = built("llama-cls")
     ids, mask = batch["input_ids"].clone(), torch.ones_like(batch["input_ids"])

@@ -24,6 +24,7 @@ from isotype.trace.reach.processes import parting, skipped_modules, without_grad
 from isotype.trace.reach.small import NoCopyError, small_copy
 
 _MATRIX_ROWS = 24
+_DRAWS = 3
 _SHARED_OUT = 1 << 27
 """If weights times tokens exceed this number, a copy runs on all threads: one thread takes 0.02 s for a forward."""
 
@@ -196,13 +197,14 @@ def _changes_nothing(probe: Probe, inputs: dict[str, object]) -> bool:
 
 
 def _unused_weights(probe: Probe) -> Iterator[NoReach]:
-    """Yield the trainable weights that are outside of the loss's graph, or whose gradient is exactly zero in all layers.
+    """Yield the trainable weights that are outside of the loss's graph, or have no effect on the loss in any layer.
 
     All experts of a layer count as one weight, because a batch does not always use every expert.
     """
-    model = probe.copy.model
-    trains = any(weight.requires_grad for weight in model.parameters())
-    gradients = gradients_of(model, probe.loss()) if trains else {}
+    model, loss = probe.copy.model, None
+    if any(weight.requires_grad for weight in model.parameters()):
+        loss = probe.loss()
+    gradients = gradients_of(model, loss)
     silent: dict[str, bool] = {}
     outside: dict[str, bool] = {}
     for name, gradient in gradients.items():
@@ -212,8 +214,27 @@ def _unused_weights(probe: Probe) -> Iterator[NoReach]:
     for name in (name for name, everywhere in outside.items() if everywhere):
         yield NoReach("ungraded", name)
     for name in (name for name, everywhere in silent.items() if everywhere):
+        if _changes_loss(
+            probe, [model.get_parameter(other) for other in gradients if starred(other) == name], loss
+        ):
+            continue  # the gradient is zero only at these values, as behind a saturated softmax
         kind: Unused = "adapter" if "lora_" in name else "weight"
         yield NoReach(kind, name, _reason(probe, name, gradients))
+
+
+def _changes_loss(probe: Probe, weights: Sequence[torch.Tensor], loss: torch.Tensor | None) -> bool:
+    """Return whether other values of the weights change the copy's loss."""
+    values = [weight.detach().clone() for weight in weights]
+    with torch.no_grad():
+        for _ in range(_DRAWS):
+            for weight, value in zip(weights, values, strict=True):
+                weight.copy_(value + 2 * probe.noise(value) * value.abs().max().clamp_min(1.0))
+            other = probe.loss()
+            for weight, value in zip(weights, values, strict=True):
+                weight.copy_(value)
+            if loss is not None and other is not None and not torch.equal(loss, other):
+                return True
+    return False
 
 
 def _reason(probe: Probe, name: str, trained: Iterable[str]) -> str:
