@@ -46,6 +46,12 @@ def test_trained_norms_of_another_dtype_under_fsdp2() -> None:
     assert not list(find(trace([weight(trainable=True), trained_norm], fsdp=2, policy=POLICY)))
 
 
+@pytest.mark.parametrize(("unit", "errors"), [("model.layers.0", 1), ("model.layers.0.input_layernorm", 0)])
+def test_the_units_of_a_sharded_model_decide(unit: str, errors: int) -> None:
+    weights = [weight(trainable=True, unit="model.layers.0"), norm(FP32, trainable=True, unit=unit)]
+    assert len(list(find(trace(weights)))) == errors
+
+
 @pytest.mark.parametrize("mixed", [True, False])
 def test_fsdp2_itself_raises_where_the_rule_finds_one(mixed: bool) -> None:
     llama = ARCHITECTURES["llama"]

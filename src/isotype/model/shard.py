@@ -53,10 +53,10 @@ def gathered_by(model: nn.Module) -> dict[str, tuple[Any, list[str]]]:
     return groups
 
 
-def gathered_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtype in which FSDP2 gathers each parameter, by name, if its policy sets one."""
-    groups = gathered_by(model).values()
-    return {name: policy.param_dtype for policy, names in groups for name in names if policy.param_dtype}
+def gathering(model: nn.Module) -> dict[str, tuple[str, torch.dtype | None]]:
+    """Return, by name, the module that FSDP2 gathers each parameter for, and the dtype that its policy sets or None."""
+    groups = gathered_by(model).items()
+    return {name: (unit, policy.param_dtype) for unit, (policy, names) in groups for name in names}
 
 
 def free_gathered(model: nn.Module) -> None:

@@ -249,6 +249,7 @@ class Weight:
         largest: largest absolute value; None if values are unknown.
         median_magnitude: median absolute value of the nonzero values; None if values are unknown.
         exact_in: a 16-bit dtype that represents every value of a float32 weight; None if unknown or if there is none.
+        unit: the module with which FSDP2 gathers the weight, "" for the whole model; None if the weight is not sharded.
         gathered: the dtype in which FSDP2 gathers the weight for a forward; None if FSDP2 casts no weights.
         was: the weight's dtype before the step's code cast the weight; None without such a cast.
         set_on: an attribute that was set without effect, and its value (`encoder.requires_grad`, False); else None.
@@ -270,6 +271,7 @@ class Weight:
     largest: float | None = None
     median_magnitude: float | None = None
     exact_in: torch.dtype | None = None
+    unit: str | None = None
     gathered: torch.dtype | None = None
     was: torch.dtype | None = None
     set_on: tuple[str, bool] | None = None

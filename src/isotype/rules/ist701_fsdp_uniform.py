@@ -24,7 +24,7 @@ first forward.
 because 16-bit adapters lose small updates (IST801).
 
 **Seen in** huggingface/trl #1723; hiyouga/LlamaFactory #3853, #10346; IBM/activated-lora #13;
-bitsandbytes-foundation/bitsandbytes #1709.
+bitsandbytes-foundation/bitsandbytes #1709; modelscope/twinkle #182; NVIDIA-NeMo/Automodel #1677.
 """
 
 from __future__ import annotations
@@ -45,15 +45,18 @@ TITLE = "FSDP over parameters of several dtypes"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    version = trace.setup.fsdp
-    if version == 2 and trace.setup.policy is None:
+    sharded = any(weight.unit is not None for weight in trace.weights)
+    version = 2 if sharded else trace.setup.fsdp
+    if version == 2 and (sharded or trace.setup.policy is None):
         # A policy's model is sharded by isotype, which groups trained weights by dtype.
-        weights = [weight for weight in trained(trace) if weight.quantization is None]
+        weights = [
+            w for w in trained(trace) if w.quantization is None and (w.unit is not None or not sharded)
+        ]
     else:
         weights = [weight for weight in trace.weights if version == 1 and not weight.buffer]
     # Integer codes belong to IST702.
     floats = (weight for weight in weights if weight.dtype.is_floating_point)
-    units = grouped(floats, lambda weight: layer_of(weight.name))
+    units = grouped(floats, lambda w: layer_of(w.name) if w.unit is None else w.unit)
     mixed = {unit: group for unit, group in units.items() if len({weight.dtype for weight in group}) > 1}
     in_mixed = [weight for group in mixed.values() for weight in group]
     # Codes can be packed in any dtype, so the dtype of the other weights decides.
@@ -70,7 +73,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         mismatched,
         phase="load" if version == 1 else "forward",
         notes=(f"FSDP raises: {error.format(' and '.join(map(str, dtypes)))}",),
-        fixes=tuple(_fixes(trace, mismatched, most)),
+        fixes=tuple(_fixes(trace, version, mismatched, most)),
     )
 
 
@@ -80,7 +83,7 @@ _REFUSALS = {
 }
 
 
-def _fixes(trace: Trace, mismatched: list[Weight], most: torch.dtype) -> Iterator[Fix]:
+def _fixes(trace: Trace, version: int, mismatched: list[Weight], most: torch.dtype) -> Iterator[Fix]:
     packed = [weight for weight in mismatched if weight.quantization is not None]
     plain = [weight for weight in mismatched if weight.quantization is None]
     if packed:
@@ -91,7 +94,7 @@ def _fixes(trace: Trace, mismatched: list[Weight], most: torch.dtype) -> Iterato
     cast = Fix(f"cast them to {dtype_name(most)}", "safe" if safe else "unsafe", actions=casts(plain, most))
     if safe:
         yield cast
-    first = trace.setup.fsdp == 1
+    first = version == 1
     # FSDP2 reduces the gradients of a unit together, so trained parameters need one dtype under FSDP2 too.
     if first and len({weight.dtype for weight in trained(trace)}) <= 1:
         yield setting("shard with FSDP2, which keeps each parameter's dtype", "fsdp", "2")

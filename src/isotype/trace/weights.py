@@ -19,7 +19,7 @@ from isotype.model.experts.stack import QuantizedStack, held_stack
 from isotype.model.finite import all_finite
 from isotype.model.fold import repeats_of
 from isotype.model.quantized import quantization_state, repacking, row_scales
-from isotype.model.shard import gathered_dtypes, local
+from isotype.model.shard import gathering, local
 from isotype.model.walk import Place, kind_of, places
 from isotype.precision.policy import is_pinned
 from isotype.records.memory import MemoryKind
@@ -38,7 +38,7 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
 
 def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
     """Return each parameter and buffer of `model` once, with its record. `Weight.tied` lists the other names of a tensor."""
-    pinned, gathered = _pinned_patterns(model), gathered_dtypes(model)
+    pinned, gathered = _pinned_patterns(model), gathering(model)
     # Each tensor is kept alive: another new tensor of a container could get its id.
     rows: dict[int, tuple[torch.Tensor, Weight]] = {}
     repeats = repeats_of(model)
@@ -80,7 +80,7 @@ def unread_weights(model: nn.Module) -> Iterator[Weight]:
 
     Buffers are left out, and so are the parameters of lazy layers, which have no shape yet.
     """
-    pinned, gathered = _pinned_patterns(model), gathered_dtypes(model)
+    pinned, gathered = _pinned_patterns(model), gathering(model)
     seen: dict[int, torch.Tensor] = {}
     for place in places(model):
         for name, parameter in place.module.named_parameters(recurse=False):
@@ -90,10 +90,11 @@ def unread_weights(model: nn.Module) -> Iterator[Weight]:
 
 
 def _row(
-    place: Place, name: str, tensor: torch.Tensor, pinned: Sequence[str], gathered: Mapping[str, torch.dtype]
+    place: Place, name: str, tensor: torch.Tensor, pinned: Sequence[str], gathered: Mapping[str, Any]
 ) -> Weight:
     """Return the record of a parameter or buffer, without the fields that are computed from its values."""
     full = _full_name(place, name)
+    unit, dtype = gathered.get(f"{place.name}.{name}".lstrip("."), (None, None))
     return Weight(
         full,
         tensor.dtype,
@@ -103,7 +104,8 @@ def _row(
         kind=place.kind,
         pinned=is_pinned(full, pinned),
         quantization=_quantization(place, name),
-        gathered=gathered.get(f"{place.name}.{name}".lstrip(".")),
+        unit=unit,
+        gathered=dtype,
     )
 
 

@@ -173,7 +173,7 @@ def _with_history(
     rows = []
     for weight in faked:
         was, values = before.get(weight.name, weight.dtype), by_name.get(weight.name, weight)
-        names = ("largest", "median_magnitude", "exact_in", "gathered")
+        names = ("largest", "median_magnitude", "exact_in", "unit", "gathered")
         of_real = {name: getattr(values, name) for name in names}
         rows.append(replace(weight, **of_real, was=None if was == weight.dtype else was))
     return tuple(rows)
