@@ -46,6 +46,7 @@ from isotype.compat.torch import (
     last_node_number,
     mark_as_parameter,
     multiply_each,
+    no_saved_tensor_hooks,
     node_number,
     operator_packet,
     operator_schema,
@@ -391,3 +392,19 @@ def test_a_cached_value_of_a_parametrized_tensor_is_dropped() -> None:
         assert layer.weight is first
         forget_parametrized(layer, "weight")
         assert layer.weight is not first
+
+
+def test_hooks_of_saved_tensors_are_taken_out_and_put_back() -> None:
+    seen: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.shape)
+        return tensor
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), no_saved_tensor_hooks():
+            x.exp()
+        assert seen == []
+        x.exp()
+    assert seen == [x.shape]

@@ -282,6 +282,44 @@ def test_what_is_made_for_the_device_is_made_on_the_cpu() -> None:
     assert {tensor.device.type for tensor in made} == {"cpu"}
 
 
+def test_a_device_by_its_number_is_the_simulated_one() -> None:
+    """transformers loads 4-bit weights to `torch.cuda.current_device()`, a number."""
+    with written_for(device_profile("t4")):
+        named = torch.device(torch.cuda.current_device())
+        assert (named.type, named.index) == ("cuda", 0)
+        assert torch.ones(2).to(named).device.type == "cpu"
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * torch.full((1,), 2.0, device="cuda")
+
+
+def test_code_that_runs_in_a_backward_names_the_device() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with written_for(device_profile("t4")):
+        Doubled.apply(x).sum().backward()  # type: ignore[no-untyped-call]
+        (gradient,) = torch.autograd.grad(Doubled.apply(x).sum(), x)  # type: ignore[no-untyped-call]
+    assert torch.equal(gradient, torch.full((2,), 2.0))
+    assert x.grad is not None
+    assert torch.equal(x.grad, gradient)
+
+
+def test_tensors_of_another_16_bit_dtype_are_joined_under_autocast_as_on_a_gpu() -> None:
+    halves = [X.bfloat16(), X.bfloat16()]
+    with torch.autocast("cpu", FP16), pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
+        torch.cat(halves)
+    with written_for(device_profile("t4")), torch.autocast("cuda", FP16):
+        joined = [torch.cat(halves), torch.stack(halves), torch.vstack(halves)]
+        assert torch.is_autocast_enabled("cuda")
+    assert {tensor.dtype for tensor in joined} == {BF16}
+
+
 @pytest.mark.parametrize(
     ("name", "expected"), [("script", True), ("bitsandbytes.ops", False), ("torch._utils", False)]
 )

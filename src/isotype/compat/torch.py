@@ -413,6 +413,21 @@ def no_modes() -> Iterator[None]:
             _push_all(stack, modes)
 
 
+@contextmanager
+def no_saved_tensor_hooks() -> Iterator[None]:
+    """Let autograd save tensors without the script's hooks, as those of a running `torch.utils.checkpoint.checkpoint`."""
+    hooks: Any = torch._C._autograd
+    popped = []
+    while (top := hooks._top_saved_tensors_default_hooks(False)) is not None:
+        popped.append(top)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(popped):
+            hooks._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def _pop_all(stack: ModeStack) -> list[Any]:
     """Pop the script's modes and return them, top first; torch's internal modes stay."""
     popped = []

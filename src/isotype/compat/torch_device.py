@@ -54,6 +54,10 @@ _LEGACY_TENSORS = tuple(
     f"{name}Tensor"
     for name in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 )
+_PROMOTED = frozenset(
+    ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "index_copy")
+)
+"""Functions whose operands only the CPU's autocast promotes. It raises for the 16-bit dtype that is not autocast's."""
 _MOVES = ("cuda", "xpu", "pin_memory")
 
 
@@ -149,19 +153,23 @@ def _answer(replaced: Replacements, simulated: str, named: Callable[[], None]) -
 
 
 def _redirect(replaced: Replacements, names: re.Pattern[str], named: Callable[[], None]) -> None:
-    """Replace the simulated device by the CPU in functions that pass no function mode, and in new threads."""
+    """Replace the simulated device by the CPU in functions that pass no function mode, in new threads, and in backwards.
+
+    torch runs a backward without the function modes in which it was called (`handle_torch_function`).
+    """
 
     def load(load: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         by_name = map_location is None or isinstance(map_location, Mapping)
         return load(f, "cpu" if by_name else _cpu_for(map_location, names), *args, **kwargs)
 
-    def run(run: Callable[..., None], thread: Thread) -> None:
+    def run(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _OnCPU(names, named):
-            run(thread)
+            return run(*args, **kwargs)
 
     replaced.wrap(torch, "load", load)
     replaced.wrap(torch, "set_default_device", lambda default, device: default(_cpu_for(device, names)))
     replaced.wrap(Thread, "run", run)
+    replaced.wrap(torch.autograd, "_engine_run_backward", run)
     if torch.distributed.is_available():
 
         def start(start: Callable[..., None], backend: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -186,7 +194,13 @@ class _OnCPU(TorchFunctionMode):
         if func in _CALLS_TO_MOVE or any(_is_named(place, self._names) for place in places):
             self._named()
         func, args, kwargs = on_cpu(func, args, kwargs, self._names)
-        return func(*args, **kwargs)
+        if getattr(func, "__name__", "") not in _PROMOTED or not torch.is_autocast_enabled("cpu"):
+            return func(*args, **kwargs)
+        torch.set_autocast_enabled("cpu", False)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled("cpu", True)
 
 
 def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
@@ -348,8 +362,9 @@ def fused_attention(
 
 def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[Any, Any, Any]:
     """Return (function, args, kwargs) of a torch call, with the CPU in place of each device whose name matches `named`."""
-    if func is torch.device:
-        return func, args, kwargs  # only a name: tensors that are created or moved there go to the CPU
+    if func is torch.device:  # only a name: tensors that are created or moved there go to the CPU
+        of_kind = named.pattern.partition("(")[0] if args and type(args[0]) is int else None
+        return func, (of_kind, *args) if of_kind else args, kwargs
     if func in _CALLS_TO_MOVE:
         return torch.Tensor.cpu, args[:1], {}
     if func in _ANSWERS:

@@ -15,7 +15,7 @@ from torch import nn
 
 from isotype.compat.bitsandbytes import nothing_repacked
 from isotype.compat.compiler import uncompiled
-from isotype.compat.torch import ORIGINAL, fake_errors_unlogged
+from isotype.compat.torch import ORIGINAL, fake_errors_unlogged, no_saved_tensor_hooks
 from isotype.compat.transformers import fakes_taken_for_real
 from isotype.core.random_states import random_states_kept
 from isotype.model.loss import is_partial, loss_of
@@ -98,9 +98,10 @@ class StepCode:
 
 @contextlib.contextmanager
 def surroundings() -> Iterator[None]:
-    """Run the step isolated: without compilation, and without the caller's random states, autocast and gradient mode."""
+    """Run the step isolated: without compilation, and without the caller's random states, autocast, gradient mode and hooks."""
     with (
         fake_errors_unlogged(),
+        no_saved_tensor_hooks(),
         random_states_kept(),
         torch.enable_grad(),
         _no_autocast(),
