@@ -18,7 +18,7 @@ CORE := $(addprefix tests/,core precision contracts model checkpoint trace rules
 # What needs neither fork, flock nor bash.
 PORTABLE := $(addprefix tests/,precision rules data model ranges planning) $(wildcard tests/preflight/test_*.py)
 
-.PHONY: demo demo-pictures test tests static coverage test-all test-cpus test-core test-portable test-oldest test-newest test-mains fuzz lint types bench
+.PHONY: demo demo-pictures test tests static coverage thorough test-thorough test-all test-cpus test-core test-portable test-oldest test-newest test-mains fuzz lint types bench
 .PHONY: docs dist try-dist check-tag publish help clean
 
 demo: $(VENV)/.installed  ## fine-tune SmolLM2-135M-Instruct on the embedded data set
@@ -27,7 +27,7 @@ demo: $(VENV)/.installed  ## fine-tune SmolLM2-135M-Instruct on the embedded dat
 demo-pictures: $(VENV)/.installed  ## fine-tune a small vision-language model, made here, on drawn pictures
 	$(BIN)/isotype demo --pictures
 
-test: $(VENV)/.installed  ## lint, types and the whole test suite; what it covers, as last measured
+test: $(VENV)/.installed  ## lint, types and the test suite; what it covers, as last measured
 	$(MAKE) --jobs 2 static tests
 	@if [ -f tests/coverage.txt ]; then cat tests/coverage.txt; else echo 'coverage by room: not measured (make coverage)'; fi
 
@@ -49,8 +49,16 @@ coverage: $(VENV)/.installed  ## statements and branches that the suite runs, by
 	$(BIN)/python -m coverage json --quiet -o build/coverage.json
 	$(BIN)/python -m tools.coverage_table build/coverage.json
 
+thorough: $(VENV)/.installed  ## find the costly tests whose branches other tests reach: tests/thorough.txt, which `make test` leaves out
+	rm -f build/coverage.* build/seconds.*
+	$(BIN)/python -m coverage run -m pytest -p tools.thorough -n auto --dist worksteal tests
+	$(BIN)/python -m tools.thorough
+
+test-thorough: $(VENV)/.installed  ## the test suite, and the tests of tests/thorough.txt
+	$(BIN)/python -m pytest -n auto --dist worksteal tests
+
 test-all: $(VENV)/.installed  ## every test, the exhaustive forms with them
-	$(BIN)/python -m pytest -n auto --dist worksteal -m ""
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "" tests
 
 test-cpus: $(VENV)/.installed  ## the suite as on each kind of CPU, and under each instruction limit that this CPU has
 	PYTHON=$(BIN)/python tools/cpus.sh --whole cpu-avx2 cpu-avx512 cpu-amx machine avx2 avx512 avx512-bf16 amx

@@ -168,9 +168,33 @@ def pytest_collection(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Long tests first: at the end one core would wait for them."""
     shares.read_constants(config)
+    if _runs_whole_suite(config):
+        _leave_out_thorough(config, items)
     yield
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     _skip_once_a_file(config, items)
+
+
+def _runs_whole_suite(config: pytest.Config) -> bool:
+    """Whether no file or folder is named."""
+    named: bool = getattr(config, "workerinput", {}).get(
+        "named", config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    )
+    return not named
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Workers of pytest-xdist take files from the process that starts them, and do not see whether a user named them."""
+    node.workerinput["named"] = not _runs_whole_suite(node.config)
+
+
+def _leave_out_thorough(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out costly tests whose branches other tests reach; tools/thorough.py finds them."""
+    names = frozenset((Path(__file__).parent / "thorough.txt").read_text().splitlines())
+    left_out = {item: not names.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])) for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if left_out[item]])
+    items[:] = [item for item in items if not left_out[item]]
 
 
 def _skip_once_a_file(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -59,7 +59,7 @@ def path(saved: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
     return str(path)
 
 
-def planned(path: str, memory: int, **more: object) -> Plan:
+def planned(path: str, memory: int | str, **more: object) -> Plan:
     settings = {"rows": 1, "length": 64, "lora_r": 4, "dtype": "bfloat16", "gradient_checkpointing": "False"}
     return isotype.plan(path, "rtx4090", max_memory=memory, **settings, **more)
 
@@ -87,7 +87,7 @@ def test_mixed_alone_takes_what_the_device_leaves(path: str) -> None:
     plan = planned(path, 2**30, quantization="mixed")
     assert [row.storage for row in plan.rows] == ["bfloat16"]
     assert "--base_memory" in str(plan.command)
-    (row, *_) = planned(path, 1000, quantization="mixed").rows
+    (row, *_) = planned(path, "1KiB", quantization="mixed").rows
     assert (row.storage, row.fits) == ("nf4", False)
     (row,) = planned(path, 2**30, quantization="mixed", base_memory="150KiB").rows
     assert (row.storage, row.base_memory) == ("mixed", 150 * 2**10)
