@@ -235,3 +235,25 @@ def test_layers_with_an_attribute_of_the_name_of_checkpointing() -> None:
 
     report = check(nn.Sequential(Layer(4, 4)), lambda model: model(torch.ones(2, 4)).sum(), device="cpu")
     assert "no gradient checkpointing" in report.trace.setup.details
+
+
+class _Mixed(nn.Module):
+    """Two layers of different dtypes, and after them code that a trace can run (`whole`) or not."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.whole = nn.Linear(4, 4), nn.Linear(4, 4, dtype=BF16), whole
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.second(self.first(x))
+        if not self.whole:
+            raise ValueError("this code needs real numbers")
+        return h.float().mean()
+
+
+def test_a_fix_is_verified_only_if_the_whole_step_was_traced() -> None:
+    for whole in (True, False):
+        report = check(_Mixed(whole), {"x": torch.ones(2, 4)}, device="cpu", optimizer="sgd")
+        fixes = [finding.fixes[0] for finding in report.findings if finding.code == "IST101"]
+        assert [(fix.verified, fix.works) for fix in fixes] == [(whole, True)]
+        assert fixes[0].outcome.endswith("traced to its end") != whole

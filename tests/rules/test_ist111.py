@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -154,3 +155,19 @@ def test_token_ids_in_16_bits() -> None:
 
 def test_floats_that_may_be_labels_are_silent() -> None:
     assert not found(RULE, traced(Ending(lambda h: F.cross_entropy(h, h.detach().softmax(-1))), X))
+
+
+class _SoftTokens(nn.Embedding):
+    """A table that also multiplies with probabilities, as Ovis's visual embedding (modelscope/ms-swift #5565)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight if x.is_floating_point() else super().forward(x)
+
+
+def test_lora_on_an_embedding_that_gets_floats() -> None:
+    inner = nn.Sequential()
+    inner.add_module("table", _SoftTokens(10, 8))
+    model = get_peft_model(inner, LoraConfig(r=2, target_modules=["table"]))
+    (finding,) = found(RULE, traced(model, {"input": torch.ones(10, 10)}, phases=("forward",)))
+    assert finding.fixes[0].description.startswith("leave table out of the adapter (exclude_modules='table')")
+    assert not found(RULE, traced(model, {"input": torch.ones(10, dtype=torch.long)}, phases=("forward",)))

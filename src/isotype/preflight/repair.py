@@ -175,7 +175,7 @@ def _first_that_works(
     command: bool,
 ) -> tuple[Fix | None, Sequence[Finding]]:
     assert report.again is not None
-    has_unsafe = any(_is_excluded(fix, unsafe) and fix.verified for fix in finding.fixes)
+    has_unsafe = any(_is_excluded(fix, unsafe) and fix.works for fix in finding.fixes)
     for fix in by_preference(finding.fixes, unsafe=unsafe, command=command):
         if _is_excluded(fix, unsafe) or not _may_be_applied(fix, command) or fix in chosen:
             continue
@@ -227,7 +227,7 @@ def _reason(finding: Finding, unsafe: bool) -> str:
     if not finding.fixes:
         return "no fix is known"
     fixes = by_preference(finding.fixes, unsafe=unsafe)
-    proven = next((fix for fix in fixes if fix.verified), None)
+    proven = next((fix for fix in fixes if fix.works), None)
     if proven is not None and _is_excluded(proven, unsafe):
         return f"only an unsafe fix: {proven.description}; repair(…, unsafe=True) applies it"
     if proven is not None and not needs_the_caller(proven):

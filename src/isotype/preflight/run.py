@@ -156,7 +156,8 @@ class _Step:
             if after is None:
                 continue
             if resolves(finding, findings, after):
-                good.append(replace(fix, verified=True, outcome=_outcome(after, values_known)))
+                whole = all(other.kind != "untraced" for other in after)
+                good.append(replace(fix, verified=whole, outcome=_outcome(after, values_known)))
             elif finding.severity == "error" and resolves(finding, findings, after, True):
                 new = {f.code for f in after if f.severity == "warning"} - {f.code for f in findings}
                 outcome = f"the finding is gone, but the step then has {', '.join(sorted(new))}"
@@ -244,7 +245,7 @@ def _resolved(
 ) -> set[tuple[str, str, str]]:
     resolved: set[tuple[str, str, str]] = set()
     for fix in finding.fixes:
-        after = tried.get(fix.actions) if fix.verified else None
+        after = tried.get(fix.actions) if fix.works else None
         if after is not None and not needs_the_caller(fix):
             present = faults(after)
             resolved |= {error.key for error in errors if (error.code, error.cause) not in present}
@@ -261,6 +262,8 @@ _FIXES_SHOWN: Mapping[Severity, int] = {"error": 3, "warning": 3, "note": 1}
 
 
 def _outcome(after: Sequence[Finding], values_known: bool) -> str:
+    if any(finding.kind == "untraced" for finding in after):
+        return "the finding is gone, but the step was not traced to its end"
     remaining = sum(finding.severity != "note" for finding in after)
     if not remaining:
         return "the step then runs clean" if values_known else "nothing else is found"

@@ -119,7 +119,7 @@ class Fix:
         description: the change as an instruction ("return each norm's output in bfloat16").
         safety: `"safe"` if the fix keeps the meaning of the model and all digits of its weights; `"unsafe"` if it may
             change them.
-        verified: whether a second trace with the fix has neither the finding nor new findings.
+        verified: whether a second trace of the whole step with the fix has neither the finding nor new findings.
         actions: the changes; empty if no actions can express the fix.
         outcome: result of a second trace with the fix, in words; "" before that trace.
         command: a command that applies the fix, as a program and its arguments; empty if there is no such command.
@@ -131,6 +131,11 @@ class Fix:
     actions: tuple[Action, ...] = ()
     outcome: str = ""
     command: tuple[str, ...] = ()
+
+    @property
+    def works(self) -> bool:
+        """True if a second trace with the fix, which may have ended early, has neither the finding nor new findings."""
+        return self.verified or bool(self.outcome)
 
     @property
     def text(self) -> str:

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isotype.core.dtypes import EXACT_INTEGERS, dtype_name, named_integer
-from isotype.core.names import grouped, short
+from isotype.core.names import grouped, plain_name, short
 from isotype.core.operators import MASKED, float_indices
 from isotype.records.finding import Finding, Fix, finding_at
 from isotype.records.trace import Call, Operand, Trace
@@ -128,6 +128,11 @@ def _dtype(call: Call, calls: list[Call], trace: Trace) -> Finding:
 def _without_floats(call: Call, refused: Operand, at: str) -> str:
     if any(name in call.op for name in (*MASKED, "where")):
         return f"call .bool() on the mask{at}"
+    if "lora_embedding" in call.operands[0].origin.name:
+        layer = plain_name(call.module)
+        return (
+            f"leave {layer} out of the adapter (exclude_modules={layer!r}): LoRA on an embedding looks up ids"
+        )
     cause, exact = refused.origin.cause, EXACT_INTEGERS.get(refused.dtype)
     rounds = f": {dtype_name(refused.dtype)} rounds numbers above {exact}" if exact else ""
     if cause.kind == "input":

@@ -157,8 +157,8 @@ def _outlook(finding: Finding) -> Outlook:
     if not finding.fixes:
         return "left"
     first = finding.fixes[0]
-    if first.scope == "advice" or (first.verified and first.scope != "model"):
+    if first.scope == "advice" or (first.works and first.scope != "model"):
         return "caller"
-    if not first.verified:
+    if not first.works:
         return "untried"
     return "repair" if first.safety == "safe" else "unsafe"

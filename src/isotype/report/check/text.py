@@ -267,7 +267,7 @@ def _orders(findings: Sequence[Finding], commands: bool) -> list[str]:
 def script_steps(report: Record) -> list[tuple[str, str]]:
     rows, setup = [], report.trace.setup
     fixes = [fix for finding in report.findings for fix in finding.fixes]
-    safeties = {fix.safety for fix in fixes if fix.verified and fix.scope == "model"}
+    safeties = {fix.safety for fix in fixes if fix.works and fix.scope == "model"}
     autocast = f', autocast="{dtype_name(setup.autocast)}"' if setup.autocast else ""
     check = f"isotype.check(model, inputs{autocast}{', scaler=True' if setup.scaler else ''})"
     if "safe" in safeties:
