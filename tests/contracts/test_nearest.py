@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tools.measure_contracts import write_json
 
 from isotype.contracts import contract
 from isotype.contracts.contract import (
@@ -21,6 +20,7 @@ from isotype.contracts.contract import (
     table_name,
     tables_in,
 )
+from isotype.contracts.measure import write_json
 from isotype.precision.devices.profile import device_profile
 
 B, F, H = torch.bfloat16, torch.float32, torch.float16
@@ -73,7 +73,7 @@ def test_the_nearest_table(variant: str, version: str, name: str, tmp_path: Path
     assert found is not None
     assert found.name == name
     assert nearest(tables, "mps", "", version) is None
-    (tmp_path / "autocast.json").write_text("{}")
+    (tmp_path / "examples.json").write_text("{}")
     assert tables_in(tmp_path) == tables
 
 

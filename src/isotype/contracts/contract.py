@@ -114,7 +114,7 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Return a table from a file of `tools.measure_contracts`. A file with a `base` contains only differences from the base."""
+    """Return a table from a file of `isotype.contracts.measure`. A file with a `base` contains only differences from the base."""
     content = json.loads(path.read_text(encoding="utf-8"))
     base = read_table(path.with_name(f"{content['base']}.json")) if "base" in content else None
     messages, operators = (base.messages, base.operators) if base is not None else ((), {})

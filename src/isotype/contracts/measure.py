@@ -1,14 +1,14 @@
 """Measure which operand dtypes a device's operators accept, by real calls with every combination of dtypes.
 
-    python -m tools.measure_contracts --device cuda -o src/isotype/contracts/tables     # cuda-sm75-torch2.13.json
-    python -m tools.measure_contracts --device cpu --base cpu-avx2 -o src/isotype/contracts/tables/cpu-amx.json
-    python -m tools.measure_contracts --device cpu --base cpu-avx2 -o src/isotype/contracts/tables/cpu-avx2-torch2.15.json
+    python -m isotype.contracts.measure --device cuda -o src/isotype/contracts/tables     # cuda-sm75-torch2.13.json
+    python -m isotype.contracts.measure --device cpu --base cpu-avx2 -o cpu-amx.json
+    python -m isotype.contracts.measure --device cpu --base cpu-avx2 -o cpu-avx2-torch2.15.json
 
 The table of a CPU is the table of its instruction set. `tables/cpu-avx2.json` contains all operators; the tables of
 other instruction sets, and of other torch releases, contain only the operators that differ. The variables
 `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` make a CPU use a smaller instruction set.
 
-The measurement replays every example in `tools/operator_examples.json` with new tensors of a few elements. The float operands
+The measurement replays every example in `tables/examples.json` with new tensors of a few elements. The float operands
 get combinations of float32, bfloat16 and float16 (also float64 if an example has it):
 
 - up to 4 float operands: all combinations;
@@ -50,6 +50,16 @@ import torch
 
 from isotype.compat.torch import OpOverload
 from isotype.contracts.contract import KINDS, TABLES, UNSPECIFIED, read_table, table_name
+from isotype.contracts.example import (
+    REFUSALS,
+    Json,
+    corrupted,
+    decode,
+    has_dtype_argument,
+    is_float,
+    results_of,
+    tensors_in,
+)
 from isotype.contracts.pattern import (
     CORRUPTS,
     FLOAT_DTYPES,
@@ -64,17 +74,6 @@ from isotype.contracts.pattern import (
 from isotype.core.errors import first_line
 from isotype.core.files import write_whole
 from isotype.precision.devices.profile import device_profile
-from tools.operator_examples import (
-    REFUSALS,
-    Json,
-    corrupted,
-    decode,
-    has_dtype_argument,
-    is_float,
-    results_of,
-    tensors_in,
-)
-from tools.sources import ROOT
 
 # Names of float dtypes in messages -> the letter of the dtype, and the format specification that gives the name.
 _SPELLINGS = {
@@ -85,8 +84,8 @@ _SPELLINGS = {
 _WORD = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, _SPELLINGS)) + r")(?![\w.]*\w)")
 _MOST = 256  # readings to try for a message
 
-EXAMPLES = ROOT / "tools" / "operator_examples.json"
-GPU_EXAMPLES = EXAMPLES.with_stem("operator_examples_gpu")
+EXAMPLES = TABLES / "examples.json"
+GPU_EXAMPLES = TABLES / "examples_gpu.json"
 """Calls of the attention kernels that only GPUs have; this file is written by hand."""
 
 _TORCH_NAMES = {"rocm": "cuda"}  # device kind -> torch's name of it
@@ -261,7 +260,7 @@ def _measured_in_children(
         while remaining:
             work.write_text(json.dumps(remaining), encoding="utf-8")
             results.touch()
-            child = [sys.executable, "-m", "tools.measure_contracts", "--device", device]
+            child = [sys.executable, "-m", "isotype.contracts.measure", "--device", device]
             ended = subprocess.run([*child, "-o", results, "--child", work], check=False)
             for line in results.read_text(encoding="utf-8").splitlines():
                 result = json.loads(line)
@@ -307,7 +306,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def main() -> None:
     """Run the command line: measure a device, write its table, and print a summary."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.measure_contracts", description=__doc__, allow_abbrev=False
+        prog="python -m isotype.contracts.measure", description=__doc__, allow_abbrev=False
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     file = "file for the table, or a folder for a table file that is named after device and torch version"
