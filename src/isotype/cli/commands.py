@@ -16,7 +16,6 @@ from isotype.compat.interrupt import interrupts_kept
 from isotype.core.arguments import Parser, did_you_mean, wrong_size
 from isotype.core.errors import Problem, UsageError
 from isotype.core.files import unused
-from isotype.core.formats import ASKED, MIXED, QUANTIZATIONS
 from isotype.core.names import parse_size
 from isotype.core.terminal import shown
 
@@ -29,13 +28,9 @@ _OF_THE_PLAN = ("dtype", "quantization", "base_memory", "device")
 """Arguments that `isotype inspect` takes only with `--plan`."""
 
 
-def inspect_parser() -> Parser:
-    return Parser.of("inspect", quantization=(*ASKED, MIXED))
-
-
 def inspect(argv: Sequence[str], console: Console) -> int:
     """Print the table of `isotype inspect`; then raise an error if the checkpoint cannot be loaded."""
-    parser = inspect_parser()
+    parser = Parser.of("inspect")
     options = parser.parse_args(list(argv))
     if options.program is not None:
         return _inspect_for(options, console)
@@ -102,16 +97,10 @@ def _inspect_plan(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def quality_parser() -> Parser:
-    from isotype.precision.damages import MEASURED
-
-    return Parser.of("quality", exact=MEASURED)
-
-
 def quality(argv: Sequence[str], console: Console) -> int:
     from isotype.train.command.arguments import count_problems
 
-    parser = quality_parser()
+    parser = Parser.of("quality")
     options = parser.parse_args(list(argv))
     parser.refuse(count_problems({"tokens": options.tokens}))
     quiet_libraries()
@@ -134,16 +123,12 @@ def quality(argv: Sequence[str], console: Console) -> int:
     return 0
 
 
-def explain_parser() -> Parser:
-    return Parser.of("explain")
-
-
 def explain(argv: Sequence[str], console: Console) -> int:
     from rich.markdown import Markdown
 
     from isotype.rules import all_rules, page
 
-    options = explain_parser().parse_args(list(argv))
+    options = Parser.of("explain").parse_args(list(argv))
     if options.code is None:
         console.print(_rule_table(all_rules()))
     else:
@@ -178,12 +163,8 @@ def _rule_table(rules: Sequence[Rule]) -> Table:
     return table
 
 
-def doctor_parser() -> Parser:
-    return Parser.of("doctor")
-
-
 def doctor(argv: Sequence[str], console: Console) -> int:
-    options = doctor_parser().parse_args(argv)
+    options = Parser.of("doctor").parse_args(argv)
     from isotype.precision.devices.machine import gather_doctor_report
     from isotype.report.doctor import doctor_json, render_doctor
 
@@ -195,14 +176,8 @@ def doctor(argv: Sequence[str], console: Console) -> int:
     return 0 if report.ok else 1
 
 
-def merge_parser() -> Parser:
-    from isotype.core.dtypes import GGUF_TYPES
-
-    return Parser.of("merge", quantization=QUANTIZATIONS, gguf=GGUF_TYPES)
-
-
 def merge(argv: Sequence[str], console: Console) -> int:
-    options = merge_parser().parse_args(argv)
+    options = Parser.of("merge").parse_args(argv)
     quiet_libraries()
     from isotype.checkpoint.merge.merge import merge_adapter
     from isotype.report.inspect import show_merge
@@ -229,7 +204,7 @@ def merge(argv: Sequence[str], console: Console) -> int:
 
 
 def chat_parser() -> Parser:
-    return Parser.of("chat", quantization=ASKED)
+    return Parser.of("chat")
 
 
 def chat(argv: Sequence[str], console: Console) -> int:

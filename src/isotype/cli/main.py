@@ -24,7 +24,7 @@ from isotype.compat.interrupt import HANGUP, exit_status, signal_of, stop_signal
 from isotype.compat.torchvision import importable
 from isotype.compat.triton import leave_garbage
 from isotype.core import VERSION
-from isotype.core.arguments import corrected
+from isotype.core.arguments import Parser, corrected
 from isotype.core.cache import prepare_library_caches
 from isotype.core.console import TerminalConsole, libraries_shown
 from isotype.core.errors import IsotypeError, PrecisionError, Problem, UsageError
@@ -134,7 +134,7 @@ def _parsed(line: list[str]) -> None:
 
         parse_request(rest)
     elif command != "run":
-        getattr(import_module("isotype.cli.commands"), f"{command}_parser")().parse_args(rest)
+        Parser.of(command).parse_args(rest)
 
 
 def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:

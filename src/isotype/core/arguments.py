@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -60,10 +61,10 @@ class Parser(ValueParser):
     _command_line: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, command: str, **choices: Collection[str]) -> Self:
-        """Return the parser of a command in commands.json. `choices` maps the name of an argument to its values."""
+    def of(cls, command: str) -> Self:
+        """Return the parser of a command in commands.json."""
         parser = cls.described(command)
-        add_arguments(parser, command, **choices)
+        add_arguments(parser, command)
         return parser
 
     @classmethod
@@ -173,18 +174,23 @@ class Parser(ValueParser):
                 self.problems.append(_wrong_value(action, value))
 
 
-def add_arguments(parser: argparse.ArgumentParser, command: str, **choices: Collection[str]) -> None:
-    """Add the arguments of a command in commands.json. Of arguments that are `exclusive`, only one may be given."""
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    """Add the arguments of a command in commands.json. Of arguments that are `exclusive`, only one may be given.
+
+    `choices_of` names a table in isotype whose entries are valid values, besides those in `choices`.
+    """
     exclusive: Any = None
     for names, described in COMMANDS[command]["arguments"].items():
         pairs = ((n, tuple(v) if isinstance(v, list) else v) for n, v in described.items())
         keywords: dict[str, Any] = {name: value for name, value in pairs if name != "exclusive"}
         if "type" in described:
             keywords["type"] = _TYPES[described["type"]]
+        if table := keywords.pop("choices_of", ""):
+            module, _, name = table.rpartition(".")
+            keywords["choices"] = (*getattr(import_module(module), name), *keywords.get("choices", ()))
         if "exclusive" in described:
             exclusive = exclusive or parser.add_mutually_exclusive_group()
-        action = (exclusive if "exclusive" in described else parser).add_argument(*names.split(), **keywords)
-        action.choices = choices.get(action.dest, action.choices)
+        (exclusive if "exclusive" in described else parser).add_argument(*names.split(), **keywords)
 
 
 def image_size(text: str) -> tuple[int, int]:

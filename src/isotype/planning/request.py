@@ -13,8 +13,7 @@ from isotype.core.arguments import Parser, add_arguments, wrong_size
 from isotype.core.errors import Problem
 from isotype.core.formats import ASKED
 from isotype.core.names import parse_size
-from isotype.data.methods import METHODS
-from isotype.planning.record import GOALS, Row
+from isotype.planning.record import Row
 from isotype.precision.damages import Damages
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.train.command.arguments import count_problems
@@ -66,7 +65,7 @@ class PlanRequest:
     layers: Damages | None = None
 
 
-_add_own = partial(add_arguments, command="plan", method=tuple(METHODS), goal=tuple(GOALS))
+_add_own = partial(add_arguments, command="plan")
 
 
 def parser() -> Parser:

@@ -357,10 +357,8 @@ def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
     for flag, name, other in (("bf16", "bfloat16", "float16"), ("fp16", "float16", "bfloat16")):
         if settings.command.given(flag) is False and dtype_name(policy.compute) == name:
             what = f"--dtype auto, which is {name} in this run, and --{flag} False"
-            headline, expected = (
-                "the arguments disagree about precision",
-                "a compute dtype that no argument excludes",
-            )
+            headline = "the arguments disagree about precision"
+            expected = "a compute dtype that no argument excludes"
             raise PrecisionError.of(headline, what, expected, f"--dtype float32, or --dtype {other}")
 
 

@@ -144,15 +144,14 @@ def _columns(
         return [columns[name] for name in names if columns.get(name)]
 
     loss, asked = METHODS[reader.method].loss, of("messages") if shared else of("prompt", "query")
+    paired = loss in ("preference", "reward")
     if reader.get("stage") == "pt":
         return {"text": of("prompt")} if of("prompt") else None
-    result = {"prompt": asked}
-    if loss in ("preference", "reward"):
-        result |= {"chosen": of("chosen"), "rejected": of("rejected")}
-    elif loss == "unpaired":
-        result = {"messages": asked} if shared else result | {"completion": of("response")}
-        result |= {"label": of("kto_tag")}
+    if paired:
+        result = {"prompt": asked, "chosen": of("chosen"), "rejected": of("rejected")}
     else:
-        result = {"messages": asked} if shared else result | {"completion": of("response")}
+        result = {"messages": asked} if shared else {"prompt": asked, "completion": of("response")}
+    if loss == "unpaired":
+        result["label"] = of("kto_tag")
     result |= {name: of(name) for name in ("tools", "images", "system") if of(name)}
-    return result if all(result.values()) and ranking == (loss in ("preference", "reward")) else None
+    return result if all(result.values()) and ranking == paired else None

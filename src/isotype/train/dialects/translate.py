@@ -60,12 +60,9 @@ def translated(values: Mapping[str, Any], method: str, folder: Path, *, trains: 
     reader.trains = trains
     newer = sorted(_NEWER & reader.given.keys())
     for name in newer:
+        what = f"{name}: a name of LLaMA-Factory's second form (v1)"
         expected = "LLaMA-Factory's first form (stage, finetuning_type, dataset, …)"
-        reader.refuse(
-            f"{name}: a name of LLaMA-Factory's second form (v1)",
-            expected,
-            "write the file in the first form",
-        )
+        reader.refuse(what, expected, "write the file in the first form")
     requested = None if newer else module.method_of(reader)
     if requested is None:
         refused = {problem.given.partition(":")[0] for problem in reader.problems}

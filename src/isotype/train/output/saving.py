@@ -206,10 +206,8 @@ class WholeCheckpoints(Sharded):
                 command = self.hooks.goes_on and self.hooks.goes_on(last)
                 how = f"with:\n    {command}" if command else f"with --resume_from_checkpoint {last}"
                 hint = f"nothing else is lost; {last} is complete: resume {how}"
-            headline, expected = (
-                f"the {what} could not be saved",
-                "a directory that accepts files of this size",
-            )
+            headline = f"the {what} could not be saved"
+            expected = "a directory that accepts files of this size"
             fix = "make it writable and lift limits on file sizes, or give another --output_dir"
             if number in NO_ROOM:
                 headline = f"the disk is full: {headline}"

@@ -110,28 +110,24 @@ def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
 
 def put_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
     """Copy whole tensors, which every process has read, into sharded parameters."""
-    from torch.distributed.tensor import distribute_tensor
-
     for name, parameter in _trained(model).items():
         target: Any = parameter.detach()
-        value = whole[name].to(device=target.device, dtype=target.dtype)
-        placed: Any = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-        target.to_local().copy_(placed.to_local())
+        target.to_local().copy_(_sharded_like(target, whole[name].to(target.dtype)).to_local())
 
 
 def shard_optimizer(optimizer: Any) -> None:
     """Shard optimizer states in the same way as their parameters. Every process has read the whole states."""
-    from torch.distributed.tensor import distribute_tensor
-
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if is_sharded(parameter) and value.shape == parameter.shape and not is_sharded(value):
-                state[key] = distribute_tensor(
-                    value.to(parameter.device),
-                    parameter.device_mesh,
-                    parameter.placements,
-                    src_data_rank=None,
-                )
+                state[key] = _sharded_like(parameter, value)
+
+
+def _sharded_like(parameter: Any, whole: torch.Tensor) -> Any:
+    from torch.distributed.tensor import distribute_tensor
+
+    local = whole.to(parameter.device)
+    return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 class Sharded(TrainerSteps):
