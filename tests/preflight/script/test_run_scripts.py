@@ -362,6 +362,26 @@ def test_a_call_that_the_gradscaler_refuses_is_explained(runs: Runs, after_backw
     assert f"   = cause  {cause}" in after
 
 
+def test_a_default_dtype_that_changes_before_the_recomputation_is_named(runs: Runs) -> None:
+    """NVIDIA-NeMo/Automodel #2083: the script sets the default dtype around the forward alone."""
+    script = (
+        "from torch.utils.checkpoint import checkpoint\nmodel = Net()\nhead = model.head.forward\n"
+        "scaled = lambda hidden: head((hidden * torch.full((8,), 0.5)).bfloat16())\n"
+        "model.head.forward = lambda hidden: checkpoint(scaled, hidden, use_reentrant=False)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\ntorch.set_default_dtype(torch.bfloat16)\n"
+        "loss = model(ids, ids)[1]\nCHANGE\nloss.backward()\noptimizer.step()\ntorch.set_default_dtype(torch.float32)\n"
+    )
+    status, _, err = runs(
+        script.replace("CHANGE", "torch.set_default_dtype(torch.float32)"), "--no-preflight"
+    )
+    assert status == 1
+    assert "the cause is elsewhere" not in err
+    assert "error[IST107]: the recomputation of gradient checkpointing differs from the forward" in err
+    assert "recomputation: torch's default dtype has changed in between" in err
+    status, _, err = runs(script.replace("CHANGE", ""), "--no-preflight")
+    assert (status, "IST107" in err) == (0, False)
+
+
 def test_a_loss_that_is_not_scaled_beside_one_that_is(runs: Runs) -> None:
     """IAHispano/Applio #860, SheldonTsui/GOF_NeurIPS2021 #2: two optimizers share a GradScaler."""
     script = (

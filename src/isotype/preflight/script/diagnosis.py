@@ -46,6 +46,7 @@ from isotype.records.request import DEFAULT_PHASES, StepRequest
 from isotype.records.trace import NO_GRADIENT, NOTHING_UNSCALED, Breach, Call, Failure, Setup, Trace
 from isotype.report.check.report import Report
 from isotype.rules import (
+    ist107_recomputation,
     ist303_no_scaler,
     ist307_no_gradient,
     ist308_clipped_scaled,
@@ -382,6 +383,10 @@ class Diagnosis:
         if refused and (setup := self._setup_seen or self._setup()):
             trace = Trace(setup, (), (), {}, Memory({}), Failure("optimizer", "", line_of(error), headline))
             self._brief(_of(judge(trace), ist308_clipped_scaled))
+            return
+        if type(error).__name__ == "CheckpointError" and recorder is not None and (setup := self._setup()):
+            failure = Failure("backward", "", line_of(error), headline, recomputed=True)
+            self._brief(_of(judge(self.watch.trace(setup, failure)), ist107_recomputation))
             return
         report = self._traced_again(trains=any(words in text for words in _ABOUT_GRADIENTS))
         if report is None:
