@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,6 +88,18 @@ _CUDA = frozenset({"cuda", "rocm"})
 _BELOW_8 = frozenset({5, 6, 7})
 _ADDMM = _ops("addmm addmm_ _addmm_activation")
 _NORMS = _ops("native_batch_norm native_layer_norm native_group_norm")
+_GROUPED = _ops("_grouped_mm")
+_CONVOLUTIONS = _ops("convolution _convolution cudnn_convolution")
+_FLASH_FOR_CPU = _ops("_scaled_dot_product_flash_attention_for_cpu")
+_EFFICIENT = _ops("_scaled_dot_product_efficient_attention _efficient_attention_forward")
+_CUDNN = _ops("_scaled_dot_product_cudnn_attention")
+_BITWISE = _ops(
+    "bitwise_and bitwise_and_ bitwise_or bitwise_or_ bitwise_xor bitwise_xor_ bitwise_not bincount "
+    "bitwise_left_shift bitwise_right_shift __lshift__ __rshift__ __ilshift__ __irshift__ gcd lcm"
+)
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale"
+_CONSTANTS = {"dequantize_4bit": (1,), "dequantize_blockwise": (1, 2), "gemm_4bit": (2,), "gemv_4bit": (2, 3)}
+"""bitsandbytes' kernels (and their `.out` forms) -> positions of absmax and code, which they read as float32 by pointers."""
 
 _ADDMV = "addmv input tensors must have the same dtype, but got {{{}:name}}, {{{}:name}}, and {{{}:name}}"
 MASK_DTYPE = "invalid dtype for bias - should match query's dtype"
@@ -118,6 +130,12 @@ _EMBEDDING_BAG = (
 _RNN = "Input and {0} tensors are not the same dtype, found input tensor with {{0:name}} and {0} tensor with {{1:name}}"
 _LSTM_ON_CPU = "could not create a primitive descriptor for the LSTM forward propagation primitive"
 _NO_KERNEL = "\"{}\" not implemented for '{{0:name}}'"
+_GROUPED_DTYPES = "Expected {} to be Float32, BFloat16 or Float16 matrix, got {{0:name}}"
+_INPUT_TYPE = "Input type ({{0}}) and {} type ({{1}}) should be the same"
+_EFFICIENT_DTYPES = "Only fp32, half & bf16 supported at the moment"
+_CUTLASS = "cutlassF: no kernel found to launch!"
+_LOW_PRECISION = "{}: Low precision dtypes not supported. Got {{0:name}}"
+_FFT_DTYPES = "cuFFT doesn't support tensor of type: {0:name}"
 
 ONLY_POWERS_OF_TWO = "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, but got a signal size"
 
@@ -146,16 +164,23 @@ _CPU_KERNELS = {
 }
 """Names of operators that a CPU runs in float32 and float64 only -> the kernel. Measured with torch 2.13."""
 
+
+def _without_kernel(
+    names: str,
+    kernel: str,
+    devices: frozenset[str] = ALL,
+    only: str = "fd",
+    alike: tuple[int, ...] | None = None,
+) -> Family:
+    """Return the rule of operators whose kernel is compiled only for the dtypes `only`."""
+    return Family(_ops(names), alike=alike, only=only, refusal=_NO_KERNEL.format(kernel), devices=devices)
+
+
 FAMILIES: tuple[Family, ...] = (
     # Each device's kernel checks mm with its own message. addmm is checked before any kernel, with one message.
-    *(
-        Family(_ops("mm linear"), _SAME_DTYPE.format(operands), exact=True, devices=devices)
-        for operands, devices in (
-            ("mat1 and mat2", GPUS - _XPU),
-            ("self and mat2", _XPU),
-            ("m1 and m2", _CPU),
-        )
-    ),
+    Family(_ops("mm linear"), _SAME_DTYPE.format("mat1 and mat2"), exact=True, devices=GPUS - _XPU),
+    Family(_ops("mm linear"), _SAME_DTYPE.format("self and mat2"), exact=True, devices=_XPU),
+    Family(_ops("mm linear"), _SAME_DTYPE.format("m1 and m2"), exact=True, devices=_CPU),
     # `mv` passes a result in the vector's dtype to `addmv`.
     Family(_ops("mv"), _ADDMV.format(1, 0, 1), exact=True, in_order=True),
     Family(_ops("addmv addmv_"), _ADDMV.format(0, 1, 2), exact=True, in_order=True),
@@ -168,61 +193,36 @@ FAMILIES: tuple[Family, ...] = (
     Family(_ops("bmm.dtype"), _BATCHES, exact=True, devices=GPUS),
     Family(_ops("baddbmm.dtype"), _BATCHES, alike=(1, 2), exact=True, devices=GPUS),
     Family(_ops("addmm.dtype"), _MATRICES, alike=(1, 2), exact=True, devices=GPUS),
-    Family(_ops("_sparse_addmm"), only="fd", refusal=_NO_KERNEL.format("addmm_sparse_cuda"), devices=_CUDA),
+    _without_kernel("_sparse_addmm", "addmm_sparse_cuda", _CUDA),
     # On fake tensors, which are dense, `torch.sparse.mm` passes the sparse matrix last.
     Family(_ops("_sparse_addmm"), _SCALAR_TYPE, alike=(2, 1), exact=True),
     # The kernels take three dtypes since torch 2.10: only the fake kernel raises "Expected inputs of BF16 type".
-    *(
-        Family(
-            _ops("_grouped_mm"),
-            alike=(at,),
-            exact=True,
-            only="fbh",
-            refusal=f"Expected {name} to be Float32, BFloat16 or Float16 matrix, got {{0:name}}",
-        )
-        for at, name in enumerate(("mat_a", "mat_b"))
-    ),
-    *(
-        Family(_ops("_grouped_mm"), _SAME_DTYPE.format(operands), (0, 1), exact=True, devices=devices)
-        for operands, devices in (("mat1 and mat2", GPUS), ("m1 and m2", _CPU))
-    ),
-    *(
-        Family(
-            _ops("convolution _convolution cudnn_convolution"),
-            f"Input type ({{0}}) and {name} type ({{1}}) should be the same",
-            alike=(0, at),
-            exact=True,
-        )
-        for name, at in (("bias", 2), ("weight", 1))
-    ),
+    Family(_GROUPED, alike=(0,), exact=True, only="fbh", refusal=_GROUPED_DTYPES.format("mat_a")),
+    Family(_GROUPED, alike=(1,), exact=True, only="fbh", refusal=_GROUPED_DTYPES.format("mat_b")),
+    Family(_GROUPED, _SAME_DTYPE.format("mat1 and mat2"), (0, 1), exact=True, devices=GPUS),
+    Family(_GROUPED, _SAME_DTYPE.format("m1 and m2"), (0, 1), exact=True, devices=_CPU),
+    Family(_CONVOLUTIONS, _INPUT_TYPE.format("bias"), (0, 2), exact=True),
+    Family(_CONVOLUTIONS, _INPUT_TYPE.format("weight"), (0, 1), exact=True),
     Family(_ops("convolution_backward"), _SCALAR_TYPE, exact=True),
-    *(
-        Family(_ops(names), message)
-        for names, message in (
-            ("index_put index_put_ _index_put_impl_ _unsafe_index_put", _INDEX_PUT),
-            ("index_add index_add_", _INDEX_ADD),
-            ("index_copy index_copy_", _INDEX_COPY),
-            ("scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_", _SCATTER),
-            ("masked_scatter masked_scatter_", _MASKED_SCATTER),
-        )
-    ),
+    Family(_ops("index_put index_put_ _index_put_impl_ _unsafe_index_put"), _INDEX_PUT),
+    Family(_ops("index_add index_add_"), _INDEX_ADD),
+    Family(_ops("index_copy index_copy_"), _INDEX_COPY),
+    Family(_ops("scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_"), _SCATTER),
+    Family(_ops("masked_scatter masked_scatter_"), _MASKED_SCATTER),
     # Group norms are checked before any kernel: the messages name the CPU on every device. A CPU takes float32 weights
     # with 16-bit activations; the kernels of GPUs take one dtype. Mean and rstd of the backward (positions 2 and 3) have
     # the dtype of the accumulation.
-    *(
-        Family(_ops("native_group_norm"), message, (0, 1), devices=GPUS, matches=matches)
-        for message, matches in ((_FLOAT_WEIGHTS, "f|bh|hb"), (_SHARED, "df"))
-    ),
+    Family(_ops("native_group_norm"), _FLOAT_WEIGHTS, (0, 1), devices=GPUS, matches="f|bh|hb"),
+    Family(_ops("native_group_norm"), _SHARED, (0, 1), devices=GPUS, matches="df"),
     Family(_ops("native_group_norm_backward"), "Expected scalar types of X and dY are same.", alike=(0, 1)),
     Family(_ops("native_layer_norm native_group_norm _fused_rms_norm"), _SCALAR_TYPE, devices=GPUS),
     # A GPU's batch norm takes 16-bit activations with float32 weights; its running statistics may have any dtype.
     Family(_ops("native_batch_norm"), _SCALAR_TYPE, (0, 1, 2), devices=_CUDA, matches="[df]"),
     Family(_ops("native_batch_norm"), _FLOAT, (0, 1, 2), devices=_CUDA, matches="bh|hb|[bh]d"),
     # A CPU's norms were not measured with float64.
-    *(
-        Family(_NORMS, message, devices=_CPU, matches=f"(?=.*d){matches}")
-        for message, matches in ((_SHARED, "df(f|$)"), (_SCALAR_TYPE, r"(.)\1"), (_FLOAT_WEIGHTS, ""))
-    ),
+    Family(_NORMS, _SHARED, devices=_CPU, matches="(?=.*d)df(f|$)"),
+    Family(_NORMS, _SCALAR_TYPE, devices=_CPU, matches=r"(?=.*d)(.)\1"),
+    Family(_NORMS, _FLOAT_WEIGHTS, devices=_CPU, matches="(?=.*d)"),
     Family(
         _ops("native_layer_norm_backward native_group_norm_backward"), _SCALAR_TYPE, (0, 1, 4), devices=GPUS
     ),
@@ -231,103 +231,38 @@ FAMILIES: tuple[Family, ...] = (
     # A mask of another dtype. On fake tensors, `scaled_dot_product_attention` calls the CPU's kernel, which converts the
     # mask. On a GPU, it calls the memory-efficient kernel, which raises. On capabilities 9 and 10, cuDNN's kernel comes
     # first and accepts the mask; below 8.0, bfloat16 has no fused kernel; ROCm uses the math kernel.
-    *(
-        Family(
-            _ops("_scaled_dot_product_flash_attention_for_cpu"),
-            MASK_DTYPE,
-            devices=_NVIDIA,
-            majors=majors,
-            matches=matches,
-        )
-        for majors, matches in ((frozenset({8, 11, 12}), ""), (_BELOW_8, "[fh]"))
-    ),
-    *(
-        Family(
-            _ops("_scaled_dot_product_efficient_attention _efficient_attention_forward"),
-            alike=positions,
-            only=letters,
-            refusal=refusal,
-            devices=devices,
-            majors=majors,
-        )
-        for positions, letters, refusal, devices, majors in (
-            ((0, 1, 2), "fbh", "Only fp32, half & bf16 supported at the moment", _CUDA, None),
-            ((0,), "fh", "cutlassF: no kernel found to launch!", _NVIDIA, _BELOW_8),
-        )
-    ),
+    Family(_FLASH_FOR_CPU, MASK_DTYPE, devices=_NVIDIA, majors=frozenset({8, 11, 12})),
+    Family(_FLASH_FOR_CPU, MASK_DTYPE, devices=_NVIDIA, majors=_BELOW_8, matches="[fh]"),
+    Family(_EFFICIENT, alike=(0, 1, 2), only="fbh", refusal=_EFFICIENT_DTYPES, devices=_CUDA),
+    Family(_EFFICIENT, alike=(0,), only="fh", refusal=_CUTLASS, devices=_NVIDIA, majors=_BELOW_8),
     Family(_ops("_scaled_dot_product_efficient_attention"), MASK_DTYPE, devices=_CUDA),
     # cuDNN's kernel is chosen only for 16-bit dtypes; this error is raised if no other kernel is allowed. The mask may
     # have another dtype.
-    Family(
-        _ops("_scaled_dot_product_cudnn_attention"),
-        alike=(0, 1, 2),
-        only="bh",
-        refusal=NO_ATTENTION_KERNEL,
-        devices=_NVIDIA,
-    ),
+    Family(_CUDNN, alike=(0, 1, 2), only="bh", refusal=NO_ATTENTION_KERNEL, devices=_NVIDIA),
     Family(_FLASH, alike=(0,), only="bh", refusal=_FLASH_16_BITS, devices=_CUDA),
-    *(
-        Family(_FLASH, message=f"query and {name} must have the same dtype", alike=(0, at), devices=_CUDA)
-        for at, name in ((1, "key"), (2, "value"))
-    ),
+    Family(_FLASH, "query and key must have the same dtype", (0, 1), devices=_CUDA),
+    Family(_FLASH, "query and value must have the same dtype", (0, 2), devices=_CUDA),
     # All lists except the step counts must have one dtype; found_inf and grad_scale are float32.
     Family(_ops("_fused_adamw_ _fused_adam_"), _FUSED_ADAM, (0, 1, 2, 3), devices=_CUDA),
     # Masks and packed codes: `&`, `|`, `~`, `<<` and `>>` take integers and bools only.
-    Family(
-        _ops(
-            "bitwise_and bitwise_and_ bitwise_or bitwise_or_ bitwise_xor bitwise_xor_ bitwise_not bincount "
-            "bitwise_left_shift bitwise_right_shift __lshift__ __rshift__ __ilshift__ __irshift__ gcd lcm"
-        ),
-        alike=(0, 1),
-        exact=True,
-        only="i",
-        refusal="not implemented for '{0:name}'",
-    ),
+    Family(_BITWISE, alike=(0, 1), exact=True, only="i", refusal="not implemented for '{0:name}'"),
     # Factorizations use LAPACK, cuSOLVER and MAGMA, which have no 16-bit routines. Two operators raise before they are
     # dispatched; the errors of the others name the kernel.
+    Family(_ops("linalg_inv_ex"), only="fd", refusal=_LOW_PRECISION.format("linalg.inv")),
+    Family(_ops("_linalg_slogdet"), only="fd", refusal=_LOW_PRECISION.format("linalg.slogdet")),
+    *(_without_kernel(names, kernel, _CUDA) for names, kernel in _CUDA_FACTORIZATIONS.items()),
     *(
-        Family(
-            _ops(names), only="fd", refusal=f"{function}: Low precision dtypes not supported. Got {{0:name}}"
-        )
-        for names, function in (("linalg_inv_ex", "linalg.inv"), ("_linalg_slogdet", "linalg.slogdet"))
-    ),
-    *(
-        Family(_ops(names), only="fd", refusal=_NO_KERNEL.format(kernel), devices=_CUDA)
-        for names, kernel in _CUDA_FACTORIZATIONS.items()
-    ),
-    *(
-        Family(_ops(name), only="fd", refusal=_NO_KERNEL.format(name.removeprefix("_")))
+        _without_kernel(name, name.removeprefix("_"))
         for name in " ".join([*_CUDA_FACTORIZATIONS, "linalg_eig cholesky_inverse"]).split()
     ),
-    *(
-        Family(_ops("_fft_r2c"), only=only, refusal=refusal, devices=_NVIDIA)
-        for only, refusal in (
-            ("fhd", "cuFFT doesn't support tensor of type: {0:name}"),
-            ("fd", ONLY_POWERS_OF_TWO),  # `is_exempt` for these sizes
-        )
-    ),
-    *(
-        Family(_ops("_ctc_loss"), alike=(0,), only="fd", refusal=_NO_KERNEL.format(kernel), devices=devices)
-        for kernel, devices in (("ctc_loss_cuda", _CUDA), ("ctc_loss_cpu", _CPU))
-    ),
-    Family(
-        _ops("_cdist_forward"),
-        _SCALAR_TYPE,
-        only="fd",
-        refusal=_NO_KERNEL.format("cdist_cuda"),
-        devices=_CUDA,
-    ),
+    Family(_ops("_fft_r2c"), only="fhd", refusal=_FFT_DTYPES, devices=_NVIDIA),
+    Family(_ops("_fft_r2c"), only="fd", refusal=ONLY_POWERS_OF_TWO, devices=_NVIDIA),  # `is_exempt` for these
+    _without_kernel("_ctc_loss", "ctc_loss_cuda", _CUDA, alike=(0,)),
+    _without_kernel("_ctc_loss", "ctc_loss_cpu", _CPU, alike=(0,)),
+    replace(_without_kernel("_cdist_forward", "cdist_cuda", _CUDA), message=_SCALAR_TYPE),
     Family(_ops("_cdist_forward"), _SCALAR_TYPE, devices=_CPU),
-    *(
-        Family(_ops(name), only="fd", refusal=_NO_KERNEL.format(kernel), devices=_CPU)
-        for name, kernel in _CPU_KERNELS.items()
-    ),
-    Family(
-        _ops("rrelu_with_noise"),
-        only="fdb",
-        refusal=_NO_KERNEL.format("rrelu_with_noise_out_cpu"),
-        devices=_CPU,
-    ),
+    *(_without_kernel(name, kernel, _CPU) for name, kernel in _CPU_KERNELS.items()),
+    _without_kernel("rrelu_with_noise", "rrelu_with_noise_out_cpu", _CPU, only="fdb"),
     # Fake tensors run an LSTM with the CPU's operator: the input, four weights and biases, hidden and cell state.
     Family(_ops("mkldnn_rnn_layer"), _LSTM_ON_CPU, devices=_CPU),
     *(
@@ -335,30 +270,12 @@ FAMILIES: tuple[Family, ...] = (
         for at, name in ((5, "hidden"), (6, "hidden"), (1, "parameter"), (2, "parameter"))
     ),
     Family(_ops("_embedding_bag"), _EMBEDDING_BAG),
-    # bitsandbytes' kernels (and their `.out` forms) take pointers: they read absmax and code as float32 without a check.
     *(
-        Family(
-            frozenset(f"bitsandbytes.{name}" for name in names.split()),
-            alike=positions,
-            only="f",
-            refusal=CORRUPTS,
-            devices=_CUDA,
-        )
-        for names, positions in (
-            ("dequantize_4bit", (1,)),
-            ("dequantize_blockwise", (1, 2)),
-            ("gemm_4bit", (2,)),
-            ("gemv_4bit", (2, 3)),
-        )
+        Family(frozenset({f"bitsandbytes.{name}"}), alike=at, only="f", refusal=CORRUPTS, devices=_CUDA)
+        for name, at in _CONSTANTS.items()
     ),
     # The kernel takes float16, but not bfloat16: pytorch/pytorch#127176, open in torch 2.13.
-    Family(
-        _ops("_amp_foreach_non_finite_check_and_unscale_"),
-        alike=(0,),
-        only="fhd",
-        refusal=_NO_KERNEL.format("_amp_foreach_non_finite_check_and_unscale_cuda"),
-        devices=_CUDA,
-    ),
+    _without_kernel(f"{_UNSCALE}_", f"{_UNSCALE}_cuda", _CUDA, only="fhd", alike=(0,)),
 )
 """The rules, in the order in which torch checks them."""
 
