@@ -340,6 +340,26 @@ def test_a_crash_between_steps_is_shown_with_what_met_there(
         assert line in err
 
 
+def test_weights_that_were_cast_between_steps_are_named(runs: Runs) -> None:
+    """zai-org/CogVideo #775: a validation casts the trained weights to float16, and the next step cannot unscale."""
+    script = """
+model = Net().float()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu")
+for _ in range(2):
+    with torch.autocast("cpu", torch.float16):
+        loss = model(ids, ids)[1]
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    model.half()
+"""
+    _, _, err = runs(script)
+    assert "the script has cast embed.weight and others from float32 to float16" in err
+    assert "error[IST301]" in err
+
+
 @pytest.mark.parametrize(
     ("after_backward", "cause"),
     [

@@ -19,7 +19,7 @@ from torch import nn
 from isotype.compat.accelerate import PREPARED, mixed_precision
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import causes, first_line
-from isotype.core.names import plural
+from isotype.core.names import grouped, plural
 from isotype.core.source import condition_at, line_of
 from isotype.model.shard import free_gathered
 from isotype.precision.devices.profile import device_profile
@@ -43,7 +43,7 @@ from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
 from isotype.records.request import DEFAULT_PHASES, StepRequest
-from isotype.records.trace import NO_GRADIENT, NOTHING_UNSCALED, Breach, Call, Failure, Setup, Trace
+from isotype.records.trace import FLOATS, NO_GRADIENT, NOTHING_UNSCALED, Breach, Call, Failure, Setup, Trace
 from isotype.report.check.report import Report
 from isotype.rules import (
     ist107_recomputation,
@@ -58,6 +58,7 @@ from isotype.rules import (
     judge,
 )
 from isotype.rules.kit.groups import code_of
+from isotype.rules.kit.words import and_others
 from isotype.trace.fake.recorder import TimeSpentError
 from isotype.trace.live.forward import Averages, StaleCasts
 from isotype.trace.live.gradients import KeptGraphs
@@ -445,10 +446,23 @@ class Diagnosis:
         try:
             free_gathered(model)  # a crash leaves them behind
             with self._output.working("tracing the step again, and trying the fixes"):
-                return look_ahead(request, TRIED_AFTER, AGAIN_SECONDS)
+                report = look_ahead(request, TRIED_AFTER, AGAIN_SECONDS)
         except Exception as error:  # noqa: BLE001 - the script's error was shown; this is one more line
             self._say(f"the last known step could not be traced: {type(error).__name__}: {first_line(error)}")
             return None
+        before = {weight.name: weight.dtype for weight in self.report.trace.weights} if self.report else {}
+        kept = (
+            weight for weight in report.trace.weights if {before.get(weight.name), weight.dtype} <= FLOATS
+        )
+        changed = [weight for weight in kept if before[weight.name] != weight.dtype]
+        for (was, now), weights in grouped(
+            changed, lambda weight: (before[weight.name], weight.dtype)
+        ).items():
+            what = (
+                f"{and_others(weight.name for weight in weights)} from {dtype_name(was)} to {dtype_name(now)}"
+            )
+            self._say(f"since the step that was checked before, the script has cast {what}")
+        return report
 
 
 # --------------------------------------------------------------------------------------------------------- helpers
