@@ -52,6 +52,15 @@ def test_the_units_of_a_sharded_model_decide(unit: str, errors: int) -> None:
     assert len(list(find(trace(weights)))) == errors
 
 
+@pytest.mark.parametrize(
+    ("module", "advised"), [("model.layers.0.norm", True), ("model.layers.0.self_attn.q_proj", False)]
+)
+def test_only_a_whole_module_can_be_sharded_separately(module: str, advised: bool) -> None:
+    weights = [weight(trainable=True), weight(f"{module}.decay", FP32, trainable=True, module=module)]
+    (finding,) = find(trace(weights, fsdp=2))
+    assert any("fully_shard(layer.norm)" in fix.description for fix in finding.fixes) == advised
+
+
 @pytest.mark.parametrize("mixed", [True, False])
 def test_fsdp2_itself_raises_where_the_rule_finds_one(mixed: bool) -> None:
     llama = ARCHITECTURES["llama"]

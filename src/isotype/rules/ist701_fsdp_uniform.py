@@ -102,11 +102,13 @@ def _fixes(trace: Trace, version: int, mismatched: list[Weight], most: torch.dty
         yield from float32_masters(trace, trained(trace))
     if not safe:
         yield cast
-    if not first:
+    modules = {weight.module for weight in mismatched}
+    beside = any(w.module in modules and w.dtype == most for w in trained(trace))
+    if not first and not beside:
         how = (
             "before you shard a layer, shard its modules of another dtype separately: fully_shard(layer.norm)"
         )
         yield advice("fully_shard", how)
-    elif any(weight.adapter for weight in mismatched):
+    elif first and any(weight.adapter for weight in mismatched):
         how = "put the adapters into separate units: peft.utils.other.fsdp_auto_wrap_policy(model)"
         yield advice("auto_wrap_policy", how)
