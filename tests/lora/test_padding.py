@@ -70,15 +70,19 @@ def step(model: Any, batch: Batch) -> Numbers:
     return {name: value.detach().clone() for name, value in {**results, **grads}.items()}
 
 
-def exact(model: Any, batch: Batch, implementation: str) -> Numbers:
-    twin = copy.deepcopy(model).double()
+def exact(model: Any, batch: Batch, implementation: str, dtype: torch.dtype) -> Numbers:
+    twin = copy.deepcopy(model).to(dtype)
     twin.set_attn_implementation(implementation)
+    if dtype == torch.float64 and twin._can_set_experts_implementation():
+        twin.set_experts_implementation("eager")  # torch's grouped matmul takes no float64
     return step(twin, batch)
 
 
-def assert_peft_numbers(model: Any, batch: Batch, *implementations: str) -> Any:
-    """A fused step against plain PEFT's in float64; returns what `fuse` did."""
-    references = [exact(model, batch, name) for name in implementations or ("sdpa",)]
+def assert_peft_numbers(
+    model: Any, batch: Batch, *implementations: str, dtype: torch.dtype = torch.float64
+) -> Any:
+    """A fused step against plain PEFT's in `dtype`; returns what `fuse` did."""
+    references = [exact(model, batch, name, dtype) for name in implementations or ("sdpa",)]
     report = isotype.fuse(model)
     result = step(model, batch)
     for reference in references:
@@ -152,7 +156,10 @@ def test_labels_at_the_padding(name: str, side: str, labels: str) -> None:
     batch = {"input_ids": ids(), "attention_mask": mask, "labels": ids()}
     if labels == "present":
         batch["labels"] = batch["labels"].masked_fill(mask == 0, -100)
-    assert_peft_numbers(model.train(), batch, "eager" if name == "gemma2" else "sdpa", *["eager"] * eager)
+    implementation = "eager" if name == "gemma2" else "sdpa"
+    # Gemma 2 adds the lowest float64 to scores of queries that read nothing: minus infinity, then NaN. In float32 it does not.
+    dtype = torch.float32 if name == "gemma2" and not eager else torch.float64
+    assert_peft_numbers(model.train(), batch, implementation, *["eager"] * eager, dtype=dtype)
 
 
 @pairwise(
