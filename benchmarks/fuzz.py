@@ -183,7 +183,7 @@ def gguf_input(draw: random.Random, folder: Path) -> str:
 
 def command_parsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of every command that has flags."""
-    from isotype.cli import commands
+    from isotype.core.arguments import Parser
     from isotype.data.methods import METHODS
     from isotype.planning.request import parser as plan_parser
     from isotype.train.command.parse import training_parser
@@ -192,7 +192,7 @@ def command_parsers() -> dict[str, argparse.ArgumentParser]:
     training: dict[str, argparse.ArgumentParser] = {name: training_parser(name) for name in METHODS}
     others = {"demo": training["sft"], "plan": plan_parser(), "check": help_parser()}
     for name in ("inspect", "quality", "explain", "chat", "merge", "doctor"):
-        others[name] = getattr(commands, f"{name}_parser")()
+        others[name] = Parser.of(name)
     return {**training, **others}
 
 

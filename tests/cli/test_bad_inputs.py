@@ -281,6 +281,11 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
         ),
         ("merge --adapter chat --out merged", "merge chat --output merged"),
         ("merge chat merged", "merge chat -o merged"),
+        ("merge chat merged --dtype bf16", "merge chat -o merged --dtype bf16"),
+        (
+            "check chat -a 16 --seqlen 64 --bsz 2",
+            "check chat --lora_alpha 16 --max_length 64 --per_device_train_batch_size 2",
+        ),
         ("inspect chat --device t4", "inspect --plan chat --device t4"),
         ("plan chat h100", "plan chat --device h100"),
         ("demo --devce t4", "demo --device t4"),

@@ -63,7 +63,8 @@ def _next(options: Options, command: Command | None, report: Report) -> dict[str
         return {}
     if options.bare:
         arguments = command.but(per_device_train_batch_size=None).arguments()
-        tokens = (*command.environment(), "isotype", "plan", command.method, *arguments)
+        devices = () if (options.devices or 1) == 1 else ("--devices", str(options.devices))
+        tokens = (*command.environment(), "isotype", "plan", command.method, *arguments, *devices)
         return {"show how fast the model trains, and print the training command": tokens}
     # A training has no argument for FSDP1, and needs a data set and, for grpo and rloo, a reward.
     rewards = {"reward_funcs", "reward_model_name_or_path"}

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -111,9 +112,11 @@ class Parser(ValueParser):
         typed = () if unknown else self._command_line
         options = [f"{names[0]} {names[-1].lstrip('-').upper()}" for names in flags]
         fix = " ".join([self.prog, *values, *typed, *options]) if missing else f"see {self.prog} --help"
-        # All words are values, as in `isotype merge ADAPTER OUTPUT`.
-        last = flags and not values and len(typed) > 1 and not any(word.startswith("-") for word in typed)
-        swap = (typed[-1:], (flags[0][0], typed[-1])) if last else None
+        # The first words are values, as in `isotype merge ADAPTER OUTPUT --dtype bfloat16`.
+        first, swap = [*takewhile(lambda word: not word.startswith("-"), typed)], None
+        if flags and not values and len(first) > 1:
+            swap = (first[-1:], (flags[0][0], first[-1]))
+            fix = " ".join([self.prog, *first[:-1], *swap[1], *typed[len(first) :]])
         problem = Problem(message, "all arguments that the command needs", fix, swap)
         if about := _OF_ARGUMENT.match(message):
             name = about[1].split("/")[0]
