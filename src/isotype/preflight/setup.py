@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from isotype.precision.by_ranges import known_families
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
 from isotype.records.memory import BETWEEN_STEPS, PHASES
-from isotype.records.request import LossOf, StepRequest, named_inputs
+from isotype.records.request import LossOf, StepRequest, StepSettings, named_inputs
 from isotype.records.trace import Setup
 from isotype.trace.sides import tallies, whole
 from isotype.trace.weights import unread_weights
@@ -58,6 +59,7 @@ def setup_of(request: StepRequest) -> Setup:
     dtype = getattr(config, "dtype", None)
     family = known_families().get(str(getattr(config, "model_type", "")))
     return Setup(
+        **{field.name: getattr(request, field.name) for field in fields(StepSettings)},
         profile=profile,
         autocast=autocast,
         scaler=autocast == torch.float16 if request.scaler is None else request.scaler,
@@ -67,19 +69,10 @@ def setup_of(request: StepRequest) -> Setup:
         updates=updates_of(optimizers, request.model) if own_rate else {},
         phases=tuple(phase for phase in PHASES if phase in phases),
         policy=policy,
-        fsdp=request.fsdp,
-        devices=request.devices,
-        reshard=request.reshard,
-        zero3=request.zero3,
-        find_unused=request.find_unused,
-        shard_integers=request.shard_integers,
         gradient_checkpointing={} if checkpointing is True else checkpointing or None,
-        autocast_eval=request.autocast_eval,
         checkpoint_dtype=dtype if isinstance(dtype, torch.dtype) else None,
         attention=attention_of(config),
         accumulates=2 if request.accumulates is True else int(request.accumulates),
-        ahead=request.ahead,
-        room=request.room,
         batch={n: tuple(v.shape) for n, v in inputs.items() if isinstance(v, torch.Tensor)},
         towers=_towers(request.model),
         details=(
@@ -88,7 +81,6 @@ def setup_of(request: StepRequest) -> Setup:
             *_padding_words(request.inputs),
         ),
         incompatible=incompatible_here() if profile.present else (),
-        ranges=request.ranges,
         family_ranges=f"{family['reaches']} ({family['source']})" if family else "",
     )
 

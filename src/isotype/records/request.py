@@ -36,9 +36,40 @@ class LossOf:
         return "rollout" if self.generates else "evaluate"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepSettings:
+    """Settings that a `StepRequest` and the `Setup` of its step share.
+
+    Attributes:
+        fsdp: version of FSDP (1 or 2); 0 without FSDP.
+        devices: number of devices that train together; with `fsdp` they share the weights, else each has all weights
+            (DDP). Memory is counted for one device.
+        reshard: whether FSDP frees a block's gathered weights after the block's forward.
+        zero3: version of DeepSpeed if the run uses its ZeRO-3; else "".
+        find_unused: whether DDP looks for parameters without a gradient (`find_unused_parameters`).
+        shard_integers: whether FSDP shards frozen weights stored as integers (isotype does so, accelerate does not).
+        autocast_eval: whether autocast is also on in evaluation and in the phase `"generate"`.
+        ahead: number of batches that are in the device's memory in addition to the current batch.
+        room: device memory that the step may take; None for the device's limit.
+        ranges: measured value ranges. If `ranges` is None, `run` measures the ranges of a float16 step, provided that the
+            weights are available and the measurement is short.
+    """
+
+    fsdp: int = 0
+    devices: int = 1
+    reshard: bool = True
+    zero3: str = ""
+    find_unused: bool = False
+    shard_integers: bool = True
+    autocast_eval: bool = False
+    ahead: int = 0
+    room: Room | None = None
+    ranges: Ranges | None = None
+
+
 @dataclass(frozen=True, eq=False)
-class StepRequest:
-    """A training step to check, with all its settings.
+class StepRequest(StepSettings):
+    """A training step to check, with all its settings. Fields that are not listed are those of `StepSettings`.
 
     Attributes:
         model: any `nn.Module`, real or on the meta device.
@@ -50,28 +81,16 @@ class StepRequest:
         optimizer: a name, an optimizer, a list of optimizers, or a callable parameters -> optimizer.
         phases: phases of the step, in any order; `"generate"` adds a forward without labels and gradients.
         learning_rate: learning rate of the optimizer; None if `optimizer` has its own rate.
-        fsdp: version of FSDP (1 or 2); 0 without FSDP.
-        devices: number of devices that train together; with `fsdp` they share the weights, else each has all weights
-            (DDP). Memory is counted for one device.
-        reshard: whether FSDP frees a block's gathered weights after the block's forward.
-        zero3: version of DeepSpeed if the run uses its ZeRO-3; else "".
-        find_unused: whether DDP looks for parameters without a gradient (`find_unused_parameters`).
-        shard_integers: whether FSDP shards frozen weights stored as integers (isotype does so, accelerate does not).
         gradient_checkpointing: True, or arguments of the model's `gradient_checkpointing_enable`; None or False keeps
             the model's setting.
         generate: function of the model that the phase `"generate"` runs.
-        autocast_eval: whether autocast is also on in evaluation and in the phase `"generate"`.
         fold: whether equal layers are traced once; a finding in one layer then applies to all equal layers.
         evaluation: an evaluation batch between steps, given like `inputs`; None without evaluation.
         reference: kind of the frozen reference copy that the loss uses (`weights` or `adapters`); None without a copy.
         accumulates: number of micro-batches in an optimizer step, or True for several.
-        ahead: number of batches that are in the device's memory in addition to the current batch.
-        room: device memory that the step may take; None for the device's limit.
         wiring: whether to run a small copy of the model to measure which predictions depend on which inputs. If a
             wrapper calls the model with other inputs, `wiring` contains them instead of True.
         others: batches that other processes get at the same time.
-        ranges: measured value ranges. If `ranges` is None, `run` measures the ranges of a float16 step, provided that the
-            weights are available and the measurement is short.
     """
 
     model: nn.Module
@@ -83,22 +102,12 @@ class StepRequest:
     optimizer: Any = "adamw"
     phases: Sequence[str] = DEFAULT_PHASES
     learning_rate: float | None = None
-    fsdp: int = 0
-    devices: int = 1
-    reshard: bool = True
-    zero3: str = ""
-    find_unused: bool = False
-    shard_integers: bool = True
     gradient_checkpointing: Mapping[str, Any] | bool | None = None
     generate: Callable[[nn.Module], Any] | None = None
-    autocast_eval: bool = False
     fold: bool = False
     evaluation: Any = None
     reference: MemoryKind | None = None
     accumulates: bool | int = False
-    ahead: int = 0
-    room: Room | None = None
-    ranges: Ranges | None = None
     wiring: bool | Mapping[str, Any] = True
     others: Sequence[Mapping[str, Any]] = ()
 

@@ -16,10 +16,10 @@ from isotype.core.names import short
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.devices.room import Room, room_of
 from isotype.precision.policy import PrecisionPolicy
-from isotype.precision.ranges import Ranges
 from isotype.precision.versions import Incompatibility
 from isotype.records.memory import Memory, Phase
 from isotype.records.reach import Reach, Unreached
+from isotype.records.request import StepSettings
 
 _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2}
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16} | _FLOAT8)
@@ -283,8 +283,8 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Setup:
-    """Settings of the step. Fields that are not listed are those of `isotype.records.request.StepRequest`.
+class Setup(StepSettings):
+    """Settings of the step. Fields that are not listed are those of `isotype.records.request.StepSettings`.
 
     Attributes:
         profile: profile of the device.
@@ -300,13 +300,11 @@ class Setup:
         checkpoint_dtype: dtype of the checkpoint according to the model's config; None if the config names none.
         attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None if unknown.
         accumulates: number of micro-batches in an optimizer step; from the second one on, gradients are in memory.
-        room: memory limit of the step, with its reason; None for the device's limit.
         batch: shapes of the inputs by argument name, for the report.
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
         towers: names of the parts of the model that process only images or audio.
         data: known facts about the data set's rows in words; "" if no data set was opened.
         incompatible: incompatible versions of installed libraries; empty if the device is not in this machine.
-        ranges: measured value ranges; None if not measured.
         family_ranges: published facts about value ranges in the model's family, with the source; "" if unknown.
     """
 
@@ -318,25 +316,15 @@ class Setup:
     learning_rate: float | None = None
     phases: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimizer")
     policy: PrecisionPolicy | None = None
-    fsdp: int = 0
-    devices: int = 1
-    reshard: bool = True
-    zero3: str = ""
-    find_unused: bool = False
-    shard_integers: bool = True
     gradient_checkpointing: Mapping[str, Any] | None = None
-    autocast_eval: bool = False
     checkpoint_dtype: torch.dtype | None = None
     attention: str | None = None
     accumulates: int = 1
-    ahead: int = 0
-    room: Room | None = None
     batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     details: tuple[str, ...] = ()
     towers: tuple[str, ...] = ()
     data: str = ""
     incompatible: tuple[Incompatibility, ...] = ()
-    ranges: Ranges | None = None
     family_ranges: str = ""
     updates: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
