@@ -85,3 +85,28 @@ def test_a_cast_at_the_line_is_to_the_dtype_that_is_written_into() -> None:
     assert f"cast what is written to float32 at {line(finding.source)}" in described
     assert not any(each.startswith("cast the operands to bfloat16") for each in described)
     assert verified(Accumulated(cast=True), {"x": X}, "IST103") == []
+
+
+class Cache:
+    """An object among the inputs that keeps tensors, as the static cache of transformers does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.keys = torch.zeros(2, 8, dtype=dtype)
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(8, 8).to(BF16)
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        key = self.key(x)
+        cache.keys.index_copy_(0, torch.arange(2), key.detach())
+        return key.float().sum()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_tensor_in_an_object_of_the_inputs_has_its_name(dtype: torch.dtype) -> None:
+    found_ones = found(RULE, traced(Caching(), {"x": torch.ones(2, 8, dtype=BF16), "cache": Cache(dtype)}))
+    causes = ["the input cache.keys is float32"] if dtype == FP32 else []
+    assert [finding.cause for finding in found_ones] == causes

@@ -115,7 +115,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.gradients = Gradients()
         self.reach = InputReach()
         self._outside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._of_loss: dict[int, tuple[torch.Tensor, str]] = {}
+        self._named: dict[int, tuple[torch.Tensor, Origin]] = {}
 
     # -------------------------------------------------------------------------------------- tensors from outside
 
@@ -138,7 +138,11 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         super().leave(arguments, output)
 
     def register_real(
-        self, model: nn.Module, twin: nn.Module, of_loss: Iterable[tuple[str, torch.Tensor]]
+        self,
+        model: nn.Module,
+        twin: nn.Module,
+        of_loss: Iterable[tuple[str, torch.Tensor]],
+        of_inputs: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
         """Before the step, register the real tensors that its code may use.
 
@@ -146,8 +150,12 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             model: the real model. If the code uses one of its weights, the fake of the same name replaces it.
             twin: the copy of `model` on fake tensors.
             of_loss: (name, tensor) for each tensor that the loss function can read.
+            of_inputs: (name, tensor) for each tensor in the inputs, also inside of objects such as caches.
         """
-        self._of_loss = {id(tensor): (tensor, name) for name, tensor in of_loss}
+        for name, tensor in of_loss:
+            self._named[id(tensor)] = tensor, Origin("data", tensor.dtype, name)
+        for name, tensor in of_inputs:
+            self._named[id(tensor)] = tensor, Origin("input", tensor.dtype, name)
         fakes = dict(_tensors(twin))
         for name, tensor in _tensors(model):
             if name in fakes and _is_real(tensor):
@@ -188,8 +196,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def _origin_outside(self, tensor: torch.Tensor) -> Origin:
         """Return the origin of a real tensor: data of the loss function, or a tensor that a module's code keeps."""
-        if id(tensor) in self._of_loss:
-            return Origin("data", tensor.dtype, self._of_loss[id(tensor)][1])
+        if id(tensor) in self._named:
+            return self._named[id(tensor)][1]
         origin = self._unknown(tensor)
         return origin if self._frames or origin.kind != "outside" else replace(origin, kind="data", name="")
 
