@@ -163,13 +163,13 @@ def _rate(group: Mapping[str, Any]) -> float:
     return float(group.get("initial_lr", group["lr"]))
 
 
-def updates_of(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> dict[str, tuple[str, float]]:
-    """Return a map: name of a parameter -> (class of its optimizer, learning rate of its group before the scheduler changes it)."""
+def updates_of(request: Any) -> dict[str, tuple[str, float]]:
+    """Return the parameters in copies that `names_instead` has made: name -> (class of the optimizer, learning rate of the group)."""
     return {
         name: (type(optimizer).__name__, _rate(group))
-        for optimizer in optimizers
-        for group in names_instead(optimizer, model).param_groups
-        for name in group[_NAMES]
+        for optimizer in optimizers_in(request)
+        for group in optimizer.param_groups
+        for name in group.get(_NAMES, ())
     }
 
 
@@ -191,16 +191,6 @@ def names_instead(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.o
 
 _NAMES = "isotype's names"
 """Key of a parameter group's names. Without parameters, no search of the process takes the copy for a script's optimizer."""
-
-
-def names_in(request: Any) -> set[str]:
-    """Return the parameters' names in a copy that `names_instead` has made; an empty set for other requests."""
-    return {
-        name
-        for optimizer in optimizers_in(request)
-        for group in optimizer.param_groups
-        for name in group.get(_NAMES, ())
-    }
 
 
 def kernels_of(request: Any) -> str:

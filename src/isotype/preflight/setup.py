@@ -14,7 +14,13 @@ from isotype.compat.transformers import attention_of
 from isotype.core.dtypes import parse_dtype
 from isotype.core.errors import Problem, UsageError
 from isotype.core.names import plain_name
-from isotype.core.optimizers import learning_rate_of, optimizers_in, unknown_optimizer, updates_of
+from isotype.core.optimizers import (
+    learning_rate_of,
+    names_instead,
+    optimizers_in,
+    unknown_optimizer,
+    updates_of,
+)
 from isotype.model.adapters import adapter_words
 from isotype.model.enforce import policy_of
 from isotype.model.fold import STANDS_FOR
@@ -50,7 +56,7 @@ def setup_of(request: StepRequest) -> Setup:
     profile = device_profile("auto" if device is None else device)
     optimizer, checkpointing = request.optimizer, request.gradient_checkpointing
     inputs = named_inputs(request.inputs)
-    optimizers = optimizers_in(optimizer)
+    optimizers = [names_instead(part, request.model) for part in optimizers_in(optimizer)]
     kinds = [type(part).__name__ for part in optimizers or [optimizer]]
     own_rate = bool(optimizers) and request.learning_rate is None
     evaluation = request.evaluation
@@ -66,7 +72,7 @@ def setup_of(request: StepRequest) -> Setup:
         optimizer=optimizer if isinstance(optimizer, str) else " and ".join(kinds),
         compute=decided or compute_dtype(request.model),
         learning_rate=learning_rate_of(*optimizers) if own_rate else request.learning_rate,
-        updates=updates_of(optimizers, request.model) if own_rate else {},
+        updates=updates_of(optimizers) if own_rate else {},
         phases=tuple(phase for phase in PHASES if phase in phases),
         policy=policy,
         gradient_checkpointing={} if checkpointing is True else checkpointing or None,

@@ -30,10 +30,10 @@ from isotype.core.names import base_name, grouped
 from isotype.core.optimizers import (
     kernels_of,
     make_optimizer,
-    names_in,
     names_instead,
     optimizers_in,
     state_bytes,
+    updates_of,
 )
 from isotype.core.source import line_of
 from isotype.model.adapters import unmatched
@@ -382,7 +382,7 @@ class _Step:
     def _step_of(self, request: Any, named: Sequence[tuple[str, torch.Tensor]]) -> Any:
         """Run one optimizer's step, or count the states of an optimizer with its own kernels. Return the result of `make_optimizer`."""
         ledger, states = self.recorder.ledger, self.states
-        if members := names_in(request):
+        if members := updates_of(request):
             named = [(name, parameter) for name, parameter in named if name in members]
         if not named:  # such as the optimizer of a GAN's other network
             return None
