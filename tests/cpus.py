@@ -1,7 +1,6 @@
 """The CPU that a test sees: a pretended one, unless the test is marked `real_cpu`.
 
-isotype asks a CPU what it is (`precision/devices/cpu.py`), how fast its products are (`precision/devices/probe.py`) and which kernel is
-faster (`lora/measured.py`); bitsandbytes asks for products of bfloat16. `install` answers in their place with a fixed CPU, in this process
+isotype asks a CPU what it is (`precision/devices/cpu.py`) and how fast its products are (`precision/devices/probe.py`); bitsandbytes asks for products of bfloat16. `install` answers in their place with a fixed CPU, in this process
 and in those that tests start, so that a suite that is green on one kind of machine is green on all. The arithmetic stays the machine's: what a real step does, how fast a product runs
 and whether one dtype beats another can only be asked with the mark, and `machine_only` fails a test that asks without it.
 
@@ -145,20 +144,6 @@ def _of_bitsandbytes(module: Any) -> None:
     module.has_avx512bf16 = lambda: has() if _seen == MACHINE else _seen != "cpu-avx2"
 
 
-def _of_measured(module: Any) -> None:
-    """Which kernel is faster: the last, which is one of isotype's. Every kernel runs once, as it is when it is timed."""
-    timed = module.in_turns
-
-    @functools.wraps(timed)
-    def in_turns(prepare: Callable[[], Any], turns: int, threads: int) -> dict[Any, list[float]]:
-        if _seen == MACHINE:
-            return timed(prepare, turns, threads)  # type: ignore[no-any-return]
-        order = list(timed(prepare, 1, threads))
-        return {name: [float(len(order) - at)] * turns for at, name in enumerate(order)}
-
-    module.in_turns = in_turns
-
-
 def _of_loading(module: Any) -> None:
     """Loops are compiled for each CPU."""
     compiled = module.loops_of.__wrapped__
@@ -167,8 +152,9 @@ def _of_loading(module: Any) -> None:
 
 
 def _of_products(module: Any) -> None:
-    """The loops that a process has asked for once are asked for again: another CPU may be seen."""
+    """What a process has asked for once is asked for again: another CPU may be seen."""
     module.compiled_products = module.compiled_products.__wrapped__
+    module._are_fast = module._are_fast.__wrapped__
 
 
 def _of_probe(module: Any) -> None:
@@ -194,7 +180,6 @@ _DOORS: dict[str, Callable[[Any], None]] = {
     "isotype.precision.devices.cpu": _of_cpu,
     "isotype.precision.devices.profile": _of_profile,
     "isotype.precision.devices.probe": _of_probe,
-    "isotype.lora.measured": _of_measured,
     "isotype.lora.loops.loading": _of_loading,
     "isotype.lora.loops.products": _of_products,
     "bitsandbytes.nn.modules": _of_bitsandbytes,

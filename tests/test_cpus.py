@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from isotype.lora import measured
 from isotype.precision.devices.cpu import compiler_options, this_cpu, this_onednn
 from isotype.precision.devices.probe import measure_all
 from isotype.precision.devices.profile import device_profile, this_cpu_emulates
@@ -49,11 +48,6 @@ def test_nothing_is_compiled_that_another_machine_would_not_compile() -> None:
 def test_a_test_that_asks_the_machine_without_the_mark_fails(ask: Callable[[], object], any_cpu: str) -> None:
     with pytest.raises(pytest.fail.Exception, match="mark it real_cpu"):
         ask()
-
-
-def test_the_faster_kernel_is_the_same_on_every_machine(any_cpu: str) -> None:
-    ways = {name: lambda: None for name in ("torch's", "isotype's")}
-    assert measured.in_turns(lambda: ways, 2, 1) == {"torch's": [2.0, 2.0], "isotype's": [1.0, 1.0]}
 
 
 def test_a_benchmark_that_takes_parts_of_the_tests_sees_the_machine() -> None:

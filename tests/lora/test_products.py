@@ -7,10 +7,6 @@ Tolerance, of the norm: in bfloat16 the sum is rounded once (2^-8 of it at most)
 from __future__ import annotations
 
 import itertools
-import json
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -18,9 +14,10 @@ import torch
 
 from isotype.lora.loops import products
 from isotype.lora.loops.loading import Loops
-from isotype.lora.loops.products import FEWEST, Sum, compiled_products, is_used, timing, write_sums
-from isotype.lora.measured import Times
-from tests.cpus import no_bfloat16_loops, no_compiler, pretend
+from isotype.lora.loops.products import FEWEST, Sum, compiled_products, is_used, write_sums
+from isotype.precision.devices import cpu as devices_cpu
+from isotype.precision.devices.cpu import CpuFeatures, OneDnn
+from tests.cpus import CPUS, no_bfloat16_loops, no_compiler, pretend
 from tests.lora.watched import Watched
 from tests.pairwise import pairwise
 
@@ -221,60 +218,38 @@ def test_who_watches_operators_sees_those_of_torch(dtype: torch.dtype) -> None:
 # ------------------------------------------------------------------------------------------------- which way is taken
 
 
-FASTER, SLOWER = Times({"torch": 2.0, "loops": 1.0}, 2.0), Times({"torch": 1.0, "loops": 2.0}, 0.5)
-
-
-@pytest.fixture
-def cache(compiled_dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
-    loops = compiled_products()  # before the folder is another one: they are not compiled again
+@pytest.mark.parametrize("cpu", CPUS)
+def test_torch_multiplies_bfloat16_by_amx(
+    cpu: str, compiled_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops = compiled_products()
     monkeypatch.setattr(products, "compiled_products", lambda: loops)
-    _as_another_process(monkeypatch)
-    yield tmp_path / "products"
-    products._timing.cache_clear()
+    pretend(cpu, monkeypatch)
+    amx = cpu == "cpu-amx" and compiled_dtype == torch.bfloat16
+    assert is_used(compiled_dtype, torch.zeros(FEWEST, 8)) != amx
 
 
-def _as_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products._TIMINGS, "known", {})
-    products._timing.cache_clear()
-
-
-def test_the_faster_way_is_measured_once_and_kept(
-    cache: Path, compiled_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("flag", "limit", "amx"),
+    [("avx512_bf16", "", False), ("amx_bf16", "", True), ("amx_bf16", "AVX512_CORE_BF16", False)],
+)
+def test_onednn_may_be_kept_from_amx(
+    flag: str, limit: str, amx: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = timing(compiled_dtype)
-    assert min(made.milliseconds.values()) > 0
-    _as_another_process(monkeypatch)
-    monkeypatch.setattr(products, "measure", lambda dtype, threads: pytest.fail("measured again"))
-    assert timing(compiled_dtype) == made
-    (file,) = cache.iterdir()
-    monkeypatch.setattr(products, "measure", lambda dtype, threads: SLOWER)
-    wrong = (
-        {"faster": 1.0},
-        {"milliseconds": None, "faster": 1.0},
-        {"milliseconds": {"torch": None}, "faster": 1.0},
-        3,
-    )
-    contents = [json.dumps({"float32": value, "bfloat16": value}) for value in wrong]
-    for damaged in ("{", "[]", *contents):
-        file.write_text(damaged)
-        _as_another_process(monkeypatch)
-        assert timing(compiled_dtype) == SLOWER
+    onednn, features = OneDnn(frozenset({torch.bfloat16}), limit), CpuFeatures("", frozenset({flag}), "")
+    monkeypatch.setattr(devices_cpu, "this_onednn", lambda: onednn)
+    monkeypatch.setattr(devices_cpu, "this_cpu", lambda: features)
+    assert devices_cpu.multiplies_by_amx() == amx
 
 
-def test_the_slower_way_is_not_taken(
-    cache: Path, compiled_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_a_cpu_without_vectors_multiplies_by_torch(
+    compiled_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = torch.zeros(FEWEST, 8)
-    for taken in (FASTER, SLOWER):
-        _as_another_process(monkeypatch)
-        monkeypatch.setattr(products, "measure", lambda dtype, threads, taken=taken: taken)
-        assert is_used(compiled_dtype, x) == (taken is FASTER)
-        shutil.rmtree(cache)
+    monkeypatch.setattr(products, "compiler_options", tuple)
+    assert not is_used(compiled_dtype, torch.zeros(FEWEST, 8))
 
 
 def test_what_the_loops_cannot_take(compiled_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "timing", lambda dtype: FASTER)
     x = torch.zeros(FEWEST, 8)
     assert is_used(compiled_dtype, torch.nn.Parameter(x))
     assert not is_used(compiled_dtype, x[1:])
@@ -309,12 +284,3 @@ def test_what_the_loops_cannot_read_is_left_to_torch(dtype: torch.dtype) -> None
     bias = torch.ones(140, dtype=dtype)[::2] * torch.arange(2, dtype=dtype).repeat(35)
     for each in (bias, torch.ones(1, dtype=dtype).expand(70), torch.arange(140, dtype=dtype)[::2]):
         check(Sum(out, ((left, left),), each))
-
-
-def test_what_a_measurement_raises_is_raised(
-    cache: Path, compiled_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(products, "_layers_of", lambda dtype: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        timing(compiled_dtype)
-    assert not cache.exists()

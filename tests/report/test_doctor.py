@@ -11,8 +11,7 @@ import torch
 from rich.console import Console
 
 from isotype.lora import kernels
-from isotype.lora.loss.head_choice import TIMES, times_file
-from isotype.lora.measured import Times
+from isotype.lora.loss.head_choice import Times, times_file
 from isotype.precision.devices import machine
 from isotype.precision.devices.machine import (
     BitsandbytesStatus,
@@ -370,7 +369,8 @@ def test_the_kernels_of_a_gpu_are_named_with_what_was_not_taken(monkeypatch: pyt
     monkeypatch.setattr(kernels, "chosen", chosen)
     times: dict[str, Times] = {}
     monkeypatch.setattr("isotype.report.doctor.card_of", lambda device: f"card {device.index}")
-    monkeypatch.setattr(TIMES, "all", lambda file: times if file == times_file("card 0") else {})
+    stored = {times_file("card 0"): times}
+    monkeypatch.setattr("isotype.report.doctor.stored_times", lambda file: stored.get(file, {}))
     card = device_profile("t4")
     here = replace(card, present=True, name="cuda:0")
     head = "language-model head"

@@ -14,19 +14,18 @@ from trl.trainer.utils import add_fused_lm_head
 
 import isotype.lora.loss.trl_head
 from isotype.core.files import write_whole
-from isotype.lora import measured
 from isotype.lora.loss import head_choice
 from isotype.lora.loss.head_choice import (
-    TIMES,
     HeadChoice,
     HeadShape,
+    Times,
     card_of,
     choose,
+    stored_times,
     times_file,
     token_class,
 )
 from isotype.lora.loss.trl_head import HEAD_CHOICE, own_is_better, use_own_head
-from isotype.lora.measured import Times
 from tests.train.test_trl_head import causal, given, holder
 
 SHAPE = HeadShape(50, 16, 256, torch.float32, torch.float32, ("entropy", "is_top1"))
@@ -35,8 +34,8 @@ CARD = "A card of the tests"
 
 @pytest.fixture(autouse=True)
 def another_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "default_cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(TIMES, "known", {})
+    monkeypatch.setattr(head_choice, "default_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(head_choice, "_KNOWN", {})
 
 
 def clock(
@@ -73,10 +72,10 @@ def test_the_faster_one_is_taken_and_kept(
         f"{first}: isotype's {ours:.3g} ms, TRL's {theirs:.3g} ms (256 tokens, 50 words, width 16, float32, entropy, is_top1; "
         f"measured now on {CARD})"
     )
-    assert TIMES.all(times_file(CARD)) == {
+    assert stored_times(times_file(CARD)) == {
         str(SHAPE): Times({"TRL's": theirs, "isotype's": ours}, round(theirs / ours, 3))
     }
-    monkeypatch.setattr(TIMES, "known", {})  # another process
+    monkeypatch.setattr(head_choice, "_KNOWN", {})  # another process
     again = choose(weight(), None, SHAPE, timer=never, card=CARD)
     assert again == HeadChoice(choice.isotype, choice.text.replace("measured now", "as measured before"))
 
@@ -86,9 +85,9 @@ def test_another_card_torch_or_shape_is_measured_by_itself(monkeypatch: pytest.M
     other = replace(SHAPE, tokens=512)
     assert not choose(weight(), None, other, timer=clock(3, 2), card=CARD).isotype
     assert not choose(weight(), None, SHAPE, timer=clock(3, 2), card="Another").isotype
-    assert len(TIMES.all(times_file(CARD))) == 2
+    assert len(stored_times(times_file(CARD))) == 2
     monkeypatch.setattr(torch, "__version__", "99.0")
-    assert TIMES.all(times_file(CARD)) == {}
+    assert stored_times(times_file(CARD)) == {}
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_the_median_decides() -> None:
         return next(times)
 
     assert choose(weight(), None, SHAPE, timer=timed, card=CARD).isotype
-    assert TIMES.all(times_file(CARD))[str(SHAPE)] == Times({"TRL's": 2.0, "isotype's": 1.0}, 2.0)
+    assert stored_times(times_file(CARD))[str(SHAPE)] == Times({"TRL's": 2.0, "isotype's": 1.0}, 2.0)
 
 
 def test_what_cannot_be_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,14 +142,14 @@ def test_what_cannot_be_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> No
     assert choice == HeadChoice(
         True, "isotype's, because TRL's failed: RuntimeError: PTX was made for another card"
     )
-    assert TIMES.all(times_file(CARD)) == {}
+    assert stored_times(times_file(CARD)) == {}
 
 
 def test_a_damaged_file_is_measured_again_and_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     file = times_file(CARD)
     file.parent.mkdir()
     write_whole(file, '{"a": {"isotype": 1}}')
-    assert TIMES.all(times_file(CARD)) == {}
+    assert stored_times(times_file(CARD)) == {}
     file.unlink()
     file.parent.rmdir()
     file.parent.write_text("a file where the folder would be")

@@ -1,1 +1,1 @@
-"""Attention for training on a CPU: kernels whose data fit into the caches, and a choice of the fastest by measurement."""
+"""Attention for training: on a CPU by compiled loops whose data fit into the caches, on NVIDIA GPUs by sequence lengths."""

@@ -7,7 +7,7 @@ torch's operators, each product reads and writes the whole sum.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import c_void_p
 from functools import cache, partial
 from itertools import chain
@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from isotype.compat.torch import PLAIN, dispatch_depth, needs_operators
-from isotype.core.dtypes import dtype_name
-from isotype.lora import measured
 from isotype.lora.kernels import kernel_of
 from isotype.lora.loops.loading import loops_of
-from isotype.lora.measured import Times
+from isotype.precision.devices.cpu import compiler_options, multiplies_by_amx
 
 _FILES = tuple(Path(__file__).with_name(name) for name in ("products.cpp", "products.h", "vectors.h"))
 compiled_products = cache(partial(loops_of, *_FILES))
@@ -30,18 +28,6 @@ compiled_products = cache(partial(loops_of, *_FILES))
 
 FEWEST = 64
 """The compiled loops need at least this many rows. With fewer rows, packing the weight for each product costs too much."""
-
-
-REVISION = 2
-"""Version of the loops; measurements of other versions are ignored."""
-
-MARGIN = 0.95
-"""The loops are used from this share of torch's speed on, because the loops round less often, and times are noisy.
-
-Torch's operators are clearly faster on some CPUs with AMX.
-"""
-
-_ROWS, _WIDTH, _RANK, _TURNS = 512, 768, 16, 9
 
 
 class Sum(NamedTuple):
@@ -62,15 +48,21 @@ class Sum(NamedTuple):
 
 
 def is_used(dtype: torch.dtype, x: torch.Tensor) -> bool:
-    """Return whether the compiled loops support products of `x` in a dtype, and are fast enough on this machine."""
+    """Return whether the compiled loops support products of `x` in a dtype, and are as fast as torch on this machine."""
     return (
         not needs_operators()
         and x.device.type == "cpu"
         and x.numel() >= FEWEST * x.shape[-1]
         and type(x) in PLAIN
         and compiled_products().has("sums_of_products", dtype)
-        and timing(dtype).faster > MARGIN
+        and _are_fast(dtype)
     )
+
+
+@cache
+def _are_fast(dtype: torch.dtype) -> bool:
+    """Return whether the loops are as fast as torch: on x86 CPUs from AVX2 on, except in bfloat16 with AMX, which they lack."""
+    return bool(compiler_options()) and not (dtype == torch.bfloat16 and multiplies_by_amx())
 
 
 def write_sums(sums: Iterable[Sum], *, compiled: bool) -> None:
@@ -173,61 +165,3 @@ def _kinds(*dtypes: torch.dtype) -> frozenset[tuple[bool, torch.layout, torch.dt
 
 def _readable(tensors: Sequence[torch.Tensor], kinds: frozenset[Any]) -> bool:
     return kinds.issuperset(map(_memory_of, tensors)) and PLAIN.issuperset(map(type, tensors))
-
-
-_TIMINGS = measured.Kept()
-
-
-def timing(dtype: torch.dtype) -> Times:
-    """Return the times of two LoRA layers by torch's operators and by the loops.
-
-    They are measured once per machine, dtype and number of threads.
-    """
-    return _timing(dtype, torch.get_num_threads())
-
-
-@cache
-def _timing(dtype: torch.dtype, threads: int) -> Times:
-    file = measured.file_of("products", REVISION, threads)
-    return _TIMINGS.of(file, dtype_name(dtype), lambda: measure(dtype, threads))[0]
-
-
-def measure(dtype: torch.dtype, threads: int) -> Times:
-    def prepare() -> dict[str, Callable[[], None]]:
-        steps = _layers_of(dtype)
-
-        def run(compiled: bool) -> None:
-            for sums in steps:
-                write_sums(sums, compiled=compiled)
-
-        return {"torch": partial(run, False), "loops": partial(run, True)}
-
-    return Times.of(measured.in_turns(prepare, _TURNS, threads))
-
-
-def _layers_of(dtype: torch.dtype) -> list[list[Sum]]:
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(*shape, dtype=of)
-
-    x, down = random(_ROWS, _WIDTH), random(_RANK, _WIDTH)
-    hidden, d_hidden = new(_ROWS, _RANK), new(_ROWS, _RANK)
-    layers = [(random(_WIDTH, _WIDTH), random(_WIDTH, _RANK), random(_ROWS, _WIDTH)) for _ in range(2)]
-    d_input = tuple((grad, weight) for weight, _, grad in layers)
-    return [
-        [Sum(hidden, ((x, down.t()),))],
-        *([Sum(new(_ROWS, _WIDTH), ((x, weight.t()), (hidden, up.t())))] for weight, up, _ in layers),
-        *(
-            [
-                Sum(d_hidden, ((grad, up),)),
-                Sum(new(_WIDTH, _RANK, of=torch.float32), ((grad.t(), hidden),), factor=2.0),
-            ]
-            for _, up, grad in layers
-        ),
-        [Sum(new(_ROWS, _WIDTH), (*d_input, (d_hidden, down)))],
-        [Sum(new(_RANK, _WIDTH, of=torch.float32), ((d_hidden.t(), x),))],
-    ]

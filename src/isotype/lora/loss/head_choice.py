@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import hashlib
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from math import ceil, log2
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +17,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from isotype.compat.torch import PLAIN
+from isotype.core.cache import default_cache_dir
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import first_line
-from isotype.lora import measured
+from isotype.core.files import write_whole
 from isotype.lora.loss.log_probs import log_probs
 from isotype.lora.loss.logits import Head
-from isotype.lora.measured import Times
 from isotype.lora.weights import dense
 from isotype.model.quantized import quantization_state
 from isotype.model.walk import kind_of
@@ -66,12 +71,57 @@ def card_of(device: torch.device) -> str:
     return str(torch.get_device_module(device).get_device_name(device))
 
 
-TIMES = measured.Kept()
-"""Stored times; the name of an entry is the text of a `HeadShape`."""
+@dataclass(frozen=True)
+class Times:
+    """Times of one call of the head, first TRL's, then isotype's.
+
+    Attributes:
+        milliseconds: each head's median.
+        faster: speed-up of isotype's head over TRL's.
+    """
+
+    milliseconds: dict[str, float]
+    faster: float
+
+    @classmethod
+    def of(cls, turns: Mapping[str, Sequence[float]]) -> Times:
+        """Return the times from each head's milliseconds per turn. The speed-up is the median over the turns."""
+        medians = {name: round(statistics.median(times), 4) for name, times in turns.items()}
+        return cls(medians, round(statistics.median(map(truediv, *turns.values())), 3))
+
+
+_KNOWN: dict[tuple[Path, str], Times] = {}
+"""Times that this process has measured or read, by file and text of a `HeadShape`."""
 
 
 def times_file(card: str) -> Path:
-    return measured.file_of("heads", REVISION, card=card)
+    """Return the file for the times on a GPU of this name with this torch version."""
+    key = json.dumps([REVISION, card, torch.__version__])
+    return default_cache_dir() / "heads" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def stored_times(file: Path) -> dict[str, Times]:
+    """Return the times in a file by the text of a `HeadShape`, without damaged entries; a file may be missing."""
+    results = {}
+    with suppress(OSError, ValueError, RecursionError, AttributeError):
+        for name, entry in json.loads(file.read_text(encoding="utf-8")).items():
+            with suppress(TypeError, AttributeError):
+                result = Times(**entry)
+                numbers = (result.faster, *result.milliseconds.values())
+                if all(isinstance(number, (int, float)) for number in numbers):
+                    results[name] = result
+    return results
+
+
+def _store(file: Path, name: str, times: Times) -> str:
+    """Store times, and return how the caller got them, which names the error if they could not be stored."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        entries = {**stored_times(file), name: times}
+        write_whole(file, json.dumps({key: asdict(entry) for key, entry in entries.items()}, indent=1) + "\n")
+    except OSError as error:
+        return f"measured now, not stored: {error}"
+    return "measured now"
 
 
 def times_text(times: Times) -> str:
@@ -127,17 +177,17 @@ def choose(
     if type(weight) not in PLAIN:
         return HeadChoice(False, f"TRL's: a weight of type {type(weight).__name__} is not measured")
     card = card or card_of(weight.device)
-    file, name = times_file(card), str(shape)
-    how = "measured now" if TIMES.get(file, name) is None else "as measured before"
-    timer = timer or event_timer(weight.device)
-    try:
-        times, not_stored = TIMES.of(file, name, lambda: measure(weight, bias, shape, timer))
-    except torch.OutOfMemoryError:
-        return HeadChoice(False, "TRL's: not enough memory to measure isotype's, too")
-    except TheirsFailedError as failure:
-        return HeadChoice(True, f"isotype's, because TRL's failed: {failure}")
-    if not_stored is not None:
-        how += f", not stored: {not_stored}"
+    file, name, how = times_file(card), str(shape), "as measured before"
+    times = _KNOWN.get((file, name)) or stored_times(file).get(name)
+    if times is None:
+        try:
+            times = measure(weight, bias, shape, timer or event_timer(weight.device))
+        except torch.OutOfMemoryError:
+            return HeadChoice(False, "TRL's: not enough memory to measure isotype's, too")
+        except TheirsFailedError as failure:
+            return HeadChoice(True, f"isotype's, because TRL's failed: {failure}")
+        how = _store(file, name, times)
+    _KNOWN[file, name] = times
     faster = times.faster > 1
     name = "isotype's" if faster else "TRL's"
     return HeadChoice(faster, f"{name}: {times_text(times)} ({shape}; {how} on {card})")

@@ -162,6 +162,12 @@ def this_onednn() -> OneDnn | None:
     return OneDnn(frozenset(dtype for dtype, supported in functions.items() if supported()), limit.upper())
 
 
+def multiplies_by_amx() -> bool:
+    """Return whether oneDNN multiplies bfloat16 by AMX instructions on this CPU."""
+    onednn = this_onednn()
+    return onednn is not None and "amx_bf16" in (this_cpu().flags or ()) and not onednn.forbids("amx_bf16")
+
+
 def why_not_native(dtype: torch.dtype, name: str, features: CpuFeatures, onednn: OneDnn | None) -> str | None:
     """Return why matmuls in a 16-bit dtype are slow on a CPU, as a clause; None if they run in hardware."""
     instructions = CPU_INSTRUCTIONS[dtype]
