@@ -95,6 +95,24 @@ def test_a_default_dtype_that_changes_before_the_backward() -> None:
     assert found(RULE, traced(Counting(BF16), {"x": X.bfloat16()})) == []
 
 
+class _Reentrant(Counting):
+    def forward(self, x: torch.Tensor) -> Any:
+        torch.set_default_dtype(BF16)
+        try:
+            return checkpoint(self.counted, x * self.weight, use_reentrant=True)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_a_reentrant_checkpoint_that_recomputes_another_default_dtype_silently() -> None:
+    trace = traced(_Reentrant(), {"x": X.bfloat16()})
+    assert trace.failure is None
+    (finding,) = found(RULE, trace)
+    assert (finding.severity, finding.op) == ("warning", "aten.zeros.default")
+    assert "torch's default dtype has changed in between" in finding.cause
+    assert found(RULE, traced(_Reentrant(BF16), {"x": X.bfloat16()})) == []
+
+
 def test_what_broke_in_the_forward_is_not_told_again() -> None:
     trace = traced(Checkpointed(own=False), {"x": X})
     assert found(RULE, trace) == []

@@ -1,6 +1,7 @@
 """
 **What it means.** Gradient checkpointing runs parts of the forward again during the backward. In this repeated
-run, the operators get other dtypes than in the forward.
+run, the operators get other dtypes than in the forward. Non-reentrant checkpointing then raises an error; with
+`use_reentrant=True`, the gradients silently are those of another forward.
 
 **Why it happens.** The forward ran under autocast, but a custom checkpointing function or hook does not switch autocast
 on again for the second run. Or the weights were cast between forward and backward. Or `torch.set_default_dtype` was set only
@@ -28,8 +29,8 @@ from collections.abc import Iterator
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import grouped, short
-from isotype.records.finding import Finding, Fix
-from isotype.records.trace import Call, Trace
+from isotype.records.finding import Finding, Fix, finding_at
+from isotype.records.trace import FLOATS, Call, Trace
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.words import advice, device_error, setting
@@ -45,21 +46,22 @@ _mismatches = contract_rule(
 def find(trace: Trace) -> Iterator[Finding]:
     yield from _mismatches(trace)
     failure = trace.failure
+    if failure is None and (pair := _first_difference(trace)) is not None and _is_by_default(*pair):
+        cause, how = _explained(*pair)
+        message = (
+            "gradient checkpointing recomputes the forward in another dtype, and nothing raises an error"
+        )
+        fixes: tuple[Fix, ...] = (advice("checkpoint", how),)
+        yield finding_at("warning", message, [pair[1]], cause=cause, fixes=fixes)
     if failure is None or not failure.recomputed:
         return
     cause = f"the forward ran, but its recomputation raises {failure.error}"
     if failure.error.startswith("CheckpointError"):
         how = "let the forward and its recomputation run the same code: flags, adapters and random branches must not change before the backward ends"
         if (pair := _first_difference(trace)) is not None:
-            before, after = pair
-            place, results = short(after.source), [_described(call) for call in pair]
-            cause = f"{after.op.split('.')[1]} at {place} returns {results[0]} in the forward and {results[1]} in the recomputation"
-            if not after.operands and before.results[0][1] == after.results[0][1]:
-                cause += ": torch's default dtype has changed in between"
-                how = (
-                    f"pass the dtype at {place}, or keep torch.set_default_dtype until the backward has ended"
-                )
-        fixes: tuple[Fix, ...] = (advice("checkpoint", how),)
+            cause, by_default = _explained(*pair)
+            how = by_default or how
+        fixes = (advice("checkpoint", how),)
     else:
         how = "do not save cached casts: torch.autocast(…, cache_enabled=False), or checkpoint without context_fn (selective checkpointing)"
         fixes = (
@@ -78,6 +80,22 @@ def find(trace: Trace) -> Iterator[Finding]:
         fixes=fixes,
         places=(failure.module,),
     )
+
+
+def _explained(before: Call, after: Call) -> tuple[str, str]:
+    """Return the cause of a difference, and advice if it is the default dtype (else "")."""
+    place, results = short(after.source), [_described(call) for call in (before, after)]
+    cause = f"{after.op.split('.')[1]} at {place} returns {results[0]} in the forward and {results[1]} in the recomputation"
+    if not _is_by_default(before, after):
+        return cause, ""
+    how = f"pass the dtype at {place}, or keep torch.set_default_dtype until the backward has ended"
+    return f"{cause}: torch's default dtype has changed in between", how
+
+
+def _is_by_default(before: Call, after: Call) -> bool:
+    """Return whether the calls create tensors of one shape, but of different float dtypes."""
+    (first, shape), (second, other) = before.results[0], after.results[0]
+    return not after.operands and shape == other and first != second and {first, second} <= FLOATS
 
 
 def _first_difference(trace: Trace) -> tuple[Call, Call] | None:

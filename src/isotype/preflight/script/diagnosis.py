@@ -203,8 +203,9 @@ class Diagnosis:
             findings = [f for f in judge(trace) if f.severity != "note"]
             # Before the step, a GradScaler that the script has created counts as one that it uses.
             assert self._request is not None
-            late = [ist303_no_scaler] if trace.spoiled or self._request.keywords["scaler"] else []
-            late += [ist801_lost_updates, ist808_counting] if trace.unmoved else [ist808_counting]
+            late = [ist107_recomputation, ist808_counting]
+            late += [ist303_no_scaler] if trace.spoiled or self._request.keywords["scaler"] else []
+            late += [ist801_lost_updates] if trace.unmoved else []
             shown = _of(findings, *late)
             self._say_late([f for f in findings if f.module not in traced or f in shown])
         if self._speaks and self._kept is None:
