@@ -348,14 +348,16 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = torch.amp.GradScaler("cpu")
 for _ in range(2):
     with torch.autocast("cpu", torch.float16):
-        loss = model(ids, ids)[1]
+        loss = model(ids, labels=ids)[1]
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
     model.half()
+    model.register_forward_pre_hook(lambda _, args, kwargs: (args, {**kwargs, "labels": kwargs["labels"]}), with_kwargs=True)
 """
     _, _, err = runs(script)
+    assert "IST199" not in err  # a forward without labels, as in a generation, is not a part of this step
     assert "the script has cast embed.weight and others from float32 to float16" in err
     assert "error[IST301]" in err
 

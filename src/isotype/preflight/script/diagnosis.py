@@ -390,7 +390,8 @@ class Diagnosis:
             failure = Failure("backward", "", line_of(error), headline, recomputed=True)
             self._brief(_of(judge(self.watch.trace(setup, failure)), ist107_recomputation))
             return
-        report = self._traced_again(trains=any(words in text for words in _ABOUT_GRADIENTS))
+        trains = any(words in text for words in _ABOUT_GRADIENTS)
+        report = self._traced_again(trains, generates=not trains)
         if report is None:
             return
         if report.errors:
@@ -425,7 +426,8 @@ class Diagnosis:
             self._say("predicted before the step:")
             self._output.render(foreseen)
             return
-        again = _matching(self._traced_again(), call, live) or foreseen
+        of_step = call.phase in ("backward", "unscale", "optimizer")
+        again = _matching(self._traced_again(generates=not of_step), call, live) or foreseen
         if again is not None:
             self._say("predicted before the step:" if foreseen else "a trace of the step explains the error:")
             self._output.render(again)
@@ -435,7 +437,7 @@ class Diagnosis:
             self._say(f"{call.op} got incompatible dtypes:")
             self._output.call(call)
 
-    def _traced_again(self, trains: bool = False) -> Report | None:
+    def _traced_again(self, trains: bool = False, generates: bool = True) -> Report | None:
         """Trace the step again on fake tensors, try the fixes, and return the report; None if this is not possible."""
         model = self.watch.model
         if model is None or self._request is None:
@@ -443,7 +445,7 @@ class Diagnosis:
         request = self._request(model)
         # The request may be for an evaluation before the training; if a backward raised, a training step is traced.
         phases = DEFAULT_PHASES if trains else request.phases
-        request = replace(request, phases=(*phases, "generate"))
+        request = replace(request, phases=(*phases, *(["generate"] if generates else [])))
         try:
             free_gathered(model)  # a crash leaves them behind
             with self._output.working("tracing the step again, and trying the fixes"):
