@@ -266,6 +266,8 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
         ("chat --adapter_name_or_path chat", "chat chat"),
         ("./chat", "check ./chat"),
         ("bad_build.py --steps 2", "run bad_build.py --steps 2"),
+        ("python bad_build.py --epochs 2", "run bad_build.py --epochs 2"),
+        ("run --device 2x4090 bad_build.py", "run --device 4090 bad_build.py"),
         ("plan chat --batch 4 --vram 24GB", "plan chat --rows 4 --max-memory 24GB"),
         ("finetune chat a.jsonl --bf16 --qlora", "sft chat --dataset_name a.jsonl --bf16 --quantization nf4"),
         ("sft --bf16 chat -d a.csv", "sft chat --bf16 --dataset_name a.csv"),
@@ -301,6 +303,7 @@ def test_the_corrected_command(capsys, folder, monkeypatch, command, corrected):
     "command",
     [
         "stf",
+        "no_such_file.py",
         "check chat --r-fuse 3",
         "check chat --adapter qlora",
         "check chat --lora_target q_proj v_proj",

@@ -38,6 +38,11 @@ CRASHED = 1
 _LASTING = [[name] for name in (*METHODS, "demo", "merge")]
 """Commands whose results are files: they continue if standard output is closed."""
 
+_LAUNCHERS = {
+    **{name: ["run"] for name in ("python", "python3")},
+    **{name: ["run", name] for name in ("accelerate", "torchrun", "deepspeed")},
+}
+"""Commands that start a script -> the words of `isotype` in their place."""
 _OF_TRL = ("bco", "cpo", "gkd", "nash_md", "online_dpo", "orpo", "ppo", "prm", "simpo", "xpo")
 """Methods of TRL that isotype lacks. No similar command is suggested for them."""
 
@@ -133,7 +138,11 @@ def _parsed(line: list[str]) -> None:
         from isotype.planning.request import parse_request
 
         parse_request(rest)
-    elif command != "run":
+    elif command == "run":
+        from isotype.cli.run import parse
+
+        parse(rest)
+    else:
         Parser.of(command).parse_args(rest)
 
 
@@ -174,9 +183,15 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
         same = SAME_METHODS.get(command.lower())
         near = [same] if same else get_close_matches(command.lower(), similar, 2, 0.6)
         line = near if len(near) == 1 else []
-        if command.startswith("--") or (not same and ("/" in command or Path(command).exists())):
+        if (
+            command.startswith("--")
+            or command.endswith(".py")
+            or (not same and ("/" in command or Path(command).exists()))
+        ):
             near = ["sft" if command.startswith("--") else "run" if command.endswith(".py") else "check"]
             line = [*near, command]
+        elif command in _LAUNCHERS:
+            near, line = ["run"], _LAUNCHERS[command]
         fix = f"did you mean {shown(near[0])}?" if near else "isotype --help describes them"
         expected = "one of " + ", ".join(known)
         problem = Problem(f"isotype {command}", expected, fix, ((command,), line) if line else None)

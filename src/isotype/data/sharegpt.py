@@ -74,7 +74,7 @@ def roles_line(source: str, names: Counter[str], sample: int | None = None) -> s
     counts = names.most_common()
     read = ", ".join(f"{count:,} of '{name}' as {SPEAKERS[name.lower()]}" for name, count in counts)
     among = "" if sample is None else f" (in the first {sample:,} rows)"
-    return f"{source}: ShareGPT messages get the roles of chat templates:  {read}{among}"
+    return f"{source}: ShareGPT messages get the roles of chat templates: {read}{among}"
 
 
 def _is_shared(value: object) -> bool:

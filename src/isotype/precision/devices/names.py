@@ -51,10 +51,10 @@ def names() -> dict[str, str]:
 
 
 def require_device(name: str) -> None:
-    """Raise PrecisionError if `name` is neither the name of a profile nor torch's name for a device of a machine."""
+    """Raise PrecisionError if `name` is neither the name of a profile nor torch's name for one device of a machine."""
     folded = name.strip().lower()
     if not re.fullmatch(r"auto|(cpu|cuda|gpu|xpu|mps)(:\d+)?", folded) and not apple_chip(folded):
-        card_of(folded)
+        card_of(folded, number="")
 
 
 def apple_chip(name: str) -> tuple[str, ...]:
@@ -64,8 +64,11 @@ def apple_chip(name: str) -> tuple[str, ...]:
     return tuple(part for part in chip.groups() if part) if chip else ()
 
 
-def card_of(name: str) -> str:
-    """Return the key of the record that `name` stands for. Raise PrecisionError if no record or several have this name."""
+def card_of(name: str, number: str = " --devices {}") -> str:
+    """Return the key of the record that `name` stands for. Raise PrecisionError if no record or several have this name.
+
+    `number` is the argument of the command for several devices, which the fix of `2x4090` gives; "" if it has none.
+    """
     cards = _cards(name)
     if len(cards) == 1:
         return cards[0]
@@ -74,7 +77,7 @@ def card_of(name: str) -> str:
         raise PrecisionError.of("a name of several devices", f"device {name!r}", "the name of one card", fix)
     fix, swap = did_you_mean(name, profile_names(), "see docs/devices.md, which lists all names"), None
     if (several := re.fullmatch(r"(\d+) ?x ?(.+)", name)) and len(_cards(several[2])) == 1:
-        fix = f"--device {several[2]} --devices {several[1]}"
+        fix = f"--device {several[2]}" + number.format(several[1])
         swap = (("--device", name), fix.split())
     expected = "auto, cpu, cuda, cuda:N, mps, xpu, or the name of a GPU in docs/devices.md (t4, rtx4090, mi300x, m3-max)"
     raise PrecisionError("unknown device", [Problem(f"device {name!r}", expected, fix, swap)])
