@@ -51,11 +51,13 @@ class Memory:
         phases: phase -> kind -> bytes at that phase's peak.
         timeline: the step in about 500 intervals or fewer, each with the moment at which most bytes were in use.
         saved: phase -> bytes of activations that layers (`model.layers.0`) had saved for the backward before that phase's peak.
+        layers: number of layers whose forward saved activations.
     """
 
     phases: Mapping[Phase, Mapping[MemoryKind, int]]
     timeline: tuple[MemoryPoint, ...] = ()
     saved: Mapping[Phase, int] = field(default_factory=dict)
+    layers: int = 0
 
     @property
     def peak_phase(self) -> Phase | None:

@@ -66,7 +66,6 @@ KIND: Kind = "memory"
 _NF4_BYTES = 0.5 + 4 / 64
 _NUMBERS = re.compile(r"\.\d+\.")
 _LARGEST, _HEAVIEST = 4, 2  # named tensors and weights
-_LAYER = re.compile(r"(.*)\.\d+$")
 _IN_LAYER = re.compile(r".*?\.\d+(?=\.)")
 _PREDICTIONS = (
     "keep only what compute_metrics needs of an evaluated batch (preprocess_logits_for_metrics), or move its predictions to "
@@ -153,12 +152,8 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     phase = trace.memory.peak_phase
     assert phase is not None
     peak = trace.memory.phases[phase]
-    activations = peak.get("activations", 0)
-    predictions, layers, of_layers = (
-        peak.get("predictions", 0),
-        _layers(trace),
-        trace.memory.saved.get(phase, 0),
-    )
+    activations, predictions = peak.get("activations", 0), peak.get("predictions", 0)
+    layers, of_layers = trace.memory.layers, trace.memory.saved.get(phase, 0)
     if predictions:
         yield (_PREDICTIONS, predictions, "eval_accumulation_steps", "1")
     if layers > 1 and not any(call.recomputed for call in trace.calls):
@@ -217,20 +212,6 @@ def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
             advice = f"shard the model over {devices} devices (isotype check: --fsdp 2 --devices {devices}; training: --fsdp full_shard)"
             yield (advice, trace.memory.peak - share, "devices", str(devices))
             return
-
-
-def _layers(trace: Trace) -> int:
-    """Return the number of repeated layers: the modules in the model's longest numbered list."""
-    repeats: dict[str, int] = {}
-    for weight in trace.weights:
-        repeats[weight.module] = max(weight.repeats, repeats.get(weight.module, 1))
-    by_list: dict[str, dict[str, int]] = {}
-    for name in trace.modules:
-        match = _LAYER.fullmatch(name)
-        if match is not None:
-            stands = max((n for module, n in repeats.items() if module.startswith(f"{name}.")), default=1)
-            by_list.setdefault(match[1], {})[name] = stands
-    return max((sum(layers.values()) for layers in by_list.values()), default=1)
 
 
 def _lookup(trace: Trace) -> tuple[torch.dtype, tuple[int, ...]] | None:

@@ -41,7 +41,7 @@ class Ledger:
         self._created = 0
         # (phase, whether gradients are left out) -> bytes at the peak: in total, by kind, and saved by layers.
         self._peaks: dict[tuple[Phase, bool], tuple[int, dict[MemoryKind, int], int]] = {}
-        self._saved = 0
+        self._saved = self._layers = 0
         self._points: list[MemoryPoint] = []
         self._point_total = -1
         self._stride, self._changes = 1, 0
@@ -125,15 +125,14 @@ class Ledger:
             self._change("activations", size)
         return added
 
-    def saved_by_layer(self, since: int, added: int) -> None:
+    def saved_by_layer(self, since: int, added: int, times: int) -> None:
         """Record that a layer's forward has ended: it saves its live activations that were counted after the mark `since`.
 
-        `added` are the bytes that `multiply` has added for the layers that this layer represents.
+        `added` are the bytes that `multiply` has added because the layer represents `times` layers.
         """
-        live = (
-            size for _, size, kind, number in self._live.values() if number > since and kind == "activations"
-        )
-        self._saved += sum(live) + added
+        live = [row for row in self._live.values() if row[3] > since and row[2] == "activations"]
+        self._saved += sum(size for _, size, _, _ in live) + added
+        self._layers += times
 
     def keep(self, module: str, since: int, times: int, outputs: Sequence[torch.Tensor]) -> None:
         """Multiply by `times` the memory that a forward without a backward keeps besides its outputs: caches, copies of weights."""
@@ -193,7 +192,8 @@ class Ledger:
             later = _later(MemoryPoint(phase, kinds), states, gradients if bare else 0).kinds
             if sum(later.values()) > sum(phases.get(phase, {}).values()) or phase not in phases:
                 phases[phase], saved[phase] = later, of_layers
-        return Memory(phases, tuple(_later(point, states, gradients) for point in self._points), saved)
+        points = tuple(_later(point, states, gradients) for point in self._points)
+        return Memory(phases, points, saved, self._layers)
 
     def _leave(self, module: str) -> None:
         """Count the backwards of the modules that a module represents: free their activations, and add their gradients."""

@@ -213,7 +213,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             else:
                 self.ledger.keep(frame.name, frame.entered, times, outputs)
         if saves and _is_layer(frame.name) and not any(_is_layer(other.name) for other in self._frames):
-            self.ledger.saved_by_layer(frame.entered, added)
+            self.ledger.saved_by_layer(frame.entered, added, frame.repeats)
 
     @property
     def module(self) -> str:

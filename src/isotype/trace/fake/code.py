@@ -201,12 +201,6 @@ def tensors_of_loss(loss: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from named_tensors(value, name)
 
 
-def tensors_of_inputs(inputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for each tensor in a step's inputs: `past_key_values.layers[0].keys`."""
-    for name, value in named_inputs(inputs).items():
-        yield from named_tensors(value, name)
-
-
 def switches_of(loss: Any) -> list[Any]:
     """Return the objects that a loss function can read and that have only simple attributes: flags, numbers, strings.
 

@@ -58,7 +58,6 @@ from isotype.trace.fake.code import (
     named_tensors,
     surroundings,
     switches_of,
-    tensors_of_inputs,
     tensors_of_loss,
 )
 from isotype.trace.fake.functions import Functions
@@ -110,7 +109,7 @@ def trace_step(
             change(twin)
     recorder = FakeRecorder(contracts_of(setup.profile), setup.compute, mode, lines)
     recorder.deadline = deadline
-    recorder.register_real(model, twin, tensors_of_loss(code.loss), tensors_of_inputs(code.inputs))
+    recorder.register_real(model, twin, tensors_of_loss(code.loss), _named(code.named_inputs))
     step = _Step(code, twin, setup, recorder)
     real = weights_of(model) if code.weights is None else code.weights
     weights = _with_history([weight for _, weight in step.weights], real, {})
