@@ -12,7 +12,7 @@ import isotype
 from isotype.core.names import format_bytes
 from isotype.precision.devices.profile import device_profile
 from isotype.records.finding import Cost
-from isotype.report.check.cost import roofline_words, seconds_words
+from isotype.report.check.cost import autocast_words, roofline_words, seconds_words
 from isotype.report.check.record import Record
 from isotype.report.check.text import cost_clauses, to_text
 from isotype.rules.ist605_memory import unquantized_experts
@@ -143,3 +143,11 @@ def test_a_dtype_that_a_card_emulates_has_the_rate_of_float32() -> None:
     native = step_time(on(trace(calls=[product]), "a100"))
     assert native is not None
     assert native.products[torch.bfloat16].emulated_in is None
+
+
+def test_autocast_that_the_model_turns_on_by_itself_is_named() -> None:
+    """As accelerate does in the forwards that it has prepared."""
+    product = call("aten.mm.default", operand(torch.bfloat16), autocast=torch.bfloat16)
+    assert autocast_words(trace(calls=[product])) == "bfloat16 in parts of the step"
+    assert autocast_words(trace(calls=[product], autocast=torch.float16)) == "float16"
+    assert autocast_words(trace(calls=[replace(product, autocast=None)])) == ""

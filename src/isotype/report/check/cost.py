@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes, plural
-from isotype.records.trace import Setup
+from isotype.records.trace import Setup, Trace
 from isotype.report.check.record import Record
 from isotype.report.html import format_number
 from isotype.report.text import format_duration, format_flops, format_kinds, format_share
@@ -25,9 +25,17 @@ def sharding_words(setup: Setup) -> str:
     return f"FSDP{setup.fsdp} over {setup.devices} devices{kept}"
 
 
-def setup_words(setup: Setup, whole: bool = True) -> str:
+def autocast_words(trace: Trace) -> str:
+    """Return the autocast dtype, also if only the code of the model or the loss turns autocast on; "" without autocast."""
+    if trace.setup.autocast is not None:
+        return dtype_name(trace.setup.autocast)
+    inside = next((call.autocast for call in trace.calls if call.autocast), None)
+    return f"{dtype_name(inside)} in parts of the step" if inside else ""
+
+
+def setup_words(trace: Trace, whole: bool = True) -> str:
     """Describe the set-up of the step. If `whole` is False, name only the step's first input, and do not name adapted layers."""
-    autocast = f"autocast {dtype_name(setup.autocast)}" if setup.autocast else ""
+    setup, autocast = trace.setup, f"autocast {autocast_words(trace)}" if autocast_words(trace) else ""
     scaler = "GradScaler" if setup.scaler else ""
     if whole:
         rate = "" if setup.learning_rate is None else f" lr {setup.learning_rate:g}"

@@ -17,7 +17,7 @@ from isotype.records.finding import Finding, Fix
 from isotype.records.memory import MEMORY_KINDS, Memory
 from isotype.records.reach import Reach
 from isotype.records.trace import Operand
-from isotype.report.check.cost import device_words, sharding_words, time_rows
+from isotype.report.check.cost import autocast_words, device_words, sharding_words, time_rows
 from isotype.report.check.map import Row, dtype_map, layer_counts
 from isotype.report.check.record import Record
 from isotype.report.check.text import (
@@ -270,7 +270,7 @@ def _setup(report: Record) -> list[tuple[str, str]]:
     pairs = [
         ("model", report.trace.model),
         ("device", f"{profile.title} (profile {profile.name}{elsewhere})"),
-        ("autocast", dtype_name(setup.autocast) if setup.autocast else "off"),
+        ("autocast", autocast_words(report.trace) or "off"),
         ("loss scaling", "GradScaler" if setup.scaler else "none"),
         ("optimizer", f"{setup.optimizer}{rate}"),
         ("compute dtype", dtype_name(setup.compute)),

@@ -298,7 +298,7 @@ def lines(
     command = (("isotype run" if in_script else "isotype check", "bold"), ("   ", ""))
     text: list[Line] = [
         *_hang(command, f"{report.trace.model or 'model'} on {device_words(setup)}", width),
-        *_hang(((" " * 3, ""),), setup_words(setup, whole), width, "dim"),
+        *_hang(((" " * 3, ""),), setup_words(report.trace, whole), width, "dim"),
         (),
         *_hang(
             (), f"{verdict(report)}   ({report.seconds:.1f} s)", width, _COLOURS[STATUS[report.status][0]]
