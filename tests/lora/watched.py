@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isotype.lora.weights import Workspace
-
 
 class Watched(TorchDispatchMode):
     """Sees operators as who watches them does.
@@ -39,8 +37,3 @@ def copies_of(model: Any) -> tuple[Any, Any]:
     torch.save(model, buffer)
     buffer.seek(0)
     return copy.deepcopy(model), torch.load(buffer, weights_only=False)
-
-
-def held(workspace: Workspace) -> int:
-    """Bytes of the buffers that are not borrowed."""
-    return sum(buffer.nbytes for free in workspace._free.values() for buffer in free)

@@ -48,12 +48,12 @@ def nothing_repacked() -> AbstractContextManager[None]:
 _KERNEL = re.compile(r"cdequantize_blockwise_cpu_(nf4|fp4)_(fp32|bf16|fp16)")
 
 
-def dequantize_4bit(weight: torch.Tensor, state: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+def dequantize_4bit(weight: torch.Tensor, state: Any) -> torch.Tensor:
     """Dequantize a weight with `bitsandbytes.functional.dequantize_4bit`, with correct results for all shapes."""
     from bitsandbytes import functional
 
     dequantize_by_blocks()
-    weights: torch.Tensor = functional.dequantize_4bit(weight, state, out=out)
+    weights: torch.Tensor = functional.dequantize_4bit(weight, state)
     return weights
 
 

@@ -137,17 +137,11 @@ run_backward = _engine_run_backward
 """The function of autograd's engine that `torch.autograd.backward` calls after it has checked its arguments."""
 current_node = torch._C._current_autograd_node
 """Return the graph node whose backward runs in this thread, or None if no backward runs."""
-_NO_BACKWARD = -1
-
-
-def current_backward() -> int:
-    """Return the number of the backward pass that runs in this thread, or -1 if none runs."""
-    return torch._C._current_graph_task_id()
 
 
 def in_backward() -> bool:
     """Return whether a backward pass runs in this thread."""
-    return current_backward() != _NO_BACKWARD
+    return torch._C._current_graph_task_id() != -1
 
 
 def last_node_number() -> int:
@@ -158,11 +152,6 @@ def last_node_number() -> int:
 def node_number(node: Any) -> int:
     """Return the sequence number of a graph node."""
     return int(node._sequence_nr())
-
-
-def after_backward(act: Callable[[], None]) -> None:
-    """Run `act` at the end of the current backward pass, as DistributedDataParallel and FSDP do."""
-    torch.autograd.Variable._execution_engine.queue_callback(act)
 
 
 def forget_gradient_hooks(leaf: torch.Tensor) -> None:

@@ -15,7 +15,6 @@ compute the last Y again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -140,7 +139,6 @@ class _LoraLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         spec: Spec = ctx.spec
-        spec.weights.workspace.release_after_backward()
         first, second, hidden, down, *saved = ctx.saved_tensors
         count, adapters = len(grads), spec.adapters
         scaled, totals, norms = saved[:count], saved[count : 2 * count], saved[2 * count : 3 * count]
@@ -272,11 +270,10 @@ def _output(
         products.append(_Product(layer, x, hidden, bias, out))
         return out, None, None
     y = x.new_empty(x.shape[0], columns)
-    with ExitStack() as stack:
-        weight = spec.weights.matrix(layer.spec.base, x.dtype, stack, keep=spec.keep)
-        norm = _row_norms(weight, layer)
-        product = _Product(layer, x, hidden, None, y)
-        write_sums([product.written_to(y, weight)], compiled=spec.compiled)
+    weight = spec.weights.matrix(layer.spec.base, x.dtype)
+    norm = _row_norms(weight, layer)
+    product = _Product(layer, x, hidden, None, y)
+    write_sums([product.written_to(y, weight)], compiled=spec.compiled)
     scaled = y * (layer.magnitude / norm)  # in float32, the magnitude's dtype
     return (scaled if bias is None else scaled + bias).to(spec.result), y, norm
 
@@ -294,10 +291,11 @@ def _write(spec: Spec, products: Sequence[_Product]) -> None:
     cast = spec.result not in (spec.working, torch.float32)
     for group in [products] if spec.compiled and not cast else [[product] for product in products]:
         outs = [torch.empty_like(p.out, dtype=spec.working) if cast else p.out for p in group]
-        with ExitStack() as stack:
-            pairs = zip(group, outs, strict=True)
-            sums = (p.written_to(out, _weight(spec, p.layer, stack, keep=spec.keep)) for p, out in pairs)
-            write_sums(sums, compiled=spec.compiled)
+        sums = (
+            p.written_to(out, spec.weights.matrix(p.layer.spec.base, spec.working))
+            for p, out in zip(group, outs, strict=True)
+        )
+        write_sums(sums, compiled=spec.compiled)
         if cast:
             group[0].out.copy_(outs[0])
 
@@ -311,13 +309,6 @@ def _write_few(product: _Product) -> None:
     if layer.scaled_up is not None:
         y = torch.addmm(y, _columns(product.hidden, layer), layer.scaled_up.t())
     product.out.copy_(y)
-
-
-def _weight(spec: Spec, layer: _LayerTensors, stack: ExitStack, *, keep: bool) -> torch.Tensor:
-    """Return a layer's base weight, valid until `stack` is closed or, with torch's operators, until the next call."""
-    if not spec.compiled:
-        stack.close()  # torch's operators compute one product at a time and need one weight in scratch memory
-    return spec.weights.matrix(layer.spec.base, spec.working, stack, keep=keep)
 
 
 def _row_norms(weight: torch.Tensor, layer: _LayerTensors) -> torch.Tensor:
@@ -390,17 +381,16 @@ def _through_products(
         x: X, or None to skip the gradients of A.
     """
     sums, d_x, d_down = [], None, None
-    with ExitStack() as stack:
-        if arrived:
-            rows = arrived[0][1]
-            small = () if down is None else ((d_hidden, down),)
-            terms = ((grad, _weight(spec, layer, stack, keep=True)) for layer, grad in arrived)
-            d_x = rows.new_empty(rows.shape[0], shape_of(spec.layers[0].base)[1])
-            sums.append(Sum(d_x, chain(small, terms)))
-        if x is not None and down is not None:
-            d_down = x.new_empty(down.shape, dtype=_summed(x))
-            sums.append(Sum(d_down, ((d_hidden.t(), x),)))
-        write_sums(sums, compiled=spec.compiled)
+    if arrived:
+        rows = arrived[0][1]
+        small = () if down is None else ((d_hidden, down),)
+        terms = ((grad, spec.weights.matrix(layer.spec.base, spec.working)) for layer, grad in arrived)
+        d_x = rows.new_empty(rows.shape[0], shape_of(spec.layers[0].base)[1])
+        sums.append(Sum(d_x, chain(small, terms)))
+    if x is not None and down is not None:
+        d_down = x.new_empty(down.shape, dtype=_summed(x))
+        sums.append(Sum(d_down, ((d_hidden.t(), x),)))
+    write_sums(sums, compiled=spec.compiled)
     return d_x, d_down
 
 

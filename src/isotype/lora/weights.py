@@ -3,94 +3,19 @@
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
 from isotype.compat.bitsandbytes import dequantize_4bit, multiplies, with_float32_constants
-from isotype.compat.torch import (
-    FakeTensor,
-    after_backward,
-    copy_each,
-    current_backward,
-    has_kernel,
-    multiply_each,
-    storage_of,
-    version_of,
-)
+from isotype.compat.torch import FakeTensor, copy_each, has_kernel, multiply_each, storage_of, version_of
 from isotype.model.quantized import quantization_state, row_scales
 from isotype.model.walk import kind_of
-
-# (device, stream, dtype): the work of a stream runs in order, so buffers of a stream can be reused at once.
-_Key = tuple[torch.device, int, torch.dtype]
-
-
-class Workspace:
-    """A pool of flat scratch buffers, one list for each device, stream and dtype."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: dict[_Key, list[torch.Tensor]] = defaultdict(list)
-        self._ending: int | None = None  # the backward pass at whose end buffers are released
-
-    @contextmanager
-    def borrow(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, keep: bool = True
-    ) -> Iterator[torch.Tensor]:
-        """Yield an uninitialized tensor. If `keep` is True, the tensor's buffer later returns to the pool."""
-        key = (device, _stream(device), dtype)
-        size = prod(shape)
-        buffer = self._take(key, size)
-        try:
-            yield buffer[:size].view(*shape)
-        finally:
-            if keep:
-                with self._lock:
-                    self._free[key].append(buffer)
-
-    def _take(self, key: _Key, size: int) -> torch.Tensor:
-        device, _, dtype = key
-        with self._lock:
-            free = self._free[key]
-            fitting = [buffer for buffer in free if buffer.numel() >= size]
-            if fitting:
-                smallest = min(fitting, key=torch.Tensor.numel)
-                self._free[key] = [buffer for buffer in free if buffer is not smallest]
-                return smallest
-            free.clear()  # all are too small; a larger buffer replaces them
-        with torch.inference_mode(False):  # the next product may be in training
-            return torch.empty(size, dtype=dtype, device=device)
-
-    def release(self) -> None:
-        with self._lock:
-            self._free.clear()
-            self._ending = None
-
-    def release_after_backward(self) -> None:
-        """Release all buffers at the end of the current backward pass."""
-        # A pass that raised an error never ends, so the next pass must register again.
-        if self._ending != (number := current_backward()):
-            self._ending = number
-            after_backward(self.release)
-
-    def __reduce__(self) -> tuple[type[Workspace], tuple[()]]:
-        return Workspace, ()  # a copy of the model gets a new workspace
-
-
-def _stream(device: torch.device) -> int:
-    if device.type in ("cpu", "meta"):
-        return 0
-    return int(torch.accelerator.current_stream(device).stream_id)
-
 
 FEW = 64
 """Up to this number of rows (generated tokens), bitsandbytes multiplies by a 4-bit weight without dequantizing it."""
@@ -122,28 +47,35 @@ def codes_of(layer: Any) -> torch.Tensor:
     return codes
 
 
-def dense(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight `[out_features, in_features]` in `dtype`: a view of the weight if possible, else a new tensor."""
+def dense(layer: Any, dtype: torch.dtype, state: Any = None) -> torch.Tensor:
+    """Return the weight `[out_features, in_features]` in `dtype`: a view of the weight if possible, else a new tensor.
+
+    `state` replaces the quantization state of a 4-bit layer.
+    """
     kind = kind_of(layer)
     if kind == "linear4bit":
-        return _dequantized(layer, dtype)
+        state = quantization_state(layer) if state is None else state
+        if state.dtype != dtype:  # bitsandbytes' kernel returns the state's dtype
+            state = copy.copy(state)
+            state.dtype = dtype
+        return dequantize_4bit(layer.weight.data, state)
     if kind == "linear8bit":
+        scales = row_scales(layer)
+        assert scales is not None, "a layer without row scales is not fused"
         out = torch.empty(shape_of(layer), dtype=dtype, device=layer.weight.device)
-        _write(layer, out)
-        return out
+        return torch.mul(codes_of(layer), (scales / 127)[:, None], out=out)
     return _oriented(layer).to(dtype)
 
 
 class DenseWeights:
     """The dense matrices of a model's base weights. The class copies as many weights as the budget in bytes allows. If a
-    weight is quantized or has another dtype than a product, the product reads a copy, or writes the dense matrix into
-    scratch memory. A copy is valid as long as the weight has the same memory and version. Code that changes weights
+    weight is quantized or has another dtype than a product, the product reads a copy, or a matrix that is created for this
+    product. A copy is valid as long as the weight has the same memory and version. Code that changes weights
     through `.data`, such as PEFT's merge, must call `forget`.
     """
 
     def __init__(self, budget: int = 0) -> None:
         self.budget = budget
-        self.workspace = Workspace()
         self._copies: weakref.WeakKeyDictionary[nn.Module, tuple[_Identity, torch.Tensor]]
         self._copies = weakref.WeakKeyDictionary()
         # Layer whose copy does not fit -> bytes of the copy, cached because every product asks for a copy.
@@ -154,18 +86,12 @@ class DenseWeights:
         self._constants = weakref.WeakKeyDictionary()
         self._constants_bytes = 0
 
-    def matrix(self, layer: Any, dtype: torch.dtype, stack: ExitStack, *, keep: bool) -> torch.Tensor:
-        """Return a layer's weight `[out, in]` in `dtype`, valid until `stack` is closed. `keep`: see `Workspace.borrow`."""
+    def matrix(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return a layer's weight `[out, in]` in `dtype`."""
         ready = self._ready(layer, dtype)
         if ready is not None:
             return ready
-        device, in_4_bits = layer.weight.device, kind_of(layer) == "linear4bit"
-        state = self._state(layer) if in_4_bits else None
-        if in_4_bits and not has_kernel("bitsandbytes::dequantize_4bit.out", device.type):
-            return _dequantized(layer, dtype, state=state)
-        out = stack.enter_context(self.workspace.borrow(shape_of(layer), dtype, device, keep=keep))
-        _write(layer, out, state)
-        return out
+        return dense(layer, dtype, self._state(layer) if kind_of(layer) == "linear4bit" else None)
 
     def _state(self, layer: Any) -> Any:
         """Return a 4-bit layer's quantization state, with float32 constants if the GPU has enough memory."""
@@ -265,28 +191,6 @@ def _oriented(layer: Any) -> torch.Tensor:
     weight: torch.Tensor = layer.weight.detach()
     cls: Any = type(layer)
     return weight.t() if _transposed(cls) else weight
-
-
-def _write(layer: Any, out: torch.Tensor, state: Any = None) -> None:
-    kind = kind_of(layer)
-    if kind == "linear4bit":
-        _dequantized(layer, out.dtype, out, state)
-    elif kind == "linear8bit":
-        scales = row_scales(layer)
-        assert scales is not None, "a layer without row scales is not fused"
-        torch.mul(codes_of(layer), (scales / 127)[:, None], out=out)
-    else:
-        out.copy_(_oriented(layer))
-
-
-def _dequantized(
-    layer: Any, dtype: torch.dtype, out: torch.Tensor | None = None, state: Any = None
-) -> torch.Tensor:
-    state = quantization_state(layer) if state is None else state
-    if state.dtype != dtype:  # bitsandbytes' kernel returns the state's dtype
-        state = copy.copy(state)
-        state.dtype = dtype
-    return dequantize_4bit(layer.weight.data, state, out)
 
 
 @cache

@@ -77,13 +77,13 @@ def write_sums(sums: Iterable[Sum], *, compiled: bool) -> None:
     Raises:
         RuntimeError: torch's error for matrices that do not match.
     """
-    # Dispatch modes get torch's operators, as on a machine without a compiler.
-    if not compiled or dispatch_depth():
+    if not compiled:
         for item in sums:
             _by_torch(item, item.terms)
         return
     pairs = [(item, tuple(item.terms)) for item in sums]  # keeps the terms alive until they are read
-    if not _by_loops(pairs):
+    # Dispatch modes get torch's operators, as on a machine without a compiler.
+    if dispatch_depth() or not _by_loops(pairs):
         for item, terms in pairs:
             _by_torch(item, terms)
 
@@ -101,8 +101,10 @@ def _by_torch(item: Sum, terms: _Terms) -> None:
     kernel = None if plain else kernel_of("float32_product", left, right)
     if kernel is not None:
         kernel.write(out, left, right, factor)
+        del left, right  # only one weight is in memory at a time
         for left, right in terms:
             kernel.add(out, left, right, factor)
+            del left, right
         if bias is not None:
             out.add_(bias)
         return
@@ -111,8 +113,10 @@ def _by_torch(item: Sum, terms: _Terms) -> None:
         torch.addmm(bias, left, right, alpha=factor, out=product)
     else:
         torch.mm(left, right, out=product)
+    del left, right
     for left, right in terms:
         product.addmm_(left, right)
+        del left, right
     if not plain:
         out.copy_(product)
     if factor != 1 and not alone:
