@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from isotype.precision.policy import PrecisionPolicy
 from isotype.records.trace import Trace
+from tests.rules.samples import packed, trace, weight
 from tests.rules.traces import BF16, FP16, FP32, batch, found, llama, of_llama, on, traced
 
 RULE = "ist501_checkpoint_dtype"
@@ -53,3 +56,11 @@ def test_what_the_policy_asked_for(widened: Trace) -> None:
 def test_trainable_weights_are_masters() -> None:
     trace = traced(llama(BF16, lora=False).float(), batch())
     assert found(RULE, on(trace, "a100", checkpoint_dtype=BF16)) == []
+
+
+@pytest.mark.parametrize(("layers", "reported"), [(1, True), (30, False)])
+def test_what_is_float32_beside_quantized_weights_is_another_rule(layers: int, reported: bool) -> None:
+    """`prepare_model_for_kbit_training` casts the embeddings, which are a small part of the model, to float32."""
+    embedding = weight("model.embed_tokens.weight", FP32, kind="embedding", shape=(128, 64))
+    made = trace([embedding, replace(packed(), repeats=layers)], device="a100", checkpoint_dtype=BF16)
+    assert bool(found(RULE, made)) == reported

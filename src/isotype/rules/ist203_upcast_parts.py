@@ -32,18 +32,16 @@ loss. If the weights have other values, or if the check cannot read them, the re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.formats import FOUR_BITS
 from isotype.core.names import agree, base_name, format_bytes, listed
 from isotype.records.finding import Cost, Finding
 from isotype.records.trace import HALVES, Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.weight_sets import cast_fix, extra_bytes, finding_of, main_dtype, names
+from isotype.rules.kit.weight_sets import cast_fix, elements, extra_bytes, finding_of, main_dtype, names
 from isotype.rules.kit.words import advice
 
 TITLE = "Frozen float32 weights in a 16-bit or quantized model"
@@ -59,7 +57,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     float32 = (w for w in base if w.dtype == torch.float32 and w.quantization is None)
     wide = [w for w in float32 if w.name not in on_purpose]
     wanted = _wanted(trace, narrow)
-    if wanted is None or not wide or _elements(wide) > _elements(narrow):
+    if wanted is None or not wide or elements(wide) > elements(narrow):
         return
     # `prepare_model_for_kbit_training` leaves no frozen 16-bit weight.
     prepared = all(w.quantization is not None for w in narrow)
@@ -76,16 +74,6 @@ def _wanted(trace: Trace, narrow: Sequence[Weight]) -> torch.dtype | None:
     else:
         dtype = main_dtype(w for w in narrow if w.quantization is None) or trace.setup.compute
     return dtype if dtype in HALVES else None
-
-
-def _elements(weights: Sequence[Weight]) -> int:
-    """Return the weights' number of elements. A packed byte counts as two 4-bit elements."""
-    total = 0
-    for weight in weights:
-        packed = weight.quantization is not None and weight.quantization.format in FOUR_BITS
-        count = math.prod(weight.shape)
-        total += weight.repeats * (2 * weight.dtype.itemsize * count if packed else count)
-    return total
 
 
 def _finding(

@@ -21,6 +21,7 @@ config is not the dtype of the weights in the file.
 **What is not reported.**
 
 - trainable weights, adapters, quantized layers, and weights that the model's author keeps in float32;
+- float32 weights beside a larger number of quantized weights, which IST203 reports;
 - dtypes that the policy requests;
 - a checkpoint dtype that the device does not run natively;
 - float32 checkpoints that are loaded in 16 bits: a user has to request this cast.
@@ -42,7 +43,15 @@ from isotype.core.names import format_bytes, plural
 from isotype.records.finding import Cost, Finding, Severity
 from isotype.records.trace import FLOATS, Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.weight_sets import cast_fix, extra_bytes, finding_of, is_frozen_base, main_dtype
+from isotype.rules.kit.weight_sets import (
+    cast_fix,
+    elements,
+    extra_bytes,
+    finding_of,
+    is_frozen_base,
+    main_dtype,
+    quantized,
+)
 from isotype.rules.kit.words import advice
 
 TITLE = "Weights that do not have their checkpoint's dtype"
@@ -61,11 +70,13 @@ _LOSSES: dict[tuple[torch.dtype, torch.dtype], tuple[Severity, str]] = {
 
 def find(trace: Trace) -> Iterator[Finding]:
     named, policy = trace.setup.checkpoint_dtype, trace.setup.policy
-    frozen = (w for w in trace.weights if is_frozen_base(w) and w.dtype in FLOATS)
+    frozen = [w for w in trace.weights if is_frozen_base(w) and w.dtype in FLOATS]
     plain = [weight for weight in frozen if weight.kind in ("linear", "embedding")]
     loaded = main_dtype(plain)
     if named is None or loaded is None or (named, loaded) not in _LOSSES:
         return
+    if loaded == torch.float32 and elements([w for w, _ in quantized(trace)]) > elements(frozen):
+        return  # only the rest of a quantized model is float32: IST203
     if (policy is None or policy.plain != loaded) and trace.setup.profile.supports(named) == "native":
         yield _finding(trace, [weight for weight in plain if weight.dtype == loaded], named, loaded)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from isotype.core.dtypes import dtype_name
+from isotype.core.formats import FOUR_BITS
 from isotype.core.names import distinct_names, plain_name, starred
 from isotype.records.finding import Action, Finding, Fix, Severity, places
 from isotype.records.trace import HALVES, Quantization, Trace, Weight
@@ -89,6 +90,16 @@ def main_dtype(
     for weight in weights:
         sizes[weight.dtype] += size(weight)
     return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+
+def elements(weights: Sequence[Weight]) -> int:
+    """Return the weights' number of elements. A packed byte counts as two 4-bit elements."""
+    total = 0
+    for weight in weights:
+        packed = weight.quantization is not None and weight.quantization.format in FOUR_BITS
+        count = math.prod(weight.shape)
+        total += weight.repeats * (2 * weight.dtype.itemsize * count if packed else count)
+    return total
 
 
 def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
