@@ -334,13 +334,13 @@ def rows_of(model: Any, source: Source, name: str, shape: torch.Size, start: int
     by_pattern = grouped(source.tensors, lambda pair: pair[1]).values()
     if source.conversion not in (None, TURNED) and all(len(tensors) == shape[0] for tensors in by_pattern):
         some = tuple(tensor for tensors in by_pattern for tensor in tensors[start:stop])
-        part = replace(source, tensors=some)
+        part = replace(source, tensors=some, shapes={name: rows})
         if _makes(model, part, name, rows):
             return part
     # A conversion may permute the rows of a matrix, but not experts.
     if len(shape) != 3 and source.conversion is not None:
         return None
-    sliced = _sliced(source, shape[0], start, stop)
+    sliced = _sliced(replace(source, shapes={name: rows}), shape[0], start, stop)
     return sliced if sliced is not None and _makes(model, sliced, name, rows) else None
 
 

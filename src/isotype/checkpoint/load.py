@@ -276,9 +276,12 @@ def _save_stacks_whole(model: Any) -> None:
     steps = conversions(model) or get_model_conversion_mapping(model, add_legacy=False)
 
     def splits(step: Any) -> bool:
+        if not hasattr(
+            step, "operations"
+        ):  # the new name of a renaming may have references to groups of the old one
+            return False
         patterns = [pattern.replace("*", ".*") for pattern in step.target_patterns]
-        stacked = any(re.search(f"{pattern}$", name) for pattern in patterns for name in stacks)
-        return hasattr(step, "operations") and stacked
+        return any(re.search(f"{pattern}$", name) for pattern in patterns for name in stacks)
 
     set_conversions(model, [s for s in steps if not isinstance(s, PrefixChange) and not splits(s)])
 

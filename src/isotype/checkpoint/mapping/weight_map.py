@@ -18,6 +18,7 @@ from isotype.checkpoint.mapping.stored import (
     stored_tensors,
     with_scheme,
 )
+from isotype.model.experts.stack import shape_of
 
 TURNED = "by transformers' `TensorProcessor` for GGUF files"
 """Name of the conversion of a GGUF file's tensor. The conversion may change the order of the values, but not their number."""
@@ -191,8 +192,26 @@ def converted(model: Any, source: Source, values: Mapping[str, torch.Tensor]) ->
     conversion = copy.deepcopy(source.conversion)  # `add_tensor` changes the conversion
     for tensor, pattern in source.tensors:
         conversion.add_tensor(source.target, tensor.name, pattern, lambda value=values[tensor.name]: value)
-    tensors = conversion.convert(source.target, model=model, config=model.config)
+    tensors = conversion.convert(source.target, model=_Shapes(model, source.shapes), config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
+
+
+class _Shapes:
+    """The model for a conversion that asks it for the shape of a dense weight (`Transpose(check_dims=True)`).
+
+    The weight may be quantized now, and its part of the source may have fewer rows.
+    """
+
+    def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...] | None]) -> None:
+        self._model, self._shapes = model, shapes
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        owner, _, leaf = name.rpartition(".")
+        shape = self._shapes.get(name) or shape_of(self._model.get_submodule(owner), leaf)
+        return torch.empty(shape, device="meta")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 def steps(source: Source) -> Sequence[str]:
