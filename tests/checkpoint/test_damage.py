@@ -18,8 +18,8 @@ from isotype.checkpoint.damage import _divergence, _of_signs, pieces, rounded
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.resolve import read_measurement
 from isotype.core.errors import UsageError
-from isotype.core.formats import FITTED
-from isotype.precision.damages import MEASURED, Damages, stored_bytes
+from isotype.core.formats import FITTED, MEASURED
+from isotype.precision.damages import Damages, stored_bytes
 from isotype.precision.policy import read_moments
 from tests.models import save_tiny, tiny_batch, tiny_model
 from tests.without_float64 import WithoutFloat64

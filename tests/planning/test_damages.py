@@ -9,8 +9,9 @@ import pytest
 
 from isotype.checkpoint.opened import open_checkpoint, open_model
 from isotype.checkpoint.resolve import save_measurement
+from isotype.core.formats import MEASURED
 from isotype.planning.from_request import measured_layers, totals
-from isotype.precision.damages import MEASURED, Damages, LayerDamage
+from isotype.precision.damages import Damages, LayerDamage
 
 
 def test_what_was_measured_and_kept(

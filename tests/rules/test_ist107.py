@@ -113,6 +113,27 @@ def test_a_reentrant_checkpoint_that_recomputes_another_default_dtype_silently()
     assert found(RULE, traced(_Reentrant(BF16), {"x": X.bfloat16()})) == []
 
 
+def _buffer(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(*x.shape, dtype=dtype).add_(x)
+
+
+class _Summed(torch.autograd.Function):
+    """One helper creates the buffers of the forward in bfloat16, and those of the backward in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return _buffer(x, BF16)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return _buffer(grads[0], torch.float32).bfloat16()
+
+
+def test_a_backward_that_creates_buffers_of_a_chosen_dtype_is_no_recomputation() -> None:
+    layer = nn.Linear(8, 8, dtype=BF16)
+    assert found(RULE, traced(layer, lambda model: _Summed.apply(model(X.bfloat16())).sum())) == []
+
+
 def test_what_broke_in_the_forward_is_not_told_again() -> None:
     trace = traced(Checkpointed(own=False), {"x": X})
     assert found(RULE, trace) == []

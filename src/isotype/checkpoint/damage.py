@@ -21,14 +21,14 @@ from isotype.compat.torch import UncompiledMode, without_dispatch
 from isotype.core.console import Bar
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import UsageError
-from isotype.core.formats import FITTED, FORMATS
+from isotype.core.formats import FITTED, FORMATS, MEASURED
 from isotype.core.names import base_name, listed, plural
 from isotype.core.operators import operator_name
 from isotype.model.experts.stack import stacked_weights
 from isotype.model.fitted import nearest_values
 from isotype.model.quantize import quantize_4bit, quantize_int8
 from isotype.model.walk import is_tuner_layer, kind_of, places
-from isotype.precision.damages import MEASURED, Damages, LayerDamage
+from isotype.precision.damages import Damages, LayerDamage
 from isotype.precision.devices.probe import real_device
 from isotype.precision.policy import read_moments, write_moments
 from isotype.ranges.measure import Batches, Measured, on_device, undisturbed
@@ -166,7 +166,7 @@ def rounded(
     """Round a float32 weight, or rows of it that fill whole blocks, to a format. Return float32 `[rows, columns]`.
 
     Args:
-        form: one of `isotype.precision.damages.MEASURED`.
+        form: one of `isotype.core.formats.MEASURED`.
         moments: second moments of the input channels, `[columns]`; None raises ValueError if `form` is fitted to moments.
         exact: True to round as bitsandbytes does; False to use `fitted.nearest_values`, which takes half the time.
     """

@@ -43,6 +43,7 @@ _LAUNCHERS = {
     **{name: ["run", name] for name in ("accelerate", "torchrun", "deepspeed")},
 }
 """Commands that start a script -> the words of `isotype` in their place."""
+
 _OF_TRL = ("bco", "cpo", "gkd", "nash_md", "online_dpo", "orpo", "ppo", "prm", "simpo", "xpo")
 """Methods of TRL that isotype lacks. No similar command is suggested for them."""
 

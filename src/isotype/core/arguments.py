@@ -177,23 +177,27 @@ class Parser(ValueParser):
                 self.problems.append(_wrong_value(action, value))
 
 
-def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser, command: str, **choices: Iterable[str]) -> None:
     """Add the arguments of a command in commands.json. Of arguments that are `exclusive`, only one may be given.
 
-    `choices_of` names a table in isotype whose entries are valid values, besides those in `choices`.
+    `choices_of` names a table in `isotype.core` whose entries are valid values, besides those in `choices`. The caller
+    passes the valid values in tables of other packages: argument -> values.
     """
-    exclusive: Any = None
+    group: Any = None
     for names, described in COMMANDS[command]["arguments"].items():
-        pairs = ((n, tuple(v) if isinstance(v, list) else v) for n, v in described.items())
-        keywords: dict[str, Any] = {name: value for name, value in pairs if name != "exclusive"}
-        if "type" in described:
-            keywords["type"] = _TYPES[described["type"]]
-        if table := keywords.pop("choices_of", ""):
-            module, _, name = table.rpartition(".")
-            keywords["choices"] = (*getattr(import_module(module), name), *keywords.get("choices", ()))
-        if "exclusive" in described:
-            exclusive = exclusive or parser.add_mutually_exclusive_group()
-        (exclusive if "exclusive" in described else parser).add_argument(*names.split(), **keywords)
+        keywords: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in described.items()}
+        exclusive, table = keywords.pop("exclusive", False), keywords.pop("choices_of", "")
+        if "type" in keywords:
+            keywords["type"] = _TYPES[keywords["type"]]
+        if table:
+            module, name = table.split(".")
+            entries = getattr(import_module(f"isotype.core.{module}"), name)
+            keywords["choices"] = (*entries, *keywords.get("choices", ()))
+        elif (name := names.lstrip("-")) in choices:
+            keywords["choices"] = tuple(choices[name])
+        if exclusive:
+            group = group or parser.add_mutually_exclusive_group()
+        (group if exclusive else parser).add_argument(*names.split(), **keywords)
 
 
 def image_size(text: str) -> tuple[int, int]:
@@ -275,7 +279,7 @@ def wrong_number(name: str, value: str, expected: str, example: Any) -> Problem:
 
 def wrong_size(name: str, value: str) -> Problem:
     """Return the `Problem` for a value that is no amount of memory. A number without a unit most likely means GiB."""
-    number = value if re.fullmatch(r"[1-9]\d{0,3}", value) else "20"
+    number = value if re.fullmatch(r"[1-9]\d{0,3}(\.\d+)?", value) else "20"
     return Problem(f"{name} {value}", "an amount of memory with its unit", f"{name} {number}GiB")
 
 
@@ -310,15 +314,10 @@ def closest(name: str, known: Sequence[str]) -> tuple[list[str], bool]:
     longer = sorted((other for other in bare if len(wanted) > 1 and other.startswith(wanted)), key=len)
     near = difflib.get_close_matches(wanted, bare, n=3, cutoff=0.7)
     if not aliases:
-        first, second, *_ = (
-            *(difflib.SequenceMatcher(None, other, wanted).ratio() for other in near),
-            0.0,
-            0.0,
-        )
-        clear = (
-            first >= 0.85 and (second < 0.85 or first - second > 0.05) and near[:1] == (longer or near)[:1]
-        )
-        certain = clear or (len(longer) == 1 and len(wanted) > 3)
+        ratios = [difflib.SequenceMatcher(None, other, wanted).ratio() for other in near]
+        first, second, *_ = (*ratios, 0.0, 0.0)
+        clear = first >= 0.85 and (second < 0.85 or first - second > 0.05)
+        certain = (clear and near[0] == (longer or near)[0]) or (len(longer) == 1 and len(wanted) > 3)
     return [bare[other] for other in dict.fromkeys([*aliases, *longer, *near])][:3], certain
 
 

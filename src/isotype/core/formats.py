@@ -66,6 +66,9 @@ MIXED = "mixed"
 ASKED: tuple[str, ...] = (*QUANTIZATIONS, MXFP4)
 """Values of `--quantization` except `mixed`."""
 
+MEASURED = (*(name for name, form in FORMATS.items() if form.measured), "bfloat16", "float16")
+"""Formats in which `isotype quality` measures a linear layer; float32 changes nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Method:

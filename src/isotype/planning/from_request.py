@@ -18,7 +18,7 @@ from isotype.checkpoint.weightless import skeleton
 from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import Problem, UsageError
-from isotype.core.formats import ASKED
+from isotype.core.formats import ASKED, MEASURED
 from isotype.core.json_records import Names, text_of
 from isotype.core.names import format_bytes, grouped, plural
 from isotype.core.random_states import random_states_kept
@@ -29,7 +29,7 @@ from isotype.planning.record import GOALS, Device, Record, Row, Time, front, pic
 from isotype.planning.request import EXAMPLE_DATA, OWN, PlanRequest, parse_request, request_of
 from isotype.planning.search import Search, runs_alike
 from isotype.planning.text import speed_of, to_html, to_text
-from isotype.precision.damages import MEASURED, Damages
+from isotype.precision.damages import Damages
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.devices.room import Room, room_of
 from isotype.report.html import write_report

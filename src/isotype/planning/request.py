@@ -13,7 +13,8 @@ from isotype.core.arguments import Parser, add_arguments, wrong_size
 from isotype.core.errors import Problem
 from isotype.core.formats import ASKED
 from isotype.core.names import parse_size
-from isotype.planning.record import Row
+from isotype.data.methods import METHODS
+from isotype.planning.record import GOALS, Row
 from isotype.precision.damages import Damages
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.train.command.arguments import count_problems
@@ -65,7 +66,7 @@ class PlanRequest:
     layers: Damages | None = None
 
 
-_add_own = partial(add_arguments, command="plan")
+_add_own = partial(add_arguments, command="plan", method=METHODS, goal=GOALS)
 
 
 def parser() -> Parser:

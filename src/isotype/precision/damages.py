@@ -7,12 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from isotype.core.formats import FORMATS
+from isotype.core.formats import FORMATS, MEASURED
 from isotype.core.names import format_bytes, grouped, plural, starred
 from isotype.precision.ranges import Measurement
-
-MEASURED = (*(name for name, form in FORMATS.items() if form.measured), "bfloat16", "float16")
-"""Formats in which a linear layer is measured; float32 changes nothing."""
 
 _NESTED = 256
 _FLOATS = {"bfloat16": 2, "float16": 2, "float32": 4}

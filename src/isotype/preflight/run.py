@@ -155,13 +155,13 @@ class _Step:
             after = self._with(fix.actions, finding, findings)
             if after is None:
                 continue
+            whole = all(other.kind != "untraced" for other in after)
             if resolves(finding, findings, after):
-                whole = all(other.kind != "untraced" for other in after)
                 good.append(replace(fix, verified=whole, outcome=_outcome(after, values_known)))
             elif finding.severity == "error" and resolves(finding, findings, after, True):
                 new = {f.code for f in after if f.severity == "warning"} - {f.code for f in findings}
                 outcome = f"the finding is gone, but the step then has {', '.join(sorted(new))}"
-                costly.append(replace(fix, verified=True, outcome=outcome))
+                costly.append(replace(fix, verified=whole, outcome=outcome))
         return (*(good or costly[:1]), *advice)
 
     def _with(

@@ -163,6 +163,7 @@ class Call:
         undefined: number of results that are NaN whatever the weights are: softmax rows with every element masked, or a
             mean over no label. -1 for a sum over no label, which is 0.
         by_script: True if the user's script made this call (such as clipping) after the backward of a live step.
+        by_default: True if the call creates a tensor without a dtype argument: torch's default dtype decides.
     """
 
     op: str
@@ -183,6 +184,7 @@ class Call:
     outside: tuple[int, int] | None = None
     undefined: int = 0
     by_script: bool = False
+    by_default: bool = False
 
     @property
     def floats(self) -> list[Operand]:

@@ -93,9 +93,10 @@ def _explained(before: Call, after: Call) -> tuple[str, str]:
 
 
 def _is_by_default(before: Call, after: Call) -> bool:
-    """Return whether the calls create tensors of one shape, but of different float dtypes."""
+    """Return whether the calls create tensors of one shape in torch's default dtype, which differs."""
     (first, shape), (second, other) = before.results[0], after.results[0]
-    return not after.operands and shape == other and first != second and {first, second} <= FLOATS
+    differ = shape == other and first != second and {first, second} <= FLOATS
+    return differ and before.by_default and after.by_default
 
 
 def _first_difference(trace: Trace) -> tuple[Call, Call] | None:

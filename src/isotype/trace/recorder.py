@@ -311,6 +311,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         outputs: Sequence[torch.Tensor] = (),
         flops: int = 0,
         numbers: tuple[tuple[str, float], ...] = (),
+        by_default: bool = False,
     ) -> None:
         self.calls.append(
             Call(
@@ -326,6 +327,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 self._recomputing,
                 self.autocast,
                 numbers=numbers,
+                by_default=by_default,
             )
         )
 
@@ -359,7 +361,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         if func in _READS or (func is aten.detach.default and self.function in _SHORTENED):
             self._cut(tensors[0][1], shown(place.source))
         flops = flops_of(func, args, kwargs, result) if outputs else 0
-        self._append(name, place, operands, breach, outputs, flops, numbers_in(func, args, kwargs))
+        numbers, by_default = numbers_in(func, args, kwargs), not operands and kwargs.get("dtype") is None
+        self._append(name, place, operands, breach, outputs, flops, numbers, by_default)
 
     def _cut(self, tensor: torch.Tensor, source: str) -> None:
         """Record that a line of code reads or copies a tensor's value without its graph."""

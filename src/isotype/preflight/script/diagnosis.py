@@ -453,19 +453,17 @@ class Diagnosis:
         except Exception as error:  # noqa: BLE001 - the script's error was shown; this is one more line
             self._say(f"the last known step could not be traced: {type(error).__name__}: {first_line(error)}")
             return None
-        before = {weight.name: weight.dtype for weight in self.report.trace.weights} if self.report else {}
-        kept = (
-            weight for weight in report.trace.weights if {before.get(weight.name), weight.dtype} <= FLOATS
-        )
-        changed = [weight for weight in kept if before[weight.name] != weight.dtype]
-        for (was, now), weights in grouped(
-            changed, lambda weight: (before[weight.name], weight.dtype)
-        ).items():
-            what = (
-                f"{and_others(weight.name for weight in weights)} from {dtype_name(was)} to {dtype_name(now)}"
-            )
-            self._say(f"since the step that was checked before, the script has cast {what}")
+        self._say_casts(report)
         return report
+
+    def _say_casts(self, report: Report) -> None:
+        """Print the weights that the script has cast since the step that was checked before."""
+        before = {weight.name: weight.dtype for weight in self.report.trace.weights} if self.report else {}
+        dtypes = ((w.name, before.get(w.name, w.dtype), w.dtype) for w in report.trace.weights)
+        cast = [(name, was, now) for name, was, now in dtypes if was != now and {was, now} <= FLOATS]
+        for (was, now), rows in grouped(cast, lambda row: row[1:]).items():
+            what = f"{and_others(name for name, *_ in rows)} from {dtype_name(was)} to {dtype_name(now)}"
+            self._say(f"since the step that was checked before, the script has cast {what}")
 
 
 # --------------------------------------------------------------------------------------------------------- helpers

@@ -108,8 +108,11 @@ def _owners(error: BaseException, method: str = "") -> Iterator[object]:
 def _of_copy(error: BaseException, model: nn.Module) -> Outside | None:
     """Describe an error of a module that averages the model's parameters (`AveragedModel`) in another dtype; else None."""
     trained = dict(model.named_parameters())
+    no_update = {id(model), *map(id, _owners(error, "forward"))}  # a forward raises errors of other operands
     for owner in _owners(error):
-        copies = dict(owner.named_parameters()) if isinstance(owner, nn.Module) and owner is not model else {}
+        if not isinstance(owner, nn.Module) or id(owner) in no_update:
+            continue
+        copies = dict(owner.named_parameters())
         pairs = [
             (name, copy, trained[original])
             for name, copy in copies.items()

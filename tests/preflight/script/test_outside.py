@@ -1,0 +1,25 @@
+"""Errors of code around a step: their cause and their fix, without a script."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from isotype.preflight.script.outside import outside
+from tests.rules.traces import BF16, traced
+
+
+def test_only_an_update_of_averages_fails_for_their_dtype() -> None:
+    """A forward of float32 averages with a bfloat16 input raises an error about its own operands."""
+    x, model = torch.ones(2, 8, dtype=BF16), nn.Linear(8, 8, dtype=BF16)
+    averages = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn()).float()
+    averages.n_averaged += 1
+    step = traced(model, lambda model: model(x).sum())
+    with pytest.raises(RuntimeError, match="dtype") as update:
+        averages.update_parameters(model)
+    with pytest.raises(RuntimeError, match="dtype") as forward:
+        averages(x)
+    assert outside(update.value, model, step).cause.startswith("AveragedModel holds 2 of 2 parameters")
+    assert outside(forward.value, model, step).cause == ""
