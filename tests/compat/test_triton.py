@@ -1,4 +1,4 @@
-"""The end of a process that has loaded triton."""
+"""Traces of code that calls kernels of triton, and the end of a process that has loaded triton."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from packaging.version import Version
+from torch import nn
 
 from isotype.compat.triton import leave_garbage
+from tests.rules.traces import found, traced
 
 
 def _installed() -> Version:
@@ -46,3 +50,37 @@ def test_triton_still_prints_what_a_process_leaves(ending: str) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ("nanobind: leaked" in ended.stderr) == (ending == "gc.freeze")
+
+
+class Kernel:
+    """What triton makes of a function: `kernel[grid](…)` launches it."""
+
+    __name__ = "scale"
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: "launched"
+
+
+class Scaled(nn.Module):
+    """A model that calls a kernel, which writes into a tensor of another dtype than the next layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kernel = nn.Linear(4, 4, dtype=torch.bfloat16), Kernel()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x, dtype=torch.float32)
+        self.kernel[(1,)](x, out, BLOCK=4)
+        y: torch.Tensor = self.layer(out)
+        return y
+
+
+def test_a_trace_passes_over_kernels_and_knows_their_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton.runtime.jit", SimpleNamespace(KernelInterface=Kernel))
+    model, inputs = Scaled(), {"x": torch.ones(2, 4, dtype=torch.bfloat16)}
+    trace = traced(model, inputs)
+    assert trace.failure is None
+    assert trace.without_effect == ()
+    (finding,) = found("ist101_operands", trace)
+    assert finding.cause.startswith("a cast to float32 at test_triton.py:")
+    assert model.kernel[(1,)](*inputs.values()) == "launched"

@@ -144,6 +144,7 @@ MASKED = "aten._scaled_dot_product_flash_attention_for_cpu.default"  # what atte
     ("device", "op", "dtypes", "accepted"),
     [
         ("a100", MASKED, (B, B, B, F), False),
+        ("a100", "aten._scaled_mm.default", (torch.float8_e4m3fn, torch.float8_e4m3fn, F, F), False),
         ("rtx4090", MASKED, (B, B, B, F), False),
         ("h100", MASKED, (B, B, B, F), True),  # cuDNN's kernel comes first and takes it
         ("b200", MASKED, (B, B, B, F), True),

@@ -202,5 +202,5 @@ def test_numpy_is_named_where_its_array_becomes_a_tensor(dtype: type, name: str)
     inputs = {"x": torch.ones(2, 8, dtype=BF16)}
     assert "must have the same dtype" in str(real_step(Scheduled(dtype), inputs).error)
     (finding,) = verified(Scheduled(dtype), inputs, "IST101")
-    assert finding.cause.startswith(f"NumPy returns {name} at test_ist101.py:")
+    assert finding.cause.startswith(f"a tensor from NumPy is {name}, first used at test_ist101.py:")
     assert finding.fixes[0].verified

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -41,6 +42,43 @@ def test_an_input_of_numpys_dtype_is_one_finding() -> None:
     (finding,) = found(RULE, on(traced(Turned(FP32), given), "mps"))
     assert finding.cause == "the input weights is float64"
     assert finding.fixes[0].description == "make weights float32 before it goes to the device"
+
+
+def test_a_number_in_a_float64_buffer_is_moved_with_its_model() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("scaling", torch.tensor(0.5, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (super().forward(x) * self.scaling).sum()
+
+    trace = traced(Scaled(), X)
+    (finding,) = found(RULE, on(trace, "mps"))
+    assert finding.cause == "the buffer scaling is float64"
+    assert found(RULE, on(trace, "a100")) == []
+
+
+def test_boxes_of_all_images_are_one_finding() -> None:
+    """A collator of a detector returns a list of targets, whose boxes NumPy has computed."""
+
+    class Boxes(nn.Linear):
+        def forward(self, targets: list[torch.Tensor]) -> torch.Tensor:
+            return super().forward(torch.stack(targets).float())
+
+    boxes = [torch.ones(2, 4, dtype=torch.float64) for _ in range(3)]
+    (finding,) = found(RULE, on(traced(Boxes(4, 4), {"targets": boxes}), "mps"))
+    assert finding.cause == "the input targets[0] is float64"
+
+
+def test_an_array_of_numpy_is_named_where_it_is_first_used() -> None:
+    class Weighted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scale = torch.from_numpy(np.linspace(0, 1, 8))
+            return (super().forward(x) * scale).sum()
+
+    (finding,) = found(RULE, on(traced(Weighted(8, 8), X), "mps"))
+    assert finding.cause.startswith("a tensor from NumPy is float64, first used at test_ist606.py:")
 
 
 def test_float64_weights_are_one_finding() -> None:

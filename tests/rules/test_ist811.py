@@ -40,7 +40,7 @@ def test_an_epsilon_that_vanishes(name: str) -> None:
     (finding,) = find(traced(model, {"hidden": torch.ones(2, 4, dtype=FP16)}))
     assert finding.severity == "warning"
     assert finding.message == (
-        f"an epsilon of {epsilon} is zero in float16: a denominator of zero stays zero, and the quotient is not finite"
+        f"an epsilon of {epsilon} is zero in float16: zero stays zero, and its quotient or logarithm is not finite"
     )
     assert finding.cause.startswith(f"{operator} of a float16 tensor and {epsilon} at test_ist811.py:")
     (fix,) = finding.fixes

@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
+from isotype.compat.torch import FakeTensor
 from isotype.contracts.contract import contracts_for
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.recorder import FakeRecorder
@@ -392,3 +394,21 @@ def test_pictures_that_fill_a_batch_up_are_told_from_others() -> None:
         with mode, recorder, Functions(recorder, "cpu"):
             shapes.append(program(**fakes))
     assert shapes == [(4, 3, 64, 64), (6, 3, 64, 64)]
+
+
+def test_numbers_of_a_uniform_distribution_lie_in_their_interval() -> None:
+    """torchvision's detectors choose a size by `int(torch.empty(1).uniform_(0.0, float(len(sizes))).item())`."""
+    for bounds, expected in (((), 0.5), ((0.5,), 0.75), ((2.0, 8.0), 5.0)):
+        draw = lambda x, bounds=bounds: torch.empty(1).uniform_(*bounds).item()  # noqa: E731
+        assert followed(draw, {"x": X}) == expected
+
+
+def test_a_tensor_made_of_fakes_runs_its_own_operators() -> None:
+    """As torchao's float8 tensors do: the recorder sees the operators on the tensors inside."""
+    whole = followed(lambda x: TwoTensor(x, x + 1).mul(2), {"x": X})
+    assert type(whole) is TwoTensor
+    assert [type(part) for part in (whole.a, whole.b)] == [FakeTensor, FakeTensor]
+
+
+def test_values_in_float8_are_compared_with_infinity() -> None:
+    assert followed(lambda x: x.to(torch.float8_e4m3fn).view(-1).float().sum().item(), {"x": X}) == X.sum()

@@ -1,9 +1,14 @@
-"""triton: prevents the list of leaked objects that its bindings may print when a process ends."""
+"""triton (3.0 to 3.9): passes over kernels on fake tensors; prevents the list of leaked objects at the end of a process."""
 
 from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from isotype.compat.replaced import replaced
 
 _REPORTING = (3, 9)
 """First release with nanobind. At the end of a process, nanobind prints all objects that have not been freed:
@@ -16,3 +21,28 @@ def leave_garbage() -> None:
     triton = sys.modules.get("triton")
     if triton is None or tuple(map(int, triton.__version__.split(".")[:2])) < _REPORTING:
         gc.freeze()
+
+
+@contextmanager
+def without_kernels(launched: Callable[[str, Any], None], fake: type) -> Iterator[None]:
+    """Inside the `with` block, call `launched(name, arguments)` instead of each Triton kernel with a tensor of class `fake`.
+
+    A kernel returns nothing and only writes tensors that exist already, so a trace knows all dtypes without the kernel.
+    """
+    interface: Any = getattr(sys.modules.get("triton.runtime.jit"), "KernelInterface", None)
+    if interface is None:
+        yield
+        return
+    launcher_of = interface.__getitem__
+
+    def launcher(kernel: Any, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            values = (*args, *kwargs.values())
+            if not any(isinstance(value, fake) for value in values):
+                return launcher_of(kernel, grid)(*args, **kwargs)
+            return launched(getattr(kernel, "__name__", "kernel"), values)
+
+        return launch
+
+    with replaced(interface, "__getitem__", launcher):
+        yield

@@ -39,7 +39,12 @@ _NOT_IN_FLOAT8 = frozenset(
         "softmax", "sqrt", "sub", "sum", "tanh",
     }
 )  # fmt: skip
-_MIXES_FLOAT8 = frozenset({"aten._to_copy.default", "aten.copy_.default", "aten._scaled_mm.default"})
+_SCALED_MM = "aten._scaled_mm.default"
+_MIXES_FLOAT8 = frozenset({"aten._to_copy.default", "aten.copy_.default", _SCALED_MM})
+_FLOAT8_FROM = (8, 9)
+NO_FLOAT8 = (
+    "torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9, or ROCm MI300+"
+)
 
 UNSPECIFIED = "?"
 """The table entry of an accepted call whose result has a dtype that depends on more than the operands' dtypes."""
@@ -171,6 +176,8 @@ class Contracts:
         refused = integer_refusal(op, dtypes)
         if refused:
             return Verdict(False, message=refused, assumed=self.kind != "cpu")
+        if op == _SCALED_MM and self.kind == "cuda" and (self.capability or _FLOAT8_FROM) < _FLOAT8_FROM:
+            return Verdict(False, message=NO_FLOAT8, assumed=True)
         if not _FLOAT8.isdisjoint(dtypes) and op not in _MIXES_FLOAT8:
             return _float8_verdict(op, self.kind, dtypes)
         letters = [LETTERS.get(dtype, "") for dtype in dtypes]

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def starred(name: str) -> str:
-    """Return a fully qualified name with `*` for layer numbers."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+    """Return a name with `*` for layer numbers, and for the positions in lists of an input such as `targets[0]['boxes']`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|(?<=\[)\d+(?=\])", "*", name)
 
 
 def distinct_names(names: Iterable[str]) -> tuple[str, ...]:

@@ -51,6 +51,8 @@ OriginKind = Literal[
     "conversion",  # a conversion by the recorder after a breach; `before` is never another conversion
 ]
 
+FROM_NUMPY = "a tensor from NumPy"
+"""Name in the origin of a tensor that shares its memory with an array. The origin's source is the first line that uses it."""
 SHARED = ("outside", "scratch")
 """Values of `Origin.kind` for tensors that a model shares with other code."""
 

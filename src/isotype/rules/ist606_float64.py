@@ -31,9 +31,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from isotype.core.names import distinct_names, plural, short
+from isotype.core.names import distinct_names, plural, short, starred
 from isotype.records.finding import ActionKind, Finding, Fix, Kind, finding_at
-from isotype.records.trace import Call, Origin, Trace
+from isotype.records.trace import FROM_NUMPY, Call, Origin, Trace
 from isotype.rules.kit.slow_dtype import step_in
 from isotype.rules.kit.words import LIBRARIES, advice, and_others, cause_text, device_error, fix
 
@@ -55,7 +55,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         # The backward of a cast mirrors the forward's.
         if call.phase in ("forward", "generate") and not any(part in call.source for part in LIBRARIES):
             for origin in _entries(call):
-                key = origin.kind if origin.kind in _STORED else origin.source or origin.name
+                key = origin.kind if origin.kind in _STORED else origin.source or starred(origin.name)
                 by_cause.setdefault(key, {}).setdefault(origin.name, (origin, call))
     for entries in by_cause.values():
         origins, calls = zip(*entries.values(), strict=True)
@@ -79,8 +79,10 @@ def _entries(call: Call) -> Iterator[Origin]:
     """Yield the origins of float64 in a call: each operand that enters the step in float64, or else the result."""
     wide = [operand for operand in call.operands if operand.dtype == torch.float64]
     for operand in wide:
-        if operand.shape and operand.origin.kind in _GIVEN:
-            yield operand.origin
+        origin = operand.origin
+        # A number is no operand of the GPU, unless it is a buffer: `model.to("mps")` moves it.
+        if origin.kind in _STORED or (operand.shape and (origin.kind in _GIVEN or origin.name == FROM_NUMPY)):
+            yield origin
     if not wide and any(dtype == torch.float64 and shape for dtype, shape in call.results):
         yield Origin("constant", torch.float64, call.op.split(".")[1], call.module, call.source)
 

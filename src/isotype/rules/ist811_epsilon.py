@@ -61,7 +61,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             instead = f"{'-' * (number < 0)}(1 - torch.finfo({dtype}).eps)"
         else:
             written = f"an epsilon of {number:g}"
-            effect = "a denominator of zero stays zero, and the quotient is not finite"
+            effect = "zero stays zero, and its quotient or logarithm is not finite"
             instead = "torch.finfo(torch.float16).tiny (6e-05)"
         value = written.rpartition(" ")[2]
         how = f"write {instead} instead of {value}, or compute in float32 there"

@@ -32,7 +32,7 @@ from isotype.model.loss import ends_behind
 from isotype.model.walk import listening, plain_tensors
 from isotype.records.finding import in_library
 from isotype.records.memory import MemoryKind, Phase
-from isotype.records.trace import CAST_FUNCTIONS, CASTS, FLOATS, Breach, Call, Operand, Origin
+from isotype.records.trace import CAST_FUNCTIONS, CASTS, FLOATS, FROM_NUMPY, Breach, Call, Operand, Origin
 from isotype.trace.flops import flops_of
 from isotype.trace.ledger import Ledger
 from isotype.trace.taken import DtypeReads
@@ -260,7 +260,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         if (
             plain and tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
         ):  # as with `torch.from_numpy`
-            return Origin("constant", tensor.dtype, "NumPy", self.module, source)
+            return Origin("constant", tensor.dtype, FROM_NUMPY, self.module, source)
         return Origin("outside", tensor.dtype, _KEPT_OUTSIDE, self.module, source)
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
@@ -298,8 +298,10 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def _recomputing(self) -> bool:
         return self.phase == "backward" and bool(self._frames)
 
-    def note(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], breach: Breach) -> None:
-        """Record a function that raised, or would raise on the device, before it ran any operator."""
+    def note(
+        self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], breach: Breach | None = None
+    ) -> None:
+        """Record a function that ran no operator. With a `breach`, it raised, or would raise on the device."""
         self._append(name, self._place(), self.operands(tensors), breach)
 
     def _append(

@@ -592,3 +592,17 @@ torch.optim.LBFGS([scale], max_iter=9).step(error)
     assert [re.findall(r"step 1 watched: \d+", text) for text in (one, fitted)] == [
         re.findall(r"step 1 watched: \d+", err) or ["none"]
     ] * 2
+
+
+def test_a_transform_of_torch_func_is_named_as_the_reason_without_a_record(runs: Runs) -> None:
+    """`vmap(grad(...))` for gradients of single examples."""
+    status, out, err = runs(
+        "from torch.func import functional_call, grad\nmodel = Net()\n"
+        "loss = lambda values: functional_call(model, values, (ids, ids))[1]\n"
+        "grad(loss)({name: p.detach() for name, p in model.named_parameters()})\nprint('done')\n"
+    )
+    assert (status, out) == (0, "done\n")
+    assert err == (
+        "isotype: no training step was seen: transforms of torch.func (vmap, grad) call the modules, and isotype does not "
+        "record such calls\n"
+    )

@@ -397,6 +397,8 @@ class Diagnosis:
         if report.errors:
             self._say("a trace of the script's last known step explains the error:")
             self._output.render(report)
+        elif (end := report.trace.failure) is not None:
+            self._say(f"a trace of the script's last known step ended in {end.phase}: {end.error}")
         else:
             self._say("a trace of the script's last known step runs clean: the cause is elsewhere")
             for line in outside(error, model, report.trace).lines():

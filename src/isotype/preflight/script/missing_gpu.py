@@ -20,7 +20,9 @@ from isotype.records.finding import in_library
 from isotype.report.text import short_source
 from isotype.trace.live.recorder import warnings_at_callers
 
-_ABOUT_GPUS = re.compile(r"\b(cuda|gpus?|nvidia|nccl|hip|xpu|mps|accelerator)\b|_cuda_", re.IGNORECASE)
+_ABOUT_GPUS = re.compile(
+    r"\b(cuda|gpus?|nvidia|nccl|hip|xpu|mps|accelerator|active drivers)\b|_cuda_", re.IGNORECASE
+)
 _ABOUT_NAMES = (FileNotFoundError, KeyError, ModuleNotFoundError)  # of a file `data/gpu/rows.jsonl`
 _INSTEAD = "with --device NAME (t4, h100, …), isotype runs the script's code for this GPU on the CPU"
 

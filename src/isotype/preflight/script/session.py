@@ -106,6 +106,8 @@ class Session:
         started = f" in the processes that were started ({processes.watched})" if processes.watched else ""
         if self._diagnosis is None:
             return f"the script never imported torch{started and f', nor trained{started}'}"
+        if self._diagnosis.watch.transformed:
+            return "transforms of torch.func (vmap, grad) call the modules, and isotype does not record such calls"
         return self._diagnosis.gpu.why_nothing() or (
             f"no module with parameters that require a gradient was called{started and f', nor{started}'}"
         )

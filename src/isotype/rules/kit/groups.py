@@ -285,5 +285,5 @@ def _key(cause: Origin, owners: Mapping[str, Weight]) -> tuple[str, ...]:
         leaf = cause.name.rpartition(".")[2] if cause.kind == "parameter" else ""
         return (cause.kind, dtype_name(cause.dtype), owner.module_class if owner else "", leaf)
     if cause.kind == "input":
-        return (cause.kind, cause.name)
+        return (cause.kind, starred(cause.name))
     return (cause.kind, cause.source, dtype_name(cause.dtype))

@@ -9,7 +9,7 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import distinct_names, short
 from isotype.records.finding import Action, ActionKind, Fix, Safety
-from isotype.records.trace import Call, Origin, Weight
+from isotype.records.trace import FROM_NUMPY, Call, Origin, Weight
 
 TRANSFORMERS = "/transformers/models/"
 LIBRARIES = (TRANSFORMERS, "/diffusers/")
@@ -24,6 +24,8 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
     if cause.kind == "parameter":
         pinned = ", which the model's author keeps in float32" if weight is not None and weight.pinned else ""
         return f"{cause.name} is {dtype}{pinned}"
+    if cause.name == FROM_NUMPY:
+        return f"{cause.name} is {dtype}, first used{where}{inside}"
     texts = {
         "buffer": f"the buffer {cause.name} is {dtype}",
         "input": f"the input {cause.name} is {dtype}",

@@ -19,7 +19,9 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from isotype.compat.torch import FakeTensor
 from isotype.compat.torch_device import cpu_stands_for, fused_attention, names_of, on_cpu
+from isotype.compat.triton import without_kernels
 from isotype.contracts.contract import are_powers_of_two, autocast_lists
 from isotype.contracts.families import ONLY_POWERS_OF_TWO
 from isotype.core.dtypes import dtype_name
@@ -70,6 +72,7 @@ class Functions(TorchFunctionMode):
 
     def __enter__(self) -> Functions:
         self._stand_in.enter_context(cpu_stands_for(self._kind, self._profile))
+        self._stand_in.enter_context(without_kernels(self._recorder.launched, FakeTensor))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

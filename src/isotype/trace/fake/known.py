@@ -129,7 +129,9 @@ class Known:
         if followed[0] is not None and followed[1] == (version_of(value) or 0):
             return followed[0]
         known = self._values.of(value)
-        positions = None if known is None else torch.isneginf(known)
+        positions = (
+            None if known is None else known.float() == -math.inf
+        )  # no kernel of `isneginf` takes float8
         return positions if positions is not None and bool(positions.any()) else None
 
     def _number(self, value: Any) -> float | None:

@@ -63,7 +63,12 @@ class InputReach:
         written = schema_of(func).written
         for name, tensor in operands if written else ():
             if name.partition("[")[0] in written:
-                self._masks[storage_of(tensor)] = self._mask(tensor) | mask
+                self.mix(tensor, operands)
+
+    def mix(self, tensor: torch.Tensor, operands: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Record that `tensor` was overwritten with values that depend on `operands`."""
+        for _, operand in operands:
+            self._masks[storage_of(tensor)] = self._mask(tensor) | self._mask(operand)
 
     def without_effect(self, loss: torch.Tensor) -> tuple[str, ...]:
         """Return the names of inputs that can change neither the loss nor the code that runs."""

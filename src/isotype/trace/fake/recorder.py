@@ -23,12 +23,13 @@ from torch.utils.checkpoint import CheckpointError
 from isotype.compat.torch import (
     FakeTensor,
     FakeTensorMode,
+    is_traceable_wrapper_subclass,
     is_transformed_tensor,
     unset_fake_temporarily,
     without_functions,
     without_modes,
 )
-from isotype.contracts.contract import Contracts, is_exempt
+from isotype.contracts.contract import NO_FLOAT8, Contracts, is_exempt
 from isotype.contracts.families import by_shapes
 from isotype.contracts.pattern import CORRUPTS
 from isotype.core.dtypes import named_integer
@@ -209,6 +210,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             if func is _DEVICE and isinstance(args[0], FakeTensor) and not self.fake.in_kernel_invocation:
                 return args[0].fake_device
             return func(*args, **(kwargs or {}))
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types) and any(
+            map(_wraps_fakes, leaves(args))
+        ):
+            return NotImplemented  # the wrapper's class runs operators on the fake tensors inside
         if time.monotonic() > self.deadline:
             raise TimeSpentError("the time limit of the trace was reached")
         # Function modes must get the model's calls, not the calls of this recorder and the fake kernels.
@@ -287,9 +292,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             raise RuntimeError(verdict.message)
         if named_integer(verdict.message, dtypes) is not None:
             return self._without_integers(func, args, kwargs, tensors), refused
-        if verdict.message == CORRUPTS:
+        if verdict.message in (CORRUPTS, NO_FLOAT8):  # no cast of the operands helps
             result, breach = self._run(func, args, kwargs, tensors, edited)
-            return result, breach or Breach(CORRUPTS, verdict.assumed, torch.float32)
+            return result, breach or Breach(verdict.message, verdict.assumed, torch.float32)
         target, fixed = self._target(func, tensors, edited)
         fixed = fixed and self._accepts(name, tensors, target)
         message = refusal(func, args, kwargs) if self.contracts.kind == "cpu" else None
@@ -428,6 +433,14 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             breach = Breach(f"torch.nn.functional.{name} {UNSAFE}", False, torch.float32)
             self.note(f"torch.{name}", given_tensors(args, kwargs), breach)
 
+    def launched(self, kernel: str, values: Any) -> None:
+        """Record a Triton kernel that is passed over: each of its tensors may depend on all of them afterwards."""
+        tensors = given_tensors(values, {})
+        self.note(f"triton.{kernel}", tensors)
+        for _, tensor in tensors:
+            self.values.forget(tensor)
+            self.reach.mix(tensor, tensors)
+
     def array(self, tensor: torch.Tensor) -> Any:
         """Return the result of `tensor.numpy()`: known values or zeros. A bfloat16 tensor is a breach: NumPy lacks bfloat16."""
         dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
@@ -475,9 +488,16 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_real(leaf: Any) -> bool:
-    """Return whether a value is a real tensor: neither a fake tensor nor a wrapper of `torch.func`."""
+    """Return whether a value is a real tensor: neither a fake tensor nor a wrapper of `torch.func` or of fake tensors."""
     is_tensor = isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor)
-    return is_tensor and not is_transformed_tensor(leaf)
+    return is_tensor and not is_transformed_tensor(leaf) and not _wraps_fakes(leaf)
+
+
+def _wraps_fakes(value: Any) -> bool:
+    """Return whether a value is a tensor of a class such as torchao's float8 tensors, made of fake tensors."""
+    if isinstance(value, FakeTensor) or not is_traceable_wrapper_subclass(value):
+        return False
+    return any(isinstance(getattr(value, name), FakeTensor) for name in value.__tensor_flatten__()[0])
 
 
 _DTYPE_WORDS = re.compile(

@@ -66,7 +66,7 @@ _COUNTED = frozenset(
     {aten.view, aten.select, aten.slice, aten._to_copy, aten.eq, aten.ne, aten.sum, aten.any, aten.all}
 )
 _UNSET = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided})
-_DRAWS = frozenset({aten.rand, aten.randint, aten.randperm})
+_DRAWS = frozenset({aten.rand, aten.randint, aten.randperm, aten.uniform_})
 _UNREAD = _SHAPE_ONLY | _NEVER | _UNSET | _DRAWS
 """Operators whose result does not depend on the values of their operands."""
 
@@ -315,13 +315,18 @@ def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
 
 
 def _drawn(packet: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """Return a possible result of a random operator: 0.5, 1 or the nearest allowed integer, or an unchanged order.
+    """Return a possible result of a random operator: the middle of an interval, 1 or the nearest allowed integer, or an
+    unchanged order.
 
     Models skip layers and choose indices with random numbers. Return None for several numbers or a long permutation.
     """
     dtype = kwargs.get("dtype")
     if packet is aten.randperm:
         return torch.arange(args[0], dtype=dtype) if args[0] <= LIMIT else None
+    if packet is aten.uniform_:
+        low, high = (args[at] if at < len(args) else float(at - 1) for at in (1, 2))
+        one = args[0].numel() == 1
+        return torch.full(args[0].shape, (low + high) / 2, dtype=args[0].dtype) if one else None
     *bounds, shape = args
     if math.prod(shape) != 1:
         return None

@@ -33,6 +33,7 @@ from isotype.compat.torch import (
     is_compiled,
     is_simulated,
     is_traced,
+    is_transformed,
     no_modes,
     original,
     put_under,
@@ -112,6 +113,7 @@ class Watch:
         skipping: whether `after` is called for a skipped step.
         kind: the kind of the device for which the step is checked.
         stands: dtypes of the step -> dtypes of the same step on that device.
+        transformed: True if a transform of `torch.func` has called a module; these calls are not recorded.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Watch:
         self.learning_rate: float | None = None
         self.gradients, self._samples = dict[str, Any](), list[Sample]()
         self.skipped, self.skipping, self._stepping = 0, False, False
+        self.transformed = False
         self.kind, self.stands = "cpu", dict[torch.dtype, torch.dtype]()
         self._steps, self._before, self._after, self._evaluates = steps, before, after, evaluates
         self._repeats, self._last = repeats, LastStep()
@@ -237,6 +240,9 @@ class Watch:
 
     def _enters(self, module: nn.Module, args: Any, frame: Any) -> None:
         if self.state not in ("waiting", "evaluating", "watching") or not self._is_mine():
+            return
+        if is_transformed():
+            self.transformed = True
             return
         if self.recorder is None or not self.recorder.inside:
             kwargs = frame.f_locals.get("kwargs", {})  # a global hook does not get the keyword arguments
