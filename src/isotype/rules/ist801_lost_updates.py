@@ -42,10 +42,23 @@ from isotype.rules.kit.words import advice
 
 TITLE = "Updates that are lost to rounding in 16-bit masters"
 
+_SMALL = "each update is less than half of the distance to the next number of the dtype"
+
 
 def find(trace: Trace) -> Iterator[Finding]:
     if trace.unmoved:
-        yield _unmoved(trace, [trace.owners[name] for name in trace.unmoved])
+        if weights := [trace.owners[name] for name in trace.unmoved if name in trace.owners]:
+            yield _unmoved(trace, weights)
+        if "" in trace.unmoved:
+            yield Finding(
+                "warning",
+                f"the step of {trace.setup.optimizer} leaves most values of 16-bit copies of the weights as they were",
+                phase="optimizer",
+                cause=f"the optimizer has 16-bit parameters that are not the model's: {_SMALL}",
+                fixes=(
+                    advice("copies", "make the copies of the weights that the optimizer updates float32"),
+                ),
+            )
         return
     if not trace.setup.learning_rate or "optimizer" not in trace.setup.phases:
         return
@@ -75,7 +88,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _unmoved(trace: Trace, weights: list[Weight]) -> Finding:
     """Return a finding for parameters that a real optimizer step has not changed."""
     optimizer, fixes = trace.setup.optimizer, tuple(_fixes(trace, weights))
-    cause = "each update is less than half of the distance to the next number of the dtype"
+    cause = _SMALL
     if optimizer == "fused SGD" and trace.setup.profile.kind == "cpu":
         cause = "torch's fused SGD leaves 16-bit parameters on a CPU as they are (pytorch/pytorch #191763)"
         fixes = (advice("fused", "create the optimizer with fused=False"),)

@@ -606,3 +606,54 @@ def test_a_transform_of_torch_func_is_named_as_the_reason_without_a_record(runs:
         "isotype: no training step was seen: transforms of torch.func (vmap, grad) call the modules, and isotype does not "
         "record such calls\n"
     )
+
+
+FLAT = """
+class Flat:
+    def __init__(self, parameters, dtype):
+        self.parameters = [p for p in parameters]
+        self.copy = nn.Parameter(torch.cat([p.detach().flatten() for p in self.parameters]).to(dtype))
+        self.inner = torch.optim.AdamW([self.copy], lr=1e-5)
+    def step(self):
+        self.copy.grad = torch.cat([p.grad.flatten() for p in self.parameters]).to(self.copy.dtype)
+        self.inner.step()
+model = Net()
+optimizer = Flat(model.parameters(), DTYPE)
+model(ids, ids)[1].backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_flat_copies_in_16_bits_lose_updates(runs: Runs, dtype: str) -> None:
+    """As in a ZeRO of one's own: the optimizer has none of the model's parameters."""
+    status, _, err = runs(FLAT.replace("DTYPE", f"torch.{dtype}"), "--no-preflight")
+    assert status == 0
+    said = (
+        "warning[IST801]: the step of AdamW leaves most values of 16-bit copies of the weights as they were"
+    )
+    assert err.count(said) == (dtype == "bfloat16")
+
+
+REFERENCE = """
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 300)
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+policy, reference = Policy(), Policy().bfloat16()
+with torch.no_grad():
+    before = reference(ids)CAST.log_softmax(-1)[..., 0].sum(-1)
+optimizer = torch.optim.AdamW(policy.parameters())
+(policy(ids).log_softmax(-1)[..., 0].sum(-1) - before).mean().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("cast", ["", ".float()"])
+def test_log_probabilities_of_a_reference_in_16_bits_are_found(runs: Runs, cast: str) -> None:
+    """A DPO of one's own calls its frozen reference before the policy, without gradients."""
+    status, _, err = runs(REFERENCE.replace("CAST", cast))
+    assert status == 0
+    assert err.count("warning[IST805]: log_softmax over 300 values returns bfloat16") == (not cast)

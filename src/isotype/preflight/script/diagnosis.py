@@ -53,6 +53,7 @@ from isotype.rules import (
     ist309_not_trained,
     ist503_rounded_updates,
     ist801_lost_updates,
+    ist805_reductions,
     ist808_counting,
     ist909_stale_casts,
     judge,
@@ -208,6 +209,9 @@ class Diagnosis:
             late += [ist801_lost_updates] if trace.unmoved else []
             shown = _of(findings, *late)
             self._say_late([f for f in findings if f.module not in traced or f in shown])
+        before = tuple(replace(call, phase="forward") for call in self.watch.evaluation)
+        self._between(ist805_reductions, before)
+        self.watch.evaluation = ()
         if self._speaks and self._kept is None:
             self._kept = KeptGraphs(self._say)
             recorder = self.watch.recorder if self._numbers is None else None

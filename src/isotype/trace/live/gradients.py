@@ -110,30 +110,35 @@ def optimizers_of(names: Mapping[int, Origin]) -> int:
 
 def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) -> list[Sample]:
     """Return (name, parameter, mask of nonzero gradients, values) of the first elements of each 16-bit parameter with a finite gradient.
-    Return nothing while a scheduler warms up, or if the optimizer itself may skip the step."""
+    The name is "" if no parameter of the optimizer is the model's, as in flat copies. Return nothing while a scheduler warms up, or if the optimizer itself may skip the step."""
     samples: list[Sample] = []
+    copies = not any(id(weight) in names for weight in parameters_of(optimizer))
     for group in optimizer.param_groups if getattr(optimizer, "found_inf", None) is None else ():
         starts = 0 < float(group.get("lr", 0.0)) >= float(group.get("initial_lr", 0.0))
         for weight in group["params"] if starts else ():
             plain = type(weight) in (nn.Parameter, torch.Tensor) and type(weight.grad) is torch.Tensor
-            if plain and weight.dtype in HALVES and id(weight) in names and weight.grad.isfinite().all():
+            origin = names.get(id(weight))
+            if not plain or weight.dtype not in HALVES or (origin is None and not copies):
+                continue
+            if weight.grad.isfinite().all():
                 some, gradient = weight.detach().reshape(-1)[:_SAMPLE], weight.grad.reshape(-1)[:_SAMPLE]
-                samples.append((names[id(weight)].name, weight, gradient != 0, some.clone()))
+                samples.append(("" if origin is None else origin.name, weight, gradient != 0, some.clone()))
     return samples
 
 
 def after_step(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> dict[str, tuple[str, ...]]:
     """Return the names of two kinds of parameters. The step has not changed `unmoved` ones, although their gradient is not
-    zero. Values of `spoiled` ones have become NaN or infinite."""
+    zero. For a flat copy (""), which has large and small values, this means most values. Values of `spoiled` ones have become NaN or infinite."""
     # Some optimizers keep the rounding errors of 16-bit parameters, and add them in a later step.
     keys = {str(key) for state in optimizer.state.values() for key in state}
     later = any(re.search("kahan|comp|shift|master", key) for key in keys)
     still, spoiled = [], []
     for name, weight, used, before in samples:
         now = weight.detach().reshape(-1)[:_SAMPLE]
-        if not later and used.any() and torch.equal(now[used], before[used]):
+        same = (now[used] == before[used]).sum()
+        if not later and used.any() and same >= used.sum() * (1.0 if name else 0.5):
             still.append(name)
-        if before.isfinite().all() and not now.isfinite().all():
+        if name and before.isfinite().all() and not now.isfinite().all():
             spoiled.append(name)
     return {"unmoved": tuple(still), "spoiled": tuple(spoiled)}
 

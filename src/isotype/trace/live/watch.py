@@ -43,7 +43,7 @@ from isotype.compat.torch import (
 from isotype.core.optimizers import learning_rate_of, parameters_of
 from isotype.model.adapters import unmatched
 from isotype.records.memory import Memory, Phase
-from isotype.records.trace import Failure, Origin, Setup, Trace
+from isotype.records.trace import Call, Failure, Origin, Setup, Trace
 from isotype.trace.live.forward import named_inputs, trains
 from isotype.trace.live.gradients import LastStep, Sample, after_step, gradients_of, optimizers_of, samples_of
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of, in_dtypes, warnings_at_callers
@@ -113,6 +113,7 @@ class Watch:
         skipping: whether `after` is called for a skipped step.
         kind: the kind of the device for which the step is checked.
         stands: dtypes of the step -> dtypes of the same step on that device.
+        evaluation: the recorded calls before the first training forward, such as those of a reference model.
         transformed: True if a transform of `torch.func` has called a module; these calls are not recorded.
     """
 
@@ -132,7 +133,7 @@ class Watch:
         self.learning_rate: float | None = None
         self.gradients, self._samples = dict[str, Any](), list[Sample]()
         self.skipped, self.skipping, self._stepping = 0, False, False
-        self.transformed = False
+        self.transformed, self.evaluation = False, tuple[Call, ...]()
         self.kind, self.stands = "cpu", dict[torch.dtype, torch.dtype]()
         self._steps, self._before, self._after, self._evaluates = steps, before, after, evaluates
         self._repeats, self._last = repeats, LastStep()
@@ -247,6 +248,8 @@ class Watch:
         if self.recorder is None or not self.recorder.inside:
             kwargs = frame.f_locals.get("kwargs", {})  # a global hook does not get the keyword arguments
             if self.state != "watching" and trains(module):
+                if self.state == "evaluating" and self.recorder is not None:
+                    self.evaluation = tuple(self.recorder.calls)
                 self._end_evaluation()
                 self._begin(module, args, kwargs)
             elif self.state != "watching" and self._may_evaluate(module):
