@@ -160,7 +160,8 @@ def learning_rate_of(*optimizers: torch.optim.Optimizer) -> float:
 
 
 def _rate(group: Mapping[str, Any]) -> float:
-    return float(group.get("initial_lr", group["lr"]))
+    """Return the learning rate of a group; 0 if the optimizer has none."""
+    return float(group.get("initial_lr", group.get("lr", 0.0)))
 
 
 def updates_of(request: Any) -> dict[str, tuple[str, float]]:
