@@ -726,6 +726,12 @@ _F16 = "with torch.autocast('cpu', torch.float16):"
         (f"{_F16} z = model(x)\nloss = F.binary_cross_entropy(z.float().sigmoid(), x.sigmoid())", []),
         ("with torch.autocast(device_type='cpu'): loss = F.mse_loss(model(x), x)", ["IST303"]),
         ("with torch.autocast('cpu', dtype=torch.bfloat16): loss = F.mse_loss(model(x), x)", ["IST601"]),
+        # timm's norms switch autocast off without naming a dtype.
+        (
+            "with torch.autocast('cpu', torch.bfloat16):\n with torch.autocast('cpu', enabled=False): y = x * 2\n"
+            " loss = F.mse_loss(model(y), y)",
+            ["IST601"],
+        ),
     ],
 )
 def test_a_step_on_a_cpu_is_judged_by_the_autocast_of_the_device_that_is_asked_for(

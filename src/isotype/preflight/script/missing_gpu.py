@@ -104,6 +104,6 @@ class MissingGpu:
     ) -> None:
         there = self._default if dtype is None and device_type == self.kind else dtype
         init(autocast, device_type, there, *rest, **more)
-        if autocast.device == "cpu":
+        if autocast.device == "cpu" and more.get("enabled", next(iter(rest), True)):
             here = autocast.fast_dtype
             self.stands[here] = self._default if dtype is None else here
