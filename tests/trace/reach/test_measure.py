@@ -410,6 +410,22 @@ def test_a_gate_that_only_switches_reaches_the_loss() -> None:
     assert measured(model, batch).unused == ()
 
 
+def test_code_that_refuses_other_values_of_a_weight_reads_the_weight() -> None:
+    model, batch = built("llama")
+    norm = model.model.norm
+    norm.register_parameter("gate", nn.Parameter(torch.ones(1)))  # type: ignore[union-attr,operator]
+    norm.register_parameter("empty", nn.Parameter(torch.empty(0)))  # type: ignore[union-attr,operator]
+
+    def checked(norm: Any, _: object, out: torch.Tensor) -> torch.Tensor:
+        if norm.gate.abs() > 3:
+            raise ValueError("the gate is too large")
+        return out + 0 * norm.gate + norm.empty.sum()
+
+    norm.register_forward_hook(checked)  # type: ignore[union-attr,operator]
+    reach = measured(model, batch)
+    assert ([weight.name for weight in reach.unused], reach.undecided) == (["model.norm.empty"], ())
+
+
 def test_a_classifier_finds_the_last_token_by_the_id_of_padding() -> None:
     model, batch = built("llama-cls")
     ids, mask = batch["input_ids"].clone(), torch.ones_like(batch["input_ids"])

@@ -214,27 +214,33 @@ def _unused_weights(probe: Probe) -> Iterator[NoReach]:
     for name in (name for name, everywhere in outside.items() if everywhere):
         yield NoReach("ungraded", name)
     for name in (name for name, everywhere in silent.items() if everywhere):
-        if _changes_loss(
-            probe, [model.get_parameter(other) for other in gradients if starred(other) == name], loss
-        ):
+        group = [model.get_parameter(other) for other in gradients if starred(other) == name]
+        if probe.late or _changes_loss(probe, group, loss):
             continue  # the gradient is zero only at these values, as behind a saturated softmax
         kind: Unused = "adapter" if "lora_" in name else "weight"
         yield NoReach(kind, name, _reason(probe, name, gradients))
 
 
+@torch.no_grad()
 def _changes_loss(probe: Probe, weights: Sequence[torch.Tensor], loss: torch.Tensor | None) -> bool:
-    """Return whether other values of the weights change the copy's loss."""
-    values, losses = [weight.detach().clone() for weight in weights], []
-    with torch.no_grad():
+    """Return whether other values of the weights change the copy's loss, or make the copy's code raise an error."""
+    weights = [weight for weight in weights if weight.numel()]
+    values = [weight.clone() for weight in weights]
+    try:
         for _ in range(_DRAWS):
             noise = [probe.noise(weight) * weight.abs().max().clamp_min(1.0) for weight in weights]
             for factor in (10, -20):  # in one direction, then in the other
                 for weight, part in zip(weights, noise, strict=True):
                     weight += factor * part
-                losses.append(probe.loss())
+                other = probe.loss()
+                if loss is not None and other is not None and not torch.equal(loss, other):
+                    return True
+    except Exception:  # noqa: BLE001 - code that fails on other values depends on them
+        return True
+    finally:
         for weight, value in zip(weights, values, strict=True):
             weight.copy_(value)
-    return any(loss is not None and other is not None and not torch.equal(loss, other) for other in losses)
+    return False
 
 
 def _reason(probe: Probe, name: str, trained: Iterable[str]) -> str:
