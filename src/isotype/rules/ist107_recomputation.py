@@ -46,20 +46,20 @@ _mismatches = contract_rule(
 def find(trace: Trace) -> Iterator[Finding]:
     yield from _mismatches(trace)
     failure = trace.failure
-    if failure is None and (pair := _first_difference(trace)) is not None and _is_by_default(*pair):
-        cause, how = _explained(*pair)
+    if failure is None and (difference := _difference(trace)) is not None and difference[2]:
+        call, cause, how = difference
         message = (
             "gradient checkpointing recomputes the forward in another dtype, and nothing raises an error"
         )
         fixes: tuple[Fix, ...] = (advice("checkpoint", how),)
-        yield finding_at("warning", message, [pair[1]], cause=cause, fixes=fixes)
+        yield finding_at("warning", message, [call], cause=cause, fixes=fixes)
     if failure is None or not failure.recomputed:
         return
     cause = f"the forward ran, but its recomputation raises {failure.error}"
     if failure.error.startswith("CheckpointError"):
         how = "let the forward and its recomputation run the same code: flags, adapters and random branches must not change before the backward ends"
-        if (pair := _first_difference(trace)) is not None:
-            cause, by_default = _explained(*pair)
+        if (difference := _difference(trace)) is not None:
+            _, cause, by_default = difference
             how = by_default or how
         fixes = (advice("checkpoint", how),)
     else:
@@ -82,38 +82,27 @@ def find(trace: Trace) -> Iterator[Finding]:
     )
 
 
-def _explained(before: Call, after: Call) -> tuple[str, str]:
-    """Return the cause of a difference, and advice if it is the default dtype (else "")."""
-    place, results = short(after.source), [_described(call) for call in (before, after)]
-    cause = f"{after.op.split('.')[1]} at {place} returns {results[0]} in the forward and {results[1]} in the recomputation"
-    if not _is_by_default(before, after):
-        return cause, ""
-    how = f"pass the dtype at {place}, or keep torch.set_default_dtype until the backward has ended"
-    return f"{cause}: torch's default dtype has changed in between", how
-
-
-def _is_by_default(before: Call, after: Call) -> bool:
-    """Return whether the calls create tensors of one shape in torch's default dtype, which differs."""
-    (first, shape), (second, other) = before.results[0], after.results[0]
-    differ = shape == other and first != second and {first, second} <= FLOATS
-    return differ and before.by_default and after.by_default
-
-
-def _first_difference(trace: Trace) -> tuple[Call, Call] | None:
-    """Return the first operator whose result differs in dtype or shape: its call in the forward and in the recomputation."""
+def _difference(trace: Trace) -> tuple[Call, str, str] | None:
+    """Return the first operator whose result differs in the recomputation, the cause, and advice about the default dtype or ""."""
     calls = grouped((call for call in trace.calls if call.phase == "forward"), lambda call: call.module)
     forward = {module: iter(of_module) for module, of_module in calls.items()}
-    # Without a module, only operators that create tensors are certain to belong to a recomputation.
-    again = (
-        call for call in trace.calls if call.recomputed or (call.phase == "backward" and not call.operands)
-    )
+    # Without a module, only operators that create tensors in the default dtype are taken for a recomputation.
+    again = (c for c in trace.calls if c.recomputed or (c.phase == "backward" and c.by_default))
     for after in again:
-        following = forward.get(after.module, iter(()))
-        before = next(
-            (call for call in following if (call.op, call.source) == (after.op, after.source)), None
+        same = (c for c in forward.get(after.module, ()) if (c.op, c.source) == (after.op, after.source))
+        before = next(same, None)
+        if before is None or not (before.results and after.results) or before.results == after.results:
+            continue  # a call that raised has no results
+        place, (was, now) = short(after.source), (_described(call) for call in (before, after))
+        cause = (
+            f"{after.op.split('.')[1]} at {place} returns {was} in the forward and {now} in the recomputation"
         )
-        if before is not None and before.results != after.results:
-            return before, after
+        (first, shape), (second, other) = before.results[0], after.results[0]
+        floats = first != second and {first, second} <= FLOATS
+        if not (floats and shape == other and before.by_default and after.by_default):
+            return after, cause, ""
+        how = f"pass the dtype at {place}, or keep torch.set_default_dtype until the backward has ended"
+        return after, f"{cause}: torch's default dtype has changed in between", how
     return None
 
 

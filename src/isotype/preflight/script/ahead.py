@@ -149,10 +149,10 @@ def _helpers(model: nn.Module) -> tuple[list[torch.optim.Optimizer], bool]:
     parameters, taken = {id(parameter) for parameter in model.parameters()}, set[int]()
     optimizers: list[torch.optim.Optimizer] = []
     for candidate in reversed([*living(torch.optim.Optimizer)]):
-        held = {*map(id, parameters_of(candidate))}
-        if not hasattr(candidate, "optimizer") and parameters & held and taken.isdisjoint(held):
+        members = {*map(id, parameters_of(candidate))}
+        if not hasattr(candidate, "optimizer") and parameters & members and taken.isdisjoint(members):
             optimizers.append(candidate)
-            taken |= held
+            taken |= members
     if any(living(torch.amp.GradScaler)):
         gc.collect()  # a GradScaler in a reference cycle is not the script's
     return optimizers[::-1], any(scaler.is_enabled() for scaler in living(torch.amp.GradScaler))

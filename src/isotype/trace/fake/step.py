@@ -393,9 +393,9 @@ class _Step:
                 # transformers' Trainer registers the embeddings' states in 32 bits.
                 embeds = isinstance(self.twin.get_submodule(name.rpartition(".")[0]), nn.Embedding)
                 pages = self.setup.profile.kind != "cpu"
-                size = parameter.shape, parameter.itemsize
-                held = state_bytes(kernels_of(request), *size, float32=embeds, pages=pages)
-                ledger.add("optimizer", int(self.process.share * self.repeats[id(parameter)] * held))
+                kernels, shape = kernels_of(request), parameter.shape
+                size = state_bytes(kernels, shape, parameter.itemsize, float32=embeds, pages=pages)
+                ledger.add("optimizer", int(self.process.share * self.repeats[id(parameter)] * size))
             return optimizer
         optimizer.state.update({parameter: states[name] for name, parameter in named if name in states})
         optimizer.step()
