@@ -9,6 +9,7 @@ matter; each set-up runs in a process forked from one that has imported the libr
 Run: python benchmarks/foreseen.py --seed 1 --count 70 [--only sft none …] [--jobs 2] [--json FILE]. Prints a line per set-up, the shares
 within 5 and 10 %, and of what is off the settings that it has in common. Ends with 1 where fewer than 95 % are within 5 %, or one is not within 10 %.
 `--experts` runs a fixed list of mixtures instead, of every storage (mxfp4 of gpt-oss, whose experts it writes as blocks).
+`--wide` draws from every method, more architectures, images, compiled models and unfused layers (its ratios are not recorded).
 `--at SEED/NUMBER …` runs some of the set-ups again, `--kinds` prints what the foreseen peak is made of.
 """
 
@@ -34,9 +35,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from random_setups import Setup, command_of, draw, mixtures, save_model, save_rows
+from random_setups import Setup, command_of, draw, draw_wide, mixtures, save_model, save_rows
 from records import keep_foreseen
-from results import Measure, append, parsed
+from results import ROOT, Measure, append, parsed
 
 NEAR, FAR, LEAST_SHARE = 0.05, 0.10, 0.95
 SECONDS = 600
@@ -64,6 +65,7 @@ def foreseen(command: Sequence[str]) -> dict[str, Any]:
         "kinds": memory["phases"],
         "not_traced": report["not_traced"],
         "complete": report["complete"],
+        "errors": [finding["code"] for finding in report["findings"] if finding["severity"] == "error"],
     }
 
 
@@ -178,6 +180,10 @@ def prepare() -> None:
 
     import trl
 
+    from isotype.compat.torchvision import make_importable
+
+    make_importable()
+
     for name in (
         "bitsandbytes",
         "peft",
@@ -187,7 +193,7 @@ def prepare() -> None:
         "isotype.train.training",
     ):
         import_module(name)
-    for name in ("SFTTrainer", "DPOTrainer", "KTOTrainer"):
+    for name in ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer"):
         getattr(trl, name)
     gc.collect()
     gc.freeze()  # what is imported is not looked through again in every process
@@ -243,12 +249,14 @@ def line_of(place: str, setup: Setup, result: Mapping[str, Any], kinds: bool) ->
     """One set-up."""
     if "real" not in result or "foreseen" not in result:
         both = result.get("check_status"), result.get("status")
-        return f"{place:>6} {'refused' if both == (2, 2) else 'FAILED':>24} {both} {setup.name}: {result.get('said', '')}"
+        foretold = f" (foretold: {', '.join(result['errors'])})" if result.get("errors") else ""
+        return f"{place:>6} {'refused' if both == (2, 2) else 'FAILED':>24} {both} {setup.name}{foretold}: {result.get('said', '')}"
     ratio = result["foreseen"] / result["real"]
     mark = "" if abs(ratio - 1) <= NEAR else " *" if abs(ratio - 1) <= FAR else " **"
+    ends = f" (foretold: {', '.join(result['errors'])})" if result.get("errors") else ""
     line = (
         f"{place:>6} {result['foreseen'] / 2**20:>7.1f} {result['real'] / 2**20:>7.1f} MiB {ratio:>6.3f}{mark:<3} "
-        f"{result['phase']:<9} {setup.name}"
+        f"{result['phase']:<9} {setup.name}{ends}"
     )
     if kinds:
         for phase, sizes in result["kinds"].items():
@@ -291,14 +299,22 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="set-ups with all of these")
     parser.add_argument("--without", nargs="+", default=[], metavar="WORD", help="set-ups with none of these")
     parser.add_argument("--experts", action="store_true", help="mixtures of every storage")
+    parser.add_argument(
+        "--wide", action="store_true", help="every method, more architectures, images, compiled models"
+    )
+    parser.add_argument("--first", type=int, default=0, help="number of the first set-up")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--kinds", action="store_true", help="print what the foreseen peaks are made of")
     parser.add_argument("--json", type=Path, help="write the results")
     options = parsed(parser, "at", "only", "without")
-    places = options.at or [f"{options.seed}/{number}" for number in range(options.count)]
+    places = options.at or [
+        f"{options.seed}/{number}" for number in range(options.first, options.first + options.count)
+    ]
+    drawn = draw_wide if options.wide else draw
     setups = (
-        mixtures() if options.experts else [(place, draw(*map(int, place.split("/")))) for place in places]
+        mixtures() if options.experts else [(place, drawn(*map(int, place.split("/")))) for place in places]
     )
+    sys.path.insert(0, str(ROOT))  # tests/zoo makes models and processors
     if not options.at:
         words = {place: _words_of(setup) for place, setup in setups}
         setups = [
@@ -323,7 +339,7 @@ def main() -> int:
             append(
                 f"foreseen-experts/{storage}", {"ratio": Measure(statistics.median(of), "", (of[0], of[-1]))}
             )
-    elif options.record:
+    elif options.record and not options.wide:
         keep_foreseen(options.seed, [ratio for _, ratio in ratios], NEAR, FAR)
     errors = [abs(ratio - 1) for _, ratio in ratios]
     near = sum(error <= NEAR for error in errors)

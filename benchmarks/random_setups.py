@@ -74,17 +74,40 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Of 16 experts in 4 layers, whose weights are nine tenths of the model's."""
 
+_LAYERS = ["linear_attention", "full_attention"] * 2
+TYPES: dict[str, dict[str, Any]] = {
+    **{
+        name: {}
+        for name in (
+            "mamba", "deepseek_v3", "olmoe", "falcon_h1", "phimoe", "minimax", "ernie4_5_moe", "hunyuan_v1_moe", "glm4_moe",
+            "persimmon", "olmo3", "exaone4", "seed_oss", "ministral", "bitnet", "llama4_text", "nemotron_h",
+        )
+    },
+    "jamba": {"expert_layer_period": 2, "expert_layer_offset": 1},
+    "qwen3_next": {"layer_types": _LAYERS},
+    "granitemoehybrid": {"layer_types": _LAYERS, "mamba_n_heads": 8, "mamba_d_head": 32},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "rwkv": {"attention_hidden_size": 128, "context_length": 512},
+    "xlstm": {"embedding_dim": 128, "num_heads": 4, "num_blocks": 4},
+}  # fmt: skip
+"""Other model types of transformers, with sizes that `tests/zoo` does not know."""
+PICTURED = ("gemma3", "llava", "gemma3", "llava")
+"""Families of `benchmarks/pictures.py`, whose rows have an image."""
+
 
 @dataclass(frozen=True)
 class Setup:
     """One training set-up.
 
     Attributes:
-        architecture: a key of `ARCHITECTURES`.
-        method: `sft`, `dpo` or `kto`.
+        architecture: a key of `ARCHITECTURES`, `MIXTURES` or `TYPES`, or one of `PICTURED`.
+        method: a training command.
         storage: of the frozen weights: `none`, `nf4`, `int8` or `mxfp4`.
         adapters: `lora`, `dora` or `full` (every weight is trained).
         evaluation: `off`, `default` rows, or rows a step.
+        completion: tokens of a completion (grpo, rloo).
+        beta: 0 without a reference model (grpo, rloo).
     """
 
     architecture: str
@@ -101,6 +124,10 @@ class Setup:
     evaluation: str
     rows: int
     length: int
+    completion: int = 0
+    beta: float = 0.0
+    fused: bool = True
+    compiled: bool = False
 
     @property
     def name(self) -> str:
@@ -111,6 +138,8 @@ class Setup:
         words += ["packed"] if self.packing else []
         words += [f"checkpointing {self.checkpointing}"] if self.checkpointing != "False" else []
         words += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
+        words += [f"completion {self.completion}, beta {self.beta:g}"] if self.completion else []
+        words += ([] if self.fused else ["unfused"]) + (["compiled"] if self.compiled else [])
         words += [self.optimizer, f"evaluation {self.evaluation}", f"{self.rows} x {self.length}"]
         return ", ".join(words)
 
@@ -136,6 +165,50 @@ def draw(seed: int, number: int) -> Setup:
         evaluation=dice.choice(("off", "off", "default", "1", "8", "16")),
         rows=dice.choice((2, 2, 4, 8) if method == "kto" else (1, 2, 4, 8)),  # TRL refuses KTO of one row
         length=dice.choice((64, 96, 128, 192)),
+    )  # fmt: skip
+
+
+METHODS = ("sft", "sft", "dpo", "kto", "reward", "grpo", "rloo")
+STORAGES = ("none", "nf4", "int8", "fp4", "mixed")
+OPTIMIZERS = (
+    "adamw_torch_fused",
+    "adamw_torch",
+    "sgd",
+    "adafactor",
+    "rmsprop",
+    "adamw_bnb_8bit",
+    "lion_32bit",
+    "paged_adamw_8bit",
+)
+
+
+def draw_wide(seed: int, number: int) -> Setup:
+    """As `draw`, of every method, more architectures, images, compiled models and layers that are not fused."""
+    dice = random.Random(f"wide/{seed}/{number}")
+    method = dice.choice(METHODS)
+    pictured = dice.random() < 0.12
+    known = PICTURED if pictured else dice.choice((tuple(ARCHITECTURES), tuple(TYPES), tuple(TYPES)))
+    adapters = dice.choice(("lora", "lora", "dora", "full"))
+    policy = method in ("grpo", "rloo")
+    return Setup(
+        architecture=dice.choice(known),
+        method=method,
+        storage="none" if adapters == "full" else dice.choice(STORAGES),
+        dtype=dice.choice(("float32", "bfloat16", "float16")),
+        adapters=adapters,
+        rank=dice.choice((1, 8, 16, 64)),
+        dropout=dice.choice((0.0, 0.05)),
+        packing=method == "sft" and not pictured and dice.random() < 0.3,
+        checkpointing=dice.choice(("False", "False", "True", "auto")),
+        accumulation=dice.choice((1, 1, 2)),
+        optimizer=dice.choice(OPTIMIZERS),
+        evaluation=dice.choice(("off", "off", "default", "4")),
+        rows=dice.choice((2, 4)) if policy or method == "kto" else dice.choice((1, 2, 4)),
+        length=dice.choice((64, 96, 128)),
+        completion=dice.choice((16, 32)) if policy else 0,
+        beta=dice.choice((0.0, 0.1)) if policy else 0.0,
+        fused=dice.random() < 0.75,
+        compiled=dice.random() < 0.15,
     )  # fmt: skip
 
 
@@ -169,7 +242,12 @@ def mixtures() -> list[tuple[str, Setup]]:
 
 
 def save_model(setup: Setup, folder: Path) -> None:
-    """A random model with a tokenizer of whole words."""
+    """A random model with a tokenizer of whole words, or with a processor."""
+    if setup.architecture in PICTURED:
+        import pictures
+
+        pictures.save_model(setup.architecture, folder)
+        return
     import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -181,11 +259,23 @@ def save_model(setup: Setup, folder: Path) -> None:
         tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder)
     torch.manual_seed(0)
-    name, settings = (ARCHITECTURES | MIXTURES)[setup.architecture]
-    config = getattr(transformers, name)(**settings)
+    if setup.architecture in TYPES:
+        config = _config_of_type(setup.architecture)
+    else:
+        name, settings = (ARCHITECTURES | MIXTURES)[setup.architecture]
+        config = getattr(transformers, name)(**settings)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     if setup.storage == "mxfp4":
         write_blocks(folder)
+
+
+def _config_of_type(name: str) -> Any:
+    from tests.zoo.causal import SETTINGS
+    from tests.zoo.shrink import tiny_config
+
+    sizes = {**_SIZES, "sliding_window": 64}
+    known = {key: size for key, size in sizes.items() if hasattr(tiny_config(name, {}), key)}
+    return tiny_config(name, {**SETTINGS.get(name, {}), **known, **TYPES[name]})
 
 
 def write_blocks(folder: Path) -> None:
@@ -212,12 +302,19 @@ def save_rows(setup: Setup, folder: Path) -> None:
     def words(count: int) -> str:
         return " ".join(f"w{dice.randrange(WORDS)}" for _ in range(count))
 
+    pictured = setup.architecture in PICTURED
+
     def row() -> dict[str, Any]:
-        half = setup.length // 2
+        # A reward model's row is left out where it is longer than `max_length`, with its first and its last token.
+        half = setup.length // 2 - (2 if setup.method == "reward" else 0)
+        if pictured:
+            return _pictured_row(setup.method, words, folder, dice)
+        if setup.completion:
+            return {"prompt": words(setup.length - setup.completion)}
         if setup.method == "kto":
             answer = " " + words(half)
             return {"prompt": words(half), "completion": answer, "label": dice.random() < 0.5}
-        if setup.method == "dpo":
+        if setup.method in ("dpo", "reward"):
             return {"prompt": words(half), "chosen": " " + words(half), "rejected": " " + words(half)}
         # Two documents fill a packed row, so that every batch is the largest that can occur.
         share = next(shares) if setup.packing else 8
@@ -231,11 +328,41 @@ def save_rows(setup: Setup, folder: Path) -> None:
         (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
 
 
+def _pictured_row(method: str, words: Any, folder: Path, dice: random.Random) -> dict[str, Any]:
+    """A row with an image, whose turns are as long as every other's."""
+    from tests.zoo.processors import picture
+
+    name = f"{dice.random()}.png"
+    picture(160, 240, seed=dice.randrange(100)).save(folder / name)
+
+    def turn(role: str) -> list[dict[str, Any]]:
+        content = [{"type": "image"}] if role == "user" else []
+        return [{"role": role, "content": [*content, {"type": "text", "text": words(24)}]}]
+
+    columns: dict[str, list[str]] = {
+        "dpo": ["chosen", "rejected"],
+        "reward": ["chosen", "rejected"],
+        "kto": ["completion"],
+        "sft": ["completion"],
+    }
+    row = {
+        "prompt": turn("user"),
+        **{name: turn("assistant") for name in columns.get(method, [])},
+        "images": [name],
+    }
+    return {**row, "label": dice.random() < 0.5} if method == "kto" else row
+
+
+def reward(completions: list[Any], **_columns: Any) -> list[float]:
+    """A reward that is rarely the same for two completions."""
+    return [float(hash(str(completion)) % 1000) for completion in completions]
+
+
 def command_of(setup: Setup, root: Path) -> list[str]:
     """The arguments of `isotype`, without `check`."""
     words = [
         setup.method, "--model_name_or_path", root / "model", "--dataset_name", root / "data", "--output_dir", root / "out",
-        "--dtype", setup.dtype, "--device", "cpu", "--per_device_train_batch_size", setup.rows, "--max_length", setup.length,
+        "--dtype", setup.dtype, "--device", "cpu", "--per_device_train_batch_size", setup.rows,
         "--gradient_checkpointing", setup.checkpointing, "--gradient_accumulation_steps", setup.accumulation,
         "--optim", setup.optimizer, "--max_steps", 2, "--save_strategy", "no", "--report_to", "none", "--learning_rate", 1e-4,
     ]  # fmt: skip
@@ -246,6 +373,13 @@ def command_of(setup: Setup, root: Path) -> list[str]:
         words += ["--use_dora", "True"] if setup.adapters == "dora" else []
     words += ["--quantization", setup.storage] if setup.storage != "none" else []
     words += ["--packing", "True"] if setup.packing else []
+    if setup.completion:
+        words += ["--max_completion_length", setup.completion, "--num_generations", 2, "--beta", setup.beta]
+        words += ["--reward_funcs", "random_setups.reward"]
+    elif setup.architecture not in PICTURED:
+        words += ["--max_length", setup.length]
+    words += [] if setup.fused else ["--no_fuse"]
+    words += ["--torch_compile", "True", "--torch_compile_backend", "eager"] if setup.compiled else []
     if setup.evaluation != "off":
         words += ["--eval_strategy", "steps", "--eval_steps", 2]
         words += [] if setup.evaluation == "default" else ["--per_device_eval_batch_size", setup.evaluation]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +17,12 @@ import isotype
 from isotype.compat.trl import (
     NAMES,
     head_arguments,
+    headless_forward,
     incompatibilities,
     is_fused_forward,
     lacking,
     lacking_inside,
+    put_forward,
 )
 
 SOURCE = Path(isotype.__file__).parent
@@ -39,6 +42,10 @@ def test_the_arguments_of_a_head_are_in_the_closure_of_its_forward() -> None:
         "outputs": ("log_probs",),
     }
     assert incompatibilities(trl.trainer.utils) == []
+    put_forward(model, lambda self: None)
+    copied = copy.deepcopy(model)  # TRL's forward of the copy calls the original
+    assert headless_forward(copied).__self__ is copied
+    assert headless_forward(copied).__func__ is transformers.LlamaForCausalLM.forward
 
 
 def add_fused_lm_head(model: Any, temp: float = 1.0, outputs: tuple[str, ...] = ()) -> Any:

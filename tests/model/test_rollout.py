@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -68,3 +69,9 @@ def test_folded_layers_keep_the_caches_of_the_layers_that_they_represent() -> No
     assert len(folded.model.layers) < 6
     # The whole model copies the keys of the completion once more, in each layer.
     assert foreseen(folded) == pytest.approx(foreseen(made("LlamaConfig", num_hidden_layers=6)), rel=0.04)
+
+
+def test_adapters_do_not_hide_that_generate_keeps_the_last_logits_alone() -> None:
+    wide = {"vocab_size": 2048, "num_hidden_layers": 1}
+    adapted = peft.get_peft_model(made("LlamaConfig", **wide), peft.LoraConfig(target_modules=["q_proj"]))
+    assert foreseen(adapted.eval()) == pytest.approx(foreseen(made("LlamaConfig", **wide)), rel=0.1)

@@ -201,3 +201,4 @@ def test_a_check_judges_the_step_uncompiled(path: Path) -> None:
     options, rest = parse_options(["sft", "--model_name_or_path", str(path), *COMPILED])
     plan = plan_of(options, rest)
     assert any(note.startswith("torch.compile: the uncompiled step is checked") for note in plan.notes)
+    assert not plan.fuse

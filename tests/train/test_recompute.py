@@ -111,7 +111,7 @@ def test_room_is_a_part_of_what_the_device_has_or_has_free(monkeypatch: pytest.M
     [
         (Lengths((5, 9), 2), 100, False, 0, 10),
         (Lengths((5, 9), 2), 8, False, 0, 8),
-        (Lengths((5, 9), 2), None, False, 7, 17),
+        (Lengths((5, 9), 2), None, False, 7, 16),  # a completion follows its prompt at once
         (Lengths((5, 9), 2), 100, True, 0, 100),
         (Lengths((5, 9), 20), 100, False, 0, 100),  # a sample does not hold the longest
         (Lengths((5, 9), 20), None, False, 0, None),

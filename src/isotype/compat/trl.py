@@ -61,6 +61,18 @@ def former_forward(model: Any) -> Callable[..., Any]:
     return forward
 
 
+def headless_forward(model: Any) -> Callable[..., Any]:
+    """Return the model's forward without a fused head.
+
+    TRL's forward refers to the model on which TRL set it, even if `model` is a copy.
+    """
+    forward: Any = former_forward(model)
+    if is_fused_forward(forward):
+        forward = inspect.getclosurevars(forward.__func__).nonlocals["original_forward"]
+    bound: Callable[..., Any] = MethodType(forward.__func__, model) if inspect.ismethod(forward) else forward
+    return bound
+
+
 def completions_of(trainer: Any) -> dict[str, Any] | None:
     """Return the generated completions and the micro-batch count of a GRPO or RLOO trainer; None for any other trainer."""
     if not hasattr(trainer, "_buffered_inputs"):

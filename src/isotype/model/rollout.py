@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from isotype.compat.peft import without_peft
 from isotype.records.request import LossOf
 
 CACHES = ("cache", "past_key_values")
@@ -25,7 +26,9 @@ def rollout(prompts: Mapping[str, torch.Tensor], completion: int) -> LossOf:
 
 
 def _generate(model: Any, batch: Mapping[str, torch.Tensor], completion: int) -> torch.Tensor:
-    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    # PEFT passes this argument on to the model's forward, but its own forward does not name it.
+    takes = inspect.signature(without_peft(model).forward).parameters
+    last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
     output = model(**batch, use_cache=True, **last)
     name = next((name for name in CACHES if getattr(output, name, None) is not None), "")
     cache: Any = getattr(output, name, None) if name else None

@@ -3,7 +3,7 @@
 `add_fused_lm_head` of TRL 1.16 replaces a model's forward. With `fused_lm_head=True` the new forward returns
 log-probabilities instead of logits. SFT, DPO, KTO, GRPO and RLOO call this forward for every batch. Without Triton,
 isotype's loss is five times as fast as TRL's (`benchmarks/loss.py`). isotype's forward also returns a
-`FusedCausalLMOutput`, and passes calls without `fused_lm_head=True` on to TRL's forward.
+`FusedCausalLMOutput`, and passes calls without `fused_lm_head=True` on to the model's forward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 from isotype.compat.peft import without_peft
 from isotype.compat.torch import FakeTensor
 from isotype.compat.transformers import attention_of
-from isotype.compat.trl import former_forward, head_arguments, is_fused_forward, put_forward
+from isotype.compat.trl import former_forward, head_arguments, headless_forward, is_fused_forward, put_forward
 from isotype.core.dtypes import autocast_dtype
 from isotype.lora.attention.lengths import why_not_lengths
 from isotype.lora.attention.registered import NAME, REPEATED, packed_by_lengths, without_padding
@@ -247,7 +247,7 @@ def _forward_of(cls: type, request: _HeadRequest) -> Callable[..., Any]:
         documents = self.__dict__.get(_PACKED, False) and kwargs.get("position_ids") is not None
         present = kwargs.pop("attention_mask", None) if documents else None
         if not fused_lm_head:
-            return former_forward(self)(*args, **_not_none(named), **kwargs)
+            return headless_forward(self)(*args, **_not_none(named), **kwargs)
         if not own_is_better(self, smoothing=request.smoothing > 0, faster=request.faster):
             return _by_trl(self, named, args, kwargs)
         with request.autocast():
@@ -361,7 +361,7 @@ def _run(
     If `projects` is True, only the backbone runs, and the second result is its hidden states.
     """
     if not projects:
-        output = former_forward(model)(*args, **kwargs)
+        output = headless_forward(model)(*args, **kwargs)
         return output, output.logits, None
     bare = None if args else without_padding(model, kwargs, labelled)
     with with_sequences(packed_by_lengths(model, kwargs)) if bare is None else in_one_row(model, bare):

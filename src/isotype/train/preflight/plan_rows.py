@@ -107,7 +107,9 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
         notes.append(f"{attention} is traced as scaled_dot_product_attention, which accepts more dtypes")
         attention, packed = None, False
     if settings.torch_compile:
-        notes.append("torch.compile: the uncompiled step is checked, whose dtypes and findings are the same")
+        notes.append(
+            "torch.compile: the uncompiled step is checked: its dtypes and findings are the same, its memory can differ"
+        )
     if settings.deepspeed:
         notes.append(_UNTRACED)
     compares = method.compares(settings.training)
@@ -156,8 +158,7 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
         dropout=not settings.disable_dropout,
         notes=tuple(notes),
         ranges=settings.ranges,
-        # A training with torch.compile does not fuse; only the choice of checkpointing depends on this in a check.
-        fuse=settings.fuse and not (settings.auto_checkpointing and settings.torch_compile),
+        fuse=settings.fuse and not settings.torch_compile,
         check_policy=partial(check_policy, settings),
     )
 

@@ -175,13 +175,17 @@ def _unpaired_loss(
 def _policy_loss(
     model: Any, batch: Mapping[str, torch.Tensor], completion: int, reference: bool
 ) -> torch.Tensor:
-    """Return GRPO's clipped loss with advantages of 1 (https://arxiv.org/abs/2402.03300, equation 3)."""
+    """Return GRPO's clipped loss with advantages of 1 (https://arxiv.org/abs/2402.03300, equation 3).
+
+    TRL runs the reference model when it has generated the completions, before the forward with gradients.
+    """
+    kept = _reference_log_probs(model, batch)[:, -completion:] if reference else None
     logps = _log_probs(model, batch)[:, -completion:]
     ratio = (logps - logps.detach()).exp()
     advantages = torch.ones(logps.shape[0], 1)
     loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    if reference:
-        difference = _reference_log_probs(model, batch)[:, -completion:] - logps
+    if kept is not None:
+        difference = kept - logps
         loss = loss + 0.04 * (difference.exp() - difference - 1)
     return loss.mean()
 

@@ -174,7 +174,8 @@ def longest_possible(
     whole = lengths is not None and (len(lengths.tokens) == lengths.rows or (pictured and limit is None))
     if lengths is None or packed or not whole:
         return (None, UNBOUNDED) if limit is None else (limit, "")
-    longest = lengths.longest + completion + (not pictured)  # a trainer may add a token at the end
+    # A trainer may add a token at the end of a row of text, but none between a prompt and its completion.
+    longest = lengths.longest + (completion or not pictured)
     return (longest if limit is None else min(longest, limit)), ""
 
 
