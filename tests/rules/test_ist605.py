@@ -7,6 +7,7 @@ import pytest
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
 from isotype.records.trace import Trace
+from isotype.rules.ist605_memory import _savings
 from tests.rules.traces import BF16, FP32, batch, found, llama, of_llama, on, traced
 
 RULE = "ist605_memory"
@@ -90,6 +91,15 @@ def test_checkpointing_saves_what_the_layers_save_and_no_logits(trace: Trace) ->
         fix.description for fix in finding.fixes if fix.description.startswith("checkpoint the layers'")
     )
     assert f"about {(of_layers - of_layers // 2 - inputs) / 1024:.3g} KiB less" in less
+
+
+def test_a_saving_that_hardly_suffices_may_be_enough(trace: Trace) -> None:
+    saved = next(size for _, size, target, _ in _savings(trace) if target == "gradient_checkpointing")
+    peak = trace.memory.peak
+    for part, words in ((1.05, ""), (0.99, ", which may be enough"), (0.5, ", which is enough")):
+        (finding,) = with_memory(trace, (peak - part * saved) / 0.85)
+        (text,) = (fix.description for fix in finding.fixes if fix.description.startswith("checkpoint"))
+        assert text.partition(" less")[2] == words
 
 
 def test_a_loss_in_chunks_is_advised_only_for_logits_of_all_tokens(trace: Trace) -> None:

@@ -17,7 +17,8 @@ workspaces of kernels, and the driver's context (0.3 to 0.6 GB of a GPU).
 
 - Gradient checkpointing stores the inputs of all n layers and the activations of one layer, which is about `1/n` of the
   activations that layers save (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). It does not help with
-  logits.
+  logits. In 16 steps of Llamas and GPT-2, the estimate was at most 5.7 % of the peak above the saving that a trace with
+  checkpointing showed; if less than 6 % of the peak decides, the report says "may be enough".
 - A loss in chunks takes about 1/8 of the memory of all logits, their copies and their gradients, or less.
 - nf4 takes 0.5625 bytes per weight: 4 bits, and a share of the float32 scale of 64 weights (Dettmers et al., "QLoRA", 2023).
 - In 16 bits, frozen float32 weights take half of their memory. In 8 bits, optimizer states take a quarter of it.
@@ -73,6 +74,8 @@ _PREDICTIONS = (
 )
 _LOGITS = "compute the loss from the logits of a part of the tokens at a time (use_liger_kernel=True)"
 _MOST_COPIES = 6  # of the logits that a loss keeps
+_ERROR = {"gradient_checkpointing": 0.06}
+"""Share of the peak by which an estimate may exceed the traced saving."""
 _SIZES: Mapping[Phase, tuple[str, str]] = {
     "evaluate": ("the evaluation's batch size", "per_device_eval_batch_size"),
     "rollout": ("the number of rows that are generated together", "generation_batch_size"),
@@ -141,7 +144,8 @@ def _counted(size: int, times: int) -> str:
 
 def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
     for advice, saved, target, value in sorted(_savings(trace), key=lambda saving: -saving[1]):
-        enough = ", which is enough" if saved >= over else ""
+        may = "may be" if saved < over + trace.memory.peak * _ERROR.get(target, 0) else "is"
+        enough = f", which {may} enough" if saved >= over else ""
         safety: Safety = "unsafe" if target in ("quantization", "optim") else "safe"
         how = f"{advice}: about {format_bytes(saved)} less{enough}"
         yield fix(how, "advice", (target,), value, safety)
