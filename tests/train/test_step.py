@@ -209,6 +209,9 @@ def test_a_trace_computes_one_of_the_equal_groups_of_quantized_experts(
     )
     config.save_pretrained(tmp_path)
     argv = [str(tmp_path), "--device", "h100", "--quantization", "nf4", "--lora_r", "8", "--length", "56"]
+    assert step.BALANCED in step._notes(
+        plan_of(*parse_options(argv)), transformers.Qwen3MoeForCausalLM(config)
+    )
     # 4 experts at a time: three groups and one of 2.
     monkeypatch.setattr(compute, "_DENSE_BYTES", 4 * 2 * 64 * 128)
 

@@ -22,6 +22,7 @@ from isotype.core.names import format_bytes
 from isotype.data.methods import METHODS
 from isotype.lora.fuse import fuse
 from isotype.lora.loss.trl_head import goes_by_lengths, may_go_by_lengths, put_head
+from isotype.model.experts.layer import outermost
 from isotype.model.fold import fold
 from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients
 from isotype.model.rollout import rollout
@@ -50,6 +51,10 @@ from isotype.train.rows.lengths import Lengths, one_a_row
 from isotype.train.run import Choice, NotForeseenError, choose
 
 MIXED = "each document is traced in a separate padded row: in one packed row, documents would attend to each other"
+
+BALANCED = (
+    "all experts are assumed to get equally many tokens: a step with an uneven router can need more memory"
+)
 
 _TRIAL = 32
 """Tokens in a trial row with two documents. The trace of this row shows whether the documents attend to each other."""
@@ -366,6 +371,8 @@ def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
 
 def _notes(plan: StepPlan, model: Any) -> tuple[str, ...]:
     notes = [*batch_notes(model.config, plan.pictures), *getattr(model, "adapter_notes", ())]
+    if next(outermost(model), None) is not None:
+        notes.append(BALANCED)
     if plan.checkpointing is not None and not getattr(model, "supports_gradient_checkpointing", True):
         notes.append(f"{type(model).__name__} has no gradient checkpointing: all activations are saved")
     if METHODS[plan.method].fused_head and device_profile(plan.device).kind in ("cuda", "rocm", "xpu"):
