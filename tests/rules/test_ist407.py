@@ -71,3 +71,11 @@ def test_the_cpu_at_hand_is_traced_without_repacking_and_repaired(monkeypatch: p
     assert not any(each.code == "IST407" for each in check().findings)
     with torch.no_grad():
         assert module(x).shape == (2, 64)
+
+
+def test_weights_that_an_evaluation_has_repacked_are_an_error() -> None:
+    module = model(64)
+    module[1].weight.quant_state.packing_format_for_cpu = True
+    message = "bitsandbytes has repacked 1 4-bit weight for this CPU: the new layout has no backward"
+    assert found(module, "cpu-avx512", "forward", "backward") == [("error", message)]
+    assert found(module, "cpu-avx512", "forward") == []

@@ -15,6 +15,7 @@ import torch
 from isotype.compat.replaced import replaced
 from isotype.compat.torch import give_class
 
+QUANTIZED_LAYERS: Final = "bitsandbytes.nn.modules"
 REPACK: Final = "_convert_weight_packed_for_cpu"
 """Name of the function in `bitsandbytes.nn.modules` that repacks 4-bit weights for CPU kernels."""
 
@@ -33,7 +34,7 @@ def quantized_on(parameter: Any, device: str) -> Any:
 
 def nothing_repacked() -> AbstractContextManager[None]:
     """Return a context in which bitsandbytes repacks no 4-bit weights for this CPU, for traces of other devices."""
-    modules = sys.modules.get("bitsandbytes.nn.modules")
+    modules = sys.modules.get(QUANTIZED_LAYERS)
     return replaced(modules, REPACK, lambda weight, state: (weight, state))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,30 +141,14 @@ _FFT_DTYPES = "cuFFT doesn't support tensor of type: {0:name}"
 
 ONLY_POWERS_OF_TWO = "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, but got a signal size"
 
-_CUDA_FACTORIZATIONS = {
-    "_linalg_svd": "svd_cuda_gesvdj",  # `by_shapes` for sides up to 32
-    "_linalg_eigh": "linalg_eigh_cuda",
-    "linalg_qr geqrf": "geqrf_cuda",
-    "linalg_householder_product": "orgqr_cuda",
-    "linalg_cholesky_ex": "cholesky_cuda",
-    "linalg_lu linalg_lu_factor_ex linalg_lu_solve _linalg_solve_ex _linalg_det": "lu_factor_cusolver",
-    "linalg_ldl_factor_ex": "ldl_factor_looped_cusolver",
-    "linalg_solve_triangular triangular_solve": "triangular_solve_cuda",
-}
-"""Names of operators, separated by spaces -> the kernel that torch calls first on a GPU."""
-
-_CPU_KERNELS = {
-    "avg_pool3d": "avg_pool3d_out_frame",
-    "_upsample_bicubic2d_aa": "compute_index_ranges_weights",
-    "cholesky_solve": "cholesky_solve_cpu",
-    "_standard_gamma": "gamma_cpu",
-    "_standard_gamma_grad": "_standard_gamma_grad_cpu",
-    **{
-        f"special_{name}": f"{name}_cpu"
-        for name in ["erfcx", "ndtri", "log_ndtr", "zeta", "bessel_j0", "bessel_j1"]
-    },
-}
+_TABLES = json.loads(Path(__file__).with_name("kernels.json").read_text(encoding="utf-8"))
+_CUDA_FACTORIZATIONS: Mapping[str, str] = _TABLES["cuda_factorizations"]
+"""Names of operators, separated by spaces -> the kernel that torch calls first on a GPU (of `_linalg_svd`: by shapes, for sides
+up to 32)."""
+_CPU_KERNELS: Mapping[str, str] = _TABLES["cpu_kernels"]
 """Names of operators that a CPU runs in float32 and float64 only -> the kernel. Measured with torch 2.13."""
+_NOT_FLOAT: Mapping[str, str] = _TABLES["not_float"]
+"""Errors about a float index, label or mask -> operators."""
 
 
 def _without_kernel(
@@ -288,27 +274,6 @@ _BOOL_MINUS = (
 )
 
 
-_NOT_FLOAT = {
-    "tensors used as indices must be long, int, byte or bool tensors": ("index", "index_put"),
-    "{op}(): Expected dtype int32 or int64 for index": ("index_select",),
-    "{op}(): Expected dtype int32/int64 for index": ("gather",),
-    "scatter(): Expected dtype int32/int64 for index": ("scatter", "scatter_add", "scatter_reduce"),
-    "{op}_(): Expected dtype int32/int64 for index but got: {got:name}": ("index_add", "index_reduce"),
-    "{op}_(): Expected a long tensor for index, but got {got:name}": ("index_copy", "put"),
-    "{op}(): Expected a long tensor for index, but got {got:name}": ("take",),
-    "{op}_(): Expected dtype int64 for index.": ("index_fill",),
-    "expected scalar type Long but found {got:name}": ("multi_margin_loss",),
-    "Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, Int": (
-        "embedding", "_embedding_bag",
-    ),
-    "where expected condition to be a boolean tensor, but got a tensor with dtype {got:name}": ("where",),
-    "masked_fill_ only supports boolean masks, but got mask with dtype {got}": ("masked_fill",),
-    "{op}_ only supports boolean masks, but got mask with dtype {got:name}": ("masked_scatter",),
-    "{op}: expected BoolTensor for mask": ("masked_select",),
-}  # fmt: skip
-"""Errors about a float index, label or mask -> operators."""
-
-
 def integer_refusal(op: str, dtypes: Sequence[torch.dtype]) -> str:
     """Return torch's error for an integer or bool operand, or "". Tables do not tell integer from bool dtypes."""
     name = op.partition(".")[2].partition(".")[0]
@@ -319,7 +284,7 @@ def integer_refusal(op: str, dtypes: Sequence[torch.dtype]) -> str:
         return "" if dtypes[1] in _TARGETS else got
     if refused := float_indices(op, dtypes):
         plain, dtype = name.removesuffix("_"), Spelled(dtypes[refused[0]])
-        return next((text for text, ops in _NOT_FLOAT.items() if plain in ops), "").format(
+        return next((text for text, ops in _NOT_FLOAT.items() if plain in ops.split()), "").format(
             op=plain, got=dtype
         )
     if name in ("sub", "sub_", "rsub") and torch.bool in dtypes:

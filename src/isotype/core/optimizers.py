@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,34 +36,8 @@ class NamePart:
     own_kernels: bool = False
 
 
-_IN_BLOCKS = "both moments are quantized in blocks; small tensors keep their moments in float32"
-_LOW_RANK = "moments of gradients that are projected to a low rank"
-
-NAME_PARTS: tuple[NamePart, ...] = (
-    NamePart("8bit", state="8-bit", why=_IN_BLOCKS, own_kernels=True),
-    NamePart("4bit", state="4-bit", why=_IN_BLOCKS, own_kernels=True),
-    NamePart(
-        "anyprecision",
-        state="bfloat16",
-        why="the second moment and Kahan's compensation are kept in bfloat16",
-    ),
-    NamePart("adafactor", state="float32", why="the second moment is kept as its row and column sums"),
-    NamePart("galore", "galore_torch", "{}", _LOW_RANK, own_kernels=True),
-    NamePart("bnb", "bitsandbytes", own_kernels=True),
-    NamePart("adamw_8bit", "bitsandbytes"),
-    NamePart("lion", "bitsandbytes", own_kernels=True),
-    NamePart("ademamix", "bitsandbytes", own_kernels=True),
-    NamePart("paged", "bitsandbytes", own_kernels=True),
-    NamePart("apollo", "apollo_torch", "{}", _LOW_RANK, own_kernels=True),
-    NamePart("adamw_torch_4bit", "torchao"),
-    NamePart("adamw_torch_8bit", "torchao"),
-    NamePart("schedule_free", "schedulefree", "{}", "follows the parameters", own_kernels=True),
-    NamePart("lomo", "lomo_optim", "none", "weights are updated in the backward pass; no moments", True),
-    NamePart("grokadamw", "grokadamw", own_kernels=True),
-    NamePart("muon", own_kernels=True),
-    NamePart("stable_adamw", own_kernels=True),
-    NamePart("sgd", state="none", why="no moments without momentum"),
-)
+_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+NAME_PARTS = tuple(NamePart(**part) for part in _TABLE)
 """A fact is that of the first matching part that has it: `galore_adamw_8bit` has galore's package and an 8-bit state."""
 
 

@@ -17,7 +17,7 @@ from isotype.compat.peft import DORA_CACHE
 from isotype.compat.torch import CHILDREN, HOOKS, PARAMETERS
 from isotype.lora.spec import Adapter, Layer
 from isotype.model.boundary import boundary_of
-from isotype.model.quantized import quantization_state, row_scales
+from isotype.model.quantized import is_repacked, quantization_state, row_scales
 from isotype.model.shard import is_gathered, is_sharded
 from isotype.model.walk import LINEAR_KINDS, kind_of, must_be_called
 
@@ -52,7 +52,7 @@ def _lost(base: Any) -> str | None:
         state = quantization_state(base)
         if state is None:
             return "quantization state"
-        if getattr(state, "packing_format_for_cpu", False):
+        if is_repacked(state):
             return "layout for training: bitsandbytes repacked it for evaluation; load the model again"
     return "row scales" if kind == "linear8bit" and row_scales(base) is None else None
 

@@ -167,6 +167,11 @@ def restore_layout(layer: Any, before: tuple[tuple[str, Any], ...]) -> None:
         setattr(layer, name, value)
 
 
+def is_repacked(state: Any) -> bool:
+    """Return whether bitsandbytes has repacked the weight of a quantization state for this CPU."""
+    return bool(getattr(state, "packing_format_for_cpu", False))
+
+
 def repacking(layer: Any) -> str | None:
     """Return why a 4-bit layer's first evaluation forward cannot repack the weight on a CPU with AVX512-BF16.
 
@@ -176,7 +181,7 @@ def repacking(layer: Any) -> str | None:
     state = quantization_state(layer)
     if state is None or getattr(layer, _KEPT, False) or not hasattr(layer, _SWITCH):
         return None
-    if getattr(state, "packing_format_for_cpu", False) or state.shape is None:
+    if is_repacked(state) or state.shape is None:
         return None
     from bitsandbytes.nn import modules
 

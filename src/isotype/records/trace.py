@@ -222,8 +222,9 @@ class Quantization:
         absmax: dtype of the scales.
         packed: current dtype of the packed bytes.
         storage: dtype of the packed bytes when they were packed.
-        repacking: the error that follows because an evaluation on a CPU repacks 4-bit weights; "" if the weight is
-            already repacked; None if an evaluation keeps the layout.
+        repacking: the error that follows because an evaluation on a CPU repacks 4-bit weights; "" if repacking works; None
+            if an evaluation keeps the layout.
+        repacked: whether bitsandbytes has repacked the weight for this CPU: the new layout has no backward.
     """
 
     format: str
@@ -234,6 +235,7 @@ class Quantization:
     packed: torch.dtype
     storage: torch.dtype | None
     repacking: str | None = None
+    repacked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ _DTYPES = re.compile(
 _CERTAIN = re.compile(
     r"leaf Variable|modified by an inplace operation|modified inplace|graph a second time|one_hot is only|Muon only|"
     r"^IndexError: tensors used as indices|operator\.invert|optimizer got an empty parameter list|can.t optimize a non-leaf|"
-    r"can require gradients|if no padding token is defined"
+    r"can require gradients|if no padding token is defined|TrainableTokensLayer wraps an unknown"
 )
 """Messages of errors that do not depend on tensors' values. The real step raises these errors, too."""
 

@@ -48,7 +48,15 @@ from isotype.records.finding import Finding, Fix
 from isotype.records.reach import Unreached
 from isotype.records.trace import GRADIENTLESS, Call, Trace, Weight
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.weight_sets import count, finding_of, layer_of, names, trained, unseen_towers
+from isotype.rules.kit.weight_sets import (
+    count,
+    finding_of,
+    layer_of,
+    names,
+    quantized,
+    trained,
+    unseen_towers,
+)
 from isotype.rules.kit.words import advice, and_others, device_error, fix
 
 TITLE = "Trainable parameters that get no gradient"
@@ -64,8 +72,8 @@ def find(trace: Trace) -> Iterator[Finding]:
         cause = f"the term's value is detached at {short(cut)}, and added to the loss at {short(added)}"
         yield Finding("warning", message, source=added, cause=cause, fixes=(advice(cut, how),))
     refused = next((call for call in trace.breaches() if call.op in GRADIENTLESS), None)
-    if refused is None and trace.reached is None:
-        return
+    if (refused is None and trace.reached is None) or any(state.repacked for _, state in quantized(trace)):
+        return  # IST407 reports repacked weights, which pass no gradient
     by_function = grouped((part for part in trace.unreached if not part.ignored), lambda part: part.function)
     for function, parts in by_function.items():
         weights = [trace.owners[part.weight] for part in parts]

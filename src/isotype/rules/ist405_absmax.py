@@ -36,7 +36,7 @@ TITLE = "Quantization scales that are not float32"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    scales = ((weight, s.absmax) for weight, s in quantized(trace) if s.absmax is not None)
+    scales = ((weight, s.absmax) for weight, s in quantized(trace) if s.absmax is not None and not s.repacked)
     rounded = [(weight, d) for weight, d in scales if d.is_floating_point and d != torch.float32]
     if rounded:
         weights, dtype = [weight for weight, _ in rounded], rounded[0][1]

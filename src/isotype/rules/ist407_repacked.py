@@ -8,6 +8,8 @@ error if the number of rows is not a multiple of 32, or the number of columns is
 The scales of a repacked weight are rounded to bfloat16. bitsandbytes has no backward for the new layout, so a training
 loop that evaluates between steps learns from wrong gradients.
 
+If the weights have been repacked before the checked step, the finding is an error: no gradient passes them.
+
 **Why it happens.** `Linear4bit.forward` repacks the weight if the module is in eval mode and the input requires no
 gradient. On GPUs, and on CPUs without AVX512-BF16, it does not repack the weight.
 
@@ -35,13 +37,21 @@ from isotype.core.names import plural
 from isotype.records.finding import Finding, Severity
 from isotype.records.trace import Trace
 from isotype.rules.kit.weight_sets import count, finding_of, modules, quantized
-from isotype.rules.kit.words import fix
+from isotype.rules.kit.words import advice, fix
 
 TITLE = "4-bit weights that an evaluation on this CPU repacks"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
     setup = trace.setup
+    done = [weight for weight, state in quantized(trace) if state.repacked]
+    if done and "backward" in setup.phases:
+        message = f"bitsandbytes has repacked {plural(count(done), '4-bit weight')} for this CPU: the new layout has no backward"
+        cause = f"{done[0].module} was evaluated without gradients before the training"
+        how = "load the model again, and set support_avx512bf16_for_cpu = False on its 4-bit layers before the first evaluation"
+        yield finding_of(
+            "error", message, done, phase="load", cause=cause, fixes=(advice(done[0].module, how),)
+        )
     if not setup.profile.repacks_4bit:
         return
     repacked = [(weight, state) for weight, state in quantized(trace) if state.repacking is not None]

@@ -18,7 +18,7 @@ from isotype.core.threads import SMALL, one_thread
 from isotype.model.experts.stack import QuantizedStack, held_stack
 from isotype.model.finite import all_finite
 from isotype.model.fold import repeats_of
-from isotype.model.quantized import quantization_state, repacking, row_scales
+from isotype.model.quantized import is_repacked, quantization_state, repacking, row_scales
 from isotype.model.shard import gathering, local
 from isotype.model.walk import Place, kind_of, places
 from isotype.precision.policy import is_pinned
@@ -168,6 +168,7 @@ def _quantization(place: Place, name: str) -> Quantization | None:
         packed=layer.weight.dtype,
         storage=getattr(layer.weight, "quant_storage", None),
         repacking=repacking(layer),
+        repacked=is_repacked(state),
     )
 
 

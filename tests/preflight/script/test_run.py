@@ -1034,3 +1034,14 @@ def test_casts_that_outlive_the_first_step_are_named_at_the_second(
     status, _, err = _run(capsys, *_script("autocast_around_the_loop"))
     assert status == 0
     assert "error[IST909]: a forward computes with the weights from before the optimizer's step" in err
+
+
+def test_an_error_before_the_first_step_is_explained(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source = "import torch\nmodel = torch.nn.Linear(2, 2, device='meta')\nmodel.to('cpu')\n"
+    status, _, err = _run_source(capsys, tmp_path / "meta.py", source)
+    assert status == 1
+    assert "isotype: this set-up cannot train:\n  --> " in err
+    assert "   = cause  2 parameters are on the meta device, without values (first: weight)" in err
+    assert "no training step was seen" not in err

@@ -24,6 +24,7 @@ from isotype.core.source import condition_at, line_of
 from isotype.model.shard import free_gathered
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
+from isotype.preflight.script import setup_errors
 from isotype.preflight.script.ahead import (
     TRIED_AFTER,
     TRIED_BEFORE,
@@ -328,6 +329,14 @@ class Diagnosis:
         explained = False
         for link in causes(error):
             text, recorder = str(link), self.watch.recorder
+            known = setup_errors.explained(link)
+            if known is not None and (self._request is None or not _ABOUT_DTYPES.search(text)):
+                explained = True
+                if self._family.claim("explained"):
+                    self._say("this set-up cannot train:")
+                    for line in known.lines():
+                        self._output.plain(line)
+                break
             if recorder is not None and recorder.failed is not None and recorder.failure_text == text:
                 explained = self._explain_once(partial(self._explain, text, type(link).__name__))
                 break

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from isotype.compat.bitsandbytes import QUANTIZED_LAYERS, nothing_repacked
 from isotype.compat.imports import when_imported
 from isotype.compat.replaced import Replacements
 from isotype.compat.standard import frame_above
@@ -59,6 +60,7 @@ class MissingGpu:
             self._hooks.enter_context(warnings_at_callers())
             self._hooks.enter_context(written_for(self._profile, self._note_named))
             self._hooks.callback(when_imported(COMPILER, self._leave_uncompiled))
+            self._hooks.callback(when_imported(QUANTIZED_LAYERS, self._keep_layout))
             replaced.wrap(torch.autocast, "__init__", self._note_autocast)
         self._hooks.callback(replaced.put_back)
 
@@ -91,6 +93,9 @@ class MissingGpu:
 
     def _leave_uncompiled(self) -> None:
         self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def _keep_layout(self) -> None:
+        self._hooks.enter_context(nothing_repacked())
 
     def _note_caller(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         caller = frame_above(2)

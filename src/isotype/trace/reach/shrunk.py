@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 MOST_LAYERS = 8
 _KINDS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types")
 _ROTARY = ("rope_parameters", "rope_scaling")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
-_HIDDEN = 64
-_ATTENTION_HEADS = 4
 
 
 def _fields(sizes: Mapping[str, float]) -> Mapping[str, Any]:
@@ -19,52 +19,10 @@ def _fields(sizes: Mapping[str, float]) -> Mapping[str, Any]:
     return {name: size for names, size in sizes.items() for name in names.split()}
 
 
-TEXT = _fields(
-    {
-        "hidden_size d_model n_embd embedding_size": _HIDDEN,
-        "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads": _ATTENTION_HEADS,
-        "swa_num_attention_heads": _ATTENTION_HEADS,
-        "num_key_value_heads swa_num_key_value_heads": 2,
-        "head_dim swa_head_dim kv_channels d_kv v_head_dim rotary_dim query_pre_attn_scalar dim_head": 16,
-        "index_head_dim linear_head_dim": 16,
-        "intermediate_size ffn_dim d_ff dff dim_ff ffn_hidden_size decoder_ffn_dim encoder_ffn_dim": 96,
-        "intermediate_size_mlp dense_intermediate_size prefix_dense_intermediate_size": 96,
-        # mixtures of experts
-        "num_experts num_local_experts n_routed_experts moe_num_experts": 4,
-        "num_experts_per_tok moe_k moe_topk top_k_experts experts_per_token": 2,
-        "moe_intermediate_size expert_ffn_hidden_size expert_ffn_dim shared_expert_intermediate_size": 32,
-        "shared_intermediate_size shared_experts_intermediate_size": 32,
-        "moe_shared_expert_intermediate_size": 32,
-        "zero_expert_num": 2,
-        "first_k_dense_replace num_dense_layers moe_layer_start_index n_group topk_group": 1,
-        # latent attention
-        "q_lora_rank kv_lora_rank o_lora_rank": 16,
-        "qk_rope_head_dim qk_nope_head_dim": 8,
-        "index_n_heads index_topk": 4,
-        # state spaces and linear attention
-        "state_size mamba_d_state ssm_state_size chunk_size mamba_chunk_size": 8,
-        "mamba_n_heads mamba_num_heads linear_num_value_heads linear_num_heads": _ATTENTION_HEADS,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim linear_value_head_dim mamba_head_dim": 16,
-        "time_step_rank": 4,
-        # layers that are dropped at random would make a step depend on random numbers
-        "layerdrop encoder_layerdrop decoder_layerdrop": 0.0,
-    }
-)
-"""Sizes of language models."""
-
-TOWER = {
-    **TEXT,
-    **_fields(
-        {
-            "hidden_size d_model embed_dim width": 32,
-            "num_attention_heads attention_heads num_heads num_key_value_heads": 2,
-            "intermediate_size mlp_dim": 48,
-            "out_hidden_size vision_output_dim output_proj_dims": _HIDDEN,
-            "projector_input_dim projector_output_dim projector_hidden_size": _HIDDEN,
-        }
-    ),
-}
+_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+TEXT = _fields(_TABLE["text"])
+"""Sizes of language models. No layer is dropped, because a step would then depend on random numbers."""
+TOWER = {**TEXT, **_fields(_TABLE["tower"])}
 """Sizes of vision and audio towers: `TEXT` with smaller values for some fields, and with fields that only towers have."""
 
 _LAYERS = (
@@ -121,7 +79,7 @@ def _shrink(config: Any, sizes: Any) -> None:
     heads, key_heads = _first(before, _HEADS), before.get("num_key_value_heads")
     changes = {name: value for name, value in sizes.items() if isinstance(before.get(name), (int, float))}
     if "num_key_value_heads" in changes:
-        all_heads = changes.get("num_attention_heads", _ATTENTION_HEADS)
+        all_heads = changes.get("num_attention_heads", TEXT["num_attention_heads"])
         fewer = 1 if key_heads == 1 else all_heads // 2
         changes["num_key_value_heads"] = all_heads if key_heads == heads else fewer
     for name, value in changes.items():

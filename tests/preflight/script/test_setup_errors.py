@@ -1,0 +1,134 @@
+"""Errors that end a script before its first step, with their causes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from isotype.compat import bitsandbytes
+from isotype.precision.devices.profile import device_profile
+from isotype.preflight.script.missing_gpu import MissingGpu
+from isotype.preflight.script.setup_errors import explained
+
+
+class Saved(nn.Module):
+    """Like PEFT's ModulesToSaveWrapper while it copies a layer: the copy is not a submodule yet."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.original_module = layer
+
+    def train_a_copy(self) -> None:
+        layer = _quantized()
+        for parameter in layer.parameters():
+            parameter.requires_grad_(True)
+
+
+def _quantized() -> nn.Module:
+    layer = nn.Linear(2, 2, bias=False)
+    layer.weight = nn.Parameter(torch.zeros(4, 1, dtype=torch.uint8), requires_grad=False)
+    return layer
+
+
+def _explanation(act: Callable[[nn.Module], Any], *layers: nn.Module) -> tuple[str, str] | None:
+    model = nn.Sequential(*layers)
+    try:
+        act(model)
+    except Exception as error:  # noqa: BLE001 - every error of the library that is called
+        known = explained(error)
+        return None if known is None else (known.cause, known.help)
+    raise AssertionError
+
+
+def _raise(message: str) -> Callable[[nn.Module], None]:
+    def act(model: nn.Module) -> None:
+        raise ValueError(message)
+
+    return act
+
+
+def test_the_layer_that_the_adapter_copies_is_named() -> None:
+    cause, how = _explanation(
+        lambda model: Saved(model.get_submodule("1")).train_a_copy(), _quantized(), _quantized()
+    ) or (
+        "",
+        "",
+    )
+    assert cause == "1.weight holds uint8 codes of a quantized layer, and codes have no gradient"
+    assert "llm_int8_skip_modules" in how
+    assert (
+        _explanation(lambda model: torch.zeros(1, dtype=torch.int64).requires_grad_(True), nn.Linear(2, 2))
+        is None
+    )
+
+
+def test_parameters_without_values_are_counted() -> None:
+    cause, how = _explanation(
+        lambda model: model.to("cpu"), nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
+    ) or ("", "")
+    assert cause.startswith("2 parameters are on the meta device, without values (first: 1.weight)")
+    assert 'device_map={"": 0}' in how
+
+
+def test_a_larger_vocabulary_is_named_with_its_size() -> None:
+    class Words(nn.Module):
+        def __init__(self, rows: int) -> None:
+            super().__init__()
+            self.embed_tokens = nn.Embedding(rows, 4)
+
+    cause, how = _explanation(lambda model: Words(8).load_state_dict(Words(10).state_dict())) or ("", "")
+    assert cause.endswith("10 rows of the embedding or output layer, and this model has 8")
+    assert "resize_token_embeddings(10)" in how
+
+
+@pytest.mark.parametrize(
+    ("message", "word"),
+    [
+        ("Blockwise quantization only supports 16/32-bit floats, but got torch.uint8", "already quantized"),
+        (
+            "Blockwise 4bit quantization only supports 16/32-bit floats, but got torch.uint8",
+            "already quantized",
+        ),
+        (
+            "The model you are trying to fine-tune is quantized with QuantizationMethod.FP8 but that quantization method do not "
+            "support training. Please open an issue",
+            "refuses",
+        ),
+        ("You cannot perform fine-tuning on purely quantized models. Please attach", "no adapter"),
+        (
+            "You can't train a model that has been loaded in 8-bit or 4-bit precision on a different device than the one",
+            "device_map",
+        ),
+        (
+            "You can't train a model that has been loaded in 8-bit precision on a different device than",
+            "device_map",
+        ),
+        ("TrainableTokensLayer wraps an unknown layer type, maybe you are targeting", "modules_to_save"),
+    ],
+)
+def test_errors_of_libraries(message: str, word: str) -> None:
+    cause, how = _explanation(_raise(message), nn.Linear(2, 2)) or ("", "")
+    assert word in cause
+    assert how
+
+
+def test_other_errors_have_no_explanation() -> None:
+    assert _explanation(_raise("mat1 and mat2 must have the same dtype, but got Half and Float")) is None
+    size = "size mismatch for layers.0.q_proj.weight: copying a param with shape torch.Size([8, 4]) from checkpoint, "
+    assert _explanation(_raise(f"{size}the shape in current model is torch.Size([4, 4]).")) is None
+
+
+def test_a_script_for_a_gpu_keeps_the_layout_of_4_bit_weights() -> None:
+    modules = pytest.importorskip("bitsandbytes").nn.modules
+    own = getattr(modules, bitsandbytes.REPACK)
+    gpu = MissingGpu(device_profile("t4"))
+    gpu.attach()
+    try:
+        assert getattr(modules, bitsandbytes.REPACK)("weight", "state") == ("weight", "state")
+    finally:
+        gpu.detach()
+    assert getattr(modules, bitsandbytes.REPACK) is own
