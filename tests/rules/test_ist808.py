@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import isotype
 from isotype.rules.ist808_counting import find
 from tests.rules.traces import BF16, FP16, WHOLE, traced, verified
 
@@ -77,3 +78,19 @@ def test_a_count_of_steps(dtype: torch.dtype, stops: int) -> None:
         assert finding.cause.startswith("zeros returns ")
         assert finding.fixes[0].description.startswith("count in float32 at test_ist808.py:")
         assert finding.fixes[0].verified
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_a_loaded_optimizer_state_with_a_count_in_16_bits(dtype: torch.dtype, foreach: bool) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state["step"] = state["step"].to(dtype)
+    optimizer.load_state_dict(saved)
+    report = isotype.check(model, {"input": torch.ones(2, 4)}, device="cpu", optimizer=optimizer)
+    causes = [finding.cause for finding in report.findings if finding.code == "IST808"]
+    assert causes == ["the optimizer's step of weight is bfloat16"] * (dtype == BF16)

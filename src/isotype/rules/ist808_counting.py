@@ -76,12 +76,14 @@ def _counters(trace: Trace) -> Iterator[Finding]:
 
 
 def _is_counter(call: Call) -> bool:
-    """Return whether the optimizer counts in this call: it adds an integer to a one-element 16-bit tensor, no weight or data."""
-    if call.phase != "optimizer" or not call.op.startswith("aten.add_.") or call.numbers:
+    """Return whether the optimizer counts in this call: it adds an integer to one-element 16-bit tensors, no weights or data."""
+    foreach = call.op.startswith("aten._foreach_add_.")  # adds one tensor to the counts of all parameters
+    if call.phase != "optimizer" or not (foreach or call.op.startswith("aten.add_.")):
         return False
-    operand, *others = call.operands
-    counter = not others and math.prod(operand.shape) == 1 and operand.dtype in EXACT_INTEGERS
-    return counter and operand.origin.cause.kind in ("constant", "outside")
+    first = call.operands[0]
+    counter = first.dtype in EXACT_INTEGERS and all(math.prod(o.shape) == 1 for o in call.operands)
+    one = call.numbers == (("alpha", 1.0),) if foreach else not call.numbers and len(call.operands) == 1
+    return counter and one and first.origin.cause.kind in ("constant", "outside")
 
 
 def _counts(call: Call, before: Call | None) -> bool:

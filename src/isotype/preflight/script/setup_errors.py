@@ -49,7 +49,5 @@ def _weight_words(error: BaseException, kind: str) -> dict[str, str] | None:
         if (parameter.is_meta if kind == "meta" else not parameter.is_floating_point())
     }
     first = min(fits, key=lambda name: not name.startswith(inside), default="")
-    if not first:
-        return None
     count = agree(len(fits), "parameter", "are")
-    return {"name": base_name(first), "dtype": dtype_name(fits[first]), "count": count}
+    return {"name": base_name(first), "dtype": dtype_name(fits[first]), "count": count} if first else None
