@@ -49,7 +49,7 @@ coverage: $(VENV)/.installed  ## statements and branches that the suite runs, by
 	$(BIN)/python -m coverage json --quiet -o build/coverage.json
 	$(BIN)/python -m tools.coverage_table build/coverage.json
 
-thorough: $(VENV)/.installed  ## find the costly tests whose branches other tests reach: tests/thorough.txt, which `make test` leaves out
+thorough: $(VENV)/.installed  ## find the costly tests that reach few branches of their own: tests/thorough.txt, which `make test` leaves out
 	rm -f build/coverage.* build/seconds.*
 	$(BIN)/python -m coverage run -m pytest -p tools.thorough -n auto --dist worksteal tests
 	$(BIN)/python -m tools.thorough

@@ -190,7 +190,7 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def _leave_out_thorough(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out costly tests whose branches other tests reach; tools/thorough.py finds them."""
+    """Leave out costly tests that reach few branches of their own; tools/thorough.py finds them."""
     names = frozenset((Path(__file__).parent / "thorough.txt").read_text().splitlines())
     left_out = {item: not names.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])) for item in items}
     config.hook.pytest_deselected(items=[item for item in items if left_out[item]])

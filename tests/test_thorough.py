@@ -22,7 +22,7 @@ def test_costly_tests_are_spared_whose_branches_others_reach() -> None:
         "tests/a.py::test_starts_a_process": reaching(2.0, of_processes=0.5),
         "tests/values/test_b.py::test_numbers": reaching(2.0, 1),
     }
-    assert spare(tests, always=("tests/values/",)) == ["tests/a.py::test_spare"]
+    assert spare(tests, always=("tests/values/",), least=0) == ["tests/a.py::test_spare"]
 
 
 def test_of_two_tests_with_the_same_branches_the_cheaper_one_runs() -> None:
@@ -30,12 +30,20 @@ def test_of_two_tests_with_the_same_branches_the_cheaper_one_runs() -> None:
         "tests/a.py::test_long": reaching(2.0, 1, 2, 3),
         "tests/a.py::test_short": reaching(1.0, 1, 2, 3),
     }
-    assert spare(tests) == ["tests/a.py::test_long"]
+    assert spare(tests, least=0) == ["tests/a.py::test_long"]
+
+
+def test_a_costly_test_of_few_new_branches_is_spared() -> None:
+    tests = {
+        "tests/a.py::test_few": reaching(1.0, 1, 2),
+        "tests/a.py::test_many": reaching(1.0, *range(3, 9)),
+    }
+    assert spare(tests, least=4) == ["tests/a.py::test_few"]
 
 
 def test_no_branch_is_lost() -> None:
     tests = {f"tests/a.py::test_{i}": reaching(0.1 * i, *range(i, 3 * i, i % 3 + 1)) for i in range(1, 30)}
-    left_out = spare(tests)
+    left_out = spare(tests, least=0)
     every = frozenset[tuple[str, int, int]]().union(*(test.branches for test in tests.values()))
     assert left_out
     assert every == frozenset[tuple[str, int, int]]().union(
