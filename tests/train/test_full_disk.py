@@ -49,9 +49,9 @@ def test_a_full_disk_at_any_call(number: int, compiles: str, library: Path, tmp_
     for result in (each for results in found.values() for each in results):
         told = f"{result['what']}: {result['printed']}"
         # Where a text was written in fewer calls than before, the disk has never been full.
-        # A cache that cannot be written is replaced by a temporary folder.
-        replaced = "is used until this process ends" in told
-        assert result["status"] == int(result["reached"] and not replaced), told
+        # A cache that cannot be written is replaced by a temporary folder; what else is written may end the command.
+        ended = {0, 1} if "is used until this process ends" in told else {1}
+        assert result["status"] in (ended if result["reached"] else {0}), told
         assert "Traceback" not in told
         assert "was not expected" not in told
         if result["reached"]:
