@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ import torch
 from isotype.compat.torch import VARLEN_ATTENTION
 from isotype.contracts.pattern import CORRUPTS, Spelled, fill, letters_in
 from isotype.core.operators import float_indices
+from isotype.core.tables import table
 from isotype.records.trace import NO_ATTENTION_KERNEL
 
 GPUS = frozenset({"cuda", "rocm", "xpu", "mps"})
@@ -141,7 +140,7 @@ _FFT_DTYPES = "cuFFT doesn't support tensor of type: {0:name}"
 
 ONLY_POWERS_OF_TWO = "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, but got a signal size"
 
-_TABLES = json.loads(Path(__file__).with_name("kernels.json").read_text(encoding="utf-8"))
+_TABLES = table(__file__, "kernels.json")
 _CUDA_FACTORIZATIONS: Mapping[str, str] = _TABLES["cuda_factorizations"]
 """Names of operators, separated by spaces -> the kernel that torch calls first on a GPU (of `_linalg_svd`: by shapes, for sides
 up to 32)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import math
 import re
 import sys
@@ -17,11 +16,9 @@ from typing import Any, NoReturn, Self
 
 from isotype.compat.standard import ValueParser, actions_of
 from isotype.core.errors import IsotypeError, Problem, UsageError
+from isotype.core.tables import table
 
-_TABLES, COMMANDS = (
-    json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-    for name in ("arguments.json", "commands.json")
-)
+_TABLES, COMMANDS = table(__file__), table(__file__, "commands.json")
 """Names and values that users know from other libraries and earlier versions; the arguments that isotype's commands add."""
 _OTHER_NAMES = {
     other: names.split() for names, others in _TABLES["names"].items() for other in others.split()

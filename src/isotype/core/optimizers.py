@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import nn
 
 from isotype.core.arguments import did_you_mean
 from isotype.core.errors import Problem, first_line
+from isotype.core.tables import table
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class NamePart:
     own_kernels: bool = False
 
 
-_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_TABLE = table(__file__)
 NAME_PARTS = tuple(NamePart(**part) for part in _TABLE)
 """A fact is that of the first matching part that has it: `galore_adamw_8bit` has galore's package and an 8-bit state."""
 

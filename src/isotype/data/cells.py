@@ -7,15 +7,15 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from isotype.core.errors import Problem
 from isotype.core.names import listed, plural
+from isotype.core.tables import table
 
 Row = dict[str, Any]
 
-_OTHERS = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
+_OTHERS = table(__file__, "names.json")
 OTHER_NAMES: Mapping[str, Mapping[str, list[str]]] = {
     kind: {name: others.split() for name, others in names.items()} for kind, names in _OTHERS.items()
 }

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal
 
+from isotype.core.tables import table
 from isotype.data.cells import OTHER_NAMES
 from isotype.data.tokens import TOKEN_COLUMNS
 
@@ -118,7 +117,7 @@ def _method(name: str, facts: dict[str, Any]) -> Method:
     return Method(name, formats=formats, optional=optional, model_kwargs=model_kwargs, **facts)
 
 
-_FACTS = json.loads(Path(__file__).with_name("methods.json").read_text(encoding="utf-8"))
+_FACTS = table(__file__)
 METHODS: dict[str, Method] = {name: _method(name, facts) for name, facts in _FACTS.items()}
 SAME_METHODS = {other: name for name, others in OTHER_NAMES["methods"].items() for other in others}
 """Maps other names of training commands to isotype's."""

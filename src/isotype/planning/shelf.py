@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from isotype.core.tables import table
 from isotype.planning.from_request import Plan, plan_of_request
 from isotype.planning.request import parse_request, parser
 
@@ -19,7 +20,7 @@ ENOUGH = 3
 """Planning starts with the largest model and ends when this number of models fit."""
 
 
-_CONFIGS: Any = json.loads(Path(__file__).with_name("shelf.json").read_text(encoding="utf-8"))
+_CONFIGS: Any = table(__file__)
 SHELF: Mapping[str, Mapping[str, Any]] = {
     name: {**_CONFIGS["shared"], **config} for name, config in _CONFIGS["models"].items()
 }

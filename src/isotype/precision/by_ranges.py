@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.resources import files
-from json import loads
 from typing import TYPE_CHECKING
 
 import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import QUANTIZATIONS
+from isotype.core.tables import table
 from isotype.precision.policy import DEFAULT_LOSS_SCALE, ModuleException, PrecisionPolicy
 from isotype.precision.ranges import (
     FLOAT16_LARGEST,
@@ -117,10 +116,8 @@ def number(value: float) -> str:
 @cache
 def known_families() -> Mapping[str, Mapping[str, str]]:
     """Return model_type -> a dict with the published ranges in words (`reaches`) and the publication (`source`)."""
-    table: Mapping[str, Mapping[str, str]] = loads(
-        (files("isotype") / "precision" / "families.json").read_text(encoding="utf-8")
-    )
-    return table
+    families: Mapping[str, Mapping[str, str]] = table(__file__, "families.json")
+    return families
 
 
 def _without_measurement(facts: ModelFacts) -> RangeDecision:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from isotype.core.errors import SaveError
 from isotype.core.files import write_whole
+from isotype.core.tables import table
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -39,7 +39,7 @@ def package_file(name: str) -> str:
     return resources.files("isotype.report").joinpath(name).read_text(encoding="utf-8")
 
 
-PALETTE = {name: Swatch(*colours) for name, colours in json.loads(package_file("palette.json")).items()}
+PALETTE = {name: Swatch(*colours) for name, colours in table(__file__, "palette.json").items()}
 """The colours of each storage and compute dtype. All float8 formats have the same colours."""
 
 OTHER = PALETTE.pop("other")

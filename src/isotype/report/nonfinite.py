@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 
@@ -11,12 +10,12 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import Problem
 from isotype.core.names import plural
+from isotype.core.tables import table
 from isotype.records.nonfinite import Cause, NonFinite, Value
-from isotype.report.html import package_file
 from isotype.report.text import short_source
 
 _ROWS_NAMED = 6
-_CAUSES: Mapping[Cause, Mapping[str, str]] = json.loads(package_file("nonfinite.json"))
+_CAUSES: Mapping[Cause, Mapping[str, str]] = table(__file__)
 """Maps a cause to the reason in the headline, the expected values and the fix."""
 _INFIX = {"div": "/", "mul": "*", "add": "+", "sub": "-", "pow": "**"}
 

@@ -5,15 +5,14 @@ This module does not import torch, so that a command can refuse an unknown name 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
 from typing import Any
 
 from isotype.core.arguments import did_you_mean
 from isotype.core.errors import PrecisionError, Problem
+from isotype.core.tables import table
 
 # Words shared by many cards.
 _MAKERS = frozenset({"nvidia", "geforce", "tesla", "amd", "instinct", "radeon", "intel", "apple", "gpu"})
@@ -33,8 +32,7 @@ _LEAST, _MOST = 0.97, 1.12
 @cache
 def records() -> dict[str, Any]:
     """Return the entries of `profiles.json`: key -> record."""
-    text = resources.files("isotype.precision.devices").joinpath("profiles.json").read_text(encoding="utf-8")
-    entries = json.loads(text).items()
+    entries = table(__file__, "profiles.json").items()
     return {key: {"driver_names": [record["title"]], "aliases": [], **record} for key, record in entries}
 
 

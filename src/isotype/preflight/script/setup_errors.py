@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from traceback import walk_tb
 
 from torch import nn
@@ -12,9 +10,10 @@ from torch import nn
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, base_name
 from isotype.core.source import line_of
+from isotype.core.tables import table
 from isotype.preflight.script.outside import Outside
 
-_KNOWN: list[dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_KNOWN: list[dict[str, str]] = table(__file__)
 """Pattern of an error, the weights that its cause names ("codes", "meta" or ""), cause and help."""
 
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 from isotype.core.json_records import encoded
 from isotype.core.names import format_bytes, plural
+from isotype.core.tables import table
 from isotype.report.html import format_number, package_file, palette_css, render, stacked
 from isotype.report.run.headroom import by_block
 from isotype.report.run.headroom import in_words as headroom_in_words
@@ -192,7 +193,7 @@ class Chart:
     marks: Sequence[int] = ()
 
 
-CHARTS = tuple(Chart(**chart) for chart in json.loads(package_file("run/charts.json")))
+CHARTS = tuple(Chart(**chart) for chart in table(__file__, "charts.json"))
 
 
 def charts_of(record: RunRecord) -> tuple[Chart, ...]:

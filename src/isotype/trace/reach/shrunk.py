@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
+
+from isotype.core.tables import table
 
 MOST_LAYERS = 8
 _KINDS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types")
@@ -19,7 +19,7 @@ def _fields(sizes: Mapping[str, float]) -> Mapping[str, Any]:
     return {name: size for names, size in sizes.items() for name in names.split()}
 
 
-_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_TABLE = table(__file__)
 TEXT = _fields(_TABLE["text"])
 """Sizes of language models. No layer is dropped, because a step would then depend on random numbers."""
 TOWER = {**TEXT, **_fields(_TABLE["tower"])}

@@ -5,17 +5,16 @@ Importing this module does not import torch, so that `isotype sft --help` is fas
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import Problem
 from isotype.core.names import grouped
+from isotype.core.tables import table
 from isotype.data.methods import METHODS, Loss
 
 Read = Callable[[str], Any]
@@ -77,7 +76,7 @@ class Argument:
         return [*self.more, *(name.lower() if self.lower else name for name in names)]
 
 
-_TABLE: Any = json.loads(Path(__file__).with_name("arguments.json").read_text(encoding="utf-8"))
+_TABLE: Any = table(__file__)
 _LIMITS = {name: Limit(**limit) for name, limit in _TABLE["limits"].items()}
 _COUNT = _LIMITS["count"]  # the products of counts stay within 64 bits
 

@@ -19,6 +19,7 @@ from isotype.compat.templates import writes_date
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.files import only_writer, recover
+from isotype.core.tables import table
 from isotype.core.terminal import printed_command
 from isotype.data.fingerprint import fingerprint_of_rows
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
@@ -210,7 +211,7 @@ def day_note(rows: Any, day: str, resume: Path | None, tokenizer: Any) -> str | 
     return f"the chat template can write today's date; it writes {day}: {which}"
 
 
-_NAMES: Any = json.loads(Path(__file__).with_name("identity.json").read_text(encoding="utf-8"))
+_NAMES: Any = table(__file__, "identity.json")
 # Arguments of transformers' trainer that change a run's numbers. All arguments that TRL adds do, too, except `_INDECISIVE`.
 _DECISIVE, _INDECISIVE = _NAMES["decisive"].split(), _NAMES["indecisive"].split()
 _POLICY: Mapping[str, str | None] = _NAMES["policy"]

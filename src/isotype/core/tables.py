@@ -1,0 +1,18 @@
+"""Tables of facts and texts: JSON files beside the modules that read them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def table(module: str, name: str = "") -> Any:
+    """Return the content of a JSON file in the folder of a module. By default, the file has the module's name.
+
+    Args:
+        module: the module's `__file__`.
+        name: name of the file, such as `names.json`.
+    """
+    path = Path(module).with_name(name) if name else Path(module).with_suffix(".json")
+    return json.loads(path.read_text(encoding="utf-8"))
