@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from isotype.checkpoint.load import load
 from isotype.checkpoint.resolve import resolve_precision
-from isotype.cli.commands import chat_parser
 from isotype.compat.interrupt import Terminated
+from isotype.core.arguments import Parser
 from isotype.core.errors import CheckpointError, UsageError
 from isotype.model.adapters import add_lora
 from isotype.precision.policy import PrecisionPolicy
@@ -79,7 +79,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(model: Path | str, *questions: str, **more: Any) -> argparse.Namespace:
     """Return the command's options, with answers of at most 8 tokens."""
     words = [str(model), "--device", "cpu", *(f"--ask={question}" for question in questions)]
-    parsed = vars(chat_parser().parse_args(words)) | {"max_new_tokens": 8}
+    parsed = vars(Parser.of("chat").parse_args(words)) | {"max_new_tokens": 8}
     assert more.keys() <= parsed.keys()
     return argparse.Namespace(**(parsed | more))
 
@@ -160,7 +160,7 @@ def test_by_default_an_answer_takes_what_a_short_context_leaves(tmp_path: Path) 
     short = save_model(tmp_path / "short", max_position_embeddings=64)
     file = io.StringIO()
     words = [str(short), "--device", "cpu", "--ask", "w1 w2", "--ask", "w3", "--ask", " ".join(["w7"] * 60)]
-    assert chat(chat_parser().parse_args(words), Console(file=file, width=200)) == 0
+    assert chat(Parser.of("chat").parse_args(words), Console(file=file, width=200)) == 0
     lines = file.getvalue().splitlines()
     assert lines[1] == "(this model's context of 64 tokens leaves 60 for the answer)"
     assert lines[2] == talk(short, "w1 w2", max_new_tokens=60)[1]

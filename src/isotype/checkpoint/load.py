@@ -276,9 +276,8 @@ def _save_stacks_whole(model: Any) -> None:
     steps = conversions(model) or get_model_conversion_mapping(model, add_legacy=False)
 
     def splits(step: Any) -> bool:
-        if not hasattr(
-            step, "operations"
-        ):  # the new name of a renaming may have references to groups of the old one
+        # The new name of a renaming, which has no operations, may refer to groups of the old name.
+        if not hasattr(step, "operations"):
             return False
         patterns = [pattern.replace("*", ".*") for pattern in step.target_patterns]
         return any(re.search(f"{pattern}$", name) for pattern in patterns for name in stacks)

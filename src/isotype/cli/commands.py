@@ -203,12 +203,8 @@ def merge(argv: Sequence[str], console: Console) -> int:
     return 0
 
 
-def chat_parser() -> Parser:
-    return Parser.of("chat")
-
-
 def chat(argv: Sequence[str], console: Console) -> int:
-    options = chat_parser().parse_args(argv)
+    options = Parser.of("chat").parse_args(argv)
     quiet_libraries()
     from isotype.train.chat import chat as talk
 

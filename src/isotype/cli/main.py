@@ -184,15 +184,15 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
         same = SAME_METHODS.get(command.lower())
         near = [same] if same else get_close_matches(command.lower(), similar, 2, 0.6)
         line = near if len(near) == 1 else []
-        if (
-            command.startswith("--")
-            or command.endswith(".py")
-            or (not same and ("/" in command or Path(command).exists()))
-        ):
-            near = ["sft" if command.startswith("--") else "run" if command.endswith(".py") else "check"]
-            line = [*near, command]
+        if command.startswith("--"):
+            line = ["sft", command]
+        elif command.endswith(".py"):
+            line = ["run", command]
+        elif not same and ("/" in command or Path(command).exists()):
+            line = ["check", command]
         elif command in _LAUNCHERS:
-            near, line = ["run"], _LAUNCHERS[command]
+            line = _LAUNCHERS[command]
+        near = line[:1] or near
         fix = f"did you mean {shown(near[0])}?" if near else "isotype --help describes them"
         expected = "one of " + ", ".join(known)
         problem = Problem(f"isotype {command}", expected, fix, ((command,), line) if line else None)

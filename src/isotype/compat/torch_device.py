@@ -59,6 +59,7 @@ _PROMOTED = frozenset(
 )
 """Functions whose operands only the CPU's autocast promotes. It raises for the 16-bit dtype that is not autocast's."""
 _MOVES = ("cuda", "xpu", "pin_memory")
+_KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
 class Device(Protocol):
@@ -363,8 +364,8 @@ def fused_attention(
 def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[Any, Any, Any]:
     """Return (function, args, kwargs) of a torch call, with the CPU in place of each device whose name matches `named`."""
     if func is torch.device:  # only a name: tensors that are created or moved there go to the CPU
-        of_kind = named.pattern.partition("(")[0] if args and type(args[0]) is int else None
-        return func, (of_kind, *args) if of_kind else args, kwargs
+        kinds = filter(named.fullmatch, _KINDS) if args and type(args[0]) is int else ()
+        return func, (*kinds, *args), kwargs
     if func in _CALLS_TO_MOVE:
         return torch.Tensor.cpu, args[:1], {}
     if func in _ANSWERS:

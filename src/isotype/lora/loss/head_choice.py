@@ -177,8 +177,8 @@ def choose(
     if type(weight) not in PLAIN:
         return HeadChoice(False, f"TRL's: a weight of type {type(weight).__name__} is not measured")
     card = card or card_of(weight.device)
-    file, name, how = times_file(card), str(shape), "as measured before"
-    times = _KNOWN.get((file, name)) or stored_times(file).get(name)
+    file, key, how = times_file(card), str(shape), "as measured before"
+    times = _KNOWN.get((file, key)) or stored_times(file).get(key)
     if times is None:
         try:
             times = measure(weight, bias, shape, timer or event_timer(weight.device))
@@ -186,8 +186,8 @@ def choose(
             return HeadChoice(False, "TRL's: not enough memory to measure isotype's, too")
         except TheirsFailedError as failure:
             return HeadChoice(True, f"isotype's, because TRL's failed: {failure}")
-        how = _store(file, name, times)
-    _KNOWN[file, name] = times
+        how = _store(file, key, times)
+    _KNOWN[file, key] = times
     faster = times.faster > 1
     name = "isotype's" if faster else "TRL's"
     return HeadChoice(faster, f"{name}: {times_text(times)} ({shape}; {how} on {card})")

@@ -19,7 +19,7 @@ from torch import nn
 from isotype.compat.accelerate import PREPARED, mixed_precision
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import causes, first_line
-from isotype.core.names import grouped, plural
+from isotype.core.names import plural
 from isotype.core.source import condition_at, line_of
 from isotype.model.shard import free_gathered
 from isotype.precision.devices.profile import device_profile
@@ -39,12 +39,12 @@ from isotype.preflight.script.family import Family, Options
 from isotype.preflight.script.missing_gpu import MissingGpu
 from isotype.preflight.script.numbers import Numbers
 from isotype.preflight.script.output import Output, peak_of
-from isotype.preflight.script.outside import outside, stepped_at
+from isotype.preflight.script.outside import casts_since, outside, stepped_at
 from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
 from isotype.records.request import DEFAULT_PHASES, StepRequest
-from isotype.records.trace import FLOATS, NO_GRADIENT, NOTHING_UNSCALED, Breach, Call, Failure, Setup, Trace
+from isotype.records.trace import NO_GRADIENT, NOTHING_UNSCALED, Breach, Call, Failure, Setup, Trace
 from isotype.report.check.report import Report
 from isotype.rules import (
     ist107_recomputation,
@@ -60,7 +60,6 @@ from isotype.rules import (
     judge,
 )
 from isotype.rules.kit.groups import code_of
-from isotype.rules.kit.words import and_others
 from isotype.trace.fake.recorder import TimeSpentError
 from isotype.trace.live.forward import Averages, StaleCasts
 from isotype.trace.live.gradients import KeptGraphs
@@ -468,17 +467,9 @@ class Diagnosis:
         except Exception as error:  # noqa: BLE001 - the script's error was shown; this is one more line
             self._say(f"the last known step could not be traced: {type(error).__name__}: {first_line(error)}")
             return None
-        self._say_casts(report)
-        return report
-
-    def _say_casts(self, report: Report) -> None:
-        """Print the weights that the script has cast since the step that was checked before."""
-        before = {weight.name: weight.dtype for weight in self.report.trace.weights} if self.report else {}
-        dtypes = ((w.name, before.get(w.name, w.dtype), w.dtype) for w in report.trace.weights)
-        cast = [(name, was, now) for name, was, now in dtypes if was != now and {was, now} <= FLOATS]
-        for (was, now), rows in grouped(cast, lambda row: row[1:]).items():
-            what = f"{and_others(name for name, *_ in rows)} from {dtype_name(was)} to {dtype_name(now)}"
+        for what in casts_since(self.report.trace, report.trace) if self.report else ():
             self._say(f"since the step that was checked before, the script has cast {what}")
+        return report
 
 
 # --------------------------------------------------------------------------------------------------------- helpers

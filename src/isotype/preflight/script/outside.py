@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import plural, short
+from isotype.core.names import grouped, plural, short
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import line_of, tensors_at_hand
 from isotype.records.trace import FLOATS, NO_GRADIENT, NOTHING_UNSCALED, Trace
@@ -96,6 +96,15 @@ def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     variables = (value for frame in frames for value in frame.f_locals.values())
     return [value for value in variables if isinstance(value, torch.optim.Optimizer)][-1:]
+
+
+def casts_since(before: Trace, after: Trace) -> Iterator[str]:
+    """Describe, by dtypes, the weights that have another float dtype in a later trace."""
+    earlier = {weight.name: weight.dtype for weight in before.weights}
+    dtypes = ((w.name, earlier.get(w.name, w.dtype), w.dtype) for w in after.weights)
+    cast = [(name, was, now) for name, was, now in dtypes if was != now and {was, now} <= FLOATS]
+    for (was, now), rows in grouped(cast, lambda row: row[1:]).items():
+        yield f"{and_others(name for name, *_ in rows)} from {dtype_name(was)} to {dtype_name(now)}"
 
 
 def _owners(error: BaseException, method: str = "") -> Iterator[object]:

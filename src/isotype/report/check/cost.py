@@ -35,7 +35,8 @@ def autocast_words(trace: Trace) -> str:
 
 def setup_words(trace: Trace, whole: bool = True) -> str:
     """Describe the set-up of the step. If `whole` is False, name only the step's first input, and do not name adapted layers."""
-    setup, autocast = trace.setup, f"autocast {autocast_words(trace)}" if autocast_words(trace) else ""
+    setup, dtype = trace.setup, autocast_words(trace)
+    autocast = f"autocast {dtype}" if dtype else ""
     scaler = "GradScaler" if setup.scaler else ""
     if whole:
         rate = "" if setup.learning_rate is None else f" lr {setup.learning_rate:g}"

@@ -10,8 +10,14 @@ from typing import Any
 
 import torch
 
-from isotype.compat.torch import FakeTensor, tree_map, unset_fake_temporarily
-from isotype.core.operators import leaves, schema_of
+from isotype.compat.torch import (
+    FakeTensor,
+    is_traceable_wrapper_subclass,
+    is_transformed_tensor,
+    tree_map,
+    unset_fake_temporarily,
+)
+from isotype.core.operators import MASKED, float_indices, leaves, schema_of
 from isotype.records.trace import FLOATS, HALVES, Breach
 
 # Operators that write a number into a tensor -> the names of the number's argument. torch raises if the number does
@@ -119,3 +125,26 @@ def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
 
 
 _LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
+
+
+def without_floats(values: Any, tensors: Sequence[tuple[str, torch.Tensor]], op: str) -> Any:
+    """Replace the float indices and labels in nested values by integers, or by bool tensors if `op` takes a mask.
+
+    `tensors` are the operands of `op`.
+    """
+    refused = [tensors[at][1] for at in float_indices(op, [tensor.dtype for _, tensor in tensors])]
+    dtype = torch.bool if any(name in op for name in (*MASKED, "where")) else torch.int64
+    return map_leaves(lambda leaf: leaf.to(dtype) if any(leaf is one for one in refused) else leaf, values)
+
+
+def is_real(leaf: Any) -> bool:
+    """Return whether a value is a real tensor: neither a fake tensor nor a wrapper of `torch.func` or of fake tensors."""
+    is_tensor = isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor)
+    return is_tensor and not is_transformed_tensor(leaf) and not wraps_fakes(leaf)
+
+
+def wraps_fakes(value: Any) -> bool:
+    """Return whether a value is a tensor of a class such as torchao's float8 tensors, made of fake tensors."""
+    if isinstance(value, FakeTensor) or not is_traceable_wrapper_subclass(value):
+        return False
+    return any(isinstance(getattr(value, name), FakeTensor) for name in value.__tensor_flatten__()[0])

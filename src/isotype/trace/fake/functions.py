@@ -37,8 +37,8 @@ from isotype.precision.devices.attention import (
 )
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.trace import ATTENTION, FLOATS, HALVES, NO_ATTENTION_KERNEL, Breach
-from isotype.trace.fake.arguments import in_operands_dtype, map_leaves
-from isotype.trace.fake.recorder import FakeRecorder, without_floats
+from isotype.trace.fake.arguments import in_operands_dtype, map_leaves, without_floats
+from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.twin import SPARSE
 from isotype.trace.taken import DTYPE
 

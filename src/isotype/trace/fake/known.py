@@ -129,9 +129,8 @@ class Known:
         if followed[0] is not None and followed[1] == (version_of(value) or 0):
             return followed[0]
         known = self._values.of(value)
-        positions = (
-            None if known is None else known.float() == -math.inf
-        )  # no kernel of `isneginf` takes float8
+        # Not by `isneginf`, which has no kernel for float8.
+        positions = None if known is None else known.float() == -math.inf
         return positions if positions is not None and bool(positions.any()) else None
 
     def _number(self, value: Any) -> float | None:

@@ -23,8 +23,6 @@ from torch.utils.checkpoint import CheckpointError
 from isotype.compat.torch import (
     FakeTensor,
     FakeTensorMode,
-    is_traceable_wrapper_subclass,
-    is_transformed_tensor,
     unset_fake_temporarily,
     without_functions,
     without_modes,
@@ -36,7 +34,6 @@ from isotype.core.dtypes import named_integer
 from isotype.core.errors import first_line
 from isotype.core.operators import (
     BFLOAT16_WITHOUT_MEMORY,
-    MASKED,
     float_indices,
     given_tensors,
     leaves,
@@ -51,10 +48,13 @@ from isotype.trace.fake.arguments import (
     cast_result,
     converted,
     in_operands_dtype,
+    is_real,
     map_leaves,
     numbers_of,
     overflow,
+    without_floats,
     without_numbers,
+    wraps_fakes,
 )
 from isotype.trace.fake.code import named_arguments
 from isotype.trace.fake.kernels import Kernels, refusal
@@ -159,10 +159,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             self._named[id(tensor)] = tensor, Origin("input", tensor.dtype, name)
         fakes = dict(_tensors(twin))
         for name, tensor in _tensors(model):
-            if name in fakes and _is_real(tensor):
+            if name in fakes and is_real(tensor):
                 self._outside[id(tensor)] = (tensor, fakes[name])
         for name, buffer in model.named_buffers():
-            if name in fakes and _is_real(buffer) and not buffer.is_meta and buffer.numel() <= LIMIT:
+            if name in fakes and is_real(buffer) and not buffer.is_meta and buffer.numel() <= LIMIT:
                 self.values.give(fakes[name], buffer.detach().cpu().clone())
                 self.values.came_rounded(fakes[name], name, written=True)
 
@@ -171,7 +171,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         # Reading a tensor's dtype is a function call, too: it would swap the tensor before the tensor has its name.
         with without_functions():
             for name, value in named_arguments(module, args, kwargs):
-                if _is_real(value):
+                if is_real(value):
                     self.stand_for(value, Origin("input", value.dtype, name))
         return self.swapped(args), self.swapped(kwargs)
 
@@ -180,7 +180,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         flat = values.values() if isinstance(values, dict) else values
         if isinstance(values, (tuple, list, dict)) and _NOT_REAL.issuperset(map(type, flat)):
             return values  # most calls, ten times faster
-        return map_leaves(lambda leaf: self.stand_for(leaf) if _is_real(leaf) else leaf, values)
+        return map_leaves(lambda leaf: self.stand_for(leaf) if is_real(leaf) else leaf, values)
 
     def stand_for(self, tensor: torch.Tensor, origin: Origin | None = None) -> torch.Tensor:
         """Return the fake that replaces a real tensor. A second call with the same tensor returns the same fake."""
@@ -210,9 +210,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             if func is _DEVICE and isinstance(args[0], FakeTensor) and not self.fake.in_kernel_invocation:
                 return args[0].fake_device
             return func(*args, **(kwargs or {}))
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types) and any(
-            map(_wraps_fakes, leaves(args))
-        ):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types) and any(map(wraps_fakes, leaves(args))):
             return NotImplemented  # the wrapper's class runs operators on the fake tensors inside
         if time.monotonic() > self.deadline:
             raise TimeSpentError("the time limit of the trace was reached")
@@ -233,7 +231,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if value is not None:
             self.values.follow_rounding(func, args, kwargs, tensors, value, shown(place.source))
         # `FakeTensorMode` would keep the number of `torch.tensor` as a constant and compute with it.
-        if value is not None and (is_data_dependent(func) or (func in LIFTS and _is_real(args[0]))):
+        if value is not None and (is_data_dependent(func) or (func in LIFTS and is_real(args[0]))):
             result = fakes_of(value, self.values, self.fake)
         else:
             result, breach = self._judged(func, args, kwargs, tensors, edited)
@@ -472,32 +470,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return Failure(self.phase, name, source, text, mixed, operands, recomputed, condition)
 
 
-def without_floats(values: Any, tensors: Sequence[tuple[str, torch.Tensor]], op: str) -> Any:
-    """Replace the float indices and labels in nested values by integers, or by bool tensors if `op` takes a mask.
-
-    `tensors` are the operands of `op`.
-    """
-    refused = [tensors[at][1] for at in float_indices(op, [tensor.dtype for _, tensor in tensors])]
-    dtype = torch.bool if any(name in op for name in (*MASKED, "where")) else torch.int64
-    return map_leaves(lambda leaf: leaf.to(dtype) if any(leaf is one for one in refused) else leaf, values)
-
-
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-def _is_real(leaf: Any) -> bool:
-    """Return whether a value is a real tensor: neither a fake tensor nor a wrapper of `torch.func` or of fake tensors."""
-    is_tensor = isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor)
-    return is_tensor and not is_transformed_tensor(leaf) and not _wraps_fakes(leaf)
-
-
-def _wraps_fakes(value: Any) -> bool:
-    """Return whether a value is a tensor of a class such as torchao's float8 tensors, made of fake tensors."""
-    if isinstance(value, FakeTensor) or not is_traceable_wrapper_subclass(value):
-        return False
-    return any(isinstance(getattr(value, name), FakeTensor) for name in value.__tensor_flatten__()[0])
 
 
 _DTYPE_WORDS = re.compile(

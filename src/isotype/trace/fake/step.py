@@ -389,12 +389,11 @@ class _Step:
         optimizer = make_optimizer(request, parameters, self.setup.learning_rate, [name for name, _ in named])
         if isinstance(optimizer, str):
             self.notes.append(optimizer)
-            for name, parameter in named if kernels_of(request) else ():
+            kernels, pages = kernels_of(request), self.setup.profile.kind != "cpu"
+            for name, parameter in named if kernels else ():
                 # transformers' Trainer registers the embeddings' states in 32 bits.
                 embeds = isinstance(self.twin.get_submodule(name.rpartition(".")[0]), nn.Embedding)
-                pages = self.setup.profile.kind != "cpu"
-                kernels, shape = kernels_of(request), parameter.shape
-                size = state_bytes(kernels, shape, parameter.itemsize, float32=embeds, pages=pages)
+                size = state_bytes(kernels, parameter.shape, parameter.itemsize, float32=embeds, pages=pages)
                 ledger.add("optimizer", int(self.process.share * self.repeats[id(parameter)] * size))
             return optimizer
         optimizer.state.update({parameter: states[name] for name, parameter in named if name in states})

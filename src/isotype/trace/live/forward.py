@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -151,3 +152,9 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
 def _product(weight: nn.Parameter) -> torch.Tensor:
     with torch.enable_grad():
         return weight @ torch.ones(1, 1, device=weight.device)
+
+
+def autocast_of(calls: Sequence[Call]) -> torch.dtype | None:
+    """Return the autocast dtype under which most operators of the forward ran; None without autocast."""
+    counts = Counter(call.autocast for call in calls if call.phase in ("forward", "generate"))
+    return counts.most_common(1)[0][0] if counts else None

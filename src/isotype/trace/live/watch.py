@@ -12,7 +12,6 @@ import os
 import threading
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -44,7 +43,7 @@ from isotype.core.optimizers import learning_rate_of, parameters_of
 from isotype.model.adapters import unmatched
 from isotype.records.memory import Memory, Phase
 from isotype.records.trace import Call, Failure, Origin, Setup, Trace
-from isotype.trace.live.forward import named_inputs, trains
+from isotype.trace.live.forward import autocast_of, named_inputs, trains
 from isotype.trace.live.gradients import LastStep, Sample, after_step, gradients_of, optimizers_of, samples_of
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of, in_dtypes, warnings_at_callers
 
@@ -497,7 +496,5 @@ class Watch:
     def autocast(self) -> torch.dtype | None:
         """Return the autocast dtype under which most operators of the forward ran; None without autocast."""
         assert self.recorder is not None
-        calls = (call for call in self.recorder.calls if call.phase in ("forward", "generate"))
-        counts = Counter(call.autocast for call in calls)
-        dtype = counts.most_common(1)[0][0] if counts else None
+        dtype = autocast_of(self.recorder.calls)
         return dtype and self.stands.get(dtype, dtype)
