@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from isotype.data.columns import survey
+from isotype.data.columns import Survey
+from isotype.data.methods import METHODS
 from isotype.data.reading import Reading
 
 
@@ -17,8 +18,9 @@ def shared(*roles: str) -> list[dict[str, str]]:
 
 
 def problems(row: dict[str, object], method: str = "sft") -> list[tuple[str, str]]:
-    found = survey([("t.jsonl", 1, Reading(method).apply(row))], method)
-    return [(problem.given, problem.fix) for problem in found.problems()]
+    survey = Survey(METHODS[method])
+    survey.add("t.jsonl", 1, Reading(method).apply(row))
+    return [(problem.given, problem.fix) for problem in survey.problems()]
 
 
 @pytest.mark.parametrize(

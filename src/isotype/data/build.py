@@ -22,7 +22,7 @@ from isotype.core.console import Bar
 from isotype.core.errors import Problem, first_line
 from isotype.core.names import listed, plural
 from isotype.data.cells import CHATS, COLUMNS, TEXT_COLUMNS, Row, unread_line
-from isotype.data.columns import Record, Survey, columns_problem, quoted, survey
+from isotype.data.columns import Record, Survey, columns_problem, quoted
 from isotype.data.locate import EMBEDDED, PARQUET, LocalData, data_error
 from isotype.data.methods import METHODS
 from isotype.data.pictures import SUFFIXES, broken, picture_problem, pictures_in
@@ -129,16 +129,18 @@ def _surveyed(
     word: str = "line",
     cells: bool = False,
 ) -> tuple[Reading, Survey]:
-    """Check the rows that `read` yields, with their images. Return the conversion that they need, and the results."""
+    """Check the rows that `read` yields, and their images. Return the conversion that the rows need, and the results."""
 
     def results(reading: Reading, names: Counter[str], paths: dict[str, tuple[str, int]]) -> Survey:
-        records = _with_pictures(read(reading, names), reading.takes_pictures, paths)
-        return survey(records, reading.method, reading.text_field, word=word, cells=cells)
+        survey = Survey(METHODS[reading.method], reading.text_field, word, cells)
+        for record in _with_pictures(read(reading, names), reading.takes_pictures, paths):
+            survey.add(*record)
+        return survey
 
     paths: dict[str, tuple[str, int]] = {}
     result = results(reading, names, paths)
     if result.pictured and result.findings:
-        # Rows without images may differ in format from rows with images: read all in the format of the latter.
+        # Rows without images may have another format than rows with images: read all rows in the format with images.
         pictured = dataclasses.replace(reading, pictured=True)
         again = results(pictured, Counter(), {})
         if not again.findings:
@@ -358,7 +360,7 @@ def _retyped(
     shapes: Mapping[str, Shape | None],
     stream: bool,
 ) -> Any:
-    """Return a data set with columns of the types `shapes`, written again only if values or their storage change.
+    """Return a data set whose columns have the types `shapes`. It is written again only if values or their storage change.
 
     Args:
         reading: the conversion of rows, or None if it changes no row.

@@ -178,7 +178,7 @@ class Survey:
         ]
 
     def add(self, source: str, line: int, row: object) -> None:
-        """Check a row; a `Problem` instead of a row is its only fault."""
+        """Check a row, or record `row` itself if it is a `Problem`."""
         self.count += 1
         if isinstance(row, Problem):
             self.note(source, line, row)
@@ -243,7 +243,7 @@ class Survey:
             yield from self._turn_problems(row)
 
     def _turn_problems(self, row: Row) -> Iterator[Problem]:
-        # Of such a pair the common messages become the prompt; a reward model takes both conversations whole.
+        # The common messages of `chosen` and `rejected` become the prompt, except for a reward model.
         if self.method.loss != "reward" and "prompt" not in self._turns and not same_beginning(row):
             expected = "conversations with the same first messages, which are the prompt"
             fix = "write the question in both, or in a column 'prompt'"
@@ -272,18 +272,3 @@ class Survey:
                 what, expected, fix = _UNFIT[str(after)]
                 yield Problem(f"column '{name}' {what}", expected, fix)
             self.shapes[name] = after
-
-
-def survey(
-    records: Iterable[Record],
-    method: str,
-    text_field: str = "text",
-    *,
-    word: str = "line",
-    cells: bool = False,
-) -> Survey:
-    """Check all rows of a data set: (source, line, row) in order, or (source, line, problem of a row)."""
-    result = Survey(METHODS[method], text_field, word, cells)
-    for record in records:
-        result.add(*record)
-    return result

@@ -4,7 +4,7 @@
 exists as a path, or can only be a path, is not looked up on the hub. No code of a data set is executed.
 
 In a directory, a file belongs to the split (train, validation, test or a synonym) that its name or its folder's name
-contains. If some file names contain a split, each of the other files becomes a split of its own with the file's name.
+contains. If only some file names contain a split, each other file becomes a split with the file's name.
 """
 
 from __future__ import annotations

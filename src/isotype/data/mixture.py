@@ -1,4 +1,4 @@
-"""Builds one data set (a mixture) from the data sets under `datasets:` in a configuration file; their columns may differ."""
+"""Builds one data set (a mixture) from the entries under `datasets:` in a configuration file, whose columns may differ."""
 
 from __future__ import annotations
 
@@ -156,11 +156,11 @@ def _aligned(parts: Sequence[_Part], reading: Reading, streaming: bool) -> list[
 
 
 def _typed(stream: Any) -> Any:
-    """Return a stream whose rows have the types of its columns.
+    """Return a stream whose rows `datasets` converts to the types of its columns, also after it is concatenated.
 
-    `datasets` gives all concatenated streams the types of their columns, or none, as the first stream needs it:
-    https://github.com/huggingface/datasets/blob/5.2.0/src/datasets/iterable_dataset.py (`is_typed`). A mapped stream
-    needs none. After a mapped stream, the messages of a file would arrive as JSON texts.
+    In concatenated streams, `datasets` converts either all rows or none; the first stream decides (`is_typed` in
+    https://github.com/huggingface/datasets/blob/5.2.0/src/datasets/iterable_dataset.py). Without the conversion, messages
+    from a file would stay JSON texts.
     """
     return stream if stream.features is None else undecoded(stream).map(dict, features=stream.features)
 
@@ -168,9 +168,8 @@ def _typed(stream: Any) -> Any:
 def _piece(name: str, item: Prepared, shapes: dict[str, Shape], used: set[str] | None, stream: bool) -> Any:
     from datasets import ReadInstruction
 
-    kinds: dict[str, Shape | None] = dict.fromkeys(
-        {"images"} & shapes.keys(), NULL
-    )  # rows of texts have none
+    # A part without images gets an empty column of images.
+    kinds: dict[str, Shape | None] = dict.fromkeys({"images"} & shapes.keys(), NULL)
     kinds |= item.shapes
     kept = {column: shape for column, shape in kinds.items() if used is None or column in used}
     dataset = item.build({column: shape and shapes[column] for column, shape in kept.items()})
@@ -181,7 +180,7 @@ def _piece(name: str, item: Prepared, shapes: dict[str, Shape], used: set[str] |
 
 
 def _shares(args: Any, built: list[Any]) -> list[Any]:
-    """Return the first rows of each data set. Their numbers have the proportions `fraction`, and no row is repeated."""
+    """Return the first rows of each data set, so that the numbers of rows have the proportions `fraction`."""
     fractions = [entry.fraction for entry in args.datasets]
     if all(fraction is None for fraction in fractions):
         return built

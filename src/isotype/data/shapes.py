@@ -1,7 +1,7 @@
-"""Types of JSON values, merged over all rows of a file into one schema before the first row is stored.
+"""Types of JSON values, merged over all rows of a file into one schema that keeps the file's values.
 
-`datasets` would infer a schema from the first part of a file. `datasets` also turns ISO dates into timestamps, digits in
-CSV into integers and "NA" into null, and adds other rows' keys to objects. The merged schema keeps the file's values.
+`datasets` would infer a schema from the first part of a file. It would also turn ISO dates into timestamps, digits in CSV
+into integers and "NA" into null, and add other rows' keys to objects.
 """
 
 from __future__ import annotations

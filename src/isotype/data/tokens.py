@@ -85,7 +85,7 @@ def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
 
 
 def token_faults(rows: Any, size: int | None) -> Iterator[tuple[int, Problem]]:
-    """Yield (row number, problem) for the first row in which a column has an unknown id or a wrong number of labels.
+    """Yield (row number, problem) for the first row with an unknown id in each column, or with a wrong number of labels.
 
     `rows` is a `datasets.Dataset`; `size` is the number of ids that the model has, or None if unknown.
     """

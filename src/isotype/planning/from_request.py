@@ -189,13 +189,16 @@ def searches_of(request: PlanRequest, *, bounded: bool = False) -> tuple[list[Se
 
 
 def is_out_of_reach(rows: Sequence[Row]) -> bool:
-    """Return True if the weights alone exceed the memory limit in every row, so that no other settings can fit either."""
-    # 8-bit constants of quantized weights save less than a tenth of the weights.
+    """Return True if the weights alone exceed the memory limit in every row. Then no other settings can fit."""
+    # Storing the constants of quantized weights in 8 bits makes the weights at most a tenth smaller.
     return bool(rows) and all(0.9 * row.kinds.get("weights", 0) > (row.room or 0) for row in rows)
 
 
 def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:
-    """Return the smallest of `COUNTS` that suffices for the row with the least memory if it is sharded; None if none does."""
+    """Return the smallest number of devices in `COUNTS` on which the row with the least memory fits if the model is sharded.
+
+    Return None if no number is enough.
+    """
     least = min(rows, key=lambda row: row.peak, default=None)
     if not request.longest or least is None or profile.kind in ("cpu", "mps"):
         return None
@@ -220,12 +223,13 @@ def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -
 
 
 def measured_layers(checkpoint: Checkpoint) -> Damages | None:
+    """Return the result of `isotype quality` for a checkpoint, or None if its quality was not measured."""
     key = checkpoint.fingerprint
     return None if key is None else read_measurement(Damages, key)
 
 
 def totals(damages: Damages | None) -> dict[str, float]:
-    """Return the damage, in nats, of a base model whose layers all have the same format, for each format."""
+    """Return {format: damage in nats if all layers of the base model are stored in this format}."""
     return {} if damages is None else {"float32": 0.0, **{form: damages.total(form) for form in MEASURED}}
 
 
@@ -267,10 +271,10 @@ def _rows_per_device(request: PlanRequest, length: int) -> int:
 
 
 def chosen_row(search: Search, rows: list[Row], goal: str) -> Row | None:
-    """Return the row that the goal picks.
+    """Return the row that the goal picks; None if no row fits, not even with fewer tokens.
 
-    If no row fits, add a row with the longest length that fits to `rows`, and return it. For the goal `longest`, do so
-    even if other rows fit, unless `--max_length` is set.
+    A row with the greatest length that fits is added to `rows` and returned if no other row fits, or if the goal is
+    `longest` and `--max_length` is not set.
     """
     fitting = picked(rows, goal)
     if fitting is not None and (goal != "longest" or "max_length" in search.request.command):
@@ -325,7 +329,7 @@ def _left_out(request: PlanRequest) -> tuple[str, ...]:
 
 _EIGHT_BITS = "adamw_bnb_8bit"
 _SHORTER = (512, 256)
-"""Lengths of rows, in tokens, that are tried if nothing else fits."""
+"""Row lengths in tokens. They are tried if no row of the usual length fits."""
 
 
 def _bounded_rows(request: PlanRequest) -> list[Row]:
@@ -334,7 +338,10 @@ def _bounded_rows(request: PlanRequest) -> list[Row]:
 
 
 def fitting_lighter(request: PlanRequest, config: Any) -> tuple[str, PlanRequest, list[Row]] | None:
-    """Return the first (settings given up, request) of `lighter` that fits, or else the last, with its rows; None without any."""
+    """Return (settings given up, request, rows) for the first request of `lighter` that fits, or else for the last request.
+
+    Return None if `lighter` yields no request.
+    """
     candidates = list(lighter(request, config))
     rows: dict[str, list[Row]] = {}
 
@@ -345,14 +352,14 @@ def fitting_lighter(request: PlanRequest, config: Any) -> tuple[str, PlanRequest
 
     if not candidates:
         return None
-    # Each request needs less memory than the one before. The first gives up least, and often fits.
+    # Each request needs less memory than the request before. The first request often fits, so it is tried first.
     at = 0 if fits(candidates[0]) else bisect_left(candidates, True, lo=1, key=fits)
     given_up, less = candidates[min(at, len(candidates) - 1)]
     return given_up, less, rows[given_up]
 
 
 def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanRequest]]:
-    """If experts have adapters, yield requests that need less memory, each with a description of the settings given up."""
+    """Yield (settings given up, request) for requests that need less memory and more; none if experts have no adapters."""
     names = _beside_experts(request, config)
     if not names:
         return
@@ -400,7 +407,7 @@ def _on(names: list[str], request: PlanRequest) -> PlanRequest:
 
 
 def _beside_experts(request: PlanRequest, config: Any) -> list[str]:
-    """Return the last part of each adapted linear layer's name; an empty list if experts have no adapters to give up."""
+    """Return the last part of each adapted linear layer's name; an empty list if no expert has an adapter."""
     import peft
 
     lora = request.step.lora

@@ -25,9 +25,9 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def nearest(request: PlanRequest) -> tuple[Row | None, str]:
-    """Return the first row that fits: with a smaller micro-batch, then with recomputation, other storage or shorter rows.
+    """Return (the first row that fits, ""), or (None, a clause about the settings that were tried).
 
-    If no row fits, return None and a clause with the settings that were tried.
+    Smaller micro-batches are tried first, then recomputation, then other storages, then shorter rows.
     """
     step, given_up = request.step, None
     again = replace(step, auto=False, checkpointing=CHECKPOINTING)
@@ -56,7 +56,7 @@ def nearest(request: PlanRequest) -> tuple[Row | None, str]:
 
 
 def _clause(search: Search, rows: Sequence[Row], given_up: Any = None) -> str:
-    """Return the storages of rows that do not fit, and the memory of each. `given_up` is the result of `fitting_lighter`."""
+    """Return a clause about rows that do not fit: storage and memory. `given_up` is the result of `fitting_lighter`."""
     tried, untraced = [], []
     for row in rows:
         storage = f"{row.storage} {row.sharding}".strip()
@@ -76,7 +76,7 @@ def _clause(search: Search, rows: Sequence[Row], given_up: Any = None) -> str:
 
 
 def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command) -> tuple[Finding, ...]:
-    """If no fix of a memory finding is verified, add a first fix to these findings: the nearest settings that fit."""
+    """Return the findings. Memory findings get the nearest settings that fit as first fix, unless one has a verified fix."""
     memory = [finding for finding in findings if finding.kind == "memory"]
     if not memory or any(fix.verified for finding in memory for fix in finding.fixes):
         return findings

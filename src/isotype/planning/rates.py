@@ -1,9 +1,6 @@
-"""Provides rates to estimate time: measured on a device of this machine, else a share of the data sheet's rates.
+"""Rates to estimate time: measured on a device of this machine, else a share of the data sheet's rates (`REACHED`).
 
-Five numbers (`REACHED`) define the shares of the data sheet's rates. `benchmarks/rates.py` fits these numbers to
-published runs and tests the numbers on other runs (table in docs/plan.md). Matrix products reach a share of the peak
-rate; this share is smaller for faster GPUs. Other operators are partly fused in real runs, so only a share of their
-traced bytes and launches counts. Bytes move at the memory's bandwidth, and a launch takes the host some microseconds.
+`benchmarks/rates.py` fits these shares to published runs and tests them on other runs (table in docs/plan.md).
 """
 
 from __future__ import annotations
@@ -46,9 +43,10 @@ class Reached(StepRates):
 
     Attributes:
         products: share of the peak rate that matrix products reach on a GPU with a peak of 100 TFLOP/s.
-        falling: on other GPUs, the share `products` is multiplied by (100 TFLOP/s / peak rate) ** `falling`.
-        ceiling: the largest share. GPUs whose 16-bit products are at most twice as fast as float32 products (GeForce,
-            A10G) reach this share, because such GPUs accumulate in float32 at half their rate.
+        falling: on another GPU, `products` is multiplied by (100 TFLOP/s / peak rate) ** `falling`. Faster GPUs reach a
+            smaller share.
+        ceiling: the largest share. GeForce GPUs and A10G reach it: their 16-bit products are at most twice as fast as
+            float32 products, because they accumulate in float32 at half their rate.
     """
 
     products: float

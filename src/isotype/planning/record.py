@@ -1,4 +1,4 @@
-"""Dataclasses for the results of a plan, and functions that pick a row for a goal."""
+"""The results of a plan as dataclasses, and functions that pick a row for a goal."""
 
 from __future__ import annotations
 

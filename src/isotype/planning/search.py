@@ -61,7 +61,7 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
     mean = longest_of_batches(some, row.rows)
     micro_batch = seconds(row.rows, max(1, round(mean)))
     per_token = None if row.time is None else row.time.seconds / row.tokens
-    # With a given number of steps, packed rows take no less time.
+    # If the number of steps is fixed, packed rows take as long as other rows.
     may_pack = "packing" in request.command.specs and step.pictures in (None, NONE)
     full = per_token if may_pack and not request.max_steps else None
     return replace(
@@ -85,10 +85,10 @@ FARTHEST = 32768
 """Maximum tokens of a traced row unless the goal is `longest`, because tracing a longer row takes seconds."""
 
 _FITTINGS = 8
-"""Maximum number of mixtures to try for a row. Each takes less memory than the one before."""
+"""Maximum number of mixed storages to try for a row. Each takes less memory than the storage before."""
 
 _NEAR = 32
-"""The search for the longest row ends if its upper bound exceeds its lower bound by at most 1 / 32."""
+"""The search for the longest row ends when its upper bound is at most 1 / 32 above its lower bound."""
 
 
 @dataclass
@@ -168,7 +168,7 @@ class Search:
                 yield self._steps(step, arguments)
 
     def _model(self, step: PlannedStep) -> Any:
-        """Return the model of a step without weights. Every layer is recomputed if the request says so."""
+        """Return the model of a step, without weights; it recomputes every layer if the request sets this."""
         pinned = None if self.request.step.auto else self.request.step.checkpointing
         return step.model(pinned if pinned == CHECKPOINTING else None)[0]
 
@@ -217,7 +217,7 @@ class Search:
     def _storages(self) -> Sequence[str | None]:
         base = self.request.step
         if self._mixed_is_pinned():
-            return ("nf4",)  # a mixture may take the memory that nf4 leaves
+            return ("nf4",)  # mixed storage may use the memory that nf4 leaves free
         fixed = base.precision.quantization is not None or base.precision.storage is not None
         saved_so = self.checkpoint.facts.saved_format is not None
         if fixed or saved_so or not self.request.quantize or base.lora is None:
@@ -228,7 +228,7 @@ class Search:
     # Mixed storage
 
     def _mixed_rows(self, profile: DeviceProfile, rows: Sequence[Row]) -> Iterator[Row]:
-        """For each nf4 row that fits, yield a row with mixed storage that also uses the memory left free."""
+        """For each nf4 row that fits, yield a row whose mixed storage also uses the memory that nf4 leaves free."""
         for row in rows:
             if row.storage != "nf4" or not row.fits or row.checkpointing_value is None:
                 continue
@@ -237,10 +237,9 @@ class Search:
                 yield mixed
 
     def _fitted(self, steps: Steps, row: Row, profile: DeviceProfile) -> Row | None:
-        """Return an nf4 row with the most precise mixed storage for which the row's micro-batches still fit, or None.
+        """Return an nf4 row with the most precise mixed storage with which the row's micro-batches fit, or None.
 
-        The temporary memory of 8-bit layers is known only after a trace. If a mixture does not fit, a smaller one is
-        tried.
+        Only a trace shows the temporary memory of 8-bit layers. A smaller storage is tried until the row fits.
         """
         damages = self.request.layers
         assert damages is not None
@@ -261,7 +260,7 @@ class Search:
         return None
 
     def _mixed_step(self, plan: StepPlan, memory: int) -> PlannedStep | None:
-        """Return an nf4 plan's step with mixed storage of at most `memory` bytes; None if no mixture is that small."""
+        """Return an nf4 plan's step with mixed storage of at most `memory` bytes; None if no mixed storage is so small."""
         base = self.request.step
         precision = replace(plan.precision, quantization=MIXED, base_memory=memory)
         try:
@@ -349,7 +348,7 @@ class Search:
         return max(rows for rows in range(1, most + 1) if self.micro % rows == 0)
 
     def _searches_longest(self, steps: Steps) -> bool:
-        """Return True if no other checkpointing needs less memory. Only then is the longest row searched, to save time."""
+        """Return True if the longest row is searched: only if no other checkpointing needs less memory, to save time."""
         every = self.request.step.auto and steps.arguments is None
         return not every or not getattr(steps.step.model(None)[0], "supports_gradient_checkpointing", True)
 
@@ -374,7 +373,7 @@ class Search:
             high = min(near, high)
             if steps.at(rows, self.length).fixed > size or measure(low) > size:
                 return 0, False
-        while low * 4 < high:  # approach the limit from below: traces of longer rows take long
+        while low * 4 < high:  # begin with short rows, because traces of longer rows take longer
             if measure(low * 4) > size:
                 high = low * 4
                 break

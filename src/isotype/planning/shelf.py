@@ -1,6 +1,6 @@
-"""Plans for models of many sizes, for requests that name no model. The shapes are from each model's config.json.
+"""Plans for models of many sizes, if a request names no model. Each model's shapes are from its config.json.
 
-A plan needs only shapes. There is no tokenizer, so every row of a data set is assumed to have the full length.
+Without a tokenizer, every row of a data set is assumed to have the full length.
 """
 
 from __future__ import annotations
