@@ -166,6 +166,29 @@ def test_calls_that_are_left_are_told() -> None:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "keys", "amx", "by_torch"),
+    [
+        (torch.bfloat16, 1024, True, True),
+        (torch.bfloat16, 1023, True, False),
+        (torch.float32, 1024, True, False),
+        (torch.bfloat16, 1024, False, False),
+    ],
+)
+def test_torch_computes_long_rows_on_a_cpu_with_amx(
+    dtype: torch.dtype, keys: int, amx: bool, by_torch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registered, "multiplies_by_amx", lambda: amx)
+    q, k, v = (torch.randn(1, 1, keys, 64, dtype=dtype) for _ in range(3))
+    calls: list[Any] = []
+    compiled = strips.attention
+    monkeypatch.setattr(strips, "attention", lambda *args: calls.append(args) or compiled(*args))
+    out, _ = registered.attention_forward(torch.nn.Module(), q, k, v, None)
+    assert bool(calls) != by_torch
+    reference = scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    assert (out.transpose(1, 2) - reference).norm() <= 8e-3 * reference.norm()
+
+
+@pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("gemma2", "the attention implementation is eager"),

@@ -36,10 +36,14 @@ from isotype.precision.devices.attention import (
     enabled_attention,
     needs_repeated_heads,
 )
+from isotype.precision.devices.cpu import multiplies_by_amx
 from isotype.precision.devices.profile import DeviceProfile
 
 NAME, REPEATED, LENGTHS = "isotype", "isotype_repeated", "isotype_lengths"
 """Names of isotype's functions in transformers' registries, for `model.set_attn_implementation`."""
+
+_AMX_IS_FASTER = 1 << 16
+"""With AMX and without a mask, torch's kernel is faster for at least this number of keys times head size (benchmarks/attention.py)."""
 
 
 @dataclass
@@ -383,7 +387,8 @@ def _why_not_call(
     if causal and queries != k.shape[2]:
         return "the call is causal with more keys than queries"
     if mask is None:
-        return None
+        by_amx = q.dtype == torch.bfloat16 and k[0, 0].numel() >= _AMX_IS_FASTER and multiplies_by_amx()
+        return "torch's kernel is faster for long rows with AMX" if by_amx else None
     if mask.requires_grad:
         return "the mask needs a gradient"
     if not (mask.dtype == torch.bool or mask.is_floating_point()):
