@@ -177,15 +177,15 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._policy.save(directory)
 
     def _report(self, report: Report, logs: bool, whole: bool) -> None:
-        """Raise or log the preflight's errors, as `self.check` says. Log those warnings that the policy has not given yet."""
+        """Raise or log the preflight's errors, as `self.check` requests. Log warnings that the policy does not have."""
         # An error in stored values is only logged: the loss of every step is checked in any case.
         assumed = [f for f in report.errors if f.phase == "load" or is_assumed(f, report.trace)]
         covered = ("device", "memory", "versions")  # the policy has already warned of these kinds
         costs = [finding for finding in report.warnings if finding.kind not in covered]
         for finding in (*assumed, *costs) if logs else ():
             logger.warning("%s: %s (%s)", finding.code, finding.message, finding.cause)
-        # The step is about to run, so only a peak above the whole memory of the device is an error. If the model is sharded,
-        # its traced copy is not: the copy's peak is not that of this process.
+        # The step is about to run, so only a peak above the whole memory of the device is an error. The peak of a sharded
+        # model is unknown, because the traced copy of the model is not sharded.
         full = whole and report.memory.peak > (report.trace.setup.profile.memory_bytes or math.inf)
         if certain := tuple(f for f in report.errors if f not in assumed and (full or f.kind != "memory")):
             self._raise_or_log(replace(report, findings=certain).error())

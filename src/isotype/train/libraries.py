@@ -1,4 +1,4 @@
-"""Refuses installed libraries that lack a function which isotype calls or overrides, before a model is loaded."""
+"""Before a model is loaded, refuses libraries that lack functions that isotype calls or overrides."""
 
 from __future__ import annotations
 

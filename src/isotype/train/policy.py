@@ -51,10 +51,10 @@ def policy_by_ranges(
 
 
 def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
-    """Raise PrecisionError if a float16 policy lets a module with weights above 65504 run in a dtype other than float32.
+    """Raise PrecisionError if a module has weights above 65504, and a float16 policy does not run the module in float32.
 
-    Linear layers and embeddings with larger values run in float32. A norm's measured results may fit into float16
-    although its weights do not. But an adapter's update changes these results by the weight times the learning rate.
+    The policy runs such linear layers and embeddings in float32, but not a norm whose measured results fit into
+    float16. One update of an adapter could change the norm's results by its weight times the learning rate.
     """
     if policy.compute != torch.float16 or ranges is None:
         return

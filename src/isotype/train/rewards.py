@@ -47,7 +47,7 @@ def rewards_of(settings: Settings) -> dict[str, Any]:
 
 def check_rewards(settings: Settings, rewards: Mapping[str, Any], data: Mapping[str, Any]) -> None:
     """Raise DataError if a reward function does not fit the columns that the trainer will pass to it."""
-    # Without the path of a reward model.
+    # The path of a reward model is not callable.
     functions = [function for function in rewards.get("reward_funcs", ()) if callable(function)]
     names = settings.reward_funcs or () if functions else ()
     splits = [settings.dataset_train_split]
@@ -84,7 +84,7 @@ def _unfit(flag: str, function: Any, row: Mapping[str, Any], renamed: str | None
         return
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a function in C has none
+    except ValueError:  # a function in C has no signature
         return
     passed = {*_VALUES, *(row.keys() - _UNPASSED)}
     for parameter in signature.parameters.values():

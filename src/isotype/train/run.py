@@ -64,7 +64,7 @@ def choose(foresee: Foresee, room: Room) -> Choice:
             return Choice(None, f"{format_bytes(without)} at the step's peak, within {room.words}")
         least = foresee(CHECKPOINTING)
         tries = least <= room.size and without > least
-        # To checkpoint every n-th layer saves nearly 1/n of what all layers save.
+        # Recomputing every n-th layer saves nearly 1/n of the memory that recomputing all layers saves.
         most = min(SPARSEST, int((without - least) / (without - room.size))) if tries else 1
         for number in range(most, 1, -1):
             some = {**CHECKPOINTING, "every_n_layers": number}

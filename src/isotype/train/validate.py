@@ -43,7 +43,7 @@ _TEMPLATE = "a .jinja file, or a directory or hub id with a tokenizer"
 
 
 def check_settings(settings: Settings) -> None:
-    """Raise UsageError about the first of these with problems: arguments, optimizer and hub, files for the trainer."""
+    """Raise UsageError with the problems of the arguments, else of optimizer and hub, else of files that the trainer reads."""
     problems = [*argument_problems(settings), *machine_problems(settings)]
     if problems := problems or [*optimizer_problems(settings), *_hub(settings)] or [*_read_later(settings)]:
         raise UsageError("invalid arguments", problems)

@@ -51,9 +51,10 @@ class Argument:
     Attributes:
         group: heading above the argument in the short help, or "" if the short help leaves the argument out.
         example, text: an example value and a short description for the short help.
-        losses: values of `Method.loss`; the short help lists the argument for these methods, or for all if empty.
-        choices_of: the object of another library that has the valid names, if it checks them only after the model is loaded.
-        more, lower: other valid names, and True if the library's names are written in lower case.
+        losses: the short help lists the argument for methods with these losses; for all methods if `losses` is empty.
+        choices_of: dotted name of another library's enumeration or registry of valid names, if that library checks the
+            name only after the model is loaded.
+        more, lower: valid names that `choices_of` lacks, and True if users write the library's names in lower case.
         json: an example value for an argument that takes a JSON object.
     """
 
@@ -70,7 +71,7 @@ class Argument:
 
     @property
     def choices(self) -> list[str]:
-        """The valid names: more names, and those of the other library's enumeration or registry."""
+        """Valid names: `more`, and the names in `choices_of`."""
         module, _, name = self.choices_of.rpartition(".")
         names = [str(getattr(item, "value", item)) for item in getattr(import_module(module), name)]
         return [*self.more, *(name.lower() if self.lower else name for name in names)]

@@ -19,7 +19,7 @@ AUTO = "auto"
 PLANNED = ("per_device_train_batch_size", "max_length", "quantization")
 """Arguments that accept `auto`. If the value is `auto`, the plan for this machine (`isotype plan`) chooses a value."""
 RECOMPUTE = ("gradient_checkpointing", "activation_checkpointing")
-"""Old and new name (transformers 5.23) of the argument for gradient checkpointing. `auto`: the estimated memory decides."""
+"""Old and new name (transformers 5.23) of the argument for gradient checkpointing. With `auto`, estimated memory decides."""
 
 HOLDERS = ("script", "training", "model", "dataset")
 """Short names of the dataclasses that have TRL's arguments, in the order of `Method.dataclass_types`."""
@@ -132,7 +132,7 @@ _MEANT = frozenset((
     "per_device_eval_batch_size", "output_dir", "eval_strategy", "eval_steps", "bnb_4bit_quant_type",
     "model_revision", "logging_nan_inf_filter", "accelerator_config", "lora_task_type",
 ))  # fmt: skip
-"""Arguments that `to_yaml` always writes, because isotype or TRL acts differently if a default is given explicitly."""
+"""`to_yaml` writes these arguments even if they have their default, because an explicit default has another effect."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ def with_dtype(command: Command, dtype: str | None) -> Command:
         if flag not in of_file or dtype is None:
             values[flag] = None
         elif name != dtype:
-            values[flag] = False  # a flag of the file that agrees stays: False would exclude its dtype
+            values[flag] = False  # but the flag of `dtype` itself stays: False would exclude this dtype
     if isinstance(init, Mapping):
         config = init.get("quantization_config")
         rest = {key: value for key, value in init.items() if key not in ("dtype", "torch_dtype")}

@@ -98,7 +98,7 @@ def parse_command(
 def _model_among(
     stray: list[str], model: str | None, typed: Mapping[str, Any], trains: bool, problems: list[Problem]
 ) -> str | None:
-    """Take the model out of the values that belong to no argument, and return it. Add a problem if there are two models."""
+    """Remove the model from `stray`, the words without an argument, and return it. Add a problem if there are two models."""
     # A value directly after an unknown argument belongs to this argument.
     after = [False, *(word.startswith("-") and "=" not in word for word in stray)]
     values = [at for at, word in enumerate(stray) if not (word.startswith("-") or after[at])]
@@ -113,7 +113,7 @@ def _model_among(
 
 
 def _owner(word: str, typed: Mapping[str, Any], *, trains: bool) -> str:
-    """Return the argument that a value without an argument belongs to, or "" if this is unknown or the argument is there."""
+    """Return the argument that is missing before the value `word`; "" if it is unknown or is already in `typed`."""
     name = ""
     if is_data_file(Path(word)) or word.lower().endswith(".arrow"):
         name = "dataset_name"
@@ -135,7 +135,7 @@ def _two_models(first: str, second: str) -> Problem:
 def _translated(
     argv: Sequence[str], method: str, dialect: str, mine: Collection[str], trains: bool
 ) -> list[Problem]:
-    """Return a problem for arguments of axolotl or LLaMA-Factory, whose swap has isotype's; or the problems of their translation."""
+    """Translate arguments of axolotl or LLaMA-Factory. Return a problem with isotype's arguments as the fix, or why this fails."""
     import yaml
 
     line: dict[str, list[str]] = {}

@@ -112,7 +112,7 @@ def _incomplete(command: Command) -> Iterator[Problem]:
 
 
 def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all values by argument name: those of the command, of the run's decisions, isotype's defaults, implied ones."""
+    """Return all values by argument name: of the command, decided by the run, and implied by other values."""
     values: dict[str, Any] = {
         name: command[name] for name in ("dtype", "use_peft", "lora_target_modules", "lora_task_type")
     }
@@ -150,14 +150,14 @@ def _implied(command: Command, values: Mapping[str, Any]) -> dict[str, Any]:
     name = Path(model).resolve().name.removeprefix("embedded:").removesuffix(".gguf") or "model"
     implied: dict[str, Any] = {
         "output_dir": str(Path("runs") / f"{command.method}-{name}"),
-        # The filter leaves losses that are not finite out of the log: it makes the host wait for the loss of every
+        # This filter keeps losses that are not finite out of the log, and the host must wait for the loss of every
         # micro-batch. isotype ends a run before such a loss changes the weights.
         "logging_nan_inf_filter": False,
     }
     init = values.get("model_init_kwargs")
     if isinstance(init, Mapping) and "revision" in init:
         implied["model_revision"] = init["revision"]
-    # The default is the training's batch size instead of transformers' 8, for GRPO and RLOO in whole groups of completions.
+    # The default is the training's batch size, not transformers' 8. GRPO and RLOO need whole groups of completions.
     group = command["num_generations_eval"] or command["num_generations"] or 1
     rows = max(1, command["per_device_train_batch_size"])  # a number below 1 is reported elsewhere
     implied["per_device_eval_batch_size"] = -(-rows // group) * group
@@ -261,9 +261,9 @@ def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, A
     """Return a fix for a library's error message: leave out the explicit arguments that it names, or change other ones."""
     words = dict.fromkeys(re.findall(r"[a-z][a-z0-9_]*", message))
     named = [name for name in words if name in values and ("_" in name or f"--{name}" in message)]
-    # A word such as "Packing" in a library's message means the argument only if that was given.
+    # A word such as "Packing" in a library's message means the argument only if the user gave the argument.
     named = named or [name for name in explicit if re.search(rf"\b{name}\b", message, re.IGNORECASE)]
-    # A message has the last words of a name apart: "batch size", "Label smoothing".
+    # A message may write the last two words of a name with a space: "batch size", "Label smoothing".
     spoken = message.lower()
     named = named or [name for name in explicit if "_" in name and " ".join(name.split("_")[-2:]) in spoken]
     out = [f"--{name}" for name in named if name in explicit]

@@ -51,8 +51,8 @@ class Reader:
     Attributes:
         given: the values in the file by name. A name in a group is written `group.name`.
         values: the translated values by isotype's names.
-        used: maps a translated name to isotype's names; to an empty list if isotype always does as the name requests.
-        notes: maps an effect to the names that cause it by being left out.
+        used: maps a translated name to isotype's names; to an empty list if isotype always does what the name requests.
+        notes: maps an effect to the names that have this effect because they are left out.
         trains: True if the data sets must be on this machine, because a training reads them.
     """
 
@@ -93,7 +93,7 @@ class Reader:
         return default
 
     def use(self, names: str, **ours: Any) -> None:
-        """Record that `names` are translated into the arguments `ours`; into none if isotype always does as requested."""
+        """Record that `names` are translated into the arguments `ours`; without `ours`, isotype always does as requested."""
         self.values.update(ours)
         for name in self._open(names):
             self.used[name] = list(ours)
@@ -280,7 +280,7 @@ class Rows:
 
 
 def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> None:
-    """Record that `names` are translated into the data sets `rows`, and translate `whole`, which requests loss on prompts."""
+    """Translate `names` into the data sets `rows`, and the name `whole`, which requests loss on prompts."""
     columns = _pairs(rows[0].renamed) if rows else None
     if len(rows) > 1 or (
         rows and (rows[0].files or columns is None or not re.fullmatch(r"\w+", rows[0].split))

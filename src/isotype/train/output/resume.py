@@ -212,12 +212,12 @@ def day_note(rows: Any, day: str, resume: Path | None, tokenizer: Any) -> str | 
 
 
 _NAMES: Any = table(__file__, "identity.json")
-# Arguments of transformers' trainer that change a run's numbers. All arguments that TRL adds do, too, except `_INDECISIVE`.
+# Arguments of transformers that change a run's results, and arguments of TRL that do not change them.
 _DECISIVE, _INDECISIVE = _NAMES["decisive"].split(), _NAMES["indecisive"].split()
 _POLICY: Mapping[str, str | None] = _NAMES["policy"]
 """Maps a field of the policy to the argument that sets it, or to None."""
 _PARTS = {True: "language", False: "all"}
-"""Maps whether a policy's `dense` names modules to the value of `--quantized_parts`."""
+"""Value of `--quantized_parts`, by whether the policy's `dense` names modules."""
 _BATCH = "rows in an optimizer step"
 _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("dataset_name", "dataset_config")}
 

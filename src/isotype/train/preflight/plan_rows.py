@@ -191,7 +191,7 @@ def _bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | N
     if filled is not None:
         longest = max(map(sum, filled))
         return replace(plan, rows=min(plan.rows, len(filled)), length=longest, longest=longest)
-    # With GRPO and RLOO the rows of a batch are completions, several for each row of the data set.
+    # In GRPO and RLOO, a batch has several completions for each row of the data set.
     fewer = plan.rows if lengths is None or plan.completion else min(plan.rows, lengths.rows)
     unforeseen = why if plan.unforeseen == UNBOUNDED else plan.unforeseen or why
     return replace(plan, rows=fewer, longest=longest, unforeseen=unforeseen)

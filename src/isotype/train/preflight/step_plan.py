@@ -43,7 +43,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
 def without_version(command: Command, versions: Collection[str]) -> tuple[int | None, Command]:
     """Return the FSDP version in `--fsdp`, and the command with TRL's value for `--fsdp` instead (`full_shard` or none).
 
-    If the value is not in `versions`, it is TRL's own. The result is then None and the unchanged command.
+    Return (None, unchanged command) if the value is not in `versions`, but TRL's.
     """
     if command.given("fsdp") not in versions:
         return None, command

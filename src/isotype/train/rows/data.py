@@ -89,7 +89,7 @@ def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> A
     """If the chat template accepts only text, join the text parts of each message. Otherwise, return `data` unchanged."""
     if hasattr(tokenizer, "tokenizer") or not getattr(tokenizer, "chat_template", None):
         return data
-    chats = {}  # for each split, the columns whose type allows contents in parts; all columns of chats if types are unknown
+    chats = {}  # split -> columns whose type allows contents in parts; all columns of chats if the types are unknown
     for name, rows in data.items():
         if (features := getattr(rows, "features", None)) is None:
             chats[name] = sorted(CHATS & next(iter(rows), {}).keys())

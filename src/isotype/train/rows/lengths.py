@@ -281,7 +281,7 @@ def _prompt(method: str, tokenizer: Any, row: Mapping[str, Any], only_assistant:
 
 
 def _begun_alike(row: Mapping[str, Any]) -> Any:
-    """Return the prompt that TRL extracts from a pair without one: what both answers begin with, except their last part."""
+    """Return the prompt that TRL extracts from a pair without a prompt: the common beginning, but no whole answer."""
     chosen, rejected = row.get("chosen") or [], row.get("rejected") or []
     alike = max(0, min(alike_at_start(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
     return chosen[: alike - (chosen[alike - 1 : alike] == " ")]
