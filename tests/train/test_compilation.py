@@ -124,6 +124,32 @@ def test_gradients_are_those_of_the_blocks_as_written() -> None:
     assert type(pickle.loads(pickle.dumps(block))) is type(block)
 
 
+@pytest.mark.exhaustive
+def test_a_compiled_block_leaves_no_dropout_of_experts_out() -> None:
+    """isotype's function for experts runs uncompiled: PEFT's, which can be compiled, has no dropout."""
+    batch = tiny_batch("qwen3-moe")
+    policy = isotype.resolve_precision(tiny_model("qwen3-moe"), dtype="float32", device="cpu")
+    targets = {
+        "target_modules": [],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    }
+    model = isotype.add_lora(
+        tiny_model("qwen3-moe"), policy, r=4, lora_dropout=0.4, init_lora_weights=False, **targets
+    )
+
+    def loss(seed: int) -> float:
+        torch.manual_seed(seed)
+        result = model.train()(**batch).loss
+        result.backward()
+        return float(result.detach())
+
+    losses = [loss(seed) for seed in (1, 2)]
+    assert losses[0] != losses[1]
+    compile_blocks(model, {"backend": "eager"})
+    assert [loss(seed) for seed in (1, 2)] == pytest.approx(losses, rel=1e-6)
+    assert counters["stats"]["unique_graphs"]
+
+
 def test_generation_is_not_compiled() -> None:
     model, batch = adapted(), tiny_batch("llama")
     wanted = model.generate(input_ids=batch["input_ids"][:1], max_new_tokens=4, do_sample=False)

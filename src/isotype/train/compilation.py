@@ -23,6 +23,7 @@ from torch import nn
 from isotype.compat.swapped import Swapped, swap, swapped_class
 from isotype.core.errors import Problem
 from isotype.core.names import plural
+from isotype.model.experts.layer import FusedExperts
 from isotype.model.walk import outermost_blocks
 
 Options = tuple[tuple[str, Any], ...]
@@ -81,9 +82,11 @@ def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> str:
         swap(block, _compiled_class(base))
     if not blocks:
         return "compiled: nothing, because the model has no list of blocks; the whole model runs eagerly"
+    eager = any(isinstance(module, FusedExperts) for module in model.modules())
     return (
         f"compiled: {plural(len(blocks), 'block')} by {options.get('backend', 'inductor')} at the first steps; PEFT "
         "computes the LoRA layers, because torch.compile cannot trace fused layers"
+        f"{'; experts that are quantized or have dropout run uncompiled' if eager else ''}"
     )
 
 

@@ -7,7 +7,7 @@ multiplies activations by these adapters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -166,17 +166,12 @@ def _merge(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self.plain.merge(self, *args, **kwargs)
 
 
-_WRAPPER_MEMBERS: Mapping[str, Callable[..., Any]] = {
-    "forward": _forward_adapted,
-    "merge": _merge,
-    **PARAMETER_WRAPPER_REPAIRS,
-}
-_BASE_MEMBERS: Mapping[str, Callable[..., Any]] = {"forward": _forward_base}
-
-
 @cache
 def _swapped(base: Any) -> Any:
-    members = _WRAPPER_MEMBERS if _wraps(base) else _BASE_MEMBERS
+    wraps = _wraps(base)
+    # A compiled block calls this forward uncompiled: PEFT's forward, which can be compiled, has no dropout.
+    forward = torch.compiler.disable(_forward_adapted if wraps else _forward_base)  # type: ignore[no-untyped-call]
+    members = {"forward": forward, **({"merge": _merge, **PARAMETER_WRAPPER_REPAIRS} if wraps else {})}
     return swapped_class(FusedExperts, (_swapped, (base,)), base, members, plain=base)
 
 
