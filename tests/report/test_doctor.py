@@ -368,7 +368,7 @@ def test_the_kernels_of_a_gpu_are_named_with_what_was_not_taken(monkeypatch: pyt
 
     monkeypatch.setattr(kernels, "chosen", chosen)
     times: dict[str, Times] = {}
-    monkeypatch.setattr("isotype.report.doctor.card_of", lambda device: f"card {device.index}")
+    monkeypatch.setattr("isotype.report.doctor.card_name", lambda device: f"card {device.index}")
     stored = {times_file("card 0"): times}
     monkeypatch.setattr("isotype.report.doctor.stored_times", lambda file: stored.get(file, {}))
     card = device_profile("t4")

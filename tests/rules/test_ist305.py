@@ -112,3 +112,22 @@ def test_every_line_of_an_optimizer_that_mixes_dtypes_is_cast() -> None:
     assert "a cast to float32 at muon.py:3" in finding.evidence
     lines = {Action("line", "muon.py:5", "float32"), Action("line", "muon.py:6", "bfloat16")}
     assert lines in [set(fix.actions) for fix in finding.fixes]
+
+
+def test_of_several_optimizers_of_torch_no_line_is_cast() -> None:
+    """All operators of torch's optimizers have one line, the script's call of `step`, where no cast can be written."""
+    state = Operand("self", FP32, (8, 8), Origin("outside", FP32, "the optimizer's exp_avg of w"))
+    gradient = Operand("end", BF16, (8, 8), Origin("gradient", BF16, "w"))
+    step = trace(
+        [weight("w", BF16, trainable=True)],
+        [refused("aten.lerp_.Scalar", "optimizer", state, gradient)],
+        optimizer="two",
+    )
+
+    def lines(kinds: tuple[str, str]) -> list[Action]:
+        updates = {name: (kind, 1e-3) for name, kind in zip("wv", kinds, strict=True)}
+        (finding,) = find(replace(step, setup=replace(step.setup, updates=updates)))
+        return [action for fix in finding.fixes for action in fix.actions if action.kind == "line"]
+
+    assert not lines(("AdamW", "SGD"))
+    assert lines(("AdamW", "Lookahead"))

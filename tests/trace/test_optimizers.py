@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from isotype.preflight.script.ahead import request_of_script
 from isotype.preflight.setup import setup_of
 from isotype.records.request import StepRequest
 from isotype.records.trace import Setup
+from isotype.report.check.cost import optimizer_words
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
 from isotype.trace.live.watch import Beginning
@@ -95,6 +97,9 @@ def test_a_step_of_two_optimizers_has_the_operators_and_states_of_both() -> None
     assert (setup.optimizer, setup.learning_rate) == ("SGD and Adagrad and AdamW", 0.5)
     assert setup.updates["0.weight"] == ("SGD", 0.5)
     assert setup.updates["1.bias"] == ("Adagrad", 0.0)
+    assert optimizer_words(setup) == "SGD lr 0.5 and Adagrad lr 0 and AdamW lr 0.25"
+    same_rate = setup_of(replace(request, learning_rate=1e-3))
+    assert optimizer_words(same_rate) == "SGD lr 0.001 and Adagrad lr 0.001 and AdamW lr 0.001"
     trace = trace_step(StepCode(model, request.inputs, request.optimizer), setup)
     assert trace.failure is None
     adagrad, adamw = 2 * (16 + 4), 2 * 64 + 4  # the states of both, each with its step counters
@@ -150,6 +155,7 @@ def test_optimizers_with_kernels_of_their_own_are_said_to_be_left_out(name: str)
     ("name", "kind"),
     [
         ("adamw_8bit", "AdamW8bit"),
+        ("adamw8bit", "AdamW8bit"),
         ("lion_8bit", "Lion8bit"),
         ("rmsprop_bnb_8bit", "RMSprop8bit"),
         ("ademamix_8bit", "AdEMAMix8bit"),

@@ -19,7 +19,7 @@ from isotype.lora.loss.head_choice import (
     HeadChoice,
     HeadShape,
     Times,
-    card_of,
+    card_name,
     choose,
     stored_times,
     times_file,
@@ -168,7 +168,7 @@ def test_the_name_of_a_card_is_its_drivers(monkeypatch: pytest.MonkeyPatch) -> N
         "get_device_module",
         lambda _: SimpleNamespace(get_device_name=lambda device: f"card {device.index}"),
     )
-    assert card_of(torch.device("cuda", 1)) == "card 1"
+    assert card_name(torch.device("cuda", 1)) == "card 1"
 
 
 @pytest.mark.parametrize("faster", [True, False])

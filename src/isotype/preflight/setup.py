@@ -58,7 +58,7 @@ def setup_of(request: StepRequest) -> Setup:
     inputs = named_inputs(request.inputs)
     optimizers = [names_instead(part, request.model) for part in optimizers_in(optimizer)]
     kinds = [type(part).__name__ for part in optimizers or [optimizer]]
-    own_rate = bool(optimizers) and request.learning_rate is None
+    rate = request.learning_rate
     evaluation = request.evaluation
     between = [evaluation.between if isinstance(evaluation, LossOf) else "evaluate"]
     phases = {*request.phases, *(between if evaluation is not None else ())}
@@ -71,8 +71,10 @@ def setup_of(request: StepRequest) -> Setup:
         scaler=autocast == torch.float16 if request.scaler is None else request.scaler,
         optimizer=optimizer if isinstance(optimizer, str) else " and ".join(kinds),
         compute=decided or compute_dtype(request.model),
-        learning_rate=learning_rate_of(*optimizers) if own_rate else request.learning_rate,
-        updates=updates_of(optimizers) if own_rate else {},
+        learning_rate=learning_rate_of(*optimizers) if optimizers and rate is None else rate,
+        updates={
+            n: (kind, own if rate is None else rate) for n, (kind, own) in updates_of(optimizers).items()
+        },
         phases=tuple(phase for phase in PHASES if phase in phases),
         policy=policy,
         gradient_checkpointing={} if checkpointing is True else checkpointing or None,

@@ -131,7 +131,8 @@ def _fixes(trace: Trace, broken: Sequence[Call], mismatched: Operand) -> Iterato
         how = "create the optimizer after the last cast of the model, or load the optimizer's state again"
         yield advice("optimizer", how)
     optimizer = trace.setup.optimizer
-    by_torch = all(name in OPTIMIZERS or hasattr(torch.optim, name) for name in optimizer.split(" and "))
+    kinds = {kind for kind, _ in trace.setup.updates.values()} or {optimizer}
+    by_torch = all(kind in OPTIMIZERS or hasattr(torch.optim, kind) for kind in kinds)
     one_line = len({other.source for other in trace.calls if other.phase == call.phase}) == 1
     if "fused" in optimizer:
         yield setting("use an optimizer that is not fused", "optimizer", "adamw")

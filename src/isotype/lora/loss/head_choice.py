@@ -67,7 +67,7 @@ def token_class(tokens: int) -> int:
     return int(min(_MOST, max(_FEWEST, 2 ** ceil(log2(max(tokens, 1))))))
 
 
-def card_of(device: torch.device) -> str:
+def card_name(device: torch.device) -> str:
     return str(torch.get_device_module(device).get_device_name(device))
 
 
@@ -176,7 +176,7 @@ def choose(
     """
     if type(weight) not in PLAIN:
         return HeadChoice(False, f"TRL's: a weight of type {type(weight).__name__} is not measured")
-    card = card or card_of(weight.device)
+    card = card or card_name(weight.device)
     file, key, how = times_file(card), str(shape), "as measured before"
     times = _KNOWN.get((file, key)) or stored_times(file).get(key)
     if times is None:

@@ -33,16 +33,26 @@ def autocast_words(trace: Trace) -> str:
     return f"{dtype_name(inside)} in parts of the step" if inside else ""
 
 
+def optimizer_words(setup: Setup) -> str:
+    """Return the optimizers of the step with the learning rates of their parameters."""
+    rates: dict[str, set[str]] = {}
+    for kind, rate in setup.updates.values() or [(setup.optimizer, setup.learning_rate)]:
+        rates.setdefault(kind, set()).update(() if rate is None else (f"{rate:g}",))
+    return " and ".join(
+        f"{kind} lr {' or '.join(sorted(known, key=float))}" if known else kind
+        for kind, known in rates.items()
+    )
+
+
 def setup_words(trace: Trace, whole: bool = True) -> str:
     """Describe the set-up of the step. If `whole` is False, name only the step's first input, and do not name adapted layers."""
     setup, dtype = trace.setup, autocast_words(trace)
     autocast = f"autocast {dtype}" if dtype else ""
     scaler = "GradScaler" if setup.scaler else ""
     if whole:
-        rate = "" if setup.learning_rate is None else f" lr {setup.learning_rate:g}"
         shapes = ", ".join(f"{name} {list(shape)}" for name, shape in setup.batch.items())
         enabled = autocast or "no autocast", scaler or "no GradScaler"
-        words = (*enabled, f"{setup.optimizer}{rate}", sharding_words(setup), *setup.details, shapes)
+        words = (*enabled, optimizer_words(setup), sharding_words(setup), *setup.details, shapes)
         return "   ".join(filter(None, words))
     name, shape = next(iter(setup.batch.items()), ("", ()))
     batch = f"{name} {list(shape)}" if name else ""

@@ -17,7 +17,7 @@ from isotype.records.finding import Finding, Fix
 from isotype.records.memory import MEMORY_KINDS, Memory
 from isotype.records.reach import Reach
 from isotype.records.trace import Operand
-from isotype.report.check.cost import autocast_words, device_words, sharding_words, time_rows
+from isotype.report.check.cost import autocast_words, device_words, optimizer_words, sharding_words, time_rows
 from isotype.report.check.map import Row, dtype_map, layer_counts
 from isotype.report.check.record import Record
 from isotype.report.check.text import (
@@ -265,14 +265,13 @@ def _fix(fix: Fix) -> Content:
 
 def _setup(report: Record) -> list[tuple[str, str]]:
     setup, profile = report.trace.setup, report.trace.setup.profile
-    rate = "" if setup.learning_rate is None else f", learning rate {setup.learning_rate:g}"
     elsewhere = "" if profile.present else "; not in this machine"
     pairs = [
         ("model", report.trace.model),
         ("device", f"{profile.title} (profile {profile.name}{elsewhere})"),
         ("autocast", autocast_words(report.trace) or "off"),
         ("loss scaling", "GradScaler" if setup.scaler else "none"),
-        ("optimizer", f"{setup.optimizer}{rate}"),
+        ("optimizer", optimizer_words(setup)),
         ("compute dtype", dtype_name(setup.compute)),
         ("sharding", sharding_words(setup) or "none"),
         ("phases", ", ".join(setup.phases)),
