@@ -146,7 +146,7 @@ def _of_bitsandbytes(module: Any) -> None:
 
 def _of_loading(module: Any) -> None:
     """Loops are compiled for each CPU."""
-    compiled = module.loops_of.__wrapped__
+    compiled = module.loops_of
     kept = functools.cache(lambda name, *files: compiled(*files))
     module.loops_of = lambda *files: kept(_seen, *files)
 

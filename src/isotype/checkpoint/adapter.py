@@ -236,10 +236,10 @@ _DRAWN = (True, False, None, "gaussian", "orthogonal")
 
 
 def waiting(adapter: Adapter) -> DeferredBlocks:
-    """Return the `DeferredBlocks` that choose which weights of an adapter's base stay on the meta device at first.
+    """Return `DeferredBlocks` for the base of an adapter: they read most weights later, block by block.
 
     Weights that the adapter's file replaces are loaded at once. All weights are loaded at once if the adapter is not
-    LoRA, or if PEFT reads them while it adds the adapter (DoRA, PiSSA, OLoRA).
+    LoRA, or if PEFT reads the weights to add the adapter (DoRA, PiSSA, OLoRA).
     """
     config = adapter.config
     drawn = kind_of_adapter(config) == "LORA" and not config.use_dora and config.init_lora_weights in _DRAWN
@@ -444,7 +444,7 @@ def _field_problems(content: dict[str, Any], path: Path, kind: Any) -> Iterator[
 def _tensor_problems(
     content: dict[str, Any], tensors: Sequence[TensorHeader], path: Path
 ) -> Iterator[Problem]:
-    """Yield a problem for each integer tensor, each pair A and B whose ranks differ, and each rank that is too large."""
+    """Yield a problem for each integer tensor, each A and B of different ranks, and each rank that is too large."""
     if not tensors:
         what = f"{path.parent / 'adapter_model.safetensors'} contains no tensor"
         yield Problem(what, "the weights of an adapter", "copy the file again")

@@ -46,8 +46,8 @@ class Consumer:
 
     Attributes:
         refuses: options of adapter_config.json that the program refuses -> the reason.
-        unplaced: what the program does with a tensor for which the model has no module.
-        other: what it does with a tensor that is not a LoRA matrix; None if it applies such tensors.
+        unplaced: effect of a tensor for which the model has no module.
+        other: effect of a tensor that is not a LoRA matrix; None if the program applies such tensors.
         stacked: (effect, reason) for an adapter of experts stacked in one tensor; None if the program applies it.
         towers: True if the program applies adapters outside of the language model (towers and projectors).
         scale: function of (config's alpha, config's r, layer's r, is rsLoRA) that returns the scale; None for PEFT's scale.

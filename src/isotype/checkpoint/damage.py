@@ -77,10 +77,10 @@ class Layers:
     """A recorder for `isotype.ranges.twin.twin_of` that measures the damage of quantization in linear layers.
 
     Let f be ln p(y | x), with y sampled from the model. If the weights W change by D, the divergence from the model is
-    ½ E[<D, df/dW>²] to second order (the Fisher information). The backward starts from the gradient that `_of_signs`
-    returns, which has the same second moments as the gradient of f. The estimate adds ½ Σ (g² xᵀ²) D² for each token,
-    with the layer's input x and the gradient g of its output. It omits products of two weights, whose errors are nearly
-    independent, and products of two tokens, which would need hundreds of samples.
+    ½ E[<D, df/dW>²] to second order (the Fisher information). The backward starts from the result of `_of_signs`, a
+    gradient with the same second moments as the gradient of f. For each token, with the layer's input x and the output's
+    gradient g, the estimate is ½ Σ (g² xᵀ²) D². The estimate omits products of two weights, because their errors are
+    nearly independent, and products of two tokens, because these would need hundreds of samples.
 
     Attributes:
         wanted: names of the layers to measure.

@@ -204,7 +204,7 @@ def _held(block: Block, name: str) -> tuple[nn.Parameter, QuantizedStack | None]
 def _as_before(
     name: str, owner: Any, parameter: nn.Parameter, blank: nn.Parameter, former: QuantizedStack | None
 ) -> None:
-    """Give a weight that was just read the dtype and the kind of quantization state of its former blank parameter."""
+    """Convert a weight that was just read to the dtype and quantization state of `blank`, the parameter before it."""
     stack, kind = quantized_stack(owner, name.rpartition(".")[2]), kind_of(owner)
     if stack is not None:
         stack.dtype = stack.dtype if former is None else former.dtype

@@ -98,7 +98,7 @@ class _Stored:
 
 
 def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Iterator[_Stored]:
-    """Yield the stored parameters without those of adapters, whose names have a part that starts with one of `adapters`."""
+    """Yield the stored parameters. A parameter is left out if a part of its name begins with one of `adapters`."""
     for name, parameter in model.named_parameters():
         if any(part.startswith(adapters) for part in name.split(".")):
             continue

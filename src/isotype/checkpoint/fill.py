@@ -141,8 +141,8 @@ def _mapped(sources: Sequence[Source], files: MappedFiles) -> Generator[tuple[So
 def _staged(
     sources: Sequence[Source], files: MappedFiles, placement: Placement, size: int, pinned: bool
 ) -> Generator[tuple[Source, Tensors], None, None]:
-    """Yield each source with a reader of its tensors: a buffer if it has all of them, else the mapped files."""
-    # A weight that is saved quantized may use the tensor's memory without a copy: a reused buffer would overwrite it.
+    """Yield each source with a reader of its tensors: a buffer that has all of them, or else the mapped files."""
+    # A weight that is saved quantized may use the tensor's memory without a copy, and a reused buffer would overwrite it.
     saved = {id(source) for source in sources if not pinned and _is_saved(source, placement)}
     work = [(source, () if id(source) in saved else tuple(_headers(source))) for source in sources]
     with closing(staged(work, size, pinned=pinned)) as read:

@@ -144,9 +144,9 @@ def _class(
     headers: CheckpointHeaders | None,
     deferred: DeferredBlocks | None,
 ) -> Any:
-    """Return a subclass of `cls` for one load, which reads the files of `headers` (or those that transformers finds).
+    """Return a subclass of `cls` for one load. It reads the files of `headers`, or the files that transformers finds.
 
-    The load adds name -> problem to `broken` for parameters that are not finite, and to `lacking` the names that no file has.
+    The load adds (name, problem) of each parameter that is not finite to `broken`, and names that no file has to `lacking`.
     """
 
     def read(model: Any, state_dict: Any, files: Any, settings: Any, theirs: Callable[[], Any]) -> Any:
@@ -233,7 +233,7 @@ def stream(
     leave_dense(model, matched.initialised, policy.plain)
     expected = set(model.state_dict())  # before quantized layers add their constants
     placement = _placement(model, settings, policy, turning(model, headers))
-    # Here, in the model's order: names in an adapter's file depend on this order, and `fill` follows the checkpoint's.
+    # Stacks are stored here, in the model's order, because names in an adapter's file depend on it. `fill` has another order.
     store_blank(model, placement.stacks, policy)
     weights = matched.weights
     if deferred is not None:
@@ -276,7 +276,7 @@ def _save_stacks_whole(model: Any) -> None:
     steps = conversions(model) or get_model_conversion_mapping(model, add_legacy=False)
 
     def splits(step: Any) -> bool:
-        # The new name of a renaming, which has no operations, may refer to groups of the old name.
+        # A renaming has no operations. Its new name is no pattern: it may refer to groups of the old name.
         if not hasattr(step, "operations"):
             return False
         patterns = [pattern.replace("*", ".*") for pattern in step.target_patterns]

@@ -56,9 +56,8 @@ def load(
     Quantized, pinned and plain weights have the policy's dtypes. A checkpoint that is already quantized keeps its
     quantization states, constants and compute dtype. The model's attribute `precision_policy` is the policy.
 
-    An adapter (`runs/sft`, one of its checkpoint folders, or any adapter saved by PEFT) is added to the base model and
-    commit that its adapter_config.json names. The adapter's values are not rounded and can be trained further, as after
-    `add_lora`.
+    An adapter (`runs/sft`, one of its checkpoint folders, or any adapter saved by PEFT) is added to the base model that
+    its adapter_config.json names, at the named commit. The adapter's values are not rounded and can be trained further.
 
     Args:
         path: checkpoint directory, GGUF file, hub id, `embedded:smollm2`, or an adapter's directory.

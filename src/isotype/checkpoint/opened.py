@@ -1,4 +1,4 @@
-"""Opens a checkpoint once: finds its files, reads its config and headers, and returns all of these as a `Checkpoint`."""
+"""Opens a checkpoint: finds its files, and reads its config and headers into a `Checkpoint`."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ _FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 
 
 def local_path(model: str | Path) -> Path | None:
-    """Return the local path of a model, given as a path or as `embedded:NAME`; None if the name can only be a hub id.
+    """Return the local path of a model that is named by a path or `embedded:NAME`; None if the name can only be a hub id.
 
     Raises CheckpointError if the path does not exist and cannot be a hub id, or the embedded model is not installed.
     """

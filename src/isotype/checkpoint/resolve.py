@@ -98,7 +98,7 @@ def resolve_request(
     damages: Damages | None = None,
     measure_damages: Callable[[], Damages] | None = None,
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Return the policy for a `PrecisionRequest`, and the value ranges on which it is based (None without ranges).
+    """Return (policy for a `PrecisionRequest`, value ranges that decided the policy or None).
 
     Args:
         device, ranges, damages: as in `resolve_precision`, which also raises the same errors.

@@ -58,8 +58,7 @@ def load_sharded(
         adapt: function that adds adapters to a model on the meta device: `lambda model: isotype.add_lora(model, policy,
             r=16)`. The adapters' values for a seed do not depend on the number of processes.
         mesh: a `DeviceMesh` of one dimension; default: all processes.
-        reshard: if True, free a block's gathered weights after its forward, and gather them again for its backward; if
-            False, keep them gathered.
+        reshard: True to free a block's gathered weights after its forward, and to gather them again for its backward.
         revision: branch, tag or commit of a hub id.
         **settings: `model_class` and `attn_implementation` as in `isotype.load`, and fields of the config to set, such
             as `num_labels`.

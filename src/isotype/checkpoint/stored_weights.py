@@ -69,8 +69,8 @@ class StoredWeights:
     def read_rows(self, name: str, start: int, stop: int, dim: int = 0) -> torch.Tensor:
         """Return rows `start` to `stop` (columns, if `dim` is 1) of `read(name)`.
 
-        It reads only these rows if each row is a tensor in the files (as for experts), or the same row of every source tensor.
-        Otherwise it reads the whole tensor.
+        Only these rows are read if each row is a tensor in the files (as for experts), or is made from the same row of each
+        source tensor. Otherwise the whole tensor is read.
         """
         source = self._sources[name]
         where = (slice(None),) * dim + (slice(start, stop),)

@@ -276,7 +276,7 @@ def dense_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def held_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return a layer's `dense_weight` as files and dense layers store it: `[in, out]` for Conv1D."""
+    """Return the dense weight in the layout of the layer's class: `[in, out]` for Conv1D, else `[out, in]`."""
     weight = dense_weight(layer, dtype)
     return weight.T.contiguous() if holds_turned(layer) else weight
 

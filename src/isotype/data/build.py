@@ -173,7 +173,7 @@ def _notes(
 
 
 def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
-    """Return a line that says how .txt files are read or which images have no caption; None if there is nothing to say."""
+    """Return a line about .txt files: how they are read, or which images lack one as a caption. Return None without a line."""
     texts = [path.name for path in files if path.suffix.lower() == ".txt"]
     if not texts:
         return None
@@ -339,7 +339,7 @@ def opened(dataset: Any, parts: Parts, reading: Reading) -> Prepared:
 
 
 def _numbered(dataset: Any, parts: Parts, sample: int | None) -> Iterator[Record]:
-    """Yield (part, row number, row) of the first `sample` rows of each part, or of all rows if it is None."""
+    """Yield (part, row number, row) for the first `sample` rows of each part. If `sample` is None, yield all rows."""
     bar = Bar("checking the rows")
     bar.total = len(dataset) if sample is None else sample * len(parts)
     start = 0

@@ -171,7 +171,7 @@ class Survey:
             lines.append(line)
 
     def problems(self) -> list[Problem]:
-        """Return the findings as problems that begin with their source and the numbers of their lines or rows."""
+        """Return the findings as problems, each with its source and its line or row numbers in front."""
         findings = self.findings.items()
         return [
             replace(p, given=f"{source}{_places(self.word, at)}: {p.given}") for (source, p), at in findings

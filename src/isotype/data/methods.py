@@ -58,7 +58,7 @@ class Method:
         auto_class: name of transformers' auto class, or None for the class that the config names.
         reference: condition under which the loss needs a reference model; `compares` evaluates this condition.
         always_copies: True if TRL adds a second adapter for the reference even if `compares` returns False.
-        dropped: first words of the message about dropped rows (a length follows); "" if the trainer drops none.
+        dropped: beginning of the message about dropped rows, before a length; "" if the trainer drops no rows.
         fused_head: True if the trainer takes log-probabilities from TRL's fused head and never reads logits.
     """
 

@@ -23,7 +23,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class _Part:
-    """An entry of a mixture; `splits` are (name, checked split) of each split that the entry names."""
+    """An entry of a mixture, with (name, checked split) for each of its splits."""
 
     entry: Any
     splits: Sequence[tuple[str, Prepared]]
@@ -136,7 +136,7 @@ def _of_one_form(
 
 
 def _aligned(parts: Sequence[_Part], reading: Reading, streaming: bool) -> list[Any]:
-    """Return a data set for each part, such that columns of the same name have the same type in all of them."""
+    """Return a data set for each part. Columns with the same name have the same type in all data sets."""
     import datasets
 
     used = None

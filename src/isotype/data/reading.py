@@ -1,4 +1,4 @@
-"""Convert rows of a data set to the format that a trainer takes: names of columns, roles of messages, images, labels."""
+"""Converts rows of a data set to the format of a trainer: names of columns, roles of messages, images, labels."""
 
 from __future__ import annotations
 

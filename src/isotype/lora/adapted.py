@@ -23,7 +23,7 @@ from isotype.model.walk import LINEAR_KINDS, kind_of, must_be_called
 
 
 def why_not(layer: Any) -> str | None:
-    """Return why a PEFT layer with these active adapters cannot be fused, as a clause; None if it can be fused."""
+    """Return a clause that says why a PEFT layer cannot be fused with its active adapters; None if it can be fused."""
     base = layer.get_base_layer()
     if layer.base_layer is not base:  # one PEFT method wraps another
         inner = type(layer.base_layer)
@@ -142,9 +142,9 @@ class Reading:
 
 
 def read(layer: Any, former: Reading | None) -> Reading | None:
-    """Return `former` if it still describes the layer, else a new `Reading`; None if only PEFT's forward can compute it.
+    """Return `former` if it still describes the layer, else a new `Reading`; None if the layer needs PEFT's forward.
 
-    Only PEFT's forward calls the hooks of inner modules, and gathers sharded weights (FSDP2).
+    Only PEFT's forward calls the hooks of inner modules and gathers sharded weights (FSDP2).
     """
     if former is not None and former.holds(layer):
         return former

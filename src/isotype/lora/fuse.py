@@ -43,7 +43,7 @@ _TOKENS = 4
 def same_input(
     model: Any, layers: Mapping[str, nn.Module], inputs: Mapping[str, Any] | None
 ) -> tuple[list[tuple[str, ...]], str]:
-    """Return (groups of the names of layers that get the same input, reason why the model could not be run or "").
+    """Return (groups of names of layers with the same input, reason why the model could not be run or "").
 
     The layers of a group are children of the same module, which calls them one after another with the same tensor. A
     layer without such neighbours is a group of its own. The model runs once, in evaluation mode and without gradients,
@@ -224,9 +224,9 @@ def fuse(
 ) -> FusionReport:
     """Fuse each LoRA layer of a PEFT model into one function. Layers with the same input share one function.
 
-    PEFT's parameters keep their names, and adapters can be saved, loaded, merged and switched as before. A layer keeps
-    PEFT's forward if its active adapter cannot be fused (see `FusionReport.left`), if its adapters are merged or
-    disabled, if the layer is compiled, or if its inner modules have hooks. Gated MLPs recompute their product in the
+    PEFT's parameters keep their names, and adapters can be saved, loaded, merged and switched as before. PEFT's forward
+    still computes a layer whose active adapter cannot be fused (see `FusionReport.left`) or whose adapters are merged or
+    disabled, a compiled layer, and a layer with hooks on inner modules. Gated MLPs recompute their product in the
     backward instead of saving it. On a CPU, each RMSNorm and each rotary embedding is computed by one function, and
     attention is computed by compiled loops (`isotype.lora.attention`). To find layers with the same input, the model
     runs once, without gradients. If the model is sharded, call `fuse` after sharding and in every process.
@@ -235,9 +235,9 @@ def fuse(
         model: a PEFT model; changed in place. If the model is fused already, it is fused again.
         inputs: keyword arguments for the forward that finds layers with the same input. The default inputs are a
             few tokens, which run the language model but no vision tower.
-        budget: maximum bytes for dense copies. Base weights that are quantized or need a cast get copies. The default is
-            0 on a GPU. On a CPU the default is a quarter of the free memory, because
-            dequantizing a weight there takes more than half as long as its product. A sharded (FSDP2) model gets no copies.
+        budget: maximum bytes for dense copies of base weights that are quantized or need a cast. The default is 0 on a
+            GPU, and a quarter of the free memory on a CPU, where dequantizing a weight takes more than half as long as
+            its product. A sharded (FSDP2) model gets no copies.
         device: kind (`"cpu"`, `"cuda"`) or profile of the device for which a model on the meta device is fused. None
             means the device of the parameters.
 
@@ -303,7 +303,7 @@ _KERNELS = {
 
 
 def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
-    """Test the GPU kernels of the operations between matrix products. Return the chosen kernel for each operation."""
+    """Return the GPU kernel of each operation between matrix products. Tests on this machine choose it."""
     policy = policy_of(model)
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     if parameter is None or parameter.device.type not in DEVICES:
@@ -322,7 +322,7 @@ def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
 
 
 def _fuse_experts(model: nn.Module) -> tuple[tuple[str, ...], dict[int, str]]:
-    """Fuse experts with adapters. Return (names of the fused modules, `id` -> reason for PEFT wrappers that are not fused)."""
+    """Fuse experts with adapters. Return (names of the fused modules, {id of an unfused PEFT wrapper: reason})."""
     fused: list[str] = []
     left: dict[int, str] = {}
     for name, outer in outermost(model):

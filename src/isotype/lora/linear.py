@@ -403,7 +403,7 @@ def _through_down(
     d_down: torch.Tensor | None,
     gradients: list[torch.Tensor | None],
 ) -> None:
-    """Put the gradient of each A into `gradients`: rows of `d_down` if it is not None, else a product with the dropped X."""
+    """Put the gradient of each A into `gradients`. If `d_down` is None, each gradient is a product with X after dropout."""
     places = [layer.first_pair + 2 * index for layer in layers for index in range(len(layer.down))]
     if not places:
         return

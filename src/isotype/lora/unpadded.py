@@ -135,7 +135,7 @@ def unpadded(
 
     Returns:
         None if the batch has almost no padding, if padding is between tokens or on a side that is not in `sides`, if the
-        inputs are not only text, or if `read` is True at padding. Outside of `traced_as`, None for a fake batch, too.
+        inputs are not only text, or if `read` is True at padding. The padding of a fake batch stays outside of `traced_as`.
     """
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or mask is None or {key for key, value in batch.items() if value is not None} - _ARGUMENTS:
@@ -177,7 +177,7 @@ def _without(
 
 @contextmanager
 def in_one_row(model: Any, bare: Unpadded) -> Iterator[None]:
-    """Prepare a model for calls with `bare.inputs`: attention gets the sequences; embedding hooks get the padded batch."""
+    """In the `with` block, the model takes `bare.inputs`: attention gets the sequences, embedding hooks the padded batch."""
     with with_sequences(bare.sequences), _embedding_as(model, bare.place, bare.tokens[None]):
         yield
 

@@ -68,10 +68,11 @@ def dense(layer: Any, dtype: torch.dtype, state: Any = None) -> torch.Tensor:
 
 
 class DenseWeights:
-    """The dense matrices of a model's base weights. The class copies as many weights as the budget in bytes allows. If a
-    weight is quantized or has another dtype than a product, the product reads a copy, or a matrix that is created for this
-    product. A copy is valid as long as the weight has the same memory and version. Code that changes weights
-    through `.data`, such as PEFT's merge, must call `forget`.
+    """Provides the base weights of a model as dense matrices in the dtype of a product.
+
+    Weights that are quantized or have another dtype are copied, as many as the budget in bytes allows; other matrices are
+    created for each product. A copy is valid as long as the weight has the same memory and version. Code that changes
+    weights through `.data`, such as PEFT's merge, must call `forget`.
     """
 
     def __init__(self, budget: int = 0) -> None:
@@ -195,7 +196,7 @@ def _oriented(layer: Any) -> torch.Tensor:
 
 @cache
 def total_memory(device: torch.device) -> int | None:
-    """Return the bytes of a GPU's memory, as its driver reports them; None for a CPU, or if they are unknown."""
+    """Return the bytes of a GPU's memory according to its driver; None for a CPU, or if the size is unknown."""
     if device.type in ("cpu", "meta"):
         return None
     memory_info = getattr(torch.get_device_module(device), "mem_get_info", None)

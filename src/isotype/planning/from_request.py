@@ -273,8 +273,8 @@ def _rows_per_device(request: PlanRequest, length: int) -> int:
 def chosen_row(search: Search, rows: list[Row], goal: str) -> Row | None:
     """Return the row that the goal picks; None if no row fits, not even with fewer tokens.
 
-    A row with the greatest length that fits is added to `rows` and returned if no other row fits, or if the goal is
-    `longest` and `--max_length` is not set.
+    If nothing in `rows` fits, or if the goal is `longest` without `--max_length`, the row with the greatest length that
+    fits is added to `rows` and returned.
     """
     fitting = picked(rows, goal)
     if fitting is not None and (goal != "longest" or "max_length" in search.request.command):
@@ -359,7 +359,7 @@ def fitting_lighter(request: PlanRequest, config: Any) -> tuple[str, PlanRequest
 
 
 def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanRequest]]:
-    """Yield (settings given up, request) for requests that need less memory and more; none if experts have no adapters."""
+    """If experts have adapters, yield (settings given up, request) for requests that need less and less memory."""
     names = _beside_experts(request, config)
     if not names:
         return

@@ -76,7 +76,7 @@ def _clause(search: Search, rows: Sequence[Row], given_up: Any = None) -> str:
 
 
 def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command) -> tuple[Finding, ...]:
-    """Return the findings. Memory findings get the nearest settings that fit as first fix, unless one has a verified fix."""
+    """Return the findings. If no memory finding has a verified fix, the nearest settings that fit become its first fix."""
     memory = [finding for finding in findings if finding.kind == "memory"]
     if not memory or any(fix.verified for finding in memory for fix in finding.fixes):
         return findings
@@ -109,7 +109,7 @@ _LIKE = (
 
 
 def _changes(command: Command, row: Row) -> str:
-    """Return a description of the arguments that differ in the command that fits; "" if all of them are in `_LIKE`."""
+    """Return a description of the changed arguments in the command that fits, without those in `_LIKE`; "" if none are left."""
     changes = command.difference(row.command).items()
     changed = [f"{n} {after} instead of {before}" for n, (before, after) in changes if n not in _LIKE]
     return f", with {', '.join(changed)}" if changed else ""

@@ -45,8 +45,8 @@ class Reached(StepRates):
         products: share of the peak rate that matrix products reach on a GPU with a peak of 100 TFLOP/s.
         falling: on another GPU, `products` is multiplied by (100 TFLOP/s / peak rate) ** `falling`. Faster GPUs reach a
             smaller share.
-        ceiling: the largest share. GeForce GPUs and A10G reach it: their 16-bit products are at most twice as fast as
-            float32 products, because they accumulate in float32 at half their rate.
+        ceiling: the largest share. GeForce GPUs and A10G reach it, because they accumulate in float32 at half their rate:
+            16-bit products are at most twice as fast as float32 products.
     """
 
     products: float

@@ -81,7 +81,7 @@ class Steps:
 
     @cached_property
     def held(self) -> Traced:
-        """The memory of weights, adapters and buffers: less than that of any step. It needs no trace."""
+        """The memory of weights, adapters and buffers, which every step needs. It is known without a trace."""
         kinds, names = self.step.held(self.arguments), [profile.name for profile in self.profiles]
         return Traced(sum(kinds.values()), "load", kinds, dict.fromkeys(names), ())
 

@@ -248,7 +248,7 @@ def check_module_names(model: Any, config: Any) -> None:
 
 
 def _check_rank(model: Any, config: Any) -> None:
-    """Raise UsageError if the rank exceeds the smaller side of all adapted layers; add a note if it exceeds that of some."""
+    """Raise UsageError if the rank exceeds the width (the smaller side) of all adapted layers. For some layers, add a note."""
     rank, targets = getattr(config, "r", None), getattr(config, "target_modules", None)
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # heads that are trained, without an adapter
     widths = [
@@ -393,7 +393,7 @@ def _adapter_arguments() -> Iterator[None]:
 
 
 def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:
-    """Return the parts that get adapters: `--adapt` or, if no row has an image, the language model; else None (all parts)."""
+    """Return the parts of `--adapt`. By default, return the language model, or None (all parts) if rows have images."""
     if settings.adapt is not None:
         return Adapt(read_parts(settings.adapt), "--adapt leaves their part out")
     if {"image", "images"} & set(columns):

@@ -35,7 +35,7 @@ Result = TypeVar("Result", bound=Ranges | Damages)
 def policy_by_ranges(
     checkpoint: Checkpoint, request: PrecisionRequest, device: str, *, when: str = "measure"
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Return the policy, and the value ranges on which it is based (None if it is based on none).
+    """Return (the policy, the value ranges that decided the policy or None).
 
     With `when="measure"`, the ranges of a local checkpoint are measured unless they are cached. With `when="known"`, only
     cached ranges are used.

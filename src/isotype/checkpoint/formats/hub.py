@@ -45,7 +45,7 @@ def _asking(headline: str, what: str, expected: str, fix: str) -> Iterator[None]
 
 
 def local_snapshot(model_id: str, revision: str | None = None) -> Path | None:
-    """Return the directory of a model in the hub's local cache, or None if not all of its weights are there."""
+    """Return the directory of a model in the hub's local cache, or None if the cache lacks some of its weights."""
     snapshot = _cached(model_id, revision)
     weights = find_weights(snapshot) if snapshot is not None else None
     if weights is None or weights[1] != "model" or weights[0].suffix == ".gguf":

@@ -36,7 +36,7 @@ class MappedFiles:
         self._storages: dict[Path, Any] = {}
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
-        """Return the tensor, or rows of a tensor, that `header` describes; as bytes if torch lacks its dtype."""
+        """Return the tensor (or rows of a tensor) that `header` describes. If torch lacks the dtype, return bytes."""
         if not header.begin:  # a tensor that is not contiguous in its torch file
             return torch_tensors(header.file)[header.name].contiguous()
         raw = self._span(header)
@@ -128,8 +128,8 @@ def staged(
     generator is closed, also after an interrupt.
 
     Args:
-        work: pieces of work and their headers. A piece is yielded with None if one of its headers has no offset, or if
-            it needs more than `size` bytes.
+        work: (piece of work, headers of its tensors). None replaces the buffer if a header has no offset, or if the
+            tensors need more than `size` bytes.
         pinned: allocate buffers in pinned memory; if that fails, log a warning and use other memory.
     """
     groups = list(_groups(work, size))

@@ -129,8 +129,8 @@ class Match:
 def match(model: Any, headers: CheckpointHeaders) -> Match:
     """Compare a dense model, which may be on the meta device, with a checkpoint by names and shapes.
 
-    A missing tensor is `initialised` if the model's author allows it (`_keys_to_ignore_on_load_missing`), or if the model
-    has another head than the class that was saved.
+    A missing tensor is `initialised` if the model's author allows it (`_keys_to_ignore_on_load_missing`), or if it belongs
+    to a head that the saved class does not have.
     """
     weights = weight_map(model, headers)
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
@@ -207,8 +207,8 @@ def _unused(
 ) -> tuple[StoredTensor, ...]:
     """Return the surplus tensors that no transformers class for the model's config uses.
 
-    If the config names another class than the model's, only two kinds of tensors count as unused: tensors of modules that
-    the model has, and tensors of layers beyond the model's last layer.
+    If the config names another class, only two kinds of tensors count as unused: tensors of the model's modules, and tensors
+    of layers beyond the model's last layer.
     """
     caches = any(str(key).startswith("kv_cache") and value for key, value in quantization.items())
     unused = [tensor for tensor in surplus if not (caches and _CACHE.search(tensor.name))]
@@ -222,7 +222,7 @@ def _unused(
 
 
 def _extends(model: Any, name: str) -> bool:
-    """Return True if a tensor belongs to a module of the model, or to a layer that one of its module lists lacks."""
+    """Return True if a tensor belongs to a module of the model, or to a further layer of one of its module lists."""
     prefix = f"{model.base_model_prefix}."
     modules = dict(model.named_modules())
     depth, rest = 0, [""]
@@ -360,7 +360,7 @@ def _grouped_by_pattern(names: Iterable[str], alike: Any) -> Iterable[list[str]]
 
 
 def _near(name: str, shape: tuple[int, ...] | None, surplus: Sequence[StoredTensor]) -> StoredTensor | None:
-    """Return the surplus tensor of this shape that has a similar name, or the only one of this shape; else None."""
+    """Return the surplus tensor of this shape with the most similar name, or the only one of this shape; else None."""
     alike = {tensor.name: tensor for tensor in surplus if dense_shape(tensor) == shape}
     close = difflib.get_close_matches(name, alike, n=1, cutoff=0.6)
     if close:

@@ -120,7 +120,7 @@ def stored_tensors(
 def _weight_of(
     name: str, names: Mapping[str, TensorHeader], quantization: Mapping[str, Any] | None
 ) -> tuple[str, str]:
-    """Return (name of the weight to which a constant belongs, format that the constant implies); ("", "") for other tensors."""
+    """Return (name of a constant's weight, format that the constant implies), or ("", "") for a tensor that is no constant."""
     if not name.endswith(_ENDINGS):
         return "", ""
     for endings, weight_ending, form in _CONSTANTS:

@@ -139,9 +139,9 @@ def _renaming(
 def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
     """Return a map from names in a GGUF file to names in the model; both end in `.weight` or `.bias`.
 
-    The names in gguf's table have no prefix for the base model (or for a part of it). So the function drops leading
-    parts of a name in the model until the table has the rest. If several names lead to one name in the file, the name
-    with the fewest removed parts is used. transformers' `get_gguf_hf_weights_map` would take seconds.
+    The names in gguf's table have no prefix such as `model.`. So leading parts of a name in the model are removed until
+    the table has the rest. If several names match one name in the file, the name with the fewest removed parts is used.
+    transformers' `get_gguf_hf_weights_map` would take seconds.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from transformers import modeling_gguf_pytorch_utils as gguf
@@ -197,9 +197,9 @@ def converted(model: Any, source: Source, values: Mapping[str, torch.Tensor]) ->
 
 
 class _Shapes:
-    """The model for a conversion that asks it for the shape of a dense weight (`Transpose(check_dims=True)`).
+    """Stands for the model in a conversion that reads the shape of a dense weight (`Transpose(check_dims=True)`).
 
-    The weight may be quantized now, and its part of the source may have fewer rows.
+    The model's weight may be quantized already, or a part of the source may have fewer rows.
     """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...] | None]) -> None:

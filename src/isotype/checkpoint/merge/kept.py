@@ -4,8 +4,8 @@ Let p be the next-token distributions of the trained model, which is the adapter
 
     kept = 1 - KL(p || merged) / KL(p || base)
 
-The value is 1 if the outputs of the merged and the trained model are equal, and 0 if the merged model is as far from the
-trained model as the base is. For training rows, losses are compared, too: (base - merged) / (base - trained).
+If the merged model has the outputs of the trained model, the value is 1; if it has the outputs of the base, the value is 0.
+For training rows, losses are compared, too: (base - merged) / (base - trained).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Learned:
 
     @torch.no_grad()
     def run(self, model: Any) -> tuple[list[torch.Tensor], float | None]:
-        """Return a model's logits of every `step`-th token of each text, and its mean loss (None without labels)."""
+        """Return (logits of every `step`-th token of each text, mean loss or None without labels)."""
         stored, losses = [], []
         for (ids, labels), logits in self._forwards(model.eval()):
             # A classifier has one row of logits for the whole text.

@@ -217,7 +217,7 @@ class Merging:
         return self._rounding.rounded(in_order, self._changed)
 
     def _tie_again(self, first: str, last: str) -> None:
-        """Tie the embeddings if both have equal values after the merge; else add a note that they are two weights now."""
+        """Tie input and output embeddings that have equal values after the merge. If they differ, add a note."""
         equal = torch.equal(self._outside[first], self._outside[last])
         config = self.model.config
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = equal
@@ -258,7 +258,7 @@ def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapt
 
 
 def _untie(model: Any) -> bool:
-    """Copy the weight of tied output embeddings, so that both can be merged; return True if they were tied."""
+    """Separate tied input and output embeddings, so that both can be merged. Return False if they were not tied."""
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     if last is None or first.weight is not last.weight:
         return False

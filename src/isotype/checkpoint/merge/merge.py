@@ -63,10 +63,10 @@ def merge_adapter(
 
     The adapter is added to these weights:
 
-    - without `base`: the weights that the training used; if they were quantized, they are dequantized;
-    - with `base`: the weights that the files of `base` store;
-    - if `stored` is the training's quantization format: the weights that the base's files store. If dequantized weights
-      were quantized again, small updates would be lost.
+    - without `base`: the weights of the training, dequantized if they were quantized;
+    - with `base`: the weights in the files of `base`;
+    - if `stored` is the training's quantization format: the weights in the base's files. If dequantized weights were
+      quantized again, small updates would be lost.
 
     PEFT merges each layer in float32. The sum is rounded once; rounding to 16 bits is stochastic
     (`isotype.checkpoint.merge.layers.unbiased`). The model is built in a temporary folder, opened with transformers,

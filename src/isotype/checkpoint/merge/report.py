@@ -1,4 +1,4 @@
-"""Records of a merge and of its rounding errors, and functions that compute the errors."""
+"""Dataclasses for the result of a merge, and functions that compute its rounding errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WeightLoss:
     Attributes:
         relative_error: ||S - (W + D)|| / ||D|| in Frobenius norms, as a fraction; S is the stored weight.
         entries: number of nonzero entries of D.
-        vanished: how many of these entries are lost, because W and W + D are stored as the same value or code; None if unknown.
+        vanished: number of these entries that are lost: W and W + D are stored as the same value or code. None if unknown.
     """
 
     name: str
@@ -69,7 +69,7 @@ class LogitsDifference:
 
     @property
     def fall(self) -> float | None:
-        """Fraction of the training's decrease in loss that the merged model keeps; None if there was no decrease."""
+        """Share of the decrease in loss by training that the merged model keeps; None if the loss did not decrease."""
         if self.losses is None or self.losses[0] <= self.losses[1]:
             return None
         base, trained, merged = self.losses
@@ -101,7 +101,7 @@ class MergeReport:
     Attributes:
         output: directory of the merged model, or its GGUF file.
         storage: storage of the base; a base in `"nf4"`, `"fp4"` or `"int8"` was dequantized.
-        dtype, dtype_reason: dtype of the merged weights before they are stored as `stored`, and why it was chosen.
+        dtype, dtype_reason: dtype to which the merged weights are rounded first, and the reason for this dtype.
         weights: rounding loss of each weight that the adapter changed, measured on the files if they are quantized or GGUF.
         logits: comparison of the merged model with the trained model; None if they were not compared (see `notes`).
         notes: remarks about the written types, about differences from the base, and about the comparison.

@@ -42,7 +42,7 @@ def varlen_attention() -> Any:
 
 
 def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> str | None:
-    """Return why a device, dtype or config makes variable-length attention impossible, as a clause; None if it is possible."""
+    """Return a clause that says why variable-length attention is impossible; None if it is possible."""
     if profile.kind != "cuda":
         return f"variable-length attention is for NVIDIA GPUs, and this is {profile.title}"
     if dtype not in profile.flash_attention or dtype not in DTYPES:
@@ -74,7 +74,7 @@ def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> An
 def why_not_call(
     inputs: tuple[torch.Tensor, ...], sequences: Sequences, causal: bool, kwargs: dict[str, Any]
 ) -> str | None:
-    """Return why a call needs a mask instead of sequence lengths, as a clause; None if lengths suffice."""
+    """Return a clause that says why a call needs a mask instead of sequence lengths; None if lengths are enough."""
     query, key, value = inputs
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         return f"queries, keys and values are {', '.join(sorted({dtype_name(x.dtype) for x in inputs}))}"

@@ -181,7 +181,7 @@ def _tile_of(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(mask: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield pieces of a mask `[…, queries, keys]`, so that a comparison never creates a tensor as large as the mask."""
+    """Yield pieces of a mask `[…, queries, keys]`. Comparing a piece creates a smaller tensor than comparing the mask."""
     rows = max(1, _AT_ONCE // max(1, mask[..., :1, :].numel()))
     return (mask[..., first : first + rows, :] for first in range(0, mask.shape[-2], rows))
 

@@ -131,9 +131,9 @@ class _Attention(torch.autograd.Function):
 
 
 def traced(compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """Return `compute(*inputs)` with the memory of `attention` on float32 copies, for a trace.
+    """Return `compute(*inputs)`, for a trace. It allocates as much memory as `attention` does for float32 copies.
 
-    Only the inputs are saved for the backward, which computes the result again.
+    Only the inputs are saved. The backward computes the result again.
     """
     out: torch.Tensor = _Traced.apply(compute, *inputs)  # type: ignore[no-untyped-call]
     return out

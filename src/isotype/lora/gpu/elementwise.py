@@ -69,7 +69,7 @@ def _power_of_two(count: int) -> int:
 
 
 def _warps(block: int) -> int:
-    """Return the number of warps for a program of `block` elements: each thread takes 16, which fit into its registers."""
+    """Return the number of warps for a program of `block` elements. Each thread has 16 elements in its registers."""
     return min(16, max(1, block // 512))  # at most 1024 threads, with AMD's warps of 64 threads, too
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ class Loops:
         function(*[x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments])
 
 
-@cache
 def loops_of(source: Path, *headers: Path) -> Loops:
     """Return the loops of a C++ source. The first call on a machine compiles for some seconds."""
     try:

@@ -61,7 +61,7 @@ def is_used(dtype: torch.dtype, x: torch.Tensor) -> bool:
 
 @cache
 def _are_fast(dtype: torch.dtype) -> bool:
-    """Return whether the loops are as fast as torch: on x86 CPUs from AVX2 on, except in bfloat16 with AMX, which they lack."""
+    """Return whether the loops are as fast as torch: on x86 CPUs with AVX2. They do not use AMX, which torch has in bfloat16."""
     return bool(compiler_options()) and not (dtype == torch.bfloat16 and multiplies_by_amx())
 
 
@@ -70,9 +70,9 @@ def write_sums(sums: Iterable[Sum], *, compiled: bool) -> None:
 
     Args:
         sums: the sums to compute; no sum reads another sum's result. An iterator may create the sums on demand.
-        compiled: if True, the compiled loops compute the sums, provided that they support all of them (see `is_used`).
-            Torch's operators round the sum after each product, except for float32 sums on a GPU that has such products
-            (`isotype.lora.kernels`). Because of this rounding, small terms come first, and a (large) bias comes last.
+        compiled: True to use the compiled loops if they support all sums (see `is_used`). Torch's operators round a sum
+            after each product, except for float32 sums on some GPUs (`isotype.lora.kernels`). Because of this rounding,
+            small terms come first, and a (large) bias comes last.
 
     Raises:
         RuntimeError: torch's error for matrices that do not match.

@@ -87,7 +87,7 @@ class Buffers:
 
 
 def buffers_for(call: Call, tokens: int, weight: torch.Tensor, *, other: bool, slope: bool) -> Buffers:
-    """Return scratch memory for `tokens` tokens. `other` and `slope` request these buffers; `slope` needs a soft cap."""
+    """Return scratch memory for `tokens` tokens, with the buffers `other` and (with a soft cap) `slope` if requested."""
     vocabulary = weight.shape[0]
     slope = slope and call.softcap is not None
     on_cpu = weight.device.type == "cpu"

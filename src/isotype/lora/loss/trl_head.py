@@ -102,7 +102,7 @@ def use_own_head(trainer: Any) -> None:
 
 
 def goes_by_lengths(model: Any) -> bool:
-    """Return whether a model's attention needs no full mask, so that concatenated rows are as fast as separate rows."""
+    """Return whether a model's attention needs no full mask. Then concatenated rows are as fast as separate rows."""
     return attention_of(model.config.get_text_config()) not in (None, "eager", "sdpa", NAME, REPEATED)
 
 
@@ -216,7 +216,7 @@ def _models(trainer: Any) -> Iterator[Any]:
 
 
 def _trl_head(forward: Any) -> tuple[bool, dict[str, Any]] | None:
-    """Return (True if `forward` is TRL's, False if it wraps TRL's; arguments of TRL's head), or None for another forward."""
+    """Return (whether `forward` itself is TRL's, arguments of TRL's head), or None if it neither is nor wraps TRL's."""
     function = inspect.unwrap(forward, stop=is_fused_forward)
     function = getattr(function, "__func__", function)
     outermost = getattr(forward, "__func__", forward) is function

@@ -155,8 +155,8 @@ def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
 def skipping_optimizer(optimizer: Any, accelerator: Any, device: torch.device) -> Any | None:
     """Return the optimizer inside accelerate's wrapper if a flag on the device can make it skip an update, else None.
 
-    The result is also None if a GradScaler sets the flag, or if there are several processes, because the host must read
-    the stop requests of all processes before the update.
+    Return None also with a GradScaler, which sets the flag, and with several processes, because the host must read the
+    stop requests of all processes before the update.
     """
     scaler = getattr(accelerator, "scaler", None)
     if device.type not in DEFERRED_ON or accelerator.num_processes > 1 or scaler is not None:

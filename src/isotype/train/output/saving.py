@@ -80,7 +80,7 @@ class WholeCheckpoints(Sharded):
         return result
 
     def last_checkpoint(self: Any) -> Path | None:
-        """Return the last complete checkpoint of this run, or else the checkpoint that was resumed (None if neither exists)."""
+        """Return the last complete checkpoint of this run, else the resumed checkpoint, or None without either."""
         whole = whole_checkpoints(self.args.output_dir)
         return whole[-1] if whole and saved_at(whole[-1]) >= self._began else self._resumed_from
 

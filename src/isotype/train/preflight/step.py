@@ -118,7 +118,7 @@ class PlannedStep:
 
     @cached_property
     def mixed(self) -> bool:
-        """True if the documents of a packed row would attend to each other, so that the training puts each in its own row.
+        """True if the documents of a packed row would attend to each other. The training then puts each in its own row.
 
         A training runs the model to test its masks. A trace without weights shows whether masks depend on documents.
         """

@@ -58,7 +58,7 @@ class Lengths:
         return f"{rows} begin with the beginning-of-text token, which the tokenizer adds again; remove it from the rows"
 
     def cut(self, limit: int | None, whole: bool = False) -> str | None:
-        """Describe the rows longer than `limit` tokens, which are cut, or left out if `whole`; None if there are none."""
+        """Describe the rows of more than `limit` tokens, which are cut, or left out if `whole`. None without such rows."""
         over = [length - limit for length in self.tokens if limit is not None and length > limit]
         if not over:
             return None
@@ -122,7 +122,7 @@ def lengths_in(settings: Settings, tokenizer: Any, rows: Any, *, every: bool = F
 
 
 def adapter_notes(settings: Settings, tokenizer: Any, rows: Any) -> list[str]:
-    """Return notes on an adapter that is trained further: about AdaLoRA, and about rows without the tokens that it needs.
+    """Return notes on an adapter that is trained further: AdaLoRA keeps its ranks; rows lack tokens that the adapter needs.
 
     Raises:
         DataError: no row has these tokens, so that the adapter would learn nothing.

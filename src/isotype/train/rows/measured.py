@@ -136,7 +136,7 @@ def _settings(record: RunRecord, folder: Path) -> Settings:
 
 
 def _rows(settings: Settings) -> tuple[str, Any]:
-    """Return the name and rows of the test split (or held-back rows) if there is one, else of the training split."""
+    """Return (name, rows) of the test split or the held-back rows, or else of the training split."""
     try:
         data = training_data(settings, lambda line: None, evaluates=True)
     except DataError:
