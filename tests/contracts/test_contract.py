@@ -64,6 +64,8 @@ def test_a_norm_without_a_bias_keeps_its_statistics_in_float32() -> None:
         ("cuda", "aten._amp_foreach_non_finite_check_and_unscale_.default", (B, B, F, F), "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"),
         ("cuda", "aten.mv.default", (F, B), "addmv input tensors must have the same dtype, but got BFloat16, Float, and BFloat16"),
         ("cuda", "aten.addmv.default", (H, F, H), "addmv input tensors must have the same dtype, but got Half, Float, and Half"),
+        ("cuda", "aten.mm.default", (I, I), "\"addmm_cuda\" not implemented for 'Long'"),
+        ("rocm", "aten.bmm.default", (torch.int8, torch.int8), "\"baddbmm_cuda\" not implemented for 'Char'"),
         ("cuda", "aten.dot.default", (F, B), "dot : expected both vectors to have same dtype, but found Float and BFloat16"),
         ("mps", "aten.mm.default", (F, B), "expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16"),
         ("xpu", "aten.mm.default", (F, B), "expected self and mat2 to have the same dtype, but got: float != c10::BFloat16"),
@@ -329,6 +331,7 @@ def test_a_mixture_with_float64_is_judged_by_those_with_bfloat16(name: str) -> N
 
 def test_nothing_is_said_of_integers_or_of_operators_and_dtypes_nobody_knows() -> None:
     assert CPU.judge("aten.add.Tensor", (I, I)) is None
+    assert CPU.judge("aten.mm.default", (I, I)) is None
     assert CPU.judge("aten.mm.default", ()) is None
     assert CPU.judge("aten.mm.default", (torch.complex64, torch.float8_e8m0fnu)) is None
     assert CPU.judge("mylib.op.default", (F, B)) is None

@@ -8,6 +8,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+import isotype
+from isotype.core.dtypes import dtype_name
 from tests.reality import real_step
 from tests.rules.traces import FP32, found, traced
 from tests.small import Net, ids, line
@@ -90,6 +92,18 @@ def test_what_runs_is_silent(ending: Callable[[torch.Tensor], torch.Tensor]) -> 
     assert found(RULE, trace) == []
     assert trace.failure is None
     assert Ending(ending)(X["x"]).dtype == FP32
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
+def test_a_gpu_does_not_multiply_integers(dtype: torch.dtype) -> None:
+    def ending(h: torch.Tensor) -> torch.Tensor:
+        return h + (h > 0).to(dtype) @ torch.ones(h.shape[-1], h.shape[-1], dtype=dtype)
+
+    (finding,) = isotype.check(Ending(ending), X, device="a100", phases=("forward",)).errors
+    assert finding.code == "IST111"
+    assert finding.message == f"mm does not take this {dtype_name(dtype)} tensor"
+    assert "cast the operands to a float dtype" in finding.fixes[0].description
+    assert dtype == torch.bool or found(RULE, traced(Ending(ending), X)) == []
 
 
 class Looked(nn.Module):

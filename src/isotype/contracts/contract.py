@@ -166,7 +166,7 @@ class Contracts:
         """Return the verdict on a call of `op` (`aten.mm.default`) with tensor operands of these dtypes.
 
         `dtypes` are the dtypes of all tensor arguments in order, including the tensors in lists. The result is None if no
-        operand is a float, or if no table and no family covers the call. The fake kernel then decides.
+        table and no family covers the call, or if all operands are integers and none is refused. The fake kernel then decides.
         """
         if (op, dtypes) not in self._memo:
             self._memo[op, dtypes] = self._judge(op, dtypes)
@@ -181,18 +181,20 @@ class Contracts:
         if not _FLOAT8.isdisjoint(dtypes) and op not in _MIXES_FLOAT8:
             return _float8_verdict(op, self.kind, dtypes)
         letters = [LETTERS.get(dtype, "") for dtype in dtypes]
-        if "" in letters or set(letters) <= {"i"}:
+        if not letters or "" in letters:
             return None
         integer = next((dtype for dtype in dtypes if LETTERS[dtype] == "i"), torch.int64)
         patterns = patterns_of(layout_of(op), letters)
         verdicts = [self._judge_pattern(op, pattern, integer) for pattern in patterns]
         known = [verdict for verdict in verdicts if verdict is not None]
         rejected = next((verdict for verdict in known if not verdict.accepted), None)
-        if rejected is not None or len(verdicts) == 1:
-            return rejected or verdicts[0]
+        if rejected is not None or set(letters) == {"i"}:
+            return rejected
         if len(known) < len(verdicts):
             return None
-        return Verdict(True, assumed=any(verdict.assumed for verdict in known))
+        return (
+            known[0] if len(known) == 1 else Verdict(True, assumed=any(verdict.assumed for verdict in known))
+        )
 
     def _judge_pattern(self, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
         families = families_of(op, self.kind, self.capability)

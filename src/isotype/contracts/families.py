@@ -144,6 +144,8 @@ _TABLES = table(__file__, "kernels.json")
 _CUDA_FACTORIZATIONS: Mapping[str, str] = _TABLES["cuda_factorizations"]
 """Names of operators, separated by spaces -> the kernel that torch calls first on a GPU (of `_linalg_svd`: by shapes, for sides
 up to 32)."""
+_CUDA_PRODUCTS: Mapping[str, str] = _TABLES["cuda_products"]
+"""Names of matrix products that a GPU computes only for floating-point dtypes -> the kernel."""
 _CPU_KERNELS: Mapping[str, str] = _TABLES["cpu_kernels"]
 """Names of operators that a CPU runs in float32 and float64 only -> the kernel. Measured with torch 2.13."""
 _NOT_FLOAT: Mapping[str, str] = _TABLES["not_float"]
@@ -178,6 +180,10 @@ FAMILIES: tuple[Family, ...] = (
     Family(_ops("bmm.dtype"), _BATCHES, exact=True, devices=GPUS),
     Family(_ops("baddbmm.dtype"), _BATCHES, alike=(1, 2), exact=True, devices=GPUS),
     Family(_ops("addmm.dtype"), _MATRICES, alike=(1, 2), exact=True, devices=GPUS),
+    *(
+        Family(_ops(names), exact=True, only="fdbh", refusal=_NO_KERNEL.format(kernel), devices=_CUDA)
+        for names, kernel in _CUDA_PRODUCTS.items()
+    ),
     _without_kernel("_sparse_addmm", "addmm_sparse_cuda", _CUDA),
     # On fake tensors, which are dense, `torch.sparse.mm` passes the sparse matrix last.
     Family(_ops("_sparse_addmm"), _SCALAR_TYPE, alike=(2, 1), exact=True),

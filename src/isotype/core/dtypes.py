@@ -57,12 +57,15 @@ _INTEGERS = {
     torch.int64: r"\b[Ll]ong\b",
     torch.int32: r"(?<!long )\b[Ii]nt\b",
     torch.bool: r"\b[Bb]ool\b",
+    torch.int16: "'Short'",
+    torch.int8: "'Char'",
+    torch.uint8: "'Byte'",
 }
-"""Patterns of dtype names in torch's errors about labels, indices and masks."""
+"""Patterns of dtype names in torch's errors about labels, indices, masks and products."""
 
 
 def named_integer(message: str, dtypes: Iterable[torch.dtype] = tuple(_INTEGERS)) -> torch.dtype | None:
-    """Return the first of `dtypes` that torch's error names; None if there is none. Only int64, int32 and bool are found."""
+    """Return the first of `dtypes` that torch's error names; None if there is none."""
     return next((d for d in dtypes if d in _INTEGERS and re.search(_INTEGERS[d], message)), None)
 
 

@@ -4,8 +4,8 @@ reads, or token ids, labels or masks have a dtype that the operator does not acc
 
 **Why it happens.** A token was added to the tokenizer but the embeddings were not resized, rows are longer than the
 table of positions, or labels are not below the number of classes. Or the dtype is wrong: labels from NumPy are int32,
-the mask in `1 - mask` is bool, integer one-hot rows are multiplied with a float weight, or the code casts a whole
-batch to a float dtype, its token ids, labels and masks included.
+the mask in `1 - mask` is bool, integer one-hot rows are multiplied with a float weight, two integer matrices are
+multiplied on a GPU, or the code casts a whole batch to a float dtype, its token ids, labels and masks included.
 
 **Why it is bad.** The step fails. On a GPU, the error comes at a later line: `CUDA error: device-side assert triggered`.
 
@@ -112,7 +112,8 @@ def _dtype(call: Call, calls: list[Call], trace: Trace) -> Finding:
         _without_floats(call, refused, at) if refused.dtype.is_floating_point
         else f"call .long() on the labels{at}" if "nll_loss" in name
         else f"write ~mask instead of 1 - mask{at}" if name in ("sub", "sub_", "rsub")
-        else f"cast the {dtype} tensor to the other operand's dtype{at}"
+        else f"cast the {dtype} tensor to the other operand's dtype{at}" if call.floats
+        else f"cast the operands to a float dtype{at}"
     )  # fmt: skip
     return finding_at(
         "error",
