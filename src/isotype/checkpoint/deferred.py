@@ -130,7 +130,7 @@ class DeferredBlocks:
 
     def read(self, block: Block) -> None:
         """Read the weights of a block; raise CheckpointError if a file is damaged, or values are not finite."""
-        # Codes of stacked experts take the place of the dense weights that they are dequantized to.
+        # For stacked experts, the codes are read into the place of the dense weights, and change the dtype that is there.
         dtypes = [weight.dtype for weight in block.dense]
         if block.sources:
             assert self._placement is not None
@@ -141,7 +141,7 @@ class DeferredBlocks:
             _as_before(name, block.owners[name], _held(block, name)[0], blank, former)
         for weight, dtype in zip(block.dense, dtypes, strict=True):
             weight.read(dtype)
-        # The codes of layers that dense layers replace are freed.
+        # Free the codes of the quantized layers. Dense layers have replaced these layers.
         replaced = {weight.layer for weight in block.dense}
         self._blank_again(block, [name for name, owner in block.owners.items() if owner in replaced])
 

@@ -181,7 +181,7 @@ def quantization_of(config: Any) -> QuantizationFacts | None:
     method = method_of(options)
     bits = options.get("bits") or options.get("w_bit")
     if method != "bitsandbytes":
-        # Never just "int8", which is bitsandbytes' format: 8-bit GPTQ weights are stored in another one.
+        # The name includes the method, because "int8" alone is bitsandbytes' format.
         form = f"{method}-{bits}bit" if bits else method
         return QuantizationFacts(method, form, experts=MXFP4 if method == MXFP4 else "")
     if options.get("load_in_8bit"):

@@ -165,7 +165,7 @@ class _Rows:
     def stack(self, name: str, holder: Any, blank: QuantizedStack) -> torch.Tensor:
         """Return the codes of this process's experts, and store the constants of all experts in `holder`."""
         experts, device, storage = blank.shape[0], self.device, blank.storage
-        # Experts whose values exceed the compute dtype's range are quantized from the dtype that they compute in.
+        # Experts whose values exceed the compute dtype's range compute in another dtype. They are quantized from this dtype.
         dtype = self.policy.plain if blank.dtype == self.policy.compute else blank.dtype
         start, stop = self._bounds(experts)
         if storage == MXFP4:

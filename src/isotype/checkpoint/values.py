@@ -197,7 +197,7 @@ def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
 class DenseWeight:
     """A dense weight that replaces a quantized weight: its `name` in the model and the `module` that holds it.
 
-    `values` dequantizes the quantized weight to a dtype. `layer` is the bitsandbytes layer that `module` replaces; None
+    `values` dequantizes the quantized weight to a dtype. `layer` is the bitsandbytes layer that `module` replaces, or None
     for stacked experts.
     """
 

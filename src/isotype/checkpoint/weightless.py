@@ -121,7 +121,10 @@ def forget_quantization(config: Any) -> None:
 
 
 def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
-    """Return the `BitsAndBytesConfig` for `policy`; None if it is dense, or if `saved` names the files' quantization."""
+    """Return the `BitsAndBytesConfig` for `policy`. Return None if the policy is dense, or if the files are already quantized.
+
+    `saved` is the quantization of the files, or None.
+    """
     if saved is not None or not policy.quantized:
         return None
     from transformers import BitsAndBytesConfig

@@ -80,7 +80,7 @@ def with_places(row: Row, folder: Path | None = None, *, pictured: bool = False)
 
 
 def _placed(turn: Mapping[str, Any], marked: bool, places: list[Row]) -> Mapping[str, Any]:
-    """Return a message with a place for each image, and append to `places` each place's image, or {} if it has none.
+    """Return a message with a place for each image. Append each place's image (or {} without an image) to `places`.
 
     If `marked` is True, `<image>` in a text is a place.
     """
@@ -142,7 +142,7 @@ def alike_at_start(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def _spoken(row: Row, pictured: bool) -> Row | Problem:
-    """Return the row as conversations, or the problem with it. `pictured` is True if its image columns contain images.
+    """Return the row as conversations, or the problem with the row. `pictured` is True if the row has images.
 
     Texts become messages. A caption becomes the answer to `QUESTION`. The common beginning of a pair of conversations
     becomes the prompt.

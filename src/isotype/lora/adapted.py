@@ -79,7 +79,7 @@ def _why_not_adapters(layer: Any) -> str | None:
 
 
 def _caches(layer: Any) -> bool:
-    """Return whether PEFT caches a DoRA layer's norms between calls, or has an old cache left to clear."""
+    """Return whether a DoRA layer caches norms between calls, or still has a cache that PEFT's forward must clear."""
     if not layer.lora_magnitude_vector:  # this check runs in every call; most layers have no DoRA
         return False
     dora = sys.modules.get("peft.tuners.lora.dora")

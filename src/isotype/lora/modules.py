@@ -55,8 +55,8 @@ def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
 class Siblings:
     """Layers that their module calls one after another with the same tensor, and that one function computes together.
 
-    The call of the first layer computes all outputs, and the calls of the other layers return theirs. If the tensor is
-    another one, was modified, or has no version counter, a call computes only its own layer's output.
+    The first layer's call computes all outputs, and the calls of the other layers return them. A call computes only its
+    own layer's output if it gets another tensor, if the tensor was modified, or if it has no version counter.
     """
 
     def __init__(self, weights: DenseWeights, layers: Sequence[Any]) -> None:

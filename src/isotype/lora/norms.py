@@ -58,7 +58,7 @@ def norm_parts(module: Any) -> NormParts | None:
     normed = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
     for offset in (0.0, 1.0):
         wanted = normed * (offset + weight.detach().cpu().double())
-        # The module may round the weight once more; no other formula is as close.
+        # The tolerance allows a module to round the weight once more. No other formula comes as close.
         if is_close(output, wanted, rtol=1e-4, atol=1e-6):
             return NormParts(eps, offset)
     return None

@@ -118,7 +118,7 @@ _traced: ContextVar[Unpadded | None] = ContextVar("traced", default=None)
 
 
 def traced_as(bare: Unpadded | None) -> AbstractContextManager[None]:
-    """In the `with` block, `unpadded` removes a fake batch's padding just as in `bare`. If `bare` is None, the padding stays."""
+    """In the `with` block, `unpadded` gives a fake batch the sequences of `bare`. If `bare` is None, the padding stays."""
     return _holding(_traced, bare)
 
 
@@ -217,14 +217,17 @@ def _embedding_as(model: Any, into: torch.Tensor, back: torch.Tensor) -> Iterato
 
 
 def _is_hooked(model: Any) -> bool:
-    """Return whether the embeddings have other hooks than isotype's and torch's, which accept any shape."""
+    """Return whether the embeddings have a hook of another library. Hooks of isotype and torch accept any shape."""
     hooks = forward_hooks(model.get_input_embeddings()).values()
     homes = {str(getattr(hook, "__module__", None)).partition(".")[0] for hook in hooks}
     return bool(homes - {"isotype", "torch"})
 
 
 def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, bool, set[str]]:
-    """Return (tokens in each row, number of needed positions, True if padding is needed or between tokens, padded sides)."""
+    """Return (tokens in each row, number of positions in `read`, unsound, padded sides).
+
+    `unsound` is True if padding is in `read` or between tokens.
+    """
     lengths, some = present.sum(1), present.any(1)
     begins = present.int().diff(dim=1, prepend=present.new_zeros(len(present), 1).int()) == 1
     flags = [
@@ -249,8 +252,8 @@ class Trial:
 def tried(model: Any) -> Trial:
     """Return the sides of a row on which padding can be removed without changing a model's results.
 
-    The trial runs the model on a few padded rows, and again on these rows concatenated without padding. The results may
-    differ by a small part of the change that attention to earlier rows would cause. The model stays unchanged.
+    The trial runs the model on a few padded rows, and again on these rows concatenated without padding. If a row
+    attended to earlier rows, its results would change; a small part of this change is the tolerance of the trial.
     """
     from transformers import PreTrainedModel
 

@@ -248,7 +248,7 @@ def _rooms(request: PlanRequest, profiles: Sequence[DeviceProfile]) -> dict[str,
 
 
 def _length(request: PlanRequest, config: Any) -> int:
-    """Return the length of a row in tokens: as requested, else that of the data's longest row, else a default.
+    """Return the length of a row in tokens: the requested length, or that of the data's longest row, or a default.
 
     The model's number of positions limits the length, but rows with images are never cut.
     """
@@ -407,7 +407,7 @@ def _on(names: list[str], request: PlanRequest) -> PlanRequest:
 
 
 def _beside_experts(request: PlanRequest, config: Any) -> list[str]:
-    """Return the last part of each adapted linear layer's name; an empty list if no expert has an adapter."""
+    """Return the last part of the name of each linear layer with an adapter, or an empty list if no expert has an adapter."""
     import peft
 
     lora = request.step.lora

@@ -84,7 +84,7 @@ def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command
         return findings  # no argument of the step alone sets the length of a policy's rows, prompts and completions
     rows, count = step.rows, step.devices
     if "per_device_train_batch_size" not in command:
-        # The check of a bare model has fewer rows than a training.
+        # `isotype check` with only a model traces fewer rows than a training has.
         command = command.but(per_device_train_batch_size=rows)
     step_rows = max(rows, step.step_rows) * count
     request = PlanRequest(step, command, (step.device,), count=count, at_most=rows, length=step.length)

@@ -101,7 +101,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def draw_rate(device: torch.device) -> float:
-    """Return how many random values per second the fastest of several dropout masks draws. A CPU draws in one thread."""
+    """Return the random values per second of a dropout mask, from the fastest of several. A CPU draws in one thread."""
     count = _load(device).drawn
     mask = torch.empty(count, dtype=torch.uint8, device=device)
     generator = torch.Generator(device).manual_seed(0)  # torch's global generator stays unchanged

@@ -174,7 +174,7 @@ class Row:
 
     @property
     def checkpointing_value(self) -> bool | None:
-        """Value of `--gradient_checkpointing`; None if every n-th layer is recomputed, which needs a second argument."""
+        """Value of `--gradient_checkpointing`, or None if every n-th layer is recomputed: this needs a second argument."""
         return {"off": False, "every layer": True}.get(self.checkpointing)
 
 

@@ -133,7 +133,7 @@ class Search:
                 for profile in self.profiles:
                     row = self._row(steps, profile)
                     yield row
-                    # For several storages, rows that recompute only some layers would take too long.
+                    # To search the rows that recompute only some layers would take too long for several storages.
                     every = steps.arguments is not None and self.request.step.auto
                     if row.fits and every and not steps.sharding and len(self._storages()) == 1:
                         yield from self._sparser_row(steps, profile)
@@ -168,7 +168,7 @@ class Search:
                 yield self._steps(step, arguments)
 
     def _model(self, step: PlannedStep) -> Any:
-        """Return the model of a step, without weights; it recomputes every layer if the request sets this."""
+        """Return the model of a step, without weights. If the request sets recomputation, every layer is recomputed."""
         pinned = None if self.request.step.auto else self.request.step.checkpointing
         return step.model(pinned if pinned == CHECKPOINTING else None)[0]
 
@@ -260,7 +260,7 @@ class Search:
         return None
 
     def _mixed_step(self, plan: StepPlan, memory: int) -> PlannedStep | None:
-        """Return an nf4 plan's step with mixed storage of at most `memory` bytes; None if no mixed storage is so small."""
+        """Return the step of an nf4 plan, but with mixed storage: weights of at most `memory` bytes. None if this is impossible."""
         base = self.request.step
         precision = replace(plan.precision, quantization=MIXED, base_memory=memory)
         try:
@@ -327,7 +327,7 @@ class Search:
         return layers.estimate(storages, "nf4")
 
     def _micro_batch(self, steps: Steps, size: int) -> tuple[int, bool]:
-        """Return the rows of the largest micro-batch that fits and divides the step, and True; if none fits, 1 and False."""
+        """Return (rows of the largest micro-batch that fits and divides the step, True), or (1, False) if none fits."""
         if self.request.rows is not None:
             return self.request.rows, steps.peak(self.request.rows, self.length) <= size
         most = largest(
@@ -348,7 +348,7 @@ class Search:
         return max(rows for rows in range(1, most + 1) if self.micro % rows == 0)
 
     def _searches_longest(self, steps: Steps) -> bool:
-        """Return True if the longest row is searched: only if no other checkpointing needs less memory, to save time."""
+        """Return True if no other checkpointing needs less memory. To save time, only such steps search the longest row."""
         every = self.request.step.auto and steps.arguments is None
         return not every or not getattr(steps.step.model(None)[0], "supports_gradient_checkpointing", True)
 

@@ -201,7 +201,7 @@ def stream_answer(
     class Writer(TextStreamer):  # type: ignore[misc]  # transformers ships no types
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             parts.append(text)
-            # rich's `print` is not used: Ctrl-C would leave the text in its buffer, and rich would print it later.
+            # rich's `print` is not used: after Ctrl-C, the text would stay in rich's buffer and be printed later.
             console.file.write(shown(text) + "\n" * stream_end)
             console.file.flush()
 

@@ -191,7 +191,7 @@ _PICTURED = 4
 
 
 def sample_questions(settings: Settings, data: Any) -> list[tuple[Sample, Prompt]]:
-    """Return (sample, prompt) for `--ask`, or for the test split's first prompt (its first four prompts if it has images)."""
+    """Return (sample, prompt) for `--ask`, else for the first prompt of the test split, or the first four with images."""
     if settings.ask:
         asked = as_typed(settings.ask)
         return [(Sample(asked, None, None, None), [{"role": "user", "content": asked}])]

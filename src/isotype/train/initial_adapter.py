@@ -41,8 +41,8 @@ FIELDS_OF_CONFIG = {
 def start_of(settings: Settings) -> Settings:
     """If `--model_name_or_path` names an adapter, return settings for this adapter and its base model.
 
-    Storage and compute dtype are those that the adapter was trained in, unless arguments request others. For any
-    other model, the settings are returned unchanged.
+    Storage and compute dtype are those of the adapter's training, unless arguments request others. If the argument names
+    no adapter, the settings are returned unchanged.
 
     Raises:
         CheckpointError: the adapter is damaged or names no base model.

@@ -110,7 +110,10 @@ def _processor(tokenizer: Any) -> Any:
 
 
 def _teach(model: Any, tokenizer: Any) -> None:
-    """Train tower and projector until an image's tokens match the words for its number, colour and form, in turns."""
+    """Train tower and projector so that the tokens of an image become the embeddings of words.
+
+    The words, in turns, are for the number, the colour and the form of the image's shapes.
+    """
     trained = [model.model.vision_tower, model.model.multi_modal_projector]
     parameters = [parameter for part in trained for parameter in part.parameters()]
     words = [[tokenizer(f" {name}").input_ids[0] for name in names] for names in _NAMES]

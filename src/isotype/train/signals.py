@@ -42,7 +42,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 
     class Stop(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # Every step counts the stop requests of all processes; only if there are any, the processes exchange signals.
+            # Every step counts the stop requests of all processes. Processes exchange signals only if the count is not 0.
             alone = trainer.accelerator.num_processes == 1
             if (alone or trainer.steps.now.stops) and _agreed(trainer, stopped):
                 control.should_save = control.should_training_stop = True

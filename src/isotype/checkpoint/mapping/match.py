@@ -27,7 +27,8 @@ from isotype.precision.facts import QuantizationFacts
 _SAME_PLACE = "take config.json and the weights from the same save of the model"
 # Buffers that training does not use, and that older checkpoints lack.
 _COUNTERS = (".num_batches_tracked",)
-# Tensors that older files have and models now compute, and multi-token prediction heads, which transformers does not load.
+# Tensors that models now compute but older files have, and heads for multi-token prediction, which transformers does not
+# load.
 _KNOWN = (
     r"rotary(_emb)?\.inv_freq$|(^|\.)position_ids$|^(\w+\.)?(en|de)coder\.version$|"
     r"^(\w+\.)?mtp(_layers|_block)?\.|^rope_(freqs|factors_\w+)\.weight$|\.(nextn|attn_rot_embd)\b"
@@ -39,7 +40,7 @@ _CACHE = re.compile(r"\.([kvq]|kv|output|prob)_(scale|zero_point)$")
 
 
 def _as_saved(name: str) -> str:
-    """Return a fix for the name of a tensor that was saved from a model with an adapter or wrapper; "" for other names."""
+    """If a tensor's name shows that it was saved with an adapter or a wrapper, return how to save it; else return ""."""
     if name.startswith("base_model.model.") or ".base_layer." in name:
         return (
             "the file has a base model and an adapter of PEFT: save the model that merge_and_unload() returns"
@@ -72,7 +73,7 @@ class Match:
         initialised: tensors that the checkpoint lacks and transformers initialises, with the reason by name.
         tied: name of a tensor that shares another tensor's values -> the other tensor's name in the checkpoint.
         surplus: tensors of the checkpoint that the model neither has nor ignores.
-        unused: the tensors of `surplus` that all other classes for the model's config leave unused, too.
+        unused: tensors of `surplus` that no other class for the model's config uses either.
         unread: tensors whose values cannot be computed, each with the reason.
         buffers: buffers that no file has, because the model computes them.
     """

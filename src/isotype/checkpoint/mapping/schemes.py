@@ -134,7 +134,7 @@ def config_problem(quantization: Mapping[str, Any]) -> str:
 
 
 def _check_groups(quantization: Mapping[str, Any]) -> None:
-    """Raise the first group's error if no group is readable; a single unreadable group may apply to no layer."""
+    """Raise the first group's error if no group is readable. A few unreadable groups are allowed: they may apply to no layer."""
     errors = []
     for name, group in _object(quantization.get("config_groups") or {}, "config_groups").items():
         try:

@@ -28,8 +28,8 @@ from isotype.core.names import grouped
 if TYPE_CHECKING:
     import torch
 
-# Constants that quantizers store beside a weight: name endings of the constants, name ending of their weight, and the
-# format, if the constants identify one. The first line whose weight the checkpoint has is used.
+# Constants that quantizers store beside a weight: (name endings of the constants, name ending of the weight, format or ""
+# if several formats have these constants). The first line whose weight the checkpoint has is used.
 _CONSTANTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     *(((f".quant_state.bitsandbytes__{form}",), "", form) for form in FOUR_BITS),
     ((".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"), "", ""),

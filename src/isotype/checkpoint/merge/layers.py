@@ -248,7 +248,7 @@ def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
 
 
 def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapter:
-    """Return the adapter to add. If OLoRA initialised it and the base is quantized, subtract its initial values from the base."""
+    """Return the adapter to add. OLoRA changes a base when it initialises an adapter: make this change in a quantized base."""
     if not policy.quantized or getattr(adapter.config, "init_lora_weights", None) != "olora":
         return adapter
     inject(model, adapter, policy).base_model.unload()

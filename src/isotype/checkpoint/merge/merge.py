@@ -81,8 +81,8 @@ def merge_adapter(
         output: directory to write, which must be empty or not exist, or a GGUF file whose name ends in `.gguf`.
         base: another base model to merge into (path, GGUF file, hub id), such as the 16-bit original.
         dtype: dtype of the merged weights; `"auto"` is the compute dtype of the training if known, else the base's
-            dtype. With `"auto"`, a tensor keeps its dtype if the base's files store it in another dtype than most
-            tensors. Parameters that the model's author keeps in float32 stay float32.
+            dtype. With `"auto"`, a tensor whose dtype in the base's files is not that of most tensors keeps this dtype.
+            Parameters that the model's author keeps in float32 stay float32.
         revision: branch, tag or commit of a base on the hub, instead of the commit that the adapter names.
         stored: None for dense safetensors, `"nf4"`, `"fp4"` or `"int8"` for bitsandbytes' format, a key of
             `isotype.core.dtypes.GGUF_TYPES` for a GGUF file. If `output` is a GGUF file, None means 16 bits, as in
@@ -225,8 +225,8 @@ def _base(
         back = stored in QUANTIZATIONS and stored == trained.storage
         if not back or facts.saved_format is not None:
             return source, facts, trained, trained
-        # Rounding dequantized weights again would lose all updates below half the distance of two codes' values. Weights
-        # in the files are between these values, so that small updates move some of them to the next code.
+        # A dequantized weight is the value of a code. An update below half the distance to the next value would be lost.
+        # The weights in the files lie between these values, so a small update moves some of them to the next code.
     policy = resolve_precision(source, "float32", device="cpu", revision=revision)
     if policy.quantized:
         return source, facts, inference_policy(source, None, revision=revision), trained

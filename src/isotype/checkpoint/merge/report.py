@@ -69,7 +69,7 @@ class LogitsDifference:
 
     @property
     def fall(self) -> float | None:
-        """Share of the decrease in loss by training that the merged model keeps; None if the loss did not decrease."""
+        """Training decreased the loss; the merged model keeps this share of the decrease. None if the loss did not decrease."""
         if self.losses is None or self.losses[0] <= self.losses[1]:
             return None
         base, trained, merged = self.losses

@@ -62,7 +62,7 @@ class Plan:
 
     @cached_property
     def _sizes(self) -> list[tuple[int, int]]:
-        """For each block: (number of queries over all batch rows that have the block, number of keys)."""
+        """(queries, keys) of each block. The queries of all batch rows that have the block are counted."""
         return [
             ((part.batch[1] - part.batch[0]) * (block.rows[1] - block.rows[0]), block.keys[1] - block.keys[0])
             for part in self.parts

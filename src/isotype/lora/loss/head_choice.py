@@ -114,7 +114,7 @@ def stored_times(file: Path) -> dict[str, Times]:
 
 
 def _store(file: Path, name: str, times: Times) -> str:
-    """Store times, and return how the caller got them, which names the error if they could not be stored."""
+    """Store times. Return a clause for the user: "measured now", with the error if the times could not be stored."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         entries = {**stored_times(file), name: times}

@@ -54,7 +54,7 @@ class _HeadRequest:
         gradients: names of results that the trainer may differentiate.
         autocast: returns the context in which the head runs: autocast, if accelerate has wrapped the model's forward in
             autocast.
-        result: class of the forward's result: TRL's for a trainer, but not for a check, because importing TRL takes
+        result: class of the forward's result. A trainer needs TRL's class; a check avoids the import of TRL, which takes
             seconds.
         faster: True if isotype's head was measured to be faster than TRL's, see `own_is_better`.
     """
@@ -289,7 +289,8 @@ def _by_trl(model: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]
     more = _not_none({**named, "labels": None, "shift_labels": shifted})
     with in_one_row(model, bare):
         outputs = theirs(fused_lm_head=True, **more, **bare.inputs)
-    # The results are those of the padded batch: zero without a label, and without the rows' last token, which predicts none.
+    # Bring the results into the shape of the padded batch. A token without a label gets zero. Each row's last token has
+    # no result, because it predicts no token.
     last = labels.shape[1] - (named["shift_labels"] is None)
     mask = labels[:, :last] != -100
     place = bare.place[:, :last].flatten()

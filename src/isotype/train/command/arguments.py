@@ -54,7 +54,8 @@ class Argument:
         losses: the short help lists the argument for methods with these losses; for all methods if `losses` is empty.
         choices_of: dotted name of another library's enumeration or registry of valid names, if that library checks the
             name only after the model is loaded.
-        more, lower: valid names that `choices_of` lacks, and True if users write the library's names in lower case.
+        more: valid names that `choices_of` lacks.
+        lower: True if users write the names of `choices_of` in lower case.
         json: an example value for an argument that takes a JSON object.
     """
 

@@ -250,7 +250,7 @@ class Command:
         return (*config, *(token for name, value in written.items() for token in self._written(name, value)))
 
     def _taken_back(self) -> dict[str, Value] | None:
-        """Return the defaults of arguments that the file sets but this command lacks; None if a default cannot be written."""
+        """The file sets arguments that this command lacks: return their defaults, or None if a default cannot be written."""
         assert self.file is not None
         missing = [name for name in self.file.values if name not in self.values]
         defaults = {name: self.specs[name].default for name in missing}

@@ -113,7 +113,10 @@ def _model_among(
 
 
 def _owner(word: str, typed: Mapping[str, Any], *, trains: bool) -> str:
-    """Return the argument that is missing before the value `word`; "" if it is unknown or is already in `typed`."""
+    """Return the argument that the user left out before the value `word`, or "" if isotype cannot tell.
+
+    An argument in `typed` was not left out.
+    """
     name = ""
     if is_data_file(Path(word)) or word.lower().endswith(".arrow"):
         name = "dataset_name"
@@ -135,7 +138,10 @@ def _two_models(first: str, second: str) -> Problem:
 def _translated(
     argv: Sequence[str], method: str, dialect: str, mine: Collection[str], trains: bool
 ) -> list[Problem]:
-    """Translate arguments of axolotl or LLaMA-Factory. Return a problem with isotype's arguments as the fix, or why this fails."""
+    """Translate arguments of axolotl or LLaMA-Factory. Return one problem with isotype's arguments as its fix.
+
+    If the translation fails, return its problems.
+    """
     import yaml
 
     line: dict[str, list[str]] = {}
@@ -208,7 +214,7 @@ def _object(argument: Argument, value: Any) -> tuple[Any, Problem | None]:
 def _parser(
     method: str, prog: str, add_arguments: Callable[[argparse.ArgumentParser], None] | None
 ) -> tuple[Parser, frozenset[str]]:
-    """Return a parser that leaves training arguments as text, and the names of the caller's own arguments."""
+    """Return (a parser that leaves training arguments as text, the names of the caller's own arguments)."""
     parser = Parser(prog=prog, add_help=False)
     if add_arguments is not None:
         add_arguments(parser)

@@ -214,7 +214,7 @@ _TRIED = 8
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
-    """Return the images of the sampled row that has the most pixel values after encoding; None if this row is unknown."""
+    """Encode images of sampled rows, and return those of the row with the most pixel values. None if this row is unknown."""
     if not hasattr(rows, "__len__") or not len(rows):
         return None
     if not picture_columns(rows):

@@ -41,9 +41,9 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
 
 
 def without_version(command: Command, versions: Collection[str]) -> tuple[int | None, Command]:
-    """Return the FSDP version in `--fsdp`, and the command with TRL's value for `--fsdp` instead (`full_shard` or none).
+    """If `--fsdp` is in `versions`, return (the version, the command with TRL's value: `full_shard` or no `--fsdp`).
 
-    Return (None, unchanged command) if the value is not in `versions`, but TRL's.
+    Otherwise the value is TRL's already: return (None, unchanged command).
     """
     if command.given("fsdp") not in versions:
         return None, command
