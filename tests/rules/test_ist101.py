@@ -65,6 +65,24 @@ def test_a_layers_weight_and_bias_are_cast_together() -> None:
     ]
 
 
+class _Lora(nn.Module):
+    """A hand-written LoRA layer: A and B are float32 parameters of the layer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4, dtype=BF16).requires_grad_(False)
+        self.A, self.B = nn.Parameter(torch.ones(2, 4)), nn.Parameter(torch.zeros(4, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.A.T @ self.B.T  # type: ignore[no-any-return]
+
+
+def test_parameters_of_one_layer_are_one_cause() -> None:
+    (finding,) = found(RULE, traced(_Lora(), {"x": torch.ones(2, 4, dtype=BF16)}))
+    assert finding.cause == "A is float32"
+    assert finding.notes[0] == "1 more operator fails for the same cause"
+
+
 class Projected(nn.Module):
     """A projector of two layers in float32 between a tower and a decoder in bfloat16."""
 

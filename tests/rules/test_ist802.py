@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -90,6 +92,9 @@ def test_a_fill_value_beyond_float16_is_one_finding_with_a_proven_fix() -> None:
     (finding,) = report.errors
     assert finding.code == "IST802"
     assert f"the device raises: {error}" in finding.notes
+    assert re.fullmatch(
+        r"the number -1e\+09 at \S+:\d+ is beyond 65504, the largest of float16", finding.cause
+    )
     assert [(each.description.partition(" at ")[0], each.verified) for each in finding.fixes] == [
         ("fill a float32 tensor", True),
         ("write torch.finfo(tensor.dtype).min, where `tensor` is the filled tensor", False),

@@ -14,6 +14,13 @@ def test_cast_frequencies_are_computed_again() -> None:
     assert finding.fixes[0].actions == (Action("buffer", NAME, "float32"),)
 
 
+def test_a_buffer_that_no_operator_uses_is_silent() -> None:
+    buffer = weight(NAME, BF16, buffer=True, module_class="LlamaRotaryEmbedding")
+    used = call("aten._to_copy.default", operand(BF16, "buffer", NAME))
+    assert len(list(find(trace([buffer], [used])))) == 1
+    assert not list(find(trace([buffer], [call("aten.mm.default", operand(BF16, "buffer", "other"))])))
+
+
 def test_frequencies_of_unknown_origin_are_the_users() -> None:
     (finding,) = find(trace([weight(NAME, BF16, buffer=True, module_class="Rotary")]))
     assert finding.fixes[0].actions[0].kind == "advice"

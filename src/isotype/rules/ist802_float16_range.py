@@ -33,12 +33,13 @@ from dataclasses import replace
 
 import torch
 
+from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, grouped, plural, short
 from isotype.precision.ranges import FLOAT16_LARGEST
 from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.contract_rule import contract_rule
-from isotype.rules.kit.groups import Claim
+from isotype.rules.kit.groups import Claim, code_of, groups
 from isotype.rules.kit.weight_sets import count, finding_of
 from isotype.rules.kit.words import advice, fix
 
@@ -55,9 +56,14 @@ _written_beyond = contract_rule(
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    for finding in _written_beyond(trace):
-        wide = fix(f"fill a float32 tensor at {short(finding.source)}", "line", (finding.source,), "float32")
-        yield replace(finding, fixes=(wide, *finding.fixes)) if finding.source else finding
+    own = (group for group in groups(trace) if group.code == code_of(__name__))
+    for group, finding in zip(own, _written_beyond(trace), strict=True):
+        source, dtype = finding.source, group.mismatched.dtype
+        number = max((value for _, value in group.calls[0].numbers), key=abs)
+        where = f" at {short(source)}" if source else ""
+        cause = f"the number {number:g}{where} is beyond {torch.finfo(dtype).max:g}, the largest of {dtype_name(dtype)}"
+        wide = fix(f"fill a float32 tensor{where}", "line", (source,), "float32")
+        yield replace(finding, cause=cause, fixes=(wide, *finding.fixes) if source else finding.fixes)
     yield from _emptied_rows(trace)
     # Packed codes may have a float dtype (`quant_storage`): their bits are not numbers.
     dense = (weight for weight in trace.weights if weight.quantization is None)

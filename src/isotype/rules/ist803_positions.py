@@ -47,6 +47,9 @@ _FROM_CONFIG = re.compile(r"\wRotaryEmbedding$")
 
 def find(trace: Trace) -> Iterator[Finding]:
     rounded = [w for w in trace.weights if w.buffer and w.dtype in HALVES and _BUFFERS.search(w.name)]
+    if rounded and trace.calls and trace.failure is None:
+        used = {operand.origin.name for call in trace.calls for operand in call.operands}
+        rounded = [weight for weight in rounded if not used.isdisjoint((weight.name, *weight.tied))]
     if rounded:
         message = f"{agree(count(rounded), 'rotary buffer', 'are')} rounded to {dtype_name(rounded[0].dtype)}"
         cause = f"the buffer {rounded[0].name} is {dtype_name(rounded[0].dtype)}"

@@ -182,7 +182,9 @@ def groups(trace: Trace) -> tuple[Group, ...]:
         code, claim = next((code, claim) for code, claim in all_claims() if claim.takes(broken))
         if claim.grouped:
             row = (code, claim.refused, call, mismatched)
-            by_cause.setdefault(_key(mismatched.origin.cause, owners), []).append(row)
+            # A number is wrong in its line, whatever chose the dtype of the tensor.
+            key = (call.source,) if claim.stage == "value" else _key(mismatched.origin.cause, owners)
+            by_cause.setdefault(key, []).append(row)
     return tuple(
         Group(
             tuple(call for _, _, call, _ in rows),
@@ -282,8 +284,7 @@ def _key(cause: Origin, owners: Mapping[str, Weight]) -> tuple[str, ...]:
         return (cause.kind, dtype_name(cause.dtype))
     if cause.kind in ("parameter", "buffer"):
         owner = owners.get(cause.name)
-        leaf = cause.name.rpartition(".")[2] if cause.kind == "parameter" else ""
-        return (cause.kind, dtype_name(cause.dtype), owner.module_class if owner else "", leaf)
+        return (cause.kind, dtype_name(cause.dtype), owner.module_class if owner else "")
     if cause.kind == "input":
         return (cause.kind, starred(cause.name))
     return (cause.kind, cause.source, dtype_name(cause.dtype))
