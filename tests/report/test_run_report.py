@@ -416,6 +416,8 @@ def test_bytes(amount: int, expected: str) -> None:
     ("seconds", "expected"),
     [
         (0, "0 s"),
+        (7.834e-7, "0.783 µs"),
+        (0.0084, "8.40 ms"),
         (0.84, "0.840 s"),
         (12.34, "12.3 s"),
         (59.96, "60.0 s"),

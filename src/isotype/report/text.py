@@ -22,7 +22,13 @@ from isotype.report.html import format_number
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds, as in `0.84 s`, `12.3 s`, `4 min 05 s`, `2 h 07 min` or `3 d 04 h`."""
+    """Format seconds, as in `12.0 µs`, `8.40 ms`, `0.840 s`, `12.3 s`, `4 min 05 s`, `2 h 07 min` or `3 d 04 h`."""
+    if 0 < seconds < 0.1:
+        return (
+            f"{format_number(1000 * seconds, 3)} ms"
+            if seconds >= 0.001
+            else f"{format_number(1e6 * seconds, 3)} µs"
+        )
     if not math.isfinite(seconds) or seconds < 60:
         return f"{format_number(seconds, 3)} s"
     units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))

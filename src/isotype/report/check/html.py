@@ -32,7 +32,7 @@ from isotype.report.check.text import (
     trust,
     verdict,
 )
-from isotype.report.html import axis, format_number, package_file, palette_css, render, stacked, stacked_areas
+from isotype.report.html import axis, package_file, palette_css, render, stacked, stacked_areas
 from isotype.report.text import format_duration, format_flops, format_share, short_source
 from isotype.rules.ist605_memory import unquantized_experts
 
@@ -102,7 +102,7 @@ def _figures(report: Record) -> list[tuple[str, str, str]]:
         ),
         ("Work", format_flops(total), share),
         ("Operators", f"{report.operators:,}", "a step"),
-        ("Checked in", _duration(report.seconds), ""),
+        ("Checked in", format_duration(report.seconds), ""),
     ]
 
 
@@ -197,7 +197,7 @@ def _work(report: Record) -> Content | None:
             dtype_name(dtype),
             format_share(amount / total),
             format_flops(amount),
-            f"{_duration(amount / rates[dtype])} at best" if dtype in rates else "",
+            f"{format_duration(amount / rates[dtype])} at best" if dtype in rates else "",
             profile.supports(dtype),
             profile.reason(dtype),
         )
@@ -205,10 +205,6 @@ def _work(report: Record) -> Content | None:
     ]
     bar = stacked([(dtype_name(dtype), amount) for dtype, amount in ranked], format_flops, total)
     return {"total": f"{format_flops(total)} a step", "bar": bar, "rows": rows}
-
-
-def _duration(seconds: float) -> str:
-    return format_duration(seconds) if seconds >= 1 else f"{format_number(1000 * seconds, 3)} ms"
 
 
 def _finding(number: int, finding: Finding, report: Record) -> Content:
