@@ -89,10 +89,10 @@ def _problems() -> Iterator[Problem]:
 
 @cache
 def first_to_fail() -> bool:
-    """Return True if this rank is the first to report a failure. The other ranks fail soon after, and print no message.
+    """Return True on the first rank that reports a failure. The other ranks then print no message.
 
-    The ranks agree through the store of torchrun or accelerate, which outlives the ranks. Without a store, return True.
-    If the first rank reports twice (how to save memory, then the error), the result is True both times.
+    The ranks count failures in the store of torchrun or accelerate, which outlives the ranks. Without a store, return
+    True. The result is cached: the first rank may report how to save memory, and then the error.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True

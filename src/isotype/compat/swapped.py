@@ -111,7 +111,7 @@ def with_global(function: types.FunctionType, name: str, value: Any) -> types.Fu
 
 
 def update_globals(copy: types.FunctionType, function: types.FunctionType, name: str) -> None:
-    """Give `copy`, which `with_global` has made, the current globals of `function`, except for the global `name`."""
+    """Update the globals of a copy made by `with_global` from those of `function`; the copy keeps its own global `name`."""
     inner, original = innermost(copy), innermost(function)
     assert inner is not None
     assert original is not None

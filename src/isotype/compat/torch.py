@@ -111,6 +111,12 @@ is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 # ----------------------------------------------------------------------------------------------------- operators
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of a tensor can be read; meta, fake, sharded and other wrapper tensors refuse this."""
+    plain: Any = torch.Tensor.__torch_dispatch__
+    return type(tensor).__torch_dispatch__ is plain and not tensor.is_meta
+
+
 def operator_packet(operator: Any) -> Any:
     """Return `torch.ops.aten.add` for `torch.ops.aten.add.Tensor`."""
     return operator._overloadpacket

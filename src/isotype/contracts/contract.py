@@ -61,12 +61,15 @@ def are_powers_of_two(sizes: Iterable[int]) -> bool:
 
 
 def is_exempt(op: str, args: Sequence[Any], kind: str = "cpu") -> bool:
-    """Return whether a call may break its operator's contract on a device kind, because its operands have special shapes.
+    """Return whether a call runs on a device kind although the contract of its operator refuses the dtypes.
 
-    cuFFT transforms float16 in sizes of a power of two. Without a weight, the batch norm of an NVIDIA or AMD GPU accepts
-    running statistics of any dtype (`batch_norm_update_stats` in Normalization.cu). Two operators accept one operand of
-    any dtype (measured on a CPU, torch 2.13): `index_put` with bool masks and one value, which torch runs as
-    `masked_fill`, and `lerp` with a 0-dim weight.
+    Contracts do not know shapes and missing operands:
+
+    - cuFFT transforms float16 if each size is a power of two.
+    - Without a weight, the batch norm of an NVIDIA or AMD GPU accepts running statistics of any dtype
+      (`batch_norm_update_stats` in Normalization.cu).
+    - `index_put` with bool masks accepts a single value of any dtype, because torch runs it as `masked_fill`.
+    - `lerp` accepts a 0-dim weight of any dtype (both measured on a CPU, torch 2.13).
     """
     if op == "aten.native_batch_norm.default":
         return kind in ("cuda", "rocm") and args[1] is None
@@ -146,8 +149,8 @@ class Contracts:
         kind: kind of the device, see `KINDS`.
         measured: the table of a device of this kind; None if no such device was measured.
         reference: a CPU table; its verdicts are assumed for everything that was not measured.
-        others: the tables of other CPUs if this device is a CPU that was not measured itself. A verdict of `measured` is
-            marked as assumed if a table in `others` has another verdict.
+        others: for a CPU that was not measured, the tables of the other CPUs. If one of them disagrees with `measured`,
+            the verdict is marked as assumed.
         capability: compute capability of an NVIDIA GPU; None if unknown.
         table: name of the table `measured`; None if there is none.
         unlike: a clause that says how this device differs from the measured device; "" if it does not differ.

@@ -314,10 +314,9 @@ def families_of(op: str, device: str, capability: tuple[int, int] | None = None)
 
 
 def by_shapes(op: str, args: Sequence[Any], message: str) -> str:
-    """Return torch's error for a call: `message`, or another error if the call's shapes decide which one torch raises.
+    """Return torch's error for a call: `message`, changed if torch's text depends on the shapes of the call.
 
-    cuSOLVER factorizes matrices of at most 32 rows and columns with another routine (`svd_cusolver` in
-    BatchLinearAlgebraLib.cpp).
+    cuSOLVER has another routine for matrices of at most 32 rows and columns (`svd_cusolver` in BatchLinearAlgebraLib.cpp).
     """
     if op == "aten._linalg_svd.default" and max(args[0].shape[-2:]) <= 32:
         return message.replace('"svd_cuda_gesvdj"', '"svd_cuda_gesvdjBatched"')

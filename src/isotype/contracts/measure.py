@@ -361,7 +361,7 @@ def templates(messages: Mapping[str, str]) -> dict[str, str]:
 
 
 def _readings(pattern: str, message: str) -> Iterator[str]:
-    """Yield every template that gives `message` for `pattern`."""
+    """Yield every template from which the dtypes of `pattern` make `message`."""
     letters = letters_in(pattern)
     # With one group, re.split returns text and names of dtypes alternately.
     parts = _WORD.split(message.replace("{", "{{").replace("}", "}}"))
@@ -374,7 +374,7 @@ def _readings(pattern: str, message: str) -> Iterator[str]:
 
 
 def _fields(word: str, letters: str) -> list[str]:
-    """Return the replacement fields that give the dtype name `word`, or `word` itself if no operand has this dtype."""
+    """Return the possible fields for the dtype name `word`: one for each operand of this dtype; without one, `word` itself."""
     letter, style = _SPELLINGS[word]
     return [f"{{{at}{style}}}" for at, other in enumerate(letters) if other == letter] or [word]
 

@@ -146,10 +146,10 @@ def patterns_of(layout: Layout, letters: Sequence[str]) -> tuple[str, ...]:
 
 
 def _splits(layout: Layout, letters: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the patterns of each way to split a flat list of operands into equally long lists and single tensors.
+    """Return all ways to split a flat list of operands into equally long lists and single tensors, each as its patterns.
 
-    If arguments are optional, several ways are possible. The way with the fewest patterns is right, because optimizers
-    group tensors by dtype. Ways with fewer lists come first, so that `min` prefers them to equally good ways.
+    Optional arguments allow several ways. The caller takes the first way with the fewest patterns, because optimizers
+    group tensors by dtype. Ways with fewer lists come first.
     """
     splits = []
     for lists in range(layout.lists - layout.optional_lists, layout.lists + 1):

@@ -175,10 +175,13 @@ class Parser(ValueParser):
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str, **choices: Iterable[str]) -> None:
-    """Add the arguments of a command in commands.json. Of arguments that are `exclusive`, only one may be given.
+    """Add the arguments of a command to a parser. commands.json describes each argument:
 
-    `choices_of` names a table in `isotype.core` whose entries are valid values, besides those in `choices`. The caller
-    passes the valid values in tables of other packages: argument -> values.
+    - `exclusive`: of these arguments, only one may be given.
+    - `choices`: valid values.
+    - `choices_of`: a table in `isotype.core`; its entries are valid values, too.
+
+    The caller passes the valid values that are in tables of other packages, as `choices`: argument -> values.
     """
     group: Any = None
     for names, described in COMMANDS[command]["arguments"].items():

@@ -71,6 +71,17 @@ def base_name(name: str) -> str:
     return _COPIES.sub("", plain_name("" if name == "base_model" else name))
 
 
+def with_parents(module: str) -> tuple[str, ...]:
+    """Return the names of a module and of the modules around it, innermost first; the outermost is ""."""
+    parts = module.split(".") if module else []
+    return tuple(".".join(parts[:end]) for end in range(len(parts), -1, -1))
+
+
+def in_module(name: str, module: str) -> bool:
+    """Return whether `name` is the name of `module`, or of a module or parameter inside of it."""
+    return f"{name}.".startswith(f"{module}.")
+
+
 def named(module: str) -> str:
     """Return a module's fully qualified name, or `the model` for the root."""
     return module or "the model"

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from isotype.compat.torch import UNNAMED_VIEW, dispatch_depth, is_profiled, operator_schema
+from isotype.compat.torch import UNNAMED_VIEW, dispatch_depth, is_profiled, operator_schema, tree_leaves
 
 # In torch 2.13 the meta and fake kernels of experts accept only bfloat16 (`_meta_grouped_mm_common` in
 # torch/_meta_registrations.py); CPU and CUDA kernels accept float32 and float16, too. A test in
@@ -122,6 +122,11 @@ def leaves(result: Any) -> Iterator[Any]:
             yield from leaves(item)
     else:
         yield result
+
+
+def tensors_of(values: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors in nested lists, tuples, dicts and outputs of models."""
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
 def given_tensors(args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:

@@ -140,7 +140,7 @@ def _rate(group: Mapping[str, Any]) -> float:
 
 
 def updates_of(request: Any) -> dict[str, tuple[str, float]]:
-    """Return the parameters in copies that `names_instead` has made: name -> (class of the optimizer, learning rate of the group)."""
+    """Return parameter name -> (optimizer class, learning rate), for the optimizers in `request` made by `names_instead`."""
     return {
         name: (type(optimizer).__name__, _rate(group))
         for optimizer in optimizers_in(request)
@@ -154,7 +154,10 @@ _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
 def names_instead(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer for `make_optimizer`; its groups have the names of the model's parameters."""
+    """Return a copy of an optimizer without tensors: its groups have the names of the model's parameters instead.
+
+    `make_optimizer` makes such a copy an optimizer for another model.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     copy = object.__new__(type(optimizer))
     vars(copy).update({key: value for key, value in vars(optimizer).items() if isinstance(value, _PLAIN)})

@@ -33,8 +33,9 @@ class BoundarySettings:
       would round a trainable bias in place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
     - `"int8"`: for 8-bit layers. The boundary adds the bias after the layer, casts the input to `compute`, and reshapes
       the input to a matrix, as bitsandbytes' int8 kernels require.
-    - `"scale"`: for linear layers whose values exceed float16. The boundary multiplies the input by 2^-exponent, and the
-      layer computes in `compute`. The product is cast to `result` and multiplied by 2^exponent; then the bias is added.
+    - `"scale"`: for linear layers whose values exceed float16. The boundary multiplies the input by 2^-exponent. The
+      layer multiplies it by the weight in `compute`. The boundary casts the product to `result`, multiplies it by
+      2^exponent, and adds the bias.
     - `"residual"`: for embeddings and blocks, whose hidden states are the residual stream. The forward runs under
       autocast to `compute`. The first float input and all float outputs are cast to `result`.
     - `"autocast"`: for the whole model, and for modules outside of the model's blocks. The forward runs under autocast

@@ -14,7 +14,7 @@ from torch import nn
 
 from isotype.compat.peft import without_peft
 from isotype.compat.torch import own_parameters
-from isotype.core.names import base_name
+from isotype.core.names import base_name, in_module
 from isotype.model.boundary import BoundarySettings, original_class, sharing
 from isotype.model.modes import result_of
 from isotype.model.parts import entrances
@@ -38,7 +38,7 @@ def range_boundaries(
     wanted: dict[str, BoundarySettings] = {}
     inside = ""  # name of the block around the current place: places come depth first
     for place in all_places:
-        if not f"{place.name}.".startswith(f"{inside}."):
+        if not in_module(place.name, inside):
             inside = ""
         if id(place.module) in blocks:
             inside = inside or place.name

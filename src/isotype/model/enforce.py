@@ -143,7 +143,7 @@ def _wanted_dtypes(
     *,
     frozen: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype of each unquantized float parameter: float32 if any module needs it."""
+    """Return the dtype of each unquantized float parameter. A shared parameter is float32 if one of its modules needs that."""
     wanted: dict[nn.Parameter, torch.dtype] = {}
     for place in all_places:
         for parameter, dtype in _own_dtypes(place, policy, by_ranges.get(place.name), frozen).items():

@@ -20,7 +20,7 @@ def require_finite(source: object, named: Iterable[tuple[str, torch.Tensor]]) ->
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """Return name -> counts of NaN and infinity in words, for each tensor that contains one of them."""
-    return {name: _words(part) for name, weight in named for part in _values(weight) if not _finite(part)}
+    return {name: _words(part) for name, weight in named for part in _values(weight) if not only_finite(part)}
 
 
 def refuse(source: object, broken: Mapping[str, str]) -> None:
@@ -36,7 +36,7 @@ def refuse(source: object, broken: Mapping[str, str]) -> None:
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    return all(_finite(values) for tensor in tensors for values in _values(tensor))
+    return all(only_finite(values) for tensor in tensors for values in _values(tensor))
 
 
 def _values(weight: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -52,7 +52,8 @@ def _values(weight: torch.Tensor) -> Iterator[torch.Tensor]:
         yield weight.to_local() if hasattr(weight, "to_local") else weight.detach()
 
 
-def _finite(values: torch.Tensor) -> bool:
+def only_finite(values: torch.Tensor) -> bool:
+    """Return whether all elements of a dense float tensor are finite."""
     if values.numel() == 0:
         return True
     if values.dtype.itemsize == 1:  # torch has no aminmax for float8

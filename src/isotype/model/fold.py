@@ -176,10 +176,10 @@ def _is_number(value: object) -> bool:
 
 
 def _plan(signatures: Sequence[Any]) -> _Fold:
-    """Return the layers that folding keeps.
+    """Return which layers of a list stay, given the kind (signature) of each layer.
 
-    The list is cut before the first and after the last layer of each kind. In each piece between two cuts, the first and
-    the last layer of each kind stay.
+    For each kind, cut the list before the first and after the last layer of that kind. In each piece between two cuts,
+    the first and the last layer of each kind stay.
     """
     count = len(signatures)
     first = {signature: number for number, signature in reversed(list(enumerate(signatures)))}

@@ -15,9 +15,8 @@ from torch.overrides import TorchFunctionMode
 from isotype.compat.torch import (
     CHILDREN,
     PARAMETERS,
-    FakeTensor,
     TorchDispatchMode,
-    is_traceable_wrapper_subclass,
+    has_values,
     operator_schema,
     parsed_to,
     tree_iter,
@@ -67,11 +66,11 @@ _PLACED = (PARAMETERS, CHILDREN)
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode without gradients in the `with` block, and restore model and random states.
+    """In the `with` block, a model is in evaluation mode, without gradients. Then the model and random states are restored.
 
-    Attributes, containers, parameters and buffers are restored too, because a forward may change them. For example,
-    caches keep the last keys, and PEFT's Arrow changes adapters in its first forward. On the meta device, a condition on
-    a tensor (`if mask.all():`) is true, and a number read from a tensor is 1.
+    A forward may change attributes, containers, parameters and buffers: caches keep the last keys, and PEFT's Arrow
+    changes adapters. On the meta device, a condition on a tensor (`if mask.all():`) is true, and a number read from a
+    tensor is 1.
     """
     attributes = [vars(module) for module in model.modules()]
     items = (item for values in attributes for item in values.items())
@@ -104,7 +103,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._unsaved: dict[int, list[torch.Tensor]] = defaultdict(list)  # by the address of their storage
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         for tensor in chain(model.parameters(), model.buffers()):
-            if _has_memory(tensor):
+            if has_values(tensor):
                 self._unsaved[tensor.untyped_storage().data_ptr()].append(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,7 +118,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if schema is not None and schema.is_mutable:
             arguments = dict(zip(schema_of(func).roles, args, strict=False)) | (kwargs or {})
             for tensor in tree_iter([arguments.get(name) for name in schema_of(func).written]):
-                if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
+                if isinstance(tensor, torch.Tensor) and has_values(tensor):
                     self._keep(tensor.untyped_storage().data_ptr())
         return func(*args, **(kwargs or {}))
 
@@ -130,10 +129,6 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def undo(self) -> None:
         for tensor, values in self._saved:
             tensor.copy_(values)
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor))
 
 
 def result_of(call: Callable[..., Any], *operands: torch.Tensor) -> Any:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from isotype.core.names import listed
+from isotype.core.names import in_module, listed
 from isotype.model.walk import FoldedList, lists_of_blocks
 
 LANGUAGE, PROJECTOR, VISION, AUDIO = "language", "projector", "vision", "audio"
@@ -32,17 +32,17 @@ class Parts:
 
     def of(self, name: str) -> str:
         for tower, part in self.towers.items():
-            if f"{name}.".startswith(f"{tower}."):
+            if in_module(name, tower):
                 return PROJECTOR if _MERGER.search(name[len(tower) :]) else part
-        inside = not self.towers or any(f"{name}.".startswith(f"{module}.") for module in self._language)
+        inside = not self.towers or any(in_module(name, module) for module in self._language)
         return LANGUAGE if inside else PROJECTOR
 
     def outside_of_language(self) -> Iterator[str]:
         """If there are towers, yield the outermost modules that have weights and are not in the language model, by name."""
         last = ""
         for name, module in self._base.named_modules() if self.towers else ():
-            around = any(f"{inner}.".startswith(f"{name}.") for inner in self._language)
-            if not name or around or f"{name}.".startswith(f"{last}.") or self.of(name) == LANGUAGE:
+            around = any(in_module(inner, name) for inner in self._language)
+            if not name or around or in_module(name, last) or self.of(name) == LANGUAGE:
                 continue
             last = name
             if next(module.parameters(), None) is not None:
@@ -58,9 +58,10 @@ def read_parts(parts: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, reason) of each block of a tower whose output the model does not use.
+    """Yield the name of each block of a tower whose output the model does not use, and the reason.
 
-    LLaVA's `vision_feature_layer` is one or more indices of the tower's hidden states; 0 is the first block's input.
+    LLaVA reads some hidden states of its tower; `vision_feature_layer` has their indices. Index 0 is the first block's
+    input.
     """
     indices = getattr(getattr(base, "config", None), "vision_feature_layer", None)
     layers = [indices] if isinstance(indices, int) else list(indices or ())

@@ -46,7 +46,10 @@ def _generate(model: Any, batch: Mapping[str, torch.Tensor], completion: int) ->
 
 @contextmanager
 def _standing_for(tokens: int, cache: Any) -> Iterator[None]:
-    """In this context, one token takes as much cache as `tokens` tokens, but no more than a layer's sliding window."""
+    """In the `with` block, the keys and values of one token take the memory of `tokens` tokens.
+
+    In a layer with a sliding window, they take no more memory than the rest of the window.
+    """
     update, mask_sizes = cache.update, cache.get_mask_sizes
 
     def count(index: int) -> int:

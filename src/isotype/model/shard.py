@@ -21,6 +21,7 @@ from torch import nn
 from isotype.compat.torch import sharded_policy
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, UsageError
+from isotype.core.names import with_parents
 from isotype.model.walk import blocks_in, kind_of, places
 from isotype.precision.policy import PrecisionPolicy
 
@@ -46,10 +47,8 @@ def gathered_by(model: nn.Module) -> dict[str, tuple[Any, list[str]]]:
     """
     groups = {n: (sharded_policy(m), list[str]()) for n, m in model.named_modules() if is_gathered(m)}
     for name, parameter in model.named_parameters() if groups else ():
-        parts = name.split(".")
-        outer = (".".join(parts[:end]) for end in reversed(range(len(parts))))
         if is_sharded(parameter) and parameter.is_floating_point():
-            next(groups[module] for module in outer if module in groups)[1].append(name)
+            next(groups[module] for module in with_parents(name) if module in groups)[1].append(name)
     return groups
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from isotype.compat.peft import all_linear, without_peft
 from isotype.compat.torch import runs_without_gradients
 from isotype.core.errors import UsageError
-from isotype.core.names import EXPERT, grouped, listed, plain_name, plural
+from isotype.core.names import EXPERT, grouped, in_module, listed, plain_name, plural, with_parents
 from isotype.model.experts.layer import DOWN, is_experts_wrapper, layout_of, outermost
 from isotype.model.experts.stack import held_stack, quantized_stack, seen_dense
 from isotype.model.fold import repeats_of
@@ -203,7 +203,7 @@ def _excluded(base: Any, adapt: Adapt | None) -> dict[str, str]:
     excluded = {}
     for place in places(base) if parts.towers or untrained else ():
         name = plain_name(place.name)
-        reasons = (why for block, why in untrained.items() if f"{name}.".startswith(f"{block}."))
+        reasons = (why for block, why in untrained.items() if in_module(name, block))
         if parts.towers and parts.of(name) not in chosen.parts:
             excluded[name] = chosen.why
         elif reason := next(reasons, ""):
@@ -363,10 +363,9 @@ def _kind(base: Any, name: str, module: Any, key: str, value: Any) -> str | None
 
 def _routes(base: Any, name: str) -> bool:
     """Return whether a layer is a router: its name or a parent's says so, or it has one output for each expert."""
-    parts = name.split(".")
-    around = [base.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1)]
+    around = [*map(base.get_submodule, with_parents(name))]
     experts = [m for m in around[1:4] if any("expert" in child.lower() for child, _ in m.named_children())]
-    words = [type(module).__name__ for module in around] + parts
+    words = [type(module).__name__ for module in around] + name.split(".")
     if any("router" in word.lower() for word in words):
         return bool(experts) or any(map(EXPERT.search, words))
     return bool(experts) and getattr(around[0], "out_features", None) in _counts(experts[0])

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from isotype.compat.torch import own_buffers, own_modules, own_parameters
+from isotype.core.names import in_module
 from isotype.model.boundary import Boundary
 
 
@@ -117,7 +118,7 @@ def outermost_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     blocks = {id(block) for block in blocks_in(model) if not isinstance(block, nn.ModuleList)}
     last = None
     for name, module in model.named_modules():
-        if id(module) in blocks and (last is None or not name.startswith(f"{last}.")):
+        if id(module) in blocks and (last is None or not in_module(name, last)):
             last = name
             yield name, module
 
@@ -133,10 +134,10 @@ def places(model: nn.Module) -> Iterator[Place]:
     # Names of the tuner layers around the current module, innermost last: modules come depth first.
     tuners: list[str] = []
     for name, module in model.named_modules():
-        while tuners and not name.startswith(f"{tuners[-1]}."):
+        while tuners and not in_module(name, tuners[-1]):
             tuners.pop()
         copied = _COPIES.search(f".{name}") is not None
-        tuner = bool(tuners) and not copied and not f"{name}.".startswith(f"{tuners[-1]}.base_layer.")
+        tuner = bool(tuners) and not copied and not in_module(name, f"{tuners[-1]}.base_layer")
         if is_tuner_layer(module):
             tuners.append(name)
         yield Place(name, module, kind_of(module), tuner, tuner or copied)

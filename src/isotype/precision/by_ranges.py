@@ -210,8 +210,8 @@ def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> Module
 def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
     """Yield a `ModuleException` for each linear layer whose adapters' scaled gradients can exceed float16's range.
 
-    A token contributes to lora_A's gradient: the layer's input times the gradient of lora_A's output. It contributes to
-    lora_B's gradient: lora_A's output times the gradient of the layer's output (https://arxiv.org/abs/2106.09685, equation 3).
+    Each token adds a product to the gradients (https://arxiv.org/abs/2106.09685, equation 3). For lora_A, it is the
+    layer's input times the gradient of lora_A's output; for lora_B, lora_A's output times the gradient of the layer's output.
     """
     for module in ranges.modules:
         if module.kind == "linear" and scale * module.gradient * module.input > _PRODUCTS * FLOAT16_LARGEST:

@@ -19,12 +19,14 @@ from torch import nn
 from isotype.core import PACKAGE
 from isotype.core.arguments import did_you_mean
 from isotype.core.errors import Problem, UsageError
+from isotype.core.names import in_module
 from isotype.core.optimizers import optimizers_in
 from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.preflight.from_trainer import request_of_trainer
 from isotype.preflight.run import run
+from isotype.records.finding import in_library
 from isotype.records.request import LossOf, StepRequest
 from isotype.report.check.report import Report
 
@@ -204,7 +206,7 @@ def _module(text: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+        if error.name is None or not in_module(name, error.name):
             raise _failed(text, "importing it", error) from error
         stem = name.removesuffix(".py")
         bare = f"{stem}:{text.partition(':')[2]}"
@@ -237,12 +239,8 @@ def _line(error: Exception) -> str:
 
 
 def _is_users(filename: str) -> bool:
-    return (
-        "site-packages" not in filename
-        and "<frozen" not in filename
-        and PACKAGE not in Path(filename).parents
-        and not filename.startswith(sys.base_prefix + "/lib")
-    )
+    library = filename.startswith("<frozen") or in_library(f"{filename}:")
+    return not library and PACKAGE not in Path(filename).parents
 
 
 def _arguments(text: str, result: Any) -> dict[str, Any]:

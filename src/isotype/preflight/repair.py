@@ -149,7 +149,7 @@ def plan(
 
 
 def _needed(report: Report, chosen: list[Fix], after: Sequence[Finding]) -> list[Fix]:
-    """Return the chosen fixes that no later fix replaces. `after` contains the findings after all chosen fixes."""
+    """Return the chosen fixes without those that later fixes make superfluous. `after` are the findings with all fixes."""
     assert report.again is not None
     present = faults(finding for finding in after if finding.severity != "note")
     needed = list(chosen)
@@ -202,15 +202,15 @@ def _is_excluded(fix: Fix, unsafe: bool) -> bool:
 
 
 def _may_be_applied(fix: Fix, command: bool) -> bool:
-    # The compute dtype of a step is the user's decision, and no repair of a model; advice is for people.
+    # Advice is text for people. The user decides the compute dtype of a step: only a command may change it.
     decisions = any(action.kind == "setting" and action.target == "compute" for action in fix.actions)
     return fix.scope != "advice" and not (decisions and not command)
 
 
 def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
-    """Return whether a fix resolved the finding without adding to the number of errors (one may have replaced another).
+    """Return whether a fix resolved the finding and the step has no more errors than before.
 
-    Returns False if the trace for `after` ended early and the trace for `before` did not, because an early end hides findings.
+    If only the trace with the fix ended early, return False, because findings after its end are unknown.
     """
     if (finding.code, finding.cause) in faults(after):
         return False

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.torch import FakeTensor, is_traceable_wrapper_subclass
+from isotype.compat.torch import has_values
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import IsotypeError, UsageError, first_line
 from isotype.core.names import listed, named, plural, short
@@ -98,10 +98,11 @@ def trace_of(request: StepRequest) -> Trace:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that can be traced again with a fix.
+    """A step that can be traced again with the actions of a fix.
 
-    `known` maps actions to the findings of the step with these actions. `tried` contains only the actions of tried
-    fixes; it maps them to None if they cannot be applied or cause another error.
+    Attributes:
+        known: actions -> the findings of the step with these actions.
+        tried: actions of a tried fix -> the findings, or None if the fix cannot be applied or causes another error.
     """
 
     code: StepCode
@@ -358,12 +359,7 @@ def _measurable(model: nn.Module, inputs: Mapping[str, object], trace: Trace) ->
         return False
     named = bool(inputs) and all(name.isidentifier() for name in inputs)
     tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
-    return named and all(map(_has_values, (*model.parameters(), *tensors)))
-
-
-def _has_values(tensor: torch.Tensor) -> bool:
-    without = tensor.is_meta or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
-    return not without and tensor.numel() > 0
+    return named and all(has_values(tensor) and tensor.numel() for tensor in (*model.parameters(), *tensors))
 
 
 def _seconds_to_measure(model: nn.Module, trace: Trace) -> float:

@@ -128,7 +128,7 @@ def _checkpointing_words(request: StepRequest) -> str:
 
 
 def _padding_words(inputs: Any) -> Iterator[str]:
-    """Yield the number of columns that are padding in every row, as a clause, if these are over a tenth of all columns."""
+    """Yield a clause about columns that are padding in every row, if more than a tenth of all columns are."""
     mask = named_inputs(inputs).get("attention_mask")
     if type(mask) is torch.Tensor and mask.ndim == 2 and not mask.is_meta:
         empty = int((mask == 0).all(0).sum())

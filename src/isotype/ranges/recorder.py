@@ -21,11 +21,10 @@ from isotype.compat.torch import (
     in_backward,
     last_node_number,
     node_number,
-    tree_leaves,
     without_dispatch,
 )
 from isotype.core.names import named
-from isotype.core.operators import is_view, leaves, operator_name, tensors_in
+from isotype.core.operators import is_view, leaves, operator_name, tensors_in, tensors_of
 from isotype.core.source import asking_line, shown
 from isotype.model.walk import kind_of
 from isotype.precision.ranges import ModuleRange, OperatorRange, is_attention
@@ -61,7 +60,7 @@ Phase = Literal["forward", "backward"]
 
 @dataclass(slots=True)
 class _Module:
-    """Magnitudes of one module; `outputs` maps a text's or batch's number to the magnitude of the module's output."""
+    """Magnitudes of one module. `outputs`: number of the text or batch -> magnitude of the module's output."""
 
     kind: str
     input: float = 0.0
@@ -280,7 +279,7 @@ def _larger(size: float, other: float) -> float:
 
 
 def _floats(value: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and _is_float(leaf))
+    return filter(_is_float, tensors_of(value))
 
 
 def _is_float(tensor: torch.Tensor) -> bool:

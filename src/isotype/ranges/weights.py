@@ -136,7 +136,8 @@ class Weights:
 
     Attributes:
         records: record the magnitudes of the weights, and of the gradients of trainable weights.
-        embedding: True while an embedding runs: its frozen weight is a placeholder until its rows are looked up.
+        embedding: True while an embedding runs. Then `make` returns a placeholder for a frozen weight, and only the rows
+            that the embedding looks up are read.
     """
 
     dtype: torch.dtype
@@ -171,7 +172,7 @@ class Weights:
         return value
 
     def materialized(self, weight: Weight) -> torch.Tensor:
-        """Read and return the values of `weight`; a trainable weight's gradient is added to the weight's earlier gradients."""
+        """Return the values of `weight`. Gradients of a trainable weight are summed over all its copies."""
         with without_dispatch(), torch.no_grad():
             value = weight.read().detach().to(self.device, self.dtype)
             self._note(weight, value, value)

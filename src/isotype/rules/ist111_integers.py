@@ -43,7 +43,7 @@ TITLE = "Token ids, labels or masks that an operator refuses"
 
 
 def _refused(call: Call) -> Operand | None:
-    """Return the operand that should be an integer, or the integer whose dtype is in the device's error; None if there is none."""
+    """Return the operand with the wrong dtype: a float in place of an integer, or the integer that the error names."""
     message = call.breach.message if call.breach is not None else ""
     if message and (floats := float_indices(call.op, [operand.dtype for operand in call.operands])):
         return call.operands[floats[0]]

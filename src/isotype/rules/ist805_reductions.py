@@ -60,7 +60,7 @@ def _is_rounded(call: Call) -> bool:
 
 
 def _length(call: Call) -> int:
-    """Return the number of values that a result of the call is computed from."""
+    """Return how many values the call reduces to one element of its result."""
     shape, (_, result), axis = call.operands[0].shape, call.results[0], dict(call.numbers).get("dim")
     if axis is None:
         return math.prod(shape) // max(math.prod(result), 1)

@@ -76,7 +76,7 @@ def _counters(trace: Trace) -> Iterator[Finding]:
 
 
 def _is_counter(call: Call) -> bool:
-    """Return whether the optimizer counts in this call: it adds an integer to one-element 16-bit tensors, no weights or data."""
+    """Return whether the optimizer counts steps in this call: it adds an integer to its own 16-bit tensors of one element."""
     foreach = call.op.startswith("aten._foreach_add_.")  # adds one tensor to the counts of all parameters
     if call.phase != "optimizer" or not (foreach or call.op.startswith("aten.add_.")):
         return False

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from isotype.compat.torch import storage_key, storage_of
+from isotype.core.names import in_module
 from isotype.records.memory import Memory, MemoryKind, MemoryPoint, Phase
 
 _MOST_STEPS = 64  # parts in which the memory of represented modules is allocated and freed
@@ -20,10 +21,10 @@ class Ledger:
     """Counts every storage once, from its first use until its last tensor is freed.
 
     A traced module can represent several equal modules (`multiply`). The activations that its forward saves are then
-    counted for all of these modules. The bytes of the modules that are not traced are the surplus. The surplus of a
-    storage is freed with the storage. But if the module's own backward frees the storage, the surplus is freed at the
-    end of that backward, because the backwards of the other modules follow. Tensors that an autograd function keeps
-    (`ctx.x = x`) are freed later, with the graph.
+    counted once for each represented module. The bytes of the represented modules that are not traced are the surplus. A
+    storage and its surplus are freed together, with one exception: if the module's own backward frees the storage, the
+    surplus is freed at the end of that backward, because the backwards of the other modules follow. Tensors that an
+    autograd function keeps (`ctx.x = x`) are freed later, with the graph.
 
     Attributes:
         total: bytes of all live storages.
@@ -39,7 +40,7 @@ class Ledger:
         # Storage address -> its reference, bytes, kind and sequence number.
         self._live: dict[int, tuple[Any, int, MemoryKind, int]] = {}
         self._created = 0
-        # (phase, whether gradients are left out) -> bytes at the peak: in total, by kind, and saved by layers.
+        # (phase, whether gradients are not counted) -> bytes at the peak: in total, by kind, and saved by layers.
         self._peaks: dict[tuple[Phase, bool], tuple[int, dict[MemoryKind, int], int]] = {}
         self._saved = self._layers = 0
         self._points: list[MemoryPoint] = []
@@ -151,7 +152,7 @@ class Ledger:
             return
         before, self._in_backward = self._in_backward, module
         for name in self._surplus:
-            if _inside(before, name) and not _inside(module, name):
+            if in_module(before, name) and not in_module(module, name):
                 self._leave(name)
 
     def add(self, kind: MemoryKind, size: int, module: str = "") -> None:
@@ -163,7 +164,7 @@ class Ledger:
         if not size:
             return
         of_gradients = self._surplus if kind == "gradients" else ()
-        standing = next((name for name in of_gradients if _inside(module, name)), None)
+        standing = next((name for name in of_gradients if in_module(module, name)), None)
         if standing is None or standing in self._left:
             self._change(kind, size)
         else:
@@ -259,7 +260,7 @@ class Ledger:
             total = self.total - (self._now.get("gradients", 0) if bare else 0)
             if self._phase == "backward":
                 for name in self._surplus:
-                    inside = name not in self._left and _inside(self._in_backward, name)
+                    inside = name not in self._left and in_module(self._in_backward, name)
                     if inside and total > self._highest.get((name, bare), (0, {}))[0]:
                         self._highest[name, bare] = total, dict(self._now)
             if total > self._peaks.get((self._phase, bare), (-1,))[0]:
@@ -294,7 +295,3 @@ def _steps(size: int, count: int) -> list[int]:
     """Split `size` bytes into a part for each of `count` modules, at most `_MOST_STEPS` parts."""
     parts = max(1, min(count, _MOST_STEPS))
     return [size // parts + (part < size % parts) for part in range(parts)]
-
-
-def _inside(module: str, name: str) -> bool:
-    return module == name or module.startswith(f"{name}.")

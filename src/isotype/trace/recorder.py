@@ -17,15 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.torch import (
-    FakeTensor,
-    UncompiledMode,
-    current_node,
-    last_node_number,
-    node_number,
-    tree_leaves,
-)
-from isotype.core.operators import leaves, numbers_in, operator_name
+from isotype.compat.torch import FakeTensor, UncompiledMode, current_node, last_node_number, node_number
+from isotype.core.operators import leaves, numbers_in, operator_name, tensors_of
 from isotype.core.source import asking_line, is_called_by, shown
 from isotype.model.fold import calls_represented, repeats_of
 from isotype.model.loss import ends_behind
@@ -49,7 +42,6 @@ _SHORTENED = frozenset({"detach", "__get__", "tensor", "as_tensor"})
 """Python names of `detach`, `.data` and `torch.tensor`; autograd also detaches results that it saves."""
 _READS = frozenset({aten._local_scalar_dense.default, aten.argmax.default})
 _UNSET = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
-_KEPT_OUTSIDE = "a tensor that the code keeps outside of the model"
 
 # These functions create a real tensor first, which the dispatcher then converts to a fake tensor.
 _FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "new_tensor"})
@@ -78,7 +70,7 @@ class Place:
 
 @dataclass
 class _Frame:
-    """A module whose forward is running."""
+    """A module whose forward is running. `entered` is the ledger's mark at its start; for `returns`, see `enter`."""
 
     name: str
     repeats: int
@@ -104,7 +96,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self.names: dict[int, Origin] = {}
         # Dtype in which FSDP2 has gathered the last parameter; None if it has gathered none.
         self.gathered: torch.dtype | None = None
-        # Id of a leaf of the graph -> the first line of user code that drops the graph of a result of this leaf.
+        # Id of a leaf tensor -> the first line of user code that detaches a value computed from this tensor.
         self.cuts: dict[int, str] = {}
         self._cut_nodes: set[int] = set()
         # Float dtypes of the step's inputs.
@@ -162,9 +154,9 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return listening(enter)
 
     def _recomputing_in(self, name: str, repeats: int, checkpoint: Any) -> Callable[..., Any]:
-        """Wrap the checkpointing function of a transformers (5.23) layer, so that a recomputation is recorded as in the layer.
+        """Return the checkpointing function of a transformers (5.23) layer, wrapped to record recomputed operators in the layer.
 
-        A recomputation runs none of the layer's hooks.
+        A recomputation calls the layer's forward directly, so the layer's hooks do not run.
         """
 
         def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +176,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def enter(
         self, name: str, repeats: int = 1, returns: Origin | None = None, module: nn.Module | None = None
     ) -> None:
-        """Record the start of a module's forward. A result that the module casts to the dtype of `returns` gets that origin."""
+        """Record the start of a module's forward. If the module casts a result to the dtype of `returns`, that is its origin."""
         self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns, module))
 
     @listening
@@ -203,10 +195,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         outer = self._frames[-1].repeats if self._frames else 1
         saves, added = self.phase == "forward" and torch.is_grad_enabled(), 0
         if frame.repeats != outer and self.phase != "backward":
-            inputs, outputs = (
-                [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-                for tree in (arguments, output)
-            )
+            inputs, outputs = [*tensors_of(arguments)], [*tensors_of(output)]
             times = frame.repeats // outer
             if saves:
                 added = self.ledger.multiply(frame.name, frame.entered, times, inputs, outputs)
@@ -261,7 +250,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             plain and tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
         ):  # as with `torch.from_numpy`
             return Origin("constant", tensor.dtype, FROM_NUMPY, self.module, source)
-        return Origin("outside", tensor.dtype, _KEPT_OUTSIDE, self.module, source)
+        kept = "a tensor that the code keeps outside of the model"
+        return Origin("outside", tensor.dtype, kept, self.module, source)
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
         """Set the origin of `tensor`'s dtype."""
@@ -270,7 +260,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         setattr(tensor, ORIGIN, origin)
 
     def mark_gradient(self, parameter: torch.Tensor, name: str) -> None:
-        """Set the origin of `parameter.grad`, which must exist, to a gradient. Before, its origin is that of an operand."""
+        """Record that `parameter.grad` is the gradient of the parameter `name`. `parameter.grad` must exist."""
         assert parameter.grad is not None
         origin = Origin("gradient", parameter.grad.dtype, name, before=self.origin(parameter))
         self.mark(parameter.grad, origin)
@@ -302,36 +292,24 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], breach: Breach | None = None
     ) -> None:
         """Record a function that ran no operator. With a `breach`, it raised, or would raise on the device."""
-        self._append(name, self._place(), self.operands(tensors), breach)
+        self._append(name, self._place(), self.operands(tensors), (), breach=breach)
 
     def _append(
-        self,
-        name: str,
-        place: Place,
-        operands: tuple[Operand, ...],
-        breach: Breach | None,
-        outputs: Sequence[torch.Tensor] = (),
-        flops: int = 0,
-        numbers: tuple[tuple[str, float], ...] = (),
-        by_default: bool = False,
+        self, name: str, place: Place, operands: tuple[Operand, ...], results: Any, **fields: Any
     ) -> None:
-        self.calls.append(
-            Call(
-                name,
-                self.phase,
-                place.module,
-                shown(place.source),
-                operands,
-                tuple([(tensor.dtype, tuple(tensor.shape)) for tensor in outputs]),
-                flops,
-                place.repeats * calls_represented.get(),
-                breach,
-                self._recomputing,
-                self.autocast,
-                numbers=numbers,
-                by_default=by_default,
-            )
+        call = Call(
+            name,
+            self.phase,
+            place.module,
+            shown(place.source),
+            operands,
+            results,
+            repeats=place.repeats * calls_represented.get(),
+            recomputed=self._recomputing,
+            autocast=self.autocast,
+            **fields,
         )
+        self.calls.append(call)
 
     def _write(
         self,
@@ -363,8 +341,10 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         if func in _READS or (func is aten.detach.default and self.function in _SHORTENED):
             self._cut(tensors[0][1], shown(place.source))
         flops = flops_of(func, args, kwargs, result) if outputs else 0
+        results = tuple([(tensor.dtype, tuple(tensor.shape)) for tensor in outputs])
         numbers, by_default = numbers_in(func, args, kwargs), not operands and kwargs.get("dtype") is None
-        self._append(name, place, operands, breach, outputs, flops, numbers, by_default)
+        more = {"flops": flops, "breach": breach, "numbers": numbers, "by_default": by_default}
+        self._append(name, place, operands, results, **more)
 
     def _cut(self, tensor: torch.Tensor, source: str) -> None:
         """Record that a line of code reads or copies a tensor's value without its graph."""
@@ -452,7 +432,7 @@ def _is_layer(module: str) -> bool:
 
 
 def _rank(operand: Operand) -> int:
-    """Return a rank for the choice of the operand that gave a result its dtype. The operand with the lowest rank is chosen.
+    """Return how unlikely it is that an operand gave a result its dtype; the operand with the lowest rank is chosen.
 
     An empty or filled tensor gets its dtype from Python code, and a gradient gets the dtype of the forward's value, so
     other operands rank before them. A weight ranks before an input of the step, because the weight requires the dtype.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from isotype.core.names import with_parents
 from isotype.records.trace import FLOATS, HALVES, Origin, Setup, Weight
 
 _HELD = ("parameter", "buffer", "attribute")
@@ -60,7 +61,7 @@ def tallies(weights: Iterable[Weight]) -> Tallies:
     for weight in voters:
         dtype, count = _computed_in(weight), weight.repeats
         elements = math.prod(weight.shape) * (1 if weight.quantization is None else 2)
-        for part in _around(weight.module):
+        for part in with_parents(weight.module):
             tally = parts.setdefault(part, Tally())
             tally.modules[dtype] += count
             tally.elements[dtype] += count * elements
@@ -89,12 +90,6 @@ def _computed_in(weight: Weight) -> torch.dtype:
     if weight.kind == "linear4bit" and weight.quantization is not None:
         return weight.quantization.compute or torch.float32
     return weight.gathered or weight.dtype
-
-
-def _around(module: str) -> tuple[str, ...]:
-    """Return the names of a module and its parents, innermost first; the outermost is ""."""
-    parts = module.split(".") if module else []
-    return tuple(".".join(parts[:end]) for end in range(len(parts), -1, -1))
 
 
 @dataclass(frozen=True)
@@ -126,7 +121,7 @@ class Sides:
         met = {cause.dtype for cause in causes}
         homes = [_home(cause) for cause in causes]
         held = [home for home in homes if home is not None]
-        for part in _around(_list_of(_common([module, *held])))[:-1]:
+        for part in with_parents(_list_of(_common([module, *held])))[:-1]:
             tally = self.parts.get(part, Tally())
             leaders = tally.leaders()
             both = len(met & tally.modules.keys()) > 1
@@ -159,7 +154,7 @@ def _home(cause: Origin) -> str | None:
     if cause.kind in _HELD:
         return cause.name.rpartition(".")[0]
     if cause.kind == "conversion" and cause.before is not None:
-        return _home(cause.before)  # the module of the call only met the dtype that the conversion chose
+        return _home(cause.before)  # the converted call did not choose the dtype
     home = cause.name if cause.kind == "state" else cause.module
     return None if cause.kind in _FROM_OUTSIDE else home or None
 
@@ -172,5 +167,5 @@ def _list_of(module: str) -> str:
 
 
 def _common(modules: Sequence[str]) -> str:
-    shared = set(_around(modules[0])).intersection(*(_around(module) for module in modules[1:]))
+    shared = set(with_parents(modules[0])).intersection(*map(with_parents, modules[1:]))
     return max(shared, key=len)

@@ -1,9 +1,8 @@
 """Finds the tensor from which a cast reads its dtype: `x` for `y.to(x.dtype)`, none for `y.to(torch.float32)`.
 
-A dtype object does not show the tensor that it was read from, because all tensors of a dtype share one object. So every
-read of `Tensor.dtype` is recorded, with the instruction that runs in the reading function and in each of its callers,
-up to the module. For a cast, isotype then looks for the read in the cast's arguments, and in the variables and
-attributes that the arguments name (`dtype = x.dtype`, `ctx.dtype`, a function's parameter).
+All tensors of a dtype share one dtype object, so every read of `Tensor.dtype` is recorded, with the running instruction
+of the reading function and of its callers. A cast's read is then searched in the cast's arguments, and in the variables,
+attributes and parameters that the arguments name (`dtype = x.dtype`, `ctx.dtype`).
 """
 
 from __future__ import annotations

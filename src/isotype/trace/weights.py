@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from isotype.compat.torch import FakeTensor
+from isotype.compat.torch import has_values
 from isotype.compat.transformers import pinned, pinned_strictly
 from isotype.core.names import unparametrized
 from isotype.core.threads import SMALL, one_thread
@@ -172,13 +172,6 @@ def _quantization(place: Place, name: str) -> Quantization | None:
     )
 
 
-def _has_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values can be read. Meta, fake and some subclass tensors (`__torch_dispatch__`) refuse this."""
-    plain: Any = torch.Tensor.__torch_dispatch__
-    dispatches = type(tensor).__torch_dispatch__ is not plain
-    return not (dispatches or tensor.is_meta or isinstance(tensor, FakeTensor))
-
-
 def _magnitudes(tensor: torch.Tensor) -> tuple[float | None, float | None]:
     """Return the largest and the median absolute value of a float parameter, or (None, None) if its values are unknown.
 
@@ -186,7 +179,7 @@ def _magnitudes(tensor: torch.Tensor) -> tuple[float | None, float | None]:
     computed only for trainable parameters of at most `_MOST_ELEMENTS` elements.
     """
     values = local(tensor.detach())
-    if not _has_values(values) or not values.numel():
+    if not has_values(values) or not values.numel():
         return None, None
     if getattr(tensor, "quant_state", None) is not None or getattr(tensor, "SCB", None) is not None:
         return (None if all_finite([tensor]) else math.nan), None
@@ -203,6 +196,6 @@ def _magnitudes(tensor: torch.Tensor) -> tuple[float | None, float | None]:
 
 def _exact_in(tensor: torch.Tensor) -> torch.dtype | None:
     values = local(tensor.detach())
-    if values.dtype != torch.float32 or not _has_values(values) or not 0 < values.numel() <= _MOST_ELEMENTS:
+    if values.dtype != torch.float32 or not has_values(values) or not 0 < values.numel() <= _MOST_ELEMENTS:
         return None
     return next((half for half in HALVES if torch.equal(values.to(half).float(), values)), None)

@@ -278,12 +278,12 @@ class _Low:
 
 
 def _as_matrices(factor: torch.Tensor) -> torch.Tensor:
-    """Return a factor `[experts, m, n]`, copied if matrix products could not read its memory layout directly."""
+    """Return a factor `[experts, m, n]` in a memory layout that matrix products can read; copied only if necessary."""
     if 1 in factor.stride()[1:]:
         return factor
     rows_first = factor.stride(1) >= factor.stride(2)
     turned = factor if rows_first else factor.mT
-    # If experts are innermost in memory, as in PEFT's lora_B, this copies the transpose of one matrix, in blocks.
+    # Experts may be innermost in memory, as in PEFT's lora_B. Then torch copies one transposed matrix, block by block.
     matrices = turned.flatten(1).contiguous().view(turned.shape)
     return matrices if rows_first else matrices.mT
 

@@ -57,10 +57,10 @@ class MatmulRate:
 
 
 def next_side(side: int, size: int, call_seconds: float, remaining: float) -> int:
-    """Return the side length of the next matrices: at most twice the last `side`, or `side` if more may exceed the budget.
+    """Return the side length of the next matrices: `side` doubled, at most `size`, or `side` if that would take too long.
 
-    The last call took `call_seconds`, and a call's time grows with the cube of the side length. The predicted time may be
-    at most a quarter of the remaining seconds, because matrices that exceed a cache take longer than predicted.
+    A call with matrices of `side` took `call_seconds`; the time grows with the cube of the side length. The predicted
+    time may be a quarter of the remaining seconds: matrices larger than a cache take longer than predicted.
     """
     larger = min(2 * side, size)
     predicted = call_seconds * (larger / side) ** 3

@@ -39,7 +39,7 @@ def simulates_cpu(fake: FakeTensor) -> bool:
 def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
     """Return the dtype in which to multiply `x`: `compute`, or float32 if the CPU emulates `compute`.
 
-    The kernels that emulate `compute` sum products in float32 and round once, too, but they are much slower.
+    Emulating kernels also sum the products in float32 and round the sum once. So float32 gives the same result, but sooner.
     """
     if x.device.type != "cpu":
         return compute

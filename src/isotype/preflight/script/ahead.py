@@ -94,10 +94,10 @@ def request_of_script(
 
 
 class LossOfForward(LossOfOutput):
-    """The loss in the output of a model that is called as in the script.
+    """Calls the model with the script's arguments, and returns the loss in the output.
 
-    `returned` receives True if the output has a loss. It is a queue, because a check restores all other objects that
-    the function changes.
+    The queue `returned` receives True if the output has a loss. A check restores the other objects that the call changes,
+    but not a queue.
     """
 
     def __init__(self, returned: SimpleQueue[bool]) -> None:
@@ -142,9 +142,9 @@ def _unnoticed() -> Iterator[None]:
 
 
 def _helpers(model: nn.Module) -> tuple[list[torch.optim.Optimizer], bool]:
-    """Search all objects of the process; return the optimizers of `model`, and whether an enabled GradScaler exists.
+    """Return the optimizers of `model` among all objects of the process, and whether an enabled GradScaler exists.
 
-    Of optimizers that share a parameter, the last one is returned: a script has replaced the others.
+    If optimizers share a parameter, only the newest one is returned, because the script has replaced the others.
     """
     parameters, taken = {id(parameter) for parameter in model.parameters()}, set[int]()
     optimizers: list[torch.optim.Optimizer] = []

@@ -144,7 +144,7 @@ class Diagnosis:
             self._numbers.attach(beginning.model, beginning.args, beginning.kwargs)
 
     def _evaluates(self, beginning: Beginning) -> None:
-        """Store the request for a forward before the first training step, in case this forward raises an error."""
+        """Store the request for a forward before the first training step: if the forward raises an error, it is traced again."""
         self._request = without_tensors(self._request_of(beginning, ("generate",)))
 
     def _request_of(self, beginning: Beginning, *phases: Sequence[str]) -> StepRequest:
@@ -244,12 +244,12 @@ class Diagnosis:
         return self.watch.trace(setup, no_autocast=why)
 
     def _between(self, rule: ModuleType, calls: tuple[Call, ...] = (), **seen: Any) -> None:
-        """Report a rule's findings about the time between two recorded steps, from `calls` or other fields of a `Trace`."""
+        """Report a rule's findings about the time between two recorded steps. `calls` and `seen` are fields of a `Trace`."""
         if self._setup_seen is not None and self._speaks:
             self._say_late(_of(judge(Trace(self._setup_seen, calls, (), {}, Memory({}), **seen)), rule))
 
     def _say_late(self, findings: Sequence[Finding]) -> None:
-        """Report the real step's findings, except codes that were already reported as errors or with equal severity."""
+        """Report findings of the real step. A code that was reported as an error or with this severity is not repeated."""
         known = {(finding.code, finding.severity) for finding in (*self._findings(), *self._late)}
         if new := [f for f in findings if not known & {(f.code, "error"), (f.code, f.severity)}]:
             self._late += tuple(new)
@@ -380,7 +380,7 @@ class Diagnosis:
         self._diagnose(call, f"{name}: {first}")
 
     def _explain_elsewhere(self, error: BaseException) -> None:
-        """Explain a dtype error that no watched operator raised: a later operator did, or code around the operators."""
+        """Explain a dtype error that was raised by an operator after the recorded step, or by code outside of operators."""
         text, recorder, model = str(error), self.watch.recorder, self.watch.model
         headline = f"{type(error).__name__}: {first_line(error)}"
         assert model is not None

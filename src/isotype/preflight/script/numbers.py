@@ -130,7 +130,7 @@ class Numbers:
         return result
 
     def _unscaled(self, scaler: Any) -> None:
-        """Check the losses if one is NaN. If the loss scale causes an infinite loss, GradScaler itself skips the step."""
+        """Check the losses if one is NaN. If one is infinite, the loss scale may be too large; GradScaler then skips the step."""
         if any(map(math.isnan, self._read(self._losses))):
             self._judge(math.nan, None, scaler)
 

@@ -99,7 +99,7 @@ def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:
 
 
 def casts_since(before: Trace, after: Trace) -> Iterator[str]:
-    """Describe, by dtypes, the weights that have another float dtype in a later trace."""
+    """Yield a text for each pair of float dtypes between which weights were cast from the trace `before` to `after`."""
     earlier = {weight.name: weight.dtype for weight in before.weights}
     dtypes = ((w.name, earlier.get(w.name, w.dtype), w.dtype) for w in after.weights)
     cast = [(name, was, now) for name, was, now in dtypes if was != now and {was, now} <= FLOATS]
@@ -108,7 +108,7 @@ def casts_since(before: Trace, after: Trace) -> Iterator[str]:
 
 
 def _owners(error: BaseException, method: str = "") -> Iterator[object]:
-    """Yield the value of `self` of every traceback frame that has it (of frames of `method`); the innermost comes last."""
+    """Yield `self` of the frames in the traceback, or only of the frames of `method`. The innermost comes last."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if "self" in frame.f_locals and method in ("", frame.f_code.co_name):
             yield frame.f_locals["self"]

@@ -72,7 +72,7 @@ class Processes:
         start(process, args if ours is None else ours, *rest, **kwargs)
 
     def _ours(self, args: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
-        """Return the command that runs a new process under `isotype run`, or None if its command stays unchanged."""
+        """Return a new process's command, changed to run under `isotype run`; None if the command stays as it is."""
         if kwargs.get("shell"):
             self._remember("sh")
             return None

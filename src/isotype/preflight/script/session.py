@@ -209,12 +209,12 @@ def _is(entry: _Entry, file: str, name: str) -> bool:
 
 
 def _leads_to_modes(entry: _Entry) -> bool:
-    """Return whether a frame is part of the wrapper that torch's compiler puts around a dispatch mode's handler."""
+    """Return whether a frame belongs to torch's compiler, which wraps the handlers of dispatch modes."""
     return _is(entry, "torch/_compile.py", "inner") or _is(entry, "torch/_dynamo/eval_frame.py", "_fn")
 
 
 def _is_bare(frame: FrameType) -> bool:
-    """Return whether the frame's module has no hooks, so that torch called `inner` only because of the watch's hooks."""
+    """Return whether the frame's module has no hooks. Then torch has called `inner` only because of the watch's hooks."""
     # Imported here, because a script without torch must not import it. Such a script has no frames of modules.
     from isotype.compat.torch import ALL_HOOKS
 
@@ -223,7 +223,7 @@ def _is_bare(frame: FrameType) -> bool:
 
 
 def _at_plain_call(entry: _Entry) -> _Entry:
-    """Return the traceback entry of `Module._call_impl`, but with the line that calls the forward if there are no hooks."""
+    """Return a traceback entry of `Module._call_impl`, changed to the line that calls the forward of a module without hooks."""
     frame = entry[0]
     place = _plain_call(frame.f_code)
     return entry if place is None else (frame, *place)

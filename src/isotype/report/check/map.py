@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import plain_name
+from isotype.core.names import plain_name, with_parents
 from isotype.records.finding import Finding
 from isotype.records.trace import Call, Trace, Weight
 
@@ -128,10 +128,7 @@ class _Part:
 
 def _host(module: str, parts: Mapping[str, _Part]) -> str | None:
     """Return the part that contains a module: the module itself, or its nearest ancestor that is a part."""
-    name = plain_name(module)
-    while name and name not in parts:
-        name = name.rpartition(".")[0]
-    return name if name in parts else None
+    return next((name for name in with_parents(plain_name(module)) if name in parts), None)
 
 
 def _gather(trace: Trace) -> dict[str, _Part]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import distinct_names, grouped, listed, short, starred
+from isotype.core.names import distinct_names, grouped, listed, short, starred, with_parents
 from isotype.records.finding import Fix, Safety
 from isotype.records.trace import FLOATS, HALVES, Call, Operand, Trace, Weight
 from isotype.rules.kit.groups import SCATTERS, Group, per_trace
@@ -58,7 +58,7 @@ _OTHER_RESULTS = ("fft", "numpy")
 
 
 def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
-    """Yield buffers and plain tensors that share module and dtype with a mismatched tensor, as zero points and scales do."""
+    """Yield buffers and plain tensors in the module and dtype of a mismatched tensor: a scale beside a zero point."""
     homes = {cause.name.rpartition(".")[0] for cause in group.causes}
     dtypes = {weight.name: weight.dtype for weight in trace.weights if weight.buffer}
     for operand in (operand for call in trace.calls for operand in call.operands):
@@ -116,8 +116,7 @@ def _adapter_fixes(trace: Trace, group: Group) -> Iterator[Fix]:
 
 def _adapted(module: str, modules: Mapping[str, str]) -> str:
     """Return the layer that the adapter `module` adapts: its nearest parent with a `base_layer`, else its direct parent."""
-    parts = module.split(".")
-    around = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+    _, *around = with_parents(module)
     return next((name for name in around if f"{name}.base_layer" in modules), module.rpartition(".")[0])
 
 
@@ -147,7 +146,7 @@ def _parameter_fixes(trace: Trace, group: Group, blamed: Sequence[Weight], expec
 
 
 def _runs_in(group: Group, modules: Sequence[str]) -> bool:
-    """Return whether one of `modules` runs a call of the group. Outside of them, their outputs keep their dtype."""
+    """Return whether one of `modules` runs a call of the group. Outside of `modules`, casts of them change no dtype."""
     return any(call.module and starred(call.module) in map(starred, modules) for call in group.calls)
 
 

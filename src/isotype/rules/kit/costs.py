@@ -163,10 +163,10 @@ def slowdown(
     gone: Iterable[Call] = (),
     stand_in: torch.dtype | None = None,
 ) -> float | None:
-    """Estimate how many times faster the step would be if calls in `gone` were removed and `costly` calls ran in `wanted`.
+    """Return an estimate of how many times faster a step gets; None if a rate is missing.
 
-    A call in a narrower dtype moves fewer bytes. A dtype without a published rate is estimated at the rate of the dtype
-    `stand_in`. Return None if a rate is missing.
+    In the faster step, the calls in `gone` are removed. The `costly` calls run in the dtype `wanted`; if it is narrower,
+    they also move fewer bytes. A dtype without a published rate gets the rate of the dtype `stand_in`.
     """
     profile = trace.setup.profile
     seconds, rate = seconds_on(profile, stand_in), profile.peak_flops.get(wanted)

@@ -271,7 +271,7 @@ def _is_frozen_part(origin: Origin, owners: Mapping[str, Weight]) -> bool:
 
 
 def _is_master(operand: Operand, owners: Mapping[str, Weight]) -> bool:
-    """Return whether an operand is float32 and got its values from a trained weight, or its dtype from a cast."""
+    """Return whether an operand is float32 and comes from a trained weight or from a cast."""
     trained = any(
         step.kind == "parameter" and step.name in owners and owners[step.name].trainable
         for step in operand.origin.path()

@@ -32,7 +32,7 @@ def router_products(trace: Trace) -> Iterator[tuple[Call, Operand, torch.dtype]]
 
 
 def _weight(owners: Mapping[str, Weight], operand: Operand) -> Operand | None:
-    """Return an operand with the origin of its weight, if it is a matrix weight or a cast of one; else None."""
+    """Return an operand that is a matrix weight or its cast, with the weight as its origin; None for another operand."""
     origin = next((step for step in operand.origin.path() if step.kind == "parameter"), operand.origin)
     owner = owners.get(origin.name)
     whole = owner is not None and not owner.buffer and math.prod(owner.shape) == math.prod(operand.shape)
@@ -40,7 +40,10 @@ def _weight(owners: Mapping[str, Weight], operand: Operand) -> Operand | None:
 
 
 def _scores_of(choice: Call, products: list[tuple[Call, Operand]]) -> tuple[Call, Operand] | None:
-    """Return the last product (and its weight) in or near the module of `choice` that has a number per token and expert."""
+    """Return the product of the router's scores, one number per token and expert, and its weight.
+
+    It is the last such product in or near the module of the call `choice`.
+    """
     wanted = choice.operands[0].shape
     inside = (f"{choice.module}.", f"{choice.module.rpartition('.')[0]}.")
     for product, weight in reversed(products):

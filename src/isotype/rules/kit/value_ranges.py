@@ -134,7 +134,7 @@ def _key(call: Call | OperatorRange) -> _Key:
 
 
 def _casts(trace: Trace) -> dict[int, Call]:
-    """Return the casts of results to float16 by the module that computed them, by the id of the call whose result is cast."""
+    """Return id(call) -> cast, for each call whose result the same module casts to float16."""
     casts: dict[int, Call] = {}
     last: dict[str, Call] = {}
     for call in trace.calls:
@@ -157,7 +157,7 @@ def _folded_away(trace: Trace, measured: Iterable[_Key]) -> Mapping[str, Sequenc
 
 
 def _by_module(ranges: Ranges, module: str, call: Call) -> list[tuple[int, OperatorRange]]:
-    """Return the measured range of a quantized layer as the range of the layer's kernel, which was not measured itself."""
+    """Return the measured range of a quantized layer for the call of the layer's kernel, because kernels are not measured."""
     layer = ranges.by_module.get(module)
     kernel = call.op.startswith("bitsandbytes.") and "dequantize" not in call.op
     if layer is None or not kernel or call.phase != "forward":

@@ -11,7 +11,7 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import FOUR_BITS
-from isotype.core.names import distinct_names, plain_name, starred
+from isotype.core.names import distinct_names, in_module, plain_name, starred
 from isotype.records.finding import Action, Finding, Fix, Severity, places
 from isotype.records.trace import HALVES, Quantization, Trace, Weight
 from isotype.rules.kit.words import actions, fix, safety_of_cast
@@ -45,7 +45,7 @@ def unseen_towers(trace: Trace) -> tuple[str, ...]:
     """Return the vision and audio towers that the step does not use, because its inputs contain no image or no audio."""
     towers = trace.setup.towers
     modules_used = {plain_name(call.module) for call in trace.calls} if towers else set()
-    return tuple(t for t in towers if not any(f"{module}.".startswith(f"{t}.") for module in modules_used))
+    return tuple(t for t in towers if not any(in_module(module, t) for module in modules_used))
 
 
 def casts(weights: Iterable[Weight], dtype: torch.dtype) -> tuple[Action, ...]:

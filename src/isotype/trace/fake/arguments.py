@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -74,14 +74,19 @@ def without_numbers(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -
 aten = torch.ops.aten
 
 
-def converted(value: Any, target: torch.dtype, run: Callable[[Any, Any, Any], Any]) -> Any:
-    """Return an operator's argument with its float tensors cast to `target`; `run` runs the casts."""
-    if isinstance(value, torch.Tensor):
-        wrong = value.dtype in FLOATS and value.dtype != target
-        return run(aten._to_copy.default, (value,), {"dtype": target}) if wrong else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(converted(item, target, run) for item in value)
-    return value
+def with_tensors_in(
+    dtype: torch.dtype,
+    values: Any,
+    kinds: Collection[torch.dtype] = FLOATS,
+    cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = torch.Tensor.to,
+) -> Any:
+    """Return nested values in which each tensor whose dtype is in `kinds` is cast to `dtype`."""
+
+    def convert(leaf: Any) -> Any:
+        wrong = isinstance(leaf, torch.Tensor) and leaf.dtype in kinds and leaf.dtype != dtype
+        return cast(leaf, dtype) if wrong else leaf
+
+    return map_leaves(convert, values)
 
 
 def cast_result(dtype: torch.dtype, result: Any) -> Any:

@@ -9,7 +9,7 @@ simulated device, and undoes the casts that only a CPU makes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ from isotype.precision.devices.attention import (
 )
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.trace import ATTENTION, FLOATS, HALVES, NO_ATTENTION_KERNEL, Breach
-from isotype.trace.fake.arguments import in_operands_dtype, map_leaves, without_floats
+from isotype.trace.fake.arguments import in_operands_dtype, map_leaves, with_tensors_in, without_floats
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.twin import SPARSE
 from isotype.trace.taken import DTYPE
@@ -153,7 +153,7 @@ class Functions(TorchFunctionMode):
                 if transforms and args and args[0].dtype == torch.float16:
                     sizes = _transformed_sizes(name_of(func), args, kwargs)
                     if self._kind != "cuda" or are_powers_of_two(sizes):
-                        wide = (_cast(part, torch.float32, HALVES) for part in (args, kwargs))
+                        wide = with_tensors_in(torch.float32, (args, kwargs), HALVES)
                         return map_leaves(_as_half, self._call(func, *wide))
                     error = RuntimeError(f"{ONLY_POWERS_OF_TWO} of{sizes}")
                 # The recorder converts the operands of operators: a function above the operators raised this error.
@@ -165,7 +165,8 @@ class Functions(TorchFunctionMode):
                     return self._call(
                         func, *without_floats((args, kwargs), tensors, f"torch.{name_of(func)}")
                     )
-                result = run(*_cast(args, target, FLOATS), **_cast(kwargs, target, FLOATS))
+                converted, named = with_tensors_in(target, (args, kwargs))
+                result = run(*converted, **named)
                 return in_operands_dtype(result, given_tensors(args, kwargs), target)
 
     def _of_packed(self, func: Any, *args: Any) -> Any:
@@ -186,16 +187,16 @@ class Functions(TorchFunctionMode):
             self._recorder.banned(name, args, kwargs)
         if treatment in ("banned", "float32"):
             with torch.autocast("cpu", enabled=False):
-                return self._call(func, *(_cast(part, torch.float32, HALVES) for part in (args, kwargs)))
+                return self._call(func, *with_tensors_in(torch.float32, (args, kwargs), HALVES))
         if treatment == "promote":
             floats = {tensor.dtype for _, tensor in given_tensors(args, kwargs) if tensor.is_floating_point()}
             widest = floats.pop() if len(floats) == 1 else torch.float32
-            return self._call(func, *(_cast(part, widest, HALVES) for part in (args, kwargs)))
+            return self._call(func, *with_tensors_in(widest, (args, kwargs), HALVES))
         # A sparse product calls `addmm`, which autocast casts on a GPU.
         sparse = func is torch.sparse.mm and self._recorder.edited() is None
         if sparse or (treatment == "lower" and on_cpu != "lower"):
             low = torch.get_autocast_dtype("cpu")
-            return self._call(func, *(_cast(part, low, _LOWERED) for part in (args, kwargs)))
+            return self._call(func, *with_tensors_in(low, (args, kwargs), _LOWERED))
         if on_cpu in ("float32", "promote"):
             with torch.autocast("cpu", enabled=False):
                 return self._call(func, args, kwargs)
@@ -212,14 +213,6 @@ def _sparse(values: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
 def name_of(func: Any) -> str:
     """Return the Python name of a function; "" if it has none."""
     return str(getattr(func, "__name__", ""))
-
-
-def _cast(values: Any, dtype: torch.dtype, kinds: Collection[torch.dtype]) -> Any:
-    def cast(leaf: Any) -> Any:
-        wrong = isinstance(leaf, torch.Tensor) and leaf.dtype in kinds and leaf.dtype != dtype
-        return leaf.to(dtype) if wrong else leaf
-
-    return map_leaves(cast, values)
 
 
 _OF_CPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -281,7 +274,7 @@ def _stand_in(kernel: Kernel, call: AttentionCall, cast: torch.dtype | None) -> 
         beyond = len(set(call.sizes)) > 1 or (mask is not None and mask.requires_grad)
         if not (takes and beyond):
             return scaled_dot_product_attention(**{**named, "dropout_p": 0.0})
-        return fused_attention(kernel, **named if cast is None else _cast(named, cast, _LOWERED))
+        return fused_attention(kernel, **named if cast is None else with_tensors_in(cast, named, _LOWERED))
 
     return run
 

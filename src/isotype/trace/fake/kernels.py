@@ -23,12 +23,11 @@ from isotype.compat.torch import (
     operator_schema,
     storage_key,
     storage_of,
-    tree_leaves,
     without_dispatch,
     without_modes,
 )
 from isotype.core.errors import first_line
-from isotype.core.operators import operator_name, schema_of
+from isotype.core.operators import operator_name, schema_of, tensors_of
 from isotype.trace.fake.arguments import map_leaves
 
 _CPU = torch.device("cpu")
@@ -128,7 +127,7 @@ class Kernels:
         )
 
     def _of_meta_kernel(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
-        """Return the cache entry of a call from the operator's meta kernel; None if only `FakeTensorMode` knows the result."""
+        """Run the operator's meta kernel and return the cache entry of its result; None if `FakeTensorMode` has to run it."""
         floats = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
         if kwargs.get("device") not in (None, _CPU) or len(floats) > 1 or not has_meta_kernel(func):
             return None
@@ -223,8 +222,7 @@ def refusal(func: Any, args: Any, kwargs: Any) -> str | None:
     Only operators whose error depends on shapes are called (`_REFUSES_BY_SHAPE`), and only with operands of at most
     `_LARGEST` elements. The call uses real, uninitialized tensors: a kernel raises before it reads values.
     """
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    large = any(tensor.numel() > _LARGEST for tensor in tensors)
+    large = any(tensor.numel() > _LARGEST for tensor in tensors_of((args, kwargs)))
     if operator_schema(func).name not in _REFUSES_BY_SHAPE or large:
         return None
 

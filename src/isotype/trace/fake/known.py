@@ -37,7 +37,7 @@ _CLEARS = frozenset({*_FILLS, aten.where, aten.nan_to_num, aten.nan_to_num_})
 _MEAN = 1
 _ADDS = frozenset({aten.add, aten.add_, aten.baddbmm, aten.addmm})
 _CARRIES = frozenset({*_MOVED, *_SAME, *_SCALED, *_ADDS})
-"""Operators to examine only if `_is_noted` is true for an operand."""
+"""Operators that are followed only if something is known about an operand (`_is_noted`)."""
 
 
 class Known:
@@ -56,9 +56,9 @@ class Known:
             setattr(tensor, _INTEGERS, value)
 
     def decide(self, func: Any, args: Any, result: Any, calls: list[Call]) -> dict[str, Any]:
-        """Return the fields `outside` and `undefined` of the next recorded call, if they differ from the defaults.
+        """Return the fields `outside` and `undefined` of the operator's `Call`, without fields that have their defaults.
 
-        If the operator replaces NaN in an earlier call's result, that call's `undefined` becomes 0.
+        If the operator replaces NaN in the result of an earlier call, set `undefined` of the earlier call to 0.
         """
         packet = operator_packet(func)
         if packet not in _DECIDES and not (packet in _CARRIES and any(map(_is_noted, args[:2]))):
@@ -78,7 +78,7 @@ class Known:
         return {name: value for name, value in fields.items() if value}
 
     def _follow(self, packet: Any, func: Any, first: torch.Tensor, args: Any, result: Any) -> None:
-        """Copy the notes of an operator's first operand (integers, masked positions, NaN) to the result."""
+        """Copy what is known about an operator's first operand (integers, masked positions, NaN) to the result."""
         output = result[0] if isinstance(result, (tuple, list)) and result else result
         if not isinstance(output, torch.Tensor) or output.numel() > max(_MOST, first.numel()):
             return
@@ -160,7 +160,10 @@ class Known:
                 yield int(wrong.max() if int(wrong.max()) >= size else wrong.min()), size
 
     def _undefined(self, packet: Any, args: Any) -> int:
-        """Return the number of softmax rows that are wholly masked. If all labels are ignored: 1 for a mean loss, -1 for a sum."""
+        """Return how many rows of a softmax are wholly masked.
+
+        For a loss whose labels are all ignored, return 1 if it is a mean, and -1 if it is a sum.
+        """
         if packet in (aten._softmax, aten._log_softmax) and args[0].dim():
             masked = self._masked(args[0])
             return 0 if masked is None else int(masked.all(args[1]).sum())
@@ -210,7 +213,7 @@ _INDICES: dict[Any, _Read] = {
 """For each operator that reads a table: a function that yields (indices, size of the table, lowest index, ignored index)."""
 
 _DECIDES = frozenset({*_INDICES, *_CLEARS, aten._softmax, aten._log_softmax})
-"""Operators to examine whatever their operands are: they read a table, compute a softmax, or replace NaN."""
+"""Operators that are followed for any operands: they read a table, compute a softmax, or replace NaN."""
 _NOTES = frozenset({VALUE, _INTEGERS, _MASKED, _NAN})
 
 

@@ -46,12 +46,12 @@ from isotype.records.trace import FLOATS, SHARED, UNSAFE, Breach, Failure, Origi
 from isotype.trace.fake.arguments import (
     as_measured,
     cast_result,
-    converted,
     in_operands_dtype,
     is_real,
     map_leaves,
     numbers_of,
     overflow,
+    with_tensors_in,
     without_floats,
     without_numbers,
     wraps_fakes,
@@ -85,8 +85,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         contracts: contracts of the simulated device.
         compute: dtype to which a breach's operands are converted, unless `sides` or a rule of `_target` decides.
         fake: mode of the step's fake tensors.
-        lines: code changes to try, `file:line` -> dtype. In such a line, casts and new tensors get the dtype, and
-            operands of several dtypes are converted to it.
+        lines: code changes to try, `file:line` -> dtype. At these lines, casts and new tensors get the dtype, and operands
+            of several dtypes are converted to the dtype.
 
     Attributes:
         sides: decides to which of several dtypes operands are converted; until `sides` is set, to `compute`.
@@ -254,7 +254,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return result
 
     def edited(self, place: Place | None = None) -> torch.dtype | None:
-        """Return the dtype that the tried code change sets in the line of `place` (default: the running line), else None."""
+        """Return the dtype that a code change sets at the line of `place` (default: the running line); None without a change."""
         return self.lines.get(shown((place or self._place()).source)) if self.lines else None
 
     def _judged(
@@ -309,11 +309,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if not floats or "nll_loss" in operator_name(func):
             return self.kernels.run(func, args, kwargs)  # the fake kernel accepts the operand
 
-        def cast(leaf: Any) -> Any:
-            is_tensor = isinstance(leaf, torch.Tensor) and leaf.dtype not in FLOATS
-            return aten._to_copy.default(leaf, dtype=floats[0]) if is_tensor else leaf
-
-        return func(*map_leaves(cast, args), **map_leaves(cast, kwargs))
+        integers = {tensor.dtype for _, tensor in tensors} - FLOATS
+        args, kwargs = with_tensors_in(floats[0], (args, kwargs), integers, self._cast)
+        return func(*args, **kwargs)
 
     def _keep(self, func: Any, tensors: Any, result: Any, value: Any) -> None:
         """Store the values of an operator's results. If these are unknown, forget the values of the tensors that it
@@ -348,7 +346,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _target(
         self, func: Any, tensors: Sequence[tuple[str, torch.Tensor]], edited: torch.dtype | None
     ) -> tuple[torch.dtype, bool]:
-        """Return (dtype to convert the operands to, True if the tried code change makes this conversion itself).
+        """Return (dtype to convert the operands to, whether a code change in `lines` sets this dtype).
 
         The first of these rules that applies decides:
 
@@ -389,10 +387,12 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return args[0]
         if schema_of(func).mutates and args and isinstance(args[0], (list, tuple)):
             return None  # the operator writes a list of tensors in place: the list keeps its old values
-        other, run = self.values.stand_in(func, args, kwargs), self.kernels.run
-        args = tuple(converted(value, target, run) for value in args)
-        kwargs = {name: converted(value, target, run) for name, value in kwargs.items()}
-        return other(*args, **kwargs) if other else run(func, args, kwargs)
+        other = self.values.stand_in(func, args, kwargs)
+        args, kwargs = with_tensors_in(target, (args, kwargs), cast=self._cast)
+        return other(*args, **kwargs) if other else self.kernels.run(func, args, kwargs)
+
+    def _cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+        return self.kernels.run(aten._to_copy.default, (tensor,), {"dtype": dtype})
 
     # ---------------------------------------------------------------------------------------- above the operators
 

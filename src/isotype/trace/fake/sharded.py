@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.torch import in_backward, storage_of, tree_leaves
+from isotype.compat.torch import in_backward, storage_of
+from isotype.core.operators import tensors_of
 from isotype.model.fold import STANDS_FOR
 from isotype.model.shard import Group, groups_of
 from isotype.records.trace import Setup
@@ -131,7 +132,7 @@ class ProcessMemory:
         self._ledger.add("gradients", (repeats - 1) * self._shards.get(id(parameter), size), module)
 
     def end_backward(self) -> None:
-        """Reduce the groups that are left, because their inputs need no gradient, and free all buffers."""
+        """Reduce the groups whose inputs need no gradient (no hook has reduced them), and free all buffers."""
         for gathering in self._groups:
             self._reduce(gathering)
             self._ledger.add("gathered", -gathering.whole * gathering.is_prefetched)
@@ -220,4 +221,4 @@ class ProcessMemory:
 
 
 def _differentiable(values: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+    return (tensor for tensor in tensors_of(values) if tensor.requires_grad)

@@ -92,7 +92,8 @@ def trace_step(
         lines: another fix to try: `file:line` -> dtype for the casts and new tensors in this line.
         deadline: latest end of the step by `time.monotonic`, in seconds. A step that runs longer fails.
         untouched: saved state that the step can change, shared by several traces; None to save the state here.
-        enough: called with the unfinished trace after a forward or backward with a breach; the step ends if it returns True.
+        enough: called with the unfinished trace after a forward or a backward that broke contracts. If it returns True,
+            the trace ends there.
     """
     model, untouched = code.model, untouched or code.reached()
     mode = fake_mode(setup.profile)

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
-from isotype.compat.torch import UncompiledMode, put_under, storage_of, take_out, tree_leaves
-from isotype.core.operators import ADDS_IN_PLACE, operator_name
+from isotype.compat.torch import UncompiledMode, put_under, storage_of, take_out
+from isotype.core.operators import ADDS_IN_PLACE, operator_name, tensors_of
 from isotype.core.source import asking_line, shown
 from isotype.records.trace import COPY_OF_WEIGHT, HALVES, Call, Operand, Origin
 
@@ -127,7 +127,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self._reported and ADDS_IN_PLACE.match(name := operator_name(func)):
-            copy = next(filter(self._is_copy, tree_leaves(args[0])), None)
+            copy = next(filter(self._is_copy, tensors_of(args[0])), None)
             if copy is not None:
                 self._reported = True
                 origin = Origin("outside", copy.dtype, COPY_OF_WEIGHT)

@@ -37,8 +37,11 @@ def gradients_of(
 ) -> dict[str, Any]:
     """Return the fields of a `Trace` about the gradients of an optimizer's step, and two more entries.
 
-    The entry `plain` is True if this step computed the gradients without a loss scale. The entry `idle` has the parameters
-    without a gradient that no optimizer holds. Set `unscaled` if a GradScaler has unscaled gradients of this script.
+    `plain` is True if this step computed the gradients without a loss scale. `idle` are the names of the parameters that
+    have no gradient and that no optimizer holds.
+
+    Args:
+        unscaled: True if a GradScaler has unscaled gradients of this script.
     """
     forward = (call for call in recorder.calls if call.phase == "forward")
     origins = ((operand.origin, call.module) for call in forward for operand in call.operands)
@@ -109,8 +112,11 @@ def optimizers_of(names: Mapping[int, Origin]) -> int:
 
 
 def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) -> list[Sample]:
-    """Return (name, parameter, mask of nonzero gradients, values) of the first elements of each 16-bit parameter with a finite gradient.
-    The name is "" if no parameter of the optimizer is the model's, as in flat copies. Return nothing while a scheduler warms up, or if the optimizer itself may skip the step."""
+    """Return (name, parameter, mask of nonzero gradients, values) for each 16-bit parameter with a finite gradient.
+
+    Mask and values are those of its first elements. The name is "" if the optimizer updates flat copies instead of the
+    model's parameters. The list is empty while a scheduler warms up, and if the optimizer itself may skip the step.
+    """
     samples: list[Sample] = []
     copies = not any(id(weight) in names for weight in parameters_of(optimizer))
     for group in optimizer.param_groups if getattr(optimizer, "found_inf", None) is None else ():
@@ -127,8 +133,10 @@ def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) ->
 
 
 def after_step(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> dict[str, tuple[str, ...]]:
-    """Return the names of two kinds of parameters. The step has not changed `unmoved` ones, although their gradient is not
-    zero. For a flat copy (""), which has large and small values, this means most values. Values of `spoiled` ones have become NaN or infinite."""
+    """Compare parameters with their values before the step. Return the fields `unmoved` and `spoiled` of a `Trace`.
+
+    A flat copy (named "") has large and small values: it is `unmoved` if the step has not changed half of its values.
+    """
     # Some optimizers keep the rounding errors of 16-bit parameters, and add them in a later step.
     keys = {str(key) for state in optimizer.state.values() for key in state}
     later = any(re.search("kahan|comp|shift|master", key) for key in keys)

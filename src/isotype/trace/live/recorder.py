@@ -99,13 +99,9 @@ class LiveRecorder(Recorder):
         kwargs = kwargs or {}
         # The inner operators of a higher-order operator are recorded. A forked process, such as a worker of a data
         # loader, is not recorded.
-        blind = self.fault or (self.of_gradients and not _of_gradients(args))
-        if (
-            blind
-            or len(self.calls) >= self._limit
-            or not isinstance(func, OpOverload)
-            or os.getpid() != self._process
-        ):
+        skipped = self.fault or (self.of_gradients and not _of_gradients(args))
+        skipped = skipped or len(self.calls) >= self._limit or os.getpid() != self._process
+        if skipped or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         try:
             result = func(*args, **kwargs)
@@ -116,6 +112,7 @@ class LiveRecorder(Recorder):
         return result
 
     def _book(self, note: Callable[..., None], *args: Any) -> None:
+        """Call a method of the recorder. Count its time, and end the recording if it fails or takes too long."""
         started = time.perf_counter()
         try:
             note(*args)
@@ -146,9 +143,9 @@ class LiveRecorder(Recorder):
                 self._book(self.note, f"torch.{name}", given_tensors(args, kwargs), breach)
 
     def _as_on_device(self, tensors: Sequence[torch.Tensor], result: Any) -> None:
-        """Record float32 in place of 16 bits if the simulated device's autocast computes the last call in float32.
+        """Change the last call from 16 bits to float32 if the simulated device's autocast computes it in float32.
 
-        The origin of each 16-bit result then has the dtype float32, so that later calls count as well.
+        The origins of its results then have the dtype float32, so that this method also changes calls that use the results.
         """
         call, scalars = self.calls[-1], not any(operand.shape for operand in self.calls[-1].operands)
         wide = [o for o in call.operands if o.dtype in HALVES and o.origin.dtype == torch.float32]
@@ -446,7 +443,10 @@ class _Terms:
         return "infinite" if any(map(math.isinf, losses)) and not scaled else ""
 
     def _sources(self, value: Any) -> set[str]:
-        """Return the lines where the terms in a value lost their graphs. A weight of a term has only a few digits."""
+        """Return the lines where `value` lost its graph.
+
+        A float may be a loss times a weight, so that their ratio has only a few digits.
+        """
         if isinstance(value, torch.Tensor):
             return self._cut.get(id(value), set())
         for number, lines in self._numbers.items() if isinstance(value, float) else ():

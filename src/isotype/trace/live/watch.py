@@ -37,8 +37,8 @@ from isotype.compat.torch import (
     original,
     put_under,
     take_out,
-    tree_leaves,
 )
+from isotype.core.operators import tensors_of
 from isotype.core.optimizers import learning_rate_of, parameters_of
 from isotype.model.adapters import unmatched
 from isotype.records.memory import Memory, Phase
@@ -427,10 +427,9 @@ class Watch:
             if id(weight) not in self.recorder.names:
                 self.recorder.ledger.count(weight, "optimizer")
             for key, state in optimizer.state.get(weight, {}).items():
-                for held in tree_leaves(state):
-                    if isinstance(held, torch.Tensor):
-                        self.recorder.ledger.count(held, "optimizer")
-                        self.recorder.mark(held, Origin("outside", held.dtype, f"the optimizer's {key}"))
+                for held in tensors_of(state):
+                    self.recorder.ledger.count(held, "optimizer")
+                    self.recorder.mark(held, Origin("outside", held.dtype, f"the optimizer's {key}"))
         self._held = self.recorder.ledger.alive("optimizer")
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

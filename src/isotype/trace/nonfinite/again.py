@@ -34,7 +34,7 @@ def first_nonfinite(
         step: function that runs the forward and backward of each micro-batch, and yields its loss.
         batches: the micro-batches in order, each with its tensors by name.
         scale: the loss scale of the step's backward. Without loss scaling (None), the gradient norm is checked, too.
-        stop: True to end the step at the operator; False if other processes wait for this process's later operators.
+        stop: True to end the step at the operator; False to finish the step, because other processes wait for its end.
     """
     recorder = FirstNonFinite(model, scale, stop)
     losses = []

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from isotype.compat.torch import is_traceable_wrapper_subclass
+from isotype.compat.torch import is_traceable_wrapper_subclass, tree_map
 from isotype.core.operators import leaves, operator_name, schema_of, tensors_in
+from isotype.model.finite import only_finite
 from isotype.model.shard import local
 from isotype.records.nonfinite import Cause, Value
 from isotype.trace.recorder import Place
@@ -86,7 +88,7 @@ def exact_result(call: Call, fresh: torch.Tensor, dtype: torch.dtype) -> float |
     """
     wide = torch.float32 if dtype.itemsize <= 2 else torch.float64
     try:
-        args, kwargs = (widened(part, call.operands, wide) for part in (call.args, dict(call.kwargs)))
+        args, kwargs = tree_map(partial(_widened, call.operands, wide), (call.args, dict(call.kwargs)))
         again = call.func(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None  # the kernel supports no other dtype, or memory is exhausted
@@ -134,10 +136,7 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether every readable element is finite."""
     values = readable(tensor)
-    if values is None:
-        return True
-    least, most = torch.aminmax(values)  # one pass without allocations; both are NaN if a value is NaN
-    return bool(torch.isfinite(least) & torch.isfinite(most))
+    return values is None or only_finite(values)
 
 
 def value_of(role: str, tensor: torch.Tensor, name: str = "") -> Value:
@@ -223,12 +222,8 @@ def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand
     return operands
 
 
-def widened(value: Any, operands: Sequence[Operand], wide: torch.dtype) -> Any:
-    """Return arguments as they were before the operator ran, with every float tensor and float dtype replaced by `wide`."""
-    if isinstance(value, (list, tuple)):
-        return type(value)([widened(item, operands, wide) for item in value])
-    if isinstance(value, dict):
-        return {name: widened(item, operands, wide) for name, item in value.items()}
+def _widened(operands: Sequence[Operand], wide: torch.dtype, value: Any) -> Any:
+    """Return an argument in the dtype `wide` if it is a float tensor or dtype. A tensor gets its values before the call."""
     if isinstance(value, torch.dtype):
         return wide if value.is_floating_point else value
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():

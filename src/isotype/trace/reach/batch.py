@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from isotype.compat.torch import FakeTensor
+from isotype.compat.torch import has_values
 
 MOST_ROWS = 4
 FEW_TOKENS = 64
@@ -74,7 +74,7 @@ def batch_of(inputs: Mapping[str, Any]) -> Batch | None:
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return None
     tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
-    if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors) or ids.numel() < 2:
+    if not all(map(has_values, tensors)) or ids.numel() < 2:
         return None
     held = ((name, value) for name, value in inputs.items() if isinstance(value, torch.Tensor))
     copies = {**inputs, **{name: value.detach().cpu().clone() for name, value in held}}

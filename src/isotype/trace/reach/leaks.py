@@ -87,7 +87,7 @@ def _other_rows(probe: Probe) -> Leak | None:
 
 
 def _padding(probe: Probe) -> Leak | None:
-    """Change the padding tokens: those with an attention mask of 0 or, without a mask, those at the ends of rows."""
+    """Change the padding tokens, and compare the predictions. Without an attention mask, padding is at the ends of rows."""
     batch, learned = probe.batch, probe.learned
     where = batch.padding if bool(batch.padding.any()) else _unmasked_padding(probe)
     if not where.any():

@@ -180,7 +180,7 @@ def _unused_inputs(probe: Probe, padding_is_read: bool) -> Iterator[NoReach]:
 
 
 def _unused_count(probe: Probe) -> Iterator[NoReach]:
-    """Yield `num_items_in_batch`, the number of labels in all micro-batches of a step, if it does not change the loss."""
+    """Yield a finding if the loss does not depend on `num_items_in_batch`, the number of labels in all micro-batches."""
     count = probe.batch.inputs.get(_COUNT)
     if count is None:
         return

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.torch import tree_leaves
+from isotype.core.operators import tensors_of
 
 
 def logits_of(output: Any, ids: torch.Tensor) -> torch.Tensor | None:
@@ -76,5 +76,4 @@ def _differ(before: list[torch.Tensor], after: list[torch.Tensor], least: float)
 
 
 def _floats(values: Any) -> list[torch.Tensor]:
-    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
-    return [tensor for tensor in leaves if tensor.is_floating_point()]
+    return [tensor for tensor in tensors_of(values) if tensor.is_floating_point()]

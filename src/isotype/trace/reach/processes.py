@@ -73,7 +73,7 @@ def without_gradient(model: nn.Module, batches: Sequence[Batch]) -> tuple[str, .
 
 
 def parting(model: nn.Module, batches: Sequence[Batch]) -> Parting | None:
-    """Return the first FSDP2 collective that differs between the first batch and another; None if all are equal.
+    """Return the first FSDP2 collective at which another batch differs from the first batch; None if all are equal.
 
     The forward and backward of each batch run in this process, which is one of two in a fake process group.
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from isotype.compat.peft import activating, without_peft
-from isotype.compat.torch import FakeTensor, is_traceable_wrapper_subclass
+from isotype.compat.torch import FakeTensor, has_values, is_traceable_wrapper_subclass
 from isotype.compat.transformers import attention_of, fresh_model, set_attention, use_plain_experts
 from isotype.core.errors import first_line
 from isotype.core.random_states import random_states_kept
@@ -88,8 +88,11 @@ def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | Non
 def _copyable(model: nn.Module) -> bool:
     """Return whether a model's own modules can be copied: none is quantized, and all buffers have values."""
     plain = all(kind_of(module) not in ("linear4bit", "linear8bit") for module in model.modules())
-    buffers = all(not buffer.is_meta and not isinstance(buffer, FakeTensor) for buffer in model.buffers())
-    return plain and buffers and not any(map(is_traceable_wrapper_subclass, model.parameters()))
+    return (
+        plain
+        and all(map(has_values, model.buffers()))
+        and not any(map(is_traceable_wrapper_subclass, model.parameters()))
+    )
 
 
 def _of_parts(model: nn.Module, present: set[int]) -> Copy:
