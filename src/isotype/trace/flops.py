@@ -1,4 +1,4 @@
-"""FLOPs of operators that multiply matrices, by PyTorch's formulas, and by isotype's if PyTorch has none or a slow one."""
+"""FLOPs of operators that multiply matrices. The formulas are PyTorch's, or isotype's if PyTorch's is missing or slow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _known(func: Any) -> tuple[Callable[[Any, Any], int] | None, Any]:
 
 
 def _grouped_mm(args: Any, result: Any) -> int:
-    """Return the FLOPs of a grouped matmul of [m, k] by [k, n]: 2 m k n. The groups split either m or k."""
+    """Return the FLOPs of a grouped matmul of [m, k] by [k, n]: 2 m k n. The groups divide m or k."""
     groups = result.shape[0] if args[0].ndim == args[1].ndim == 2 else 1
     return 2 * int(args[0].shape[-1]) * int(prod(result.shape)) // int(groups)
 
@@ -51,9 +51,10 @@ def _scores(query: torch.Tensor, ends: torch.Tensor, longest: int) -> int:
 def _with_all_heads(operands: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Return the shapes `[batch, heads, length, width]` of query, key and value, all with the query's heads.
 
-    torch's formulas before 2.12 raise an error if there are fewer key heads than query heads. The kernels repeat the key
-    heads, so the shapes do, too. Once the oldest supported torch counts such calls (`tests/trace/test_flops.py`), this
-    function and `_ATTENTIONS` can be removed.
+    Before 2.12, torch's formulas raise an error for fewer key heads than query heads. The kernels repeat the key heads,
+    so this function repeats the shapes.
+
+    It can be removed with `_ATTENTIONS` when the oldest supported torch counts such calls (`tests/trace/test_flops.py`).
     """
     heads = operands[0].shape[1]
     return tuple((tensor.shape[0], heads, *tensor.shape[2:]) for tensor in operands)

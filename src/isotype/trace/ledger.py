@@ -20,16 +20,16 @@ _MOST_POINTS = 512  # points of the timeline; of more points, every two neighbou
 class Ledger:
     """Counts every storage once, from its first use until its last tensor is freed.
 
-    A traced module can represent several equal modules (`multiply`). The activations that its forward saves are then
-    counted once for each represented module. The bytes of the represented modules that are not traced are the surplus. A
-    storage and its surplus are freed together, with one exception: if the module's own backward frees the storage, the
-    surplus is freed at the end of that backward, because the backwards of the other modules follow. Tensors that an
-    autograd function keeps (`ctx.x = x`) are freed later, with the graph.
+    A traced module can represent several equal modules (`multiply`). The activations that its forward saves then count
+    once for each of them. The bytes of the modules that are not traced are called surplus. A storage and its surplus are
+    freed together. There is one exception: if the module's own backward frees the storage, the surplus is freed at the
+    end of this backward, because the backwards of the other modules follow. Tensors that an autograd function keeps
+    (`ctx.x = x`) are freed later, with the graph.
 
     Attributes:
         total: bytes of all live storages.
-        kind: the kind of memory of new storages, unless `count` gets another kind.
-        share: the part of every new storage that this process holds, below 1 if the model is sharded.
+        kind: kind of memory of new storages, unless `count` is called with another kind.
+        share: the part of each new storage that this process holds. It is below 1 if the model is sharded.
     """
 
     def __init__(self) -> None:
@@ -74,8 +74,8 @@ class Ledger:
 
         Args:
             tensor: any tensor over the storage.
-            kind: kind of memory of the storage; None for the ledger's `kind` or, if the storage is already counted, for
-                its present kind.
+            kind: kind of memory of the storage. None keeps the kind of a counted storage, and gives a new one the
+                ledger's `kind`.
             repeats: how many equal storages of the model this storage represents.
             held: bytes of the storage that this process holds; None for the ledger's `share` of the storage.
         """
@@ -92,7 +92,7 @@ class Ledger:
         self._change(kind, size)
 
     def mark(self) -> int:
-        """Return the number of the storage that was counted last. `multiply` takes it as `since`."""
+        """Return the number of the newest counted storage, for the argument `since` of other methods."""
         return self._created
 
     def multiply(
@@ -103,11 +103,11 @@ class Ledger:
         inputs: Sequence[torch.Tensor] = (),
         outputs: Sequence[torch.Tensor] = (),
     ) -> int:
-        """Multiply the bytes of a module's live activations by `times`, for activations that were counted after the mark
-        `since`. Return the added bytes.
+        """Multiply the bytes of a module's live activations that were counted after the mark `since` by `times`. Return
+        the added bytes.
 
-        If the module has saved its input, the next represented module also saves its own input: an output of the module.
-        Memory freed after `since` (of a weight that was moved) is not subtracted.
+        If the module has saved its input, the next represented module saves its input, too: an output of this module.
+        Memory that was freed after `since` (of a moved weight) is not subtracted.
         """
         saved = {key for key, (_, _, kind, at) in self._live.items() if at > since and kind == "activations"}
         alive = [tensor for tensor in inputs if storage_of(tensor) in self._live]
@@ -127,16 +127,16 @@ class Ledger:
         return added
 
     def saved_by_layer(self, since: int, added: int, times: int) -> None:
-        """Record that a layer's forward has ended: it saves its live activations that were counted after the mark `since`.
+        """Record the end of a layer's forward: it saves the live activations that were counted after the mark `since`.
 
-        `added` are the bytes that `multiply` has added because the layer represents `times` layers.
+        `added` are the bytes that `multiply` has added for the `times` layers that the layer represents.
         """
         live = [row for row in self._live.values() if row[3] > since and row[2] == "activations"]
         self._saved += sum(size for _, size, _, _ in live) + added
         self._layers += times
 
     def keep(self, module: str, since: int, times: int, outputs: Sequence[torch.Tensor]) -> None:
-        """Multiply by `times` the memory that a forward without a backward keeps besides its outputs: caches, copies of weights."""
+        """Multiply by `times` what a forward without a backward keeps, except its outputs: caches, copies of weights."""
         passed = {storage_of(output) for output in outputs}
         kept = {
             key: size * (times - 1)
@@ -156,10 +156,9 @@ class Ledger:
                 self._leave(name)
 
     def add(self, kind: MemoryKind, size: int, module: str = "") -> None:
-        """Add `size` bytes that belong to no tensor (communication buffers, states of untraced layers); `size` may be
-        negative.
+        """Add `size` bytes (maybe negative) that belong to no tensor: communication buffers, or states of untraced layers.
 
-        Gradients of a module that represents others are added at the end of its backward.
+        Gradients of a representing module are added at the end of its backward.
         """
         if not size:
             return
@@ -181,7 +180,7 @@ class Ledger:
         return self._now.get(kind, 0)
 
     def record(self, states: int = 0, gradients: int = 0) -> Memory:
-        """Return the peak of each phase and the timeline, for any step after the first.
+        """Return the peak of each phase and the timeline. They hold for each step after the first.
 
         Args:
             states: bytes of the optimizer state that the first step creates.
@@ -197,7 +196,7 @@ class Ledger:
         return Memory(phases, points, saved, self._layers)
 
     def _leave(self, module: str) -> None:
-        """Count the backwards of the modules that a module represents: free their activations, and add their gradients."""
+        """Count the backwards of the represented modules: free their activations, and add their gradients."""
         self._left.add(module)
         gone, come = self._waiting.pop(module, 0), self._gradients.pop(module, 0)
         for bare in (False, True):
@@ -240,7 +239,7 @@ class Ledger:
         self._note_point()
 
     def _note_point(self) -> None:
-        """Add a point to the timeline for every `_stride` changes: the highest of them."""
+        """Add one point to the timeline for every `_stride` changes, at the highest total among them."""
         self._changes += 1
         if self._changes >= self._stride:
             self._close_point()
@@ -279,7 +278,7 @@ def _later(point: MemoryPoint, states: int, gradients: int) -> MemoryPoint:
 
 
 def _halved(points: list[MemoryPoint]) -> list[MemoryPoint]:
-    """Halve the number of points: keep the higher one of every two neighbours in the same phase."""
+    """Halve the number of points: of two neighbours in the same phase, keep the higher one."""
     kept: list[MemoryPoint] = []
     paired = False
     for point in points:
@@ -292,6 +291,6 @@ def _halved(points: list[MemoryPoint]) -> list[MemoryPoint]:
 
 
 def _steps(size: int, count: int) -> list[int]:
-    """Split `size` bytes into a part for each of `count` modules, at most `_MOST_STEPS` parts."""
+    """Split `size` bytes into one part for each of `count` modules, but into at most `_MOST_STEPS` parts."""
     parts = max(1, min(count, _MOST_STEPS))
     return [size // parts + (part < size % parts) for part in range(parts)]

@@ -1,7 +1,7 @@
 """A dispatch mode that records every operator of a training step, and the origin of each operand's dtype.
 
-A dispatch mode runs below autograd, so it records forward, backward and optimizer alike. A backward operator is
-matched to its forward operator by autograd's sequence number. `trace.fake.recorder` records a step on fake tensors,
+A dispatch mode runs below autograd. So it records forward, backward and optimizer in the same way. Autograd's sequence
+number matches a backward operator to its forward operator. `trace.fake.recorder` records a step on fake tensors,
 `trace.live` a real step.
 """
 
@@ -39,21 +39,21 @@ _FUNCTION_NODE: Any = torch.autograd.function.BackwardCFunction  # in the graph,
 LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 """Each call of `torch.tensor` ends with one of these operators."""
 _SHORTENED = frozenset({"detach", "__get__", "tensor", "as_tensor"})
-"""Python names of `detach`, `.data` and `torch.tensor`; autograd also detaches results that it saves."""
+"""Python names of `detach`, `.data` and `torch.tensor`. Autograd detaches results that it saves, too."""
 _READS = frozenset({aten._local_scalar_dense.default, aten.argmax.default})
 _UNSET = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
 
-# These functions create a real tensor first, which the dispatcher then converts to a fake tensor.
+# These functions create a real tensor first. The dispatcher then makes it a fake tensor.
 _FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "new_tensor"})
 # Functions whose result has the dtype of another tensor -> the argument position of that tensor.
 _TAKE_FROM = {"to": 1, "type_as": 1, "new_tensor": 0}
 _CHECKPOINTS = "_gradient_checkpointing_func"
-"""A transformers layer stores its gradient checkpointing function in this attribute."""
+"""Attribute of a transformers layer: its gradient checkpointing function."""
 
 
 @dataclass(slots=True)
 class Place:
-    """The place of an operator: its module and source line, and how many operators of the real step it represents."""
+    """The place of an operator: its module and source line, and for how many operators of the real step it stands."""
 
     module: str
     source: Any
@@ -70,7 +70,7 @@ class Place:
 
 @dataclass
 class _Frame:
-    """A module whose forward is running. `entered` is the ledger's mark at its start; for `returns`, see `enter`."""
+    """A module whose forward is running. `entered` is the ledger's mark at its start. `returns` is explained in `enter`."""
 
     name: str
     repeats: int
@@ -88,20 +88,20 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self.ledger = Ledger()
         self.function = ""
-        # Autocast's dtype where Python calls the function: inside of autocast's kernels autocast is off.
+        # Autocast's dtype at the Python call of the function. Inside of autocast's kernels, autocast is off.
         self.autocast: torch.dtype | None = None
         self.reads = DtypeReads()
-        # The origin of the function's dtype argument if the code reads the dtype from another tensor.
+        # The origin of the function's dtype argument, if the code reads the dtype from another tensor.
         self.like: Origin | None = None
         self.names: dict[int, Origin] = {}
-        # Dtype in which FSDP2 has gathered the last parameter; None if it has gathered none.
+        # Dtype in which FSDP2 has gathered the last parameter; None if there is none.
         self.gathered: torch.dtype | None = None
-        # Id of a leaf tensor -> the first line of user code that detaches a value computed from this tensor.
+        # Id of a leaf tensor -> the first line of user code that detaches a value computed from it.
         self.cuts: dict[int, str] = {}
         self._cut_nodes: set[int] = set()
         # Float dtypes of the step's inputs.
         self.inputs: dict[str, torch.dtype] = {}
-        # Module name -> the arguments of `Ledger.count` for the module's own parameters and buffers.
+        # Module name -> arguments of `Ledger.count` for the module's own parameters and buffers.
         self.held: dict[str, list[tuple[torch.Tensor, MemoryKind, int, int | None]]] = {}
         self._frames: list[_Frame] = []
         self._places: dict[int, Place] = {}
@@ -111,7 +111,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     # -------------------------------------------------------------------------------------------------- modules
 
     def watch(self, model: nn.Module) -> ExitStack:
-        """Add hooks to the modules of `model`, and register its tensors. To remove the hooks, close the result."""
+        """Add hooks to the modules of `model`, and register its tensors. Close the result to remove the hooks."""
         hooks = ExitStack()
         # By name: a recomputation may enter a module without its parents.
         repeats = repeats_of(model)
@@ -156,7 +156,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def _recomputing_in(self, name: str, repeats: int, checkpoint: Any) -> Callable[..., Any]:
         """Return the checkpointing function of a transformers (5.23) layer, wrapped to record recomputed operators in the layer.
 
-        A recomputation calls the layer's forward directly, so the layer's hooks do not run.
+        A recomputation calls the layer's forward directly. The layer's hooks do not run.
         """
 
         def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def enter(
         self, name: str, repeats: int = 1, returns: Origin | None = None, module: nn.Module | None = None
     ) -> None:
-        """Record the start of a module's forward. If the module casts a result to the dtype of `returns`, that is its origin."""
+        """Record the start of a module's forward. `returns` is the origin of the results that the module casts to its dtype."""
         self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns, module))
 
     @listening
@@ -188,7 +188,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         if not self._frames:
             return
         frame = self._frames.pop()
-        # Hooks also run during an exception: the first module that is left then is the one that raised.
+        # Hooks also run during an exception. The first module that is left then has raised it.
         self._raised_in = (self._raised_in or frame) if sys.exc_info()[1] is not None else None
         for row in self.held.get(frame.name, ()):
             self.ledger.count(*row)  # the tensor's memory may have changed (`weight.data = …`)
@@ -236,7 +236,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         """Return the origin of a tensor that no operator of the step has returned."""
         source = shown(asking_line())
         frame = self._frames[-1] if self._frames else None
-        # FSDP2 gives a module another parameter for its forward: the gathered one, in the policy's dtype.
+        # FSDP2 gives a module another parameter for its forward: the gathered one in the policy's dtype.
         if frame is not None and frame.module is not None and isinstance(tensor, nn.Parameter):
             for name, parameter in frame.module.named_parameters(recurse=False):
                 if parameter is tensor:
@@ -260,15 +260,15 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         setattr(tensor, ORIGIN, origin)
 
     def mark_gradient(self, parameter: torch.Tensor, name: str) -> None:
-        """Record that `parameter.grad` is the gradient of the parameter `name`. `parameter.grad` must exist."""
+        """Record that `parameter.grad` is the gradient of the parameter `name`. The gradient must exist."""
         assert parameter.grad is not None
         origin = Origin("gradient", parameter.grad.dtype, name, before=self.origin(parameter))
         self.mark(parameter.grad, origin)
 
     def cast_origin(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-        """Return the origin of the dtype that function `name` reads from another tensor (`x` in `y.to(x.dtype)`).
+        """Return the origin of the dtype that the function `name` takes from another tensor (`x` in `y.to(x.dtype)`).
 
-        Return None if the code names the dtype itself. Call this method where Python calls the function.
+        Return None if the code names the dtype itself. Call this method at the Python call of the function.
         """
         if name in _TAKE_FROM:
             like = kwargs.get("other", next(iter(args[_TAKE_FROM[name] :]), None))
@@ -291,7 +291,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def note(
         self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], breach: Breach | None = None
     ) -> None:
-        """Record a function that ran no operator. With a `breach`, it raised, or would raise on the device."""
+        """Record a function that ran no operator. With a `breach`, it has raised an error or would raise it on the device."""
         self._append(name, self._place(), self.operands(tensors), (), breach=breach)
 
     def _append(
@@ -403,7 +403,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return "autocast" if by_autocast else "cast"
 
     def _place(self) -> Place:
-        """Return the place of the running operator; in the backward, the place of its forward operator."""
+        """Return the place of the running operator. In the backward, this is the place of the forward operator."""
         node = current_node() if self.phase == "backward" else None
         if node is not None and not self._frames:
             place = self._places.get(node_number(node))
@@ -420,7 +420,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
 
 def _is_anothers_scratch(operands: Sequence[Operand], place: Place) -> bool:
-    """Return whether `copy_` casts a tensor into uninitialized memory that a module other than the running one allocated."""
+    """Return whether `copy_` casts a tensor into uninitialized memory of another module than the running one."""
     target, value = operands[:2]
     memory = target.origin
     unset = memory.kind == "constant" and memory.name in _UNSET
@@ -432,10 +432,10 @@ def _is_layer(module: str) -> bool:
 
 
 def _rank(operand: Operand) -> int:
-    """Return how unlikely it is that an operand gave a result its dtype; the operand with the lowest rank is chosen.
+    """Return how unlikely it is that the result has its dtype from this operand. The operand with the lowest rank is chosen.
 
-    An empty or filled tensor gets its dtype from Python code, and a gradient gets the dtype of the forward's value, so
-    other operands rank before them. A weight ranks before an input of the step, because the weight requires the dtype.
+    Other operands come first: Python code chooses the dtype of an empty or filled tensor, and a gradient has the dtype
+    of the forward's value. A weight comes before an input of the step, because the weight requires the dtype.
     """
     kinds = {step.kind for step in operand.origin.path()}
     cause = operand.origin.cause.kind

@@ -14,12 +14,11 @@ from isotype.core.names import with_parents
 from isotype.records.trace import FLOATS, HALVES, Origin, Setup, Weight
 
 _HELD = ("parameter", "buffer", "attribute")
-# Origins outside of the modules: such a tensor belongs to no part of the model.
+# Origins outside of the modules. Such a tensor belongs to no part of the model.
 _FROM_OUTSIDE = ("input", "data", "outside", "scratch", "conversion")
 
-# Whole words of a weight's name. PEFT's tuner layers are recognized by their class. These words find adapters
-# written by hand or by other libraries (`lora_A`, `attn_lora`, `adapter`), and the prompts of PEFT, which are
-# parameters outside of tuner layers.
+# Whole words in a weight's name. PEFT's tuner layers are found by their class. These words find adapters of users and
+# other libraries (`lora_A`, `attn_lora`, `adapter`), and PEFT's prompts, which are parameters outside of tuner layers.
 _ADAPTER_NAMES = re.compile(
     r"(?<![^._])(?:lora|dora|lokr|loha|ia3|vera|adapters?)(?![^._])"
     r"|(?<![^.])(?:magnitude|modules_to_save|soft_prompt|adaption_(?:prompt|gate))(?![^.])"
@@ -35,13 +34,13 @@ def is_adapter(name: str, weight: Weight | None) -> bool:
 
 @dataclass
 class Tally:
-    """Counts for one part of a model: for each dtype, the modules that compute in it, and the elements of their weights."""
+    """Counts for one part of a model: dtype -> modules that compute in it, and dtype -> elements of their weights."""
 
     modules: Counter[torch.dtype] = field(default_factory=Counter)
     elements: Counter[torch.dtype] = field(default_factory=Counter)
 
     def leaders(self) -> tuple[torch.dtype, ...]:
-        """Return the dtype that most modules have; several in a tie, none if no module computes."""
+        """Return the dtype of most modules; several dtypes in a tie, and none if no module computes."""
         most = max(self.modules.values(), default=0)
         return tuple(dtype for dtype, count in self.modules.items() if count == most)
 
@@ -52,8 +51,8 @@ Tallies = Mapping[str, Tally]
 def tallies(weights: Iterable[Weight]) -> Tallies:
     """Return a tally for each module and its children, by the module's fully qualified name; "" is the whole model.
 
-    Every module counts once, in the dtype of its largest weight. Norms, adapters, and weights that the model's author
-    keeps in float32 do not count: they differ on purpose.
+    Each module counts once, in the dtype of its largest weight. Norms, adapters, and weights that stay float32 by their
+    author's choice do not count: they differ on purpose.
     """
     held = [weight for weight in weights if not weight.buffer]
     voters = _largest(weight for weight in held if _computes(weight)) or _largest(held)
@@ -94,7 +93,7 @@ def _computed_in(weight: Weight) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Sides:
-    """Decides which dtype is wrong if the operands of an operator have several.
+    """Decides which dtype is wrong if an operator has operands of several dtypes.
 
     Attributes:
         compute: the compute dtype of the whole step.
@@ -111,10 +110,10 @@ class Sides:
     def at(self, module: str, causes: Sequence[Origin]) -> torch.dtype:
         """Return the main dtype of the smallest part of the model that can decide for a call in `module`.
 
-        The part must contain `module` and every module in `causes` (the origins of the operands' dtypes). If a cause is
-        in a list of layers, the part contains the whole list. If a cause is outside of the modules (an input), the part
-        must contain modules of both dtypes. If a part has a single module or a tie, a larger part decides. For the
-        whole model, `whole` decides; a model without weights has the dtype `compute`.
+        The part contains `module` and the modules in `causes`, the origins of the operands' dtypes. For a cause in a
+        list of layers, it contains the whole list. For a cause outside of the modules (an input), it contains modules of
+        both dtypes. If a part has one module or a tie, a larger part decides. `whole` decides for the whole model. A
+        model without weights has the dtype `compute`.
         """
         if self.decided:
             return self.compute
@@ -137,10 +136,10 @@ def sides_of(setup: Setup, weights: Iterable[Weight], input_dtypes: Collection[t
 
 
 def whole(parts: Tallies, input_dtypes: Collection[torch.dtype] = ()) -> torch.dtype | None:
-    """Return the dtype that most modules of a model have; None for a model without weights.
+    """Return the dtype of most modules of a model; None for a model without weights.
 
-    A 16-bit dtype of an input counts as one more module and wins a tie, because the user chose it. The number of
-    elements decides every other tie.
+    The user chose the dtype of the inputs: if it has 16 bits, it counts as one more module and wins a tie. In other
+    ties, the number of elements decides.
     """
     tally = parts.get("", Tally())
     chosen = [dtype for dtype in HALVES if dtype in input_dtypes and dtype in tally.modules]
@@ -150,7 +149,7 @@ def whole(parts: Tallies, input_dtypes: Collection[torch.dtype] = ()) -> torch.d
 
 
 def _home(cause: Origin) -> str | None:
-    """Return the name of the module where a dtype comes from; None if the dtype comes from outside of the modules."""
+    """Return the module where a dtype comes from; None if it comes from outside of the modules."""
     if cause.kind in _HELD:
         return cause.name.rpartition(".")[0]
     if cause.kind == "conversion" and cause.before is not None:

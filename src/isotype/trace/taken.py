@@ -1,8 +1,8 @@
 """Finds the tensor from which a cast reads its dtype: `x` for `y.to(x.dtype)`, none for `y.to(torch.float32)`.
 
-All tensors of a dtype share one dtype object, so every read of `Tensor.dtype` is recorded, with the running instruction
-of the reading function and of its callers. A cast's read is then searched in the cast's arguments, and in the variables,
-attributes and parameters that the arguments name (`dtype = x.dtype`, `ctx.dtype`).
+All tensors of a dtype share one dtype object. So each read of `Tensor.dtype` is recorded, with the running instruction
+of the function and of its callers. A cast's read is found in the cast's arguments, or in the variables, attributes and
+parameters that they name (`dtype = x.dtype`, `ctx.dtype`).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from isotype.core.source import is_library
 from isotype.records.trace import Origin
 
 DTYPE = torch.Tensor.dtype
-"""For a read of `tensor.dtype`, a function mode gets a function whose `__self__` is this object."""
+"""For a read of `tensor.dtype`, a function mode gets a function with this object as `__self__`."""
 
 _MOST_FRAMES = 8
-# Number of callers in which the value of a function's parameter is searched.
+# Number of callers in which the value of a function's parameter is looked up.
 _MOST_CALLERS = 4
 
 Span = tuple[int, int, int, int]  # first line, its column, last line, its column; columns count bytes
 
 
 class _Call:
-    """Identifies one function call: the call's frame stores the mark as its `f_trace`.
+    """Identifies one function call. The call's frame stores this mark as its `f_trace`.
 
-    Python allows no weak reference to a frame, and reuses a frame's address. A strong reference would keep all tensors
-    of the frame alive.
+    Python allows no weak reference to a frame, and uses a frame's address again. A strong reference would keep all
+    tensors of the frame alive.
     """
 
     __slots__ = ("__weakref__", "_tracer")
@@ -47,7 +47,7 @@ class _Call:
         self._tracer = tracer
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """Pass an event on to the trace function that a debugger or a coverage tool has set for this frame."""
+        """Pass an event on to the trace function of a debugger or coverage tool."""
         if self._tracer is None:
             return None
         self._tracer = self._tracer(frame, event, arg) or self._tracer
@@ -66,7 +66,7 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """An argument of a call in the source: its position, and the dtypes and variables that it names."""
+    """An argument of a call in the source: its position, and its dtypes and variables."""
 
     keyword: str | None
     span: Span
@@ -89,7 +89,7 @@ class DtypeReads:
             self._reads.setdefault(code, {})[at] = _Read(call, code, at, origin.dtype, origin, self._count)
 
     def taken_by(self, dtype: torch.dtype) -> Origin | None:
-        """Return the origin of the argument `dtype` of the running call; None if the code names the dtype itself."""
+        """Return the origin of the running call's argument `dtype`; None if the code names the dtype itself."""
         frame = next(_frames(frame_above(1)), None) if self._reads else None
         if frame is None:
             return None
@@ -101,7 +101,7 @@ class DtypeReads:
     def _in(
         self, frame: FrameType, arguments: Sequence[_Argument], dtype: torch.dtype, callers: int
     ) -> _Read | None:
-        """Return the recorded read of `dtype` in the arguments of the call in `frame`, or in variables that they name."""
+        """Return the recorded read of `dtype` in the arguments of the call in `frame`, or in variables in the arguments."""
         call: Any = frame.f_trace
         seen = self._reads.get(frame.f_code, {}).values() if isinstance(call, _Call) else ()
         in_call = [read for read in seen if read.call() is call and read.dtype == dtype]
@@ -120,7 +120,7 @@ class DtypeReads:
         return None
 
     def _stored(self, frame: FrameType, seen: Sequence[_Read], name: str, dtype: torch.dtype) -> _Read | None:
-        """Return the last read that was stored in the variable `name`: in this call or, if it is not local, in the whole file."""
+        """Return the last read that was stored in the variable `name`: in this call or, if it is not local, in the file."""
         reads: Iterable[_Read] = seen
         if name not in frame.f_code.co_varnames and name not in frame.f_code.co_cellvars:
             file = frame.f_code.co_filename
@@ -130,7 +130,7 @@ class DtypeReads:
         return max(stored, key=lambda read: read.number, default=None)
 
     def _of_parameter(self, frame: FrameType, name: str, dtype: torch.dtype, callers: int) -> _Read | None:
-        """Return the recorded read of the dtype that the caller of `frame` passes as the parameter `name`."""
+        """Return the recorded read of the dtype that `frame` gets from its caller as the parameter `name`."""
         caller = next(_frames(frame.f_back), None)
         if caller is None:
             return None
@@ -153,7 +153,7 @@ def call_of(frame: FrameType) -> _Call:
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frames of the model's code from `frame` outwards, up to the frame of the running module."""
+    """Yield the frames of the model's code, from `frame` outwards to the frame of the running module."""
     count = 0
     while frame is not None and count < _MOST_FRAMES:
         if frame.f_code is MODULE_CALL and count:
@@ -222,7 +222,7 @@ def _literals(node: ast.expr) -> Iterator[torch.dtype]:
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    """Yield the variables (`dtype`) and the attributes of variables (`ctx.dtype`) in an expression."""
+    """Yield the variables (`dtype`) and attributes of variables (`ctx.dtype`) in an expression."""
     if isinstance(node, ast.Name):
         yield node.id
     elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -238,7 +238,7 @@ def _parameters(code: CodeType) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _stores(code: CodeType) -> tuple[tuple[int, int, str], ...]:
-    """Return (byte, line, name) for each instruction that stores a variable `name` or an attribute `variable.attribute`."""
+    """Return (byte, line, name) of each instruction that stores a variable `name` or an attribute `variable.attribute`."""
     stores: list[tuple[int, int, str]] = []
     before: Any = None
     for instruction in dis.get_instructions(code):
@@ -255,7 +255,7 @@ def _stores(code: CodeType) -> tuple[tuple[int, int, str], ...]:
 
 
 def _is_stored(code: CodeType, at: int, name: str) -> bool:
-    """Return whether the code stores the value that the instruction at byte `at` reads in the variable `name`."""
+    """Return whether the code stores in the variable `name` what the instruction at byte `at` reads."""
     span = position(code, at)
     return span is not None and any(
         store > at and line <= span[0] and stored == name for store, line, stored in _stores(code)

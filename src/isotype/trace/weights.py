@@ -25,10 +25,10 @@ from isotype.precision.policy import is_pinned
 from isotype.records.memory import MemoryKind
 from isotype.records.trace import HALVES, Quantization, Weight
 
-# Medians and digits of larger tensors are not computed: norms, biases and adapters are far smaller.
+# Larger tensors get no median and no digits. Norms, biases and adapters are far smaller.
 _MOST_ELEMENTS = 1 << 24
 _MISSPELT = ("require_grad", "require_grads", "requires_grads", "required_grad", "requires_gradient")
-"""Attributes that scripts set on parameters in place of `requires_grad`."""
+"""Misspellings of `requires_grad` in scripts."""
 
 
 def weights_of(model: nn.Module) -> tuple[Weight, ...]:
@@ -39,12 +39,12 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
 def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
     """Return each parameter and buffer of `model` once, with its record. `Weight.tied` lists the other names of a tensor."""
     pinned, gathered = _pinned_patterns(model), gathering(model)
-    # Each tensor is kept alive: another new tensor of a container could get its id.
+    # Each tensor is kept alive, because another new tensor could get its id.
     rows: dict[int, tuple[torch.Tensor, Weight]] = {}
     repeats = repeats_of(model)
     set_on: dict[str, tuple[str, bool]] = {}
     for place in places(model):
-        # `module.requires_grad = False` sets a plain attribute, which `nn.Module` never reads.
+        # `module.requires_grad = False` sets a plain attribute. `nn.Module` never reads it.
         if isinstance(value := vars(place.module).get("requires_grad"), bool):
             set_on[place.name] = f"{place.name or 'model'}.requires_grad", value
         elif (outer := set_on.get(place.name.rpartition(".")[0])) and place.name:
@@ -56,7 +56,7 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
                 _, known = rows[id(tensor)]
                 rows[id(tensor)] = tensor, replace(known, tied=(*known.tied, _full_name(place, name)))
                 continue
-            # Values are read before the shape: torch's error about the values of a lazy layer names the fix.
+            # Values are read before the shape: a lazy layer's error about values names the fix.
             largest, median_magnitude = (None, None) if buffer else _magnitudes(tensor)
             misspelt = ((n, value) for n in _MISSPELT if isinstance(value := vars(tensor).get(n), bool))
             row = replace(
@@ -68,7 +68,7 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
                 largest=largest,
                 median_magnitude=median_magnitude,
                 exact_in=None if buffer else _exact_in(tensor),
-                # Adapters that were added later do not take the attribute of the base model.
+                # Adapters that are added later do not get the attribute of the base model.
                 set_on=None if buffer or place.adapter else next(misspelt, None) or set_on.get(place.name),
             )
             rows[id(tensor)] = tensor, row
@@ -76,9 +76,9 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
 
 
 def unread_weights(model: nn.Module) -> Iterator[Weight]:
-    """Yield a record (name, dtype, shape, …) of each parameter in `model`. No values are read.
+    """Yield a record (name, dtype, shape, …) of each parameter in `model`, without reading values.
 
-    Buffers are left out, and so are the parameters of lazy layers, which have no shape yet.
+    Buffers are left out. So are the parameters of lazy layers, which have no shape yet.
     """
     pinned, gathered = _pinned_patterns(model), gathering(model)
     seen: dict[int, torch.Tensor] = {}
@@ -92,7 +92,7 @@ def unread_weights(model: nn.Module) -> Iterator[Weight]:
 def _row(
     place: Place, name: str, tensor: torch.Tensor, pinned: Sequence[str], gathered: Mapping[str, Any]
 ) -> Weight:
-    """Return the record of a parameter or buffer, without the fields that are computed from its values."""
+    """Return the record of a parameter or buffer; the fields that need its values are missing."""
     full = _full_name(place, name)
     unit, dtype = gathered.get(f"{place.name}.{name}".lstrip("."), (None, None))
     return Weight(
@@ -116,8 +116,8 @@ def _full_name(place: Place, name: str) -> str:
 def state_tensors(tensor: Any, layer: Any = None) -> Iterator[torch.Tensor]:
     """Yield the tensors of a weight's bitsandbytes quantization state.
 
-    `layer` is the module of the weight `tensor`. The first forward of an int8 layer moves the codes and row scales
-    from the weight to `layer.state`.
+    `layer` is the module of the weight `tensor`. The first forward of an int8 layer moves the codes and row scales to
+    `layer.state`.
     """
     state = getattr(tensor, "quant_state", None)
     beside = layer.state if layer is not None and kind_of(layer) == "linear8bit" else None
@@ -175,8 +175,8 @@ def _quantization(place: Place, name: str) -> Quantization | None:
 def _magnitudes(tensor: torch.Tensor) -> tuple[float | None, float | None]:
     """Return the largest and the median absolute value of a float parameter, or (None, None) if its values are unknown.
 
-    The largest value is NaN if the parameter, or a constant of a quantized parameter, is not finite. The median is
-    computed only for trainable parameters of at most `_MOST_ELEMENTS` elements.
+    The largest value is NaN if the parameter (or a constant of its quantization) is not finite. Only trainable
+    parameters of at most `_MOST_ELEMENTS` elements get a median.
     """
     values = local(tensor.detach())
     if not has_values(values) or not values.numel():

@@ -80,7 +80,7 @@ def with_tensors_in(
     kinds: Collection[torch.dtype] = FLOATS,
     cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = torch.Tensor.to,
 ) -> Any:
-    """Return nested values in which each tensor whose dtype is in `kinds` is cast to `dtype`."""
+    """Return nested values with each tensor whose dtype is in `kinds` cast to `dtype`."""
 
     def convert(leaf: Any) -> Any:
         wrong = isinstance(leaf, torch.Tensor) and leaf.dtype in kinds and leaf.dtype != dtype
@@ -98,7 +98,7 @@ def cast_result(dtype: torch.dtype, result: Any) -> Any:
 
 
 def in_operands_dtype(result: Any, tensors: Sequence[tuple[str, torch.Tensor]], computed: torch.dtype) -> Any:
-    """Cast a result back to the operands' 16-bit dtype if it was computed in float32 because this dtype has no kernel."""
+    """Cast a result, computed in float32 for lack of a 16-bit kernel, back to the 16-bit dtype of the operands."""
     floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
     if computed != torch.float32 or len(floats) != 1 or not floats.issubset(HALVES):
         return result
@@ -106,7 +106,7 @@ def in_operands_dtype(result: Any, tensors: Sequence[tuple[str, torch.Tensor]], 
 
 
 def as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
-    """Cast each result of an operator to its measured dtype. If there are more or fewer dtypes than results, cast none."""
+    """Cast each result of an operator to its measured dtype; none if there are more or fewer dtypes than results."""
     outputs = list(leaves(result))
     if len(outputs) != len(dtypes):
         return result

@@ -37,7 +37,7 @@ def loss_function(inputs: Any) -> LossFunction:
 
 
 class LossOfOutput:
-    """A function that returns the loss in a model's output. `partial` is True if `is_partial` was true for an output."""
+    """Returns the loss in a model's output. `partial` becomes True if `is_partial` is true for an output."""
 
     partial = False
 
@@ -117,8 +117,8 @@ def surroundings() -> Iterator[None]:
 def _no_autocast() -> Iterator[None]:
     """Disable autocast, and make the step's autocast region the outermost one.
 
-    Only the end of the outermost region frees the cached casts of weights. In the real step, the outermost region ends
-    with the forward, so a recomputation in the backward casts the weights again.
+    The end of the outermost region frees the cached casts of weights. In the real step, this region ends with the
+    forward, so a recomputation in the backward casts the weights again. The trace has to do the same.
     """
     before, depth = torch.is_autocast_enabled("cpu"), torch.autocast_increment_nesting()
     for _ in range(depth):

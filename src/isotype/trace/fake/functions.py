@@ -1,9 +1,9 @@
-"""Simulates what torch does before its dispatcher: the autocast of another device, and errors of composite functions.
+"""Simulates what torch does above its dispatcher: the autocast of another device, and the errors of composite functions.
 
-Autocast acts where Python calls a torch function, so that autograd records the casts. Every device has its own lists of
-functions, and without a GPU, `torch.autocast("cuda")` disables itself. So a step runs under the CPU's autocast, which
-handles the functions that every device casts (matmuls and convolutions). The mode `Functions` adds the casts of the
-simulated device, and undoes the casts that only a CPU makes.
+Autocast acts where Python calls a torch function, so that autograd records the casts. Each device has its own lists of
+functions, and `torch.autocast("cuda")` disables itself without a GPU. So a step runs under the CPU's autocast. It casts
+the functions that are in the lists of all devices (matmuls and convolutions). The mode `Functions` adds the casts of the
+simulated device and undoes the casts of the CPU alone.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from isotype.trace.fake.twin import SPARSE
 from isotype.trace.taken import DTYPE
 
 _READS = frozenset({torch.Tensor.shape, torch.Tensor.is_sparse, torch.Tensor.requires_grad})
-"""Attributes that are read often, and whose reads run no operator and depend on no device."""
+"""Attributes that are read often. Reading them runs no operator and depends on no device."""
 _FROM_LISTS = (torch.tensor, torch.as_tensor)
 _PRODUCTS = frozenset({"mm", "spmm", "matmul", "__matmul__"})
 _PACKED = frozenset({"_pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu"})
 _LOWERED = FLOATS - {torch.float64}  # autocast keeps float64
 _HALF_TRANSFORMS = frozenset({"cuda", "xpu"})
-"""Kinds of devices with Fourier transforms in float16 (`promote_type_fft` in torch's SpectralOps.cpp), "cuda" for some sizes."""
+"""Kinds of devices with Fourier transforms in float16 (torch's `promote_type_fft`); "cuda" has them for some sizes."""
 _HALVES = {torch.float32: torch.float16, torch.complex64: torch.complex32}
 
 
 class Functions(TorchFunctionMode):
     """A function mode that records the name of the running function, and applies a device's autocast lists.
 
-    `kind` is the kind of the simulated device (`cpu`, `cuda`, …). Without a device profile, attention and queries
-    of device properties run as on this machine.
+    `kind` is the kind of the simulated device (`cpu`, `cuda`, …). Without a device profile, attention runs as on this
+    machine, and so do questions about the device.
     """
 
     def __init__(self, recorder: FakeRecorder, kind: str, profile: DeviceProfile | None = None) -> None:
@@ -170,7 +170,7 @@ class Functions(TorchFunctionMode):
                 return in_operands_dtype(result, given_tensors(args, kwargs), target)
 
     def _of_packed(self, func: Any, *args: Any) -> Any:
-        """Return the result of a function of packed sequences with known lengths, whose kernels read the lengths' memory."""
+        """Return the result of a function of packed sequences, whose kernels would read the memory of their known lengths."""
         numbers = self._recorder.values.of(args[1])
         if numbers is None:
             return func(*args)
@@ -217,7 +217,7 @@ def name_of(func: Any) -> str:
 
 _OF_CPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 _LEAST_SHARE, _LEAST = 0.01, 1 << 20
-"""Minimum share of the step's peak memory, and minimum bytes, of a layer's scores that a note reports."""
+"""The least scores of a layer that a note reports: as a share of the step's peak memory, and in bytes."""
 
 
 class Attention:
@@ -237,7 +237,7 @@ class Attention:
         if kernel == "none":
             recorder.note(ATTENTION, given_tensors(args, kwargs), Breach(NO_ATTENTION_KERNEL, True, None))
         if call is None or kernel not in ("math", "none"):
-            # A CPU has two of the kernels: it stands in for a device whose other kernels are enabled.
+            # A CPU has two of these kernels. Its kernel stands in if the device has another one.
             as_cpu = self._profile.kind == "cpu" or enabled in (KERNELS, {"math"})
             context = contextlib.nullcontext() if as_cpu else attention.sdpa_kernel(_OF_CPU)
             if call is None or (kernel is None and self._profile.kind != "rocm"):
@@ -287,7 +287,7 @@ def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _call_of(
     args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None
 ) -> tuple[AttentionCall, int] | None:
-    """Return (the call, bytes of the scores that plain operators would store); None for shapes that torch refuses."""
+    """Return (the call, bytes of the scores that plain operators would store), or None if torch refuses the shapes."""
     named = _named(args, kwargs)
     query, key, value = map(named.get, ("query", "key", "value"))
     if query is None or key is None or value is None or {query.dim(), key.dim(), value.dim()} != {4}:

@@ -1,9 +1,9 @@
-"""A cache of the results of fake kernels: their shapes, strides and dtypes, by the operands' shapes, strides and dtypes.
+"""A cache of the results of fake kernels. Shapes, strides and dtypes of the operands give those of the result.
 
-A step has thousands of operators and is traced again for every fix, and the cache of `FakeTensorMode` takes a third of
-a millisecond for each look-up. This cache contains the results that torch would cache (`_validate_cache_key` in
-torch/_subclasses/fake_tensor.py, 2.13), and also views, which share the storage of an operand. For frequent operators,
-a new entry comes from torch's meta kernel, because `FakeTensorMode` takes longer for a call that it has not seen.
+A step has thousands of operators, and each fix is tried in another trace. The cache of `FakeTensorMode` takes a third of
+a millisecond for a look-up. This cache is faster. It contains the results that torch would cache (`_validate_cache_key`
+in torch/_subclasses/fake_tensor.py, 2.13), and views, which share the storage of an operand. For frequent operators,
+torch's meta kernel fills the cache, because `FakeTensorMode` is slow for a new call.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _RESHAPED = frozenset({"aten::resize_", "aten::set_", "aten::resize_as_", "aten:
 _PLAIN = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device}
 )
-# Operators whose meta kernel has the result of `FakeTensorMode`, which decomposes many of them in Python. So do all
-# elementwise operators (`torch.Tag.pointwise`).
+# Operators whose meta kernel returns the same result as `FakeTensorMode`, which decomposes many of them in Python. All
+# elementwise operators (`torch.Tag.pointwise`) are such operators, too.
 _BY_META_KERNEL = frozenset({
     "_log_softmax.default", "_log_softmax_backward_data.default", "_softmax.default", "_softmax_backward_data.default",
     "_to_copy.default", "_unsafe_view.default", "addmm.default", "alias.default", "bmm.default", "cat.default",
@@ -52,8 +52,8 @@ _BY_META_KERNEL = frozenset({
 })  # fmt: skip
 _META_KEYS = dispatch_keys(torch.empty(0, device="meta"))
 _MOST = 1 << 16
-# Operators whose kernel is selected by shapes and strides (`bmm_out_or_baddbmm_` in
-# aten/src/ATen/native/LinearAlgebra.cpp); each kernel has its own error for mixed dtypes.
+# Operators whose kernel depends on shapes and strides (`bmm_out_or_baddbmm_` in
+# aten/src/ATen/native/LinearAlgebra.cpp). Each kernel has its own error for mixed dtypes.
 _REFUSES_BY_SHAPE = frozenset(f"aten::{name}" for name in ("bmm", "baddbmm", "baddbmm_"))
 _LARGEST = 1 << 24
 
@@ -91,7 +91,7 @@ class Kernels:
         return structure(self._recreated(recipe, tensors) for recipe in recipes)
 
     def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
-        """Return the cache key of a call, or None if its result cannot be cached. Append the call's operands to `tensors`."""
+        """Return the cache key of a call; None if its result cannot be cached. Also append the call's operands to `tensors`."""
         if not _is_steady(func) or torch.is_inference_mode_enabled():
             return None
         # By id, since hashing an operator takes longer; torch keeps each operator that has run.
@@ -116,7 +116,7 @@ class Kernels:
         return True
 
     def _is_plain(self, tensor: FakeTensor) -> bool:
-        """Return whether shape, strides and dtype describe a tensor fully, as for an ordinary CPU tensor of this mode."""
+        """Return whether shape, strides and dtype say everything about a tensor, as for a plain CPU tensor of this mode."""
         return (
             tensor.fake_mode is self._mode
             and tensor.constant is None
@@ -127,7 +127,7 @@ class Kernels:
         )
 
     def _of_meta_kernel(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
-        """Run the operator's meta kernel and return the cache entry of its result; None if `FakeTensorMode` has to run it."""
+        """Run the operator's meta kernel and return a cache entry; None if `FakeTensorMode` has to compute the result."""
         floats = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
         if kwargs.get("device") not in (None, _CPU) or len(floats) > 1 or not has_meta_kernel(func):
             return None
@@ -142,7 +142,7 @@ class Kernels:
         return self._entry(result, [memory[id(tensor)] for tensor in tensors])
 
     def _entry(self, result: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return a cache entry from which a result can be recreated: (function of its parts, recipe for each part), or ().
+        """Return a cache entry, from which the result can be made again: (function of the parts, recipe of each part); or ().
 
         `result` and its operands `tensors` are fake tensors, or the meta tensors of `_of_meta_kernel`.
         """

@@ -1,4 +1,4 @@
-"""Failures that do not depend on the weights: an index that is out of range, or a NaN that known values cause."""
+"""Failures that occur with any weights: an index out of range, or a NaN that follows from known values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INTEGERS = "_isotype_integers"
 _MASKED = "_isotype_masked"
 _NAN = "_isotype_nan"
 _SAME = frozenset({aten.clone, aten._to_copy, aten.detach, aten.alias, aten.native_dropout, aten.sub})
-"""Operators that keep the positions: each element of the first result belongs to the same element of the first operand."""
+"""Operators that keep positions: each element of the first result belongs to the same place of the first operand."""
 _SCALED = frozenset({aten.mul, aten.div, aten.mul_, aten.div_})
 _MOVED = frozenset(
     {
@@ -30,7 +30,7 @@ _MOVED = frozenset(
         aten.slice, aten.select,
     }
 )  # fmt: skip
-"""Operators that only move or select elements of the first operand, as their other arguments say."""
+"""Operators that only move or select elements of the first operand; the other arguments say which."""
 _FILLS = frozenset({aten.masked_fill, aten.masked_fill_})
 _CLEARS = frozenset({*_FILLS, aten.where, aten.nan_to_num, aten.nan_to_num_})
 """Operators that code uses to replace NaN."""
@@ -56,9 +56,9 @@ class Known:
             setattr(tensor, _INTEGERS, value)
 
     def decide(self, func: Any, args: Any, result: Any, calls: list[Call]) -> dict[str, Any]:
-        """Return the fields `outside` and `undefined` of the operator's `Call`, without fields that have their defaults.
+        """Return the fields `outside` and `undefined` of the operator's `Call`; fields with their default are left out.
 
-        If the operator replaces NaN in the result of an earlier call, set `undefined` of the earlier call to 0.
+        If the operator replaces NaN in the result of an earlier call, the earlier call gets `undefined=0`.
         """
         packet = operator_packet(func)
         if packet not in _DECIDES and not (packet in _CARRIES and any(map(_is_noted, args[:2]))):
@@ -218,7 +218,7 @@ _NOTES = frozenset({VALUE, _INTEGERS, _MASKED, _NAN})
 
 
 def _is_noted(value: Any) -> bool:
-    """Return whether an operand is a real tensor, a fake tensor with a note of this module, or minus infinity."""
+    """Return whether an operand is a real tensor, a fake tensor with a note of this module, or the number minus infinity."""
     if not isinstance(value, torch.Tensor):
         return bool(value == -math.inf)
     return not isinstance(value, FakeTensor) or not _NOTES.isdisjoint(value.__dict__)

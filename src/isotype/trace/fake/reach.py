@@ -1,7 +1,7 @@
 """Finds the inputs of a step that may affect its loss, and the trainable parameters that get a gradient.
 
-An input that cannot reach the loss cannot change the loss, in a model of any size. An input that may reach the loss
-need not change the loss: `trace/reach` measures on a small copy whether it does.
+An input that cannot reach the loss does not change the loss of any model, small or large. Whether another input really
+changes the loss is measured on a small copy (`trace/reach`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from isotype.trace.recorder import Place
 
 aten = torch.ops.aten
 
-# Operators that do not use a tensor's values: they return the tensor without its graph.
+# Operators that return the tensor without its graph and do not use its values.
 _CUTS = frozenset({aten.detach.default, aten.alias.default})
-# Autocast casts weights with gradients on even under `torch.no_grad()`: only the use of the cast counts.
+# Under autocast, a cast of a weight has a gradient even under `torch.no_grad()`. So the use of the cast counts.
 _CAST = aten._to_copy.default
 
 _PARAMETER = "_isotype_parameter"
-"""A cast of a parameter stores the parameter's id in this attribute of its result."""
+"""Attribute of a cast's result: the id of the parameter that was cast."""
 
 
 class InputReach:
-    """Records, for each storage, the forward's inputs on which the storage's content may depend.
+    """Records for each storage which inputs of the forward its content may depend on.
 
     An operator's result may depend on everything that its operands depend on.
     """
@@ -49,7 +49,7 @@ class InputReach:
         self._names.append(name)
 
     def follow(self, func: Any, operands: Sequence[tuple[str, torch.Tensor]], result: Any) -> None:
-        """Record an operator: its results and overwritten operands depend on every input on which its operands depend."""
+        """Record an operator: its results, and the operands that it overwrites, depend on the inputs of all operands."""
         sources = {storage_of(tensor) for _, tensor in operands}
         mask = 0
         for storage in sources:
@@ -71,7 +71,7 @@ class InputReach:
             self._masks[storage_of(tensor)] = self._mask(tensor) | self._mask(operand)
 
     def without_effect(self, loss: torch.Tensor) -> tuple[str, ...]:
-        """Return the names of inputs that can change neither the loss nor the code that runs."""
+        """Return the names of inputs that change neither the loss nor the choice of the code that runs."""
         reached = self._read | self._mask(loss)
         return tuple(name for at, name in enumerate(self._names) if not reached >> at & 1)
 
@@ -101,7 +101,7 @@ class Gradients:
         names: Mapping[int, Origin],
         place: Place,
     ) -> None:
-        """Record which operands (`tensors`) of a forward operator are parameters; `names` maps tensor ids to origins."""
+        """Record the parameters among the operands (`tensors`) of a forward operator. `names` maps tensor ids to origins."""
         if func in _CUTS:
             return
         for _, tensor in tensors:
@@ -122,17 +122,17 @@ class Gradients:
                 uses[key] = Unreached(origin.name, place.module, at, function or "", behind, ignored)
 
     def unreached(self, cuts: Mapping[int, str]) -> Iterator[Unreached]:
-        """Yield the parameters that the forward used but that have no gradient after the backward. `cuts` is `Recorder.cuts`."""
+        """Yield the parameters that the forward used and the backward gave no gradient. `cuts` is `Recorder.cuts`."""
         for key, unreached in {**self._off, **self._used}.items():
             if key not in self.reached:
                 yield replace(unreached, cut=cuts.get(key, "") if unreached.ignored else "")
 
 
 def _function() -> str | None:
-    """Return the name of the running `torch.autograd.Function` that turns gradients off; "" under `torch.no_grad()`.
+    """Return the name of the running `torch.autograd.Function` that turns gradients off. Return "" under `torch.no_grad()`.
 
-    An example is reentrant gradient checkpointing whose inputs require no gradient. Return None if the function
-    runs with gradients on and computes the gradients of its inputs itself, as a fused layer does.
+    Reentrant gradient checkpointing is an example, if its inputs require no gradient. Return None if the function runs
+    with gradients on and computes the gradients itself, as a fused layer does.
     """
     frame: Any = frame_above(2)
     while frame is not None:

@@ -68,7 +68,7 @@ from isotype.trace.sides import Sides
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 
-# Operators of an angle: the absolute error of an angle matters, however large the angle is.
+# Operators of an angle. The absolute error of the angle matters, even for a large angle.
 _CIRCULAR = frozenset({aten.sin.default, aten.cos.default})
 
 _NOT_REAL = frozenset({FakeTensor, int, float, bool, str, type(None), torch.dtype, torch.device})
@@ -83,13 +83,13 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     Args:
         contracts: contracts of the simulated device.
-        compute: dtype to which a breach's operands are converted, unless `sides` or a rule of `_target` decides.
+        compute: dtype to which a breach's operands are converted if neither `sides` nor a rule of `_target` chooses one.
         fake: mode of the step's fake tensors.
-        lines: code changes to try, `file:line` -> dtype. At these lines, casts and new tensors get the dtype, and operands
-            of several dtypes are converted to the dtype.
+        lines: code changes to try, `file:line` -> dtype. At such a line, casts and new tensors get the dtype, and
+            operands of mixed dtypes are converted to it.
 
     Attributes:
-        sides: decides to which of several dtypes operands are converted; until `sides` is set, to `compute`.
+        sides: chooses the dtype to which operands of mixed dtypes are converted. Until `sides` is set, it is `compute`.
         deadline: latest end of the step in seconds of `time.monotonic`; the first operator after it raises
             TimeSpentError.
         gradients: records which trainable parameters get gradients.
@@ -150,7 +150,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         Args:
             model: the real model. If the code uses one of its weights, the fake of the same name replaces it.
             twin: the copy of `model` on fake tensors.
-            of_loss: (name, tensor) for each tensor that the loss function can read.
+            of_loss: (name, tensor) for each tensor that the loss function can read, such as a class weight.
             of_inputs: (name, tensor) for each tensor in the inputs, also inside of objects such as caches.
         """
         for name, tensor in of_loss:
@@ -168,7 +168,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def _note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Register the real tensors that the caller's loss passes to the model as inputs."""
-        # Reading a tensor's dtype is a function call, too: it would swap the tensor before the tensor has its name.
+        # Reading a tensor's dtype is also a function call. It would replace the tensor by a fake before the tensor has
+        # its name.
         with without_functions():
             for name, value in named_arguments(module, args, kwargs):
                 if is_real(value):
@@ -176,7 +177,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return self.swapped(args), self.swapped(kwargs)
 
     def swapped(self, values: Any) -> Any:
-        """Return `values` with every real tensor replaced by its fake, so that the step writes into the fake."""
+        """Return `values` with fakes in place of all real tensors, so that the step writes into the fakes."""
         flat = values.values() if isinstance(values, dict) else values
         if isinstance(values, (tuple, list, dict)) and _NOT_REAL.issuperset(map(type, flat)):
             return values  # most calls, ten times faster
@@ -196,7 +197,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return self._outside[id(tensor)][1]
 
     def _origin_outside(self, tensor: torch.Tensor) -> Origin:
-        """Return the origin of a real tensor: data of the loss function, or a tensor that a module's code keeps."""
+        """Return the origin of a real tensor: the data of the loss function, or an attribute of a module."""
         if id(tensor) in self._named:
             return self._named[id(tensor)][1]
         origin = self._unknown(tensor)
@@ -221,7 +222,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         place = self._place()
         edited = self.edited(place)
-        # In the backward, autograd casts a gradient to its value's dtype without a Python function.
+        # In the backward, autograd itself casts a gradient to its value's dtype.
         by_autograd = self.phase == "backward" and not self.function and not self._frames
         if edited is not None and kwargs.get("dtype") in FLOATS and not by_autograd:
             kwargs = {**kwargs, "dtype": edited}
@@ -302,7 +303,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return in_operands_dtype(result, tensors, target), breach
 
     def _without_integers(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
-        """Run an operator that refuses an integer operand, as if this operand had the dtype of the float operands."""
+        """Run an operator that refuses an integer operand. The operand gets the dtype of the float operands first."""
         if schema_of(func).mutates:
             return args[0]
         floats = [tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS]
@@ -314,9 +315,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _keep(self, func: Any, tensors: Any, result: Any, value: Any) -> None:
-        """Store the values of an operator's results. If these are unknown, forget the values of the tensors that it
-        overwrites.
-        """
+        """Store the values of an operator's results. If they are unknown, the values of overwritten tensors are unknown, too."""
         if value is not None:
             for fake, real in zip(leaves(result), leaves(value), strict=True):
                 if isinstance(fake, torch.Tensor):
@@ -346,7 +345,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _target(
         self, func: Any, tensors: Sequence[tuple[str, torch.Tensor]], edited: torch.dtype | None
     ) -> tuple[torch.dtype, bool]:
-        """Return (dtype to convert the operands to, whether a code change in `lines` sets this dtype).
+        """Return (dtype to which operands are converted, whether it comes from a code change in `lines`).
 
         The first of these rules that applies decides:
 
@@ -377,7 +376,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return verdict is None or verdict.accepted
 
     def _side(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.dtype:
-        """Return the dtype of the part of the model that the float tensors come from."""
+        """Return the dtype of the part of the model that the float tensors belong to."""
         floats = [tensor for _, tensor in tensors if tensor.dtype in FLOATS]
         causes = [self.origin(tensor).cause for tensor in floats if tensor.dim()]
         return self.sides.at(self._place().module, causes or [self.origin(tensor).cause for tensor in floats])
@@ -399,7 +398,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def composite(self, func: Any, args: Any, kwargs: Any, error: Exception) -> torch.dtype | None:
         """Record a function that raised `error` before any operator ran.
 
-        Return the dtype to convert the function's operands to, or None if the caller must raise the error.
+        Return the dtype to which the function's operands are converted; None if the caller has to raise the error.
         """
         tensors = given_tensors(args, kwargs)
         floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
@@ -407,7 +406,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if float_indices(name, [tensor.dtype for _, tensor in tensors]) and is_about_dtypes(error):
             self.note(name, tensors, Breach(first_line(error), False, None))
             return torch.int64
-        # When autocast promotes, it raises for the other 16-bit dtype (at::autocast::prioritize).
+        # An autocast list that promotes raises an error for the other 16-bit dtype (at::autocast::prioritize).
         cast = torch.get_autocast_dtype("cpu") if "autocast" in str(error) else None
         alone = len(floats) + (cast is not None) < 2
         # A function that does not support the 16-bit dtype (`torch.fft`, `torch.quantile`) runs in float32.
@@ -426,13 +425,13 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return target
 
     def banned(self, name: str, args: Any, kwargs: Any) -> None:
-        """Record a function that raises under autocast, unless the tried code change sets the dtype in its line."""
+        """Record a function that raises an error under autocast, unless a tried code change sets the dtype in this line."""
         if self.edited() is None:
             breach = Breach(f"torch.nn.functional.{name} {UNSAFE}", False, torch.float32)
             self.note(f"torch.{name}", given_tensors(args, kwargs), breach)
 
     def launched(self, kernel: str, values: Any) -> None:
-        """Record a Triton kernel that is passed over: each of its tensors may depend on all of them afterwards."""
+        """Record a Triton kernel, which the trace does not run. Afterwards, each of its tensors may depend on all of them."""
         tensors = given_tensors(values, {})
         self.note(f"triton.{kernel}", tensors)
         for _, tensor in tensors:
@@ -440,7 +439,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.reach.mix(tensor, tensors)
 
     def array(self, tensor: torch.Tensor) -> Any:
-        """Return the result of `tensor.numpy()`: known values or zeros. A bfloat16 tensor is a breach: NumPy lacks bfloat16."""
+        """Return the result of `tensor.numpy()`: known values or zeros. bfloat16 is a breach, because NumPy lacks it."""
         dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
         if dtype != tensor.dtype and self.edited() is None:
             breach = Breach("Got unsupported ScalarType BFloat16", False, dtype)

@@ -1,11 +1,11 @@
 """Memory of one process: shards, gathered weights and communication buffers under FSDP2 or DDP.
 
-The step runs on whole fake tensors, and the ledger counts the share of one process. The order in which FSDP2 allocates
-and frees is that of torch 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py):
+The step runs on whole fake tensors. The ledger counts the share of one process. The order of FSDP2's allocations is that
+of torch 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py):
 
-- Weights are gathered into one flat buffer and copied out of it. A forward frees a group's buffer after the next
-  group's copy. A backward frees a group's buffer after its own copy, and gathers the buffer of the next group in
-  advance.
+- Weights are gathered into one flat buffer and copied out of it. In the forward, a group's buffer is freed after the
+  copy of the next group. In the backward, it is freed after its own copy, and the next group's buffer is gathered before
+  that group needs it.
 - The input of a group's reduce-scatter is freed when the next group reduces.
 
 DDP holds all weights, and a copy of every gradient in its buckets (torch/csrc/distributed/c10d/reducer.cpp, without
@@ -33,23 +33,23 @@ from isotype.trace.ledger import Ledger
 
 
 def shard_bytes(parameter: torch.Tensor, devices: int) -> int:
-    """Return the bytes of a parameter that the first of `devices` processes holds: its share of the padded rows."""
+    """Return the bytes of a parameter on the first of `devices` processes: its share of the padded rows."""
     rows, *rest = parameter.shape or (1,)
     return math.ceil(rows / devices) * math.prod(rest) * parameter.dtype.itemsize
 
 
 _RETURNED_BY = "_isotype_returned_by"
-"""A tensor stores the group whose forward returned it in this attribute."""
+"""Attribute of a tensor: the group whose forward has returned it."""
 
 
 @dataclass(eq=False)
 class _Gathering:
-    """An FSDP2 group during the step. All bytes are those of a single layer, even if the group represents several.
+    """An FSDP2 group during the step. All bytes are those of one layer, also if the group represents several layers.
 
     Attributes:
         repeats: how many equal groups of the model this group represents.
         whole: bytes of the group's gathered parameters.
-        reduced: bytes of the buffer in which the group's gradients are reduced.
+        reduced: bytes of the buffer into which the group's gradients are reduced.
         is_gathered: True while the group's parameters are gathered in this process.
         is_prefetched: True while the group's parameters are in the flat buffer and not yet copied out of it.
         is_reduced: True after the group's backward.
@@ -69,8 +69,8 @@ class _Gathering:
 class ProcessMemory:
     """Adjusts the counts of a ledger to the share of one process while a step runs on the twin.
 
-    With one device, nothing changes. `repeats` maps the `id` of a parameter to the number of equal parameters that the
-    parameter represents.
+    With one device, nothing changes. `repeats` maps the `id` of a parameter to the number of equal parameters for which
+    it stands.
     """
 
     def __init__(self, twin: nn.Module, setup: Setup, ledger: Ledger, repeats: Mapping[int, int]) -> None:
@@ -101,12 +101,12 @@ class ProcessMemory:
             self._groups.append(_Gathering(held, repeats, setup.devices * sum(shards.values()), reduced))
 
     def held(self, tensor: torch.Tensor) -> int | None:
-        """Return how many bytes of a parameter or buffer a process holds; None if the process holds the whole tensor."""
+        """Return how many bytes of a parameter or buffer a process holds; None if it holds the whole tensor."""
         return self._shards.get(id(tensor))
 
     @property
     def share(self) -> float:
-        """The share of the trained parameters and their optimizer states that a process holds, from 0 to 1."""
+        """The share of the trained parameters, and of their optimizer states, that a process holds: from 0 to 1."""
         sizes = {id(p): p.untyped_storage().nbytes() for p in self._trained}
         whole = sum(size * self._repeats[key] for key, size in sizes.items())
         held = sum(self._shards.get(key, size) * self._repeats[key] for key, size in sizes.items())
@@ -124,7 +124,7 @@ class ProcessMemory:
             yield module.register_forward_hook(leave)
 
     def gradient(self, parameter: torch.Tensor, repeats: int, module: str) -> None:
-        """Count a new gradient of a parameter: the whole gradient for the traced layer, a shard for each represented layer."""
+        """Count a new gradient of a parameter: whole for the traced layer, and one shard for each represented layer."""
         assert parameter.grad is not None
         before = self._ledger.alive("gradients")
         self._ledger.count(parameter.grad, "gradients")
@@ -132,7 +132,7 @@ class ProcessMemory:
         self._ledger.add("gradients", (repeats - 1) * self._shards.get(id(parameter), size), module)
 
     def end_backward(self) -> None:
-        """Reduce the groups whose inputs need no gradient (no hook has reduced them), and free all buffers."""
+        """Reduce the groups that no hook has reduced, because their inputs need no gradient. Then free all buffers."""
         for gathering in self._groups:
             self._reduce(gathering)
             self._ledger.add("gathered", -gathering.whole * gathering.is_prefetched)
@@ -149,7 +149,7 @@ class ProcessMemory:
         if not gathering.is_gathered:
             self._gather(gathering)
             self._flat = gathering.whole
-        # The first tensor is the hidden state: later blocks use the others, such as an encoder's output, too.
+        # The first tensor is the hidden state. Later blocks use the other tensors, too; an encoder's output is an example.
         hidden = next(_differentiable((args, kwargs)), None)
         if hidden is not None and torch.is_grad_enabled():
             if (source := getattr(hidden, _RETURNED_BY, None)) is not None:
@@ -171,8 +171,8 @@ class ProcessMemory:
     def _gather(self, gathering: _Gathering) -> None:
         """Gather a group's weights into a flat buffer and copy them out. Then free the previous group's flat buffer.
 
-        torch 2.13 intends to free the previous buffer first, but the variable `prev_all_gather_state` in
-        `wait_for_unshard` still refers to that buffer.
+        torch 2.13 is meant to free the previous buffer first. But the variable `prev_all_gather_state` in
+        `wait_for_unshard` still refers to it.
         """
         self._ledger.add("gathered", gathering.whole * (1 if gathering.is_prefetched else 2))
         self._free_flat()

@@ -89,11 +89,11 @@ def trace_step(
         code: the code that runs in the step.
         setup: settings of the step.
         change: a fix to try, which changes the twin before the step.
-        lines: another fix to try: `file:line` -> dtype for the casts and new tensors in this line.
-        deadline: latest end of the step by `time.monotonic`, in seconds. A step that runs longer fails.
-        untouched: saved state that the step can change, shared by several traces; None to save the state here.
-        enough: called with the unfinished trace after a forward or a backward that broke contracts. If it returns True,
-            the trace ends there.
+        lines: code changes to try, `file:line` -> dtype. In such a line, casts and new tensors get the dtype.
+        deadline: latest end of the step by `time.monotonic`, in seconds. After it, the step fails.
+        untouched: the saved state that the step can change, for several traces of one step; None to save the state here.
+        enough: called with the unfinished trace, after a forward or backward that broke a contract. The trace ends if it
+            returns True.
     """
     model, untouched = code.model, untouched or code.reached()
     mode = fake_mode(setup.profile)
@@ -296,7 +296,8 @@ class _Step:
         with self._autocast():
             self.loss = self.loss_of(self.twin, self.inputs)
         if self.loss is not None:
-            # Padding behind a row reaches no causal prediction: such a mask has no effect in a working step either.
+            # Padding behind a row changes no prediction of a causal model. So such a mask has no effect in a working
+            # step either.
             names = self.recorder.reach.without_effect(self.loss)
             self.without_effect = tuple(
                 name for name in names if name != "attention_mask" or self._padded_in_front()
@@ -314,10 +315,10 @@ class _Step:
             if self.loss is not None and trains and not reached:  # else the loss has run a backward itself
                 self._refuse("torch.autograd.backward", NO_GRADIENT, [("loss", self.loss)])
             return
-        # As in a training loop, nothing else holds the loss and its graph during the backward.
+        # As in a training loop, the backward holds the only reference to the loss and its graph.
         loss, self.loss = self.loss, None
         scaled = loss * 1024.0 if self.setup.scaler else loss
-        # torch.autograd.backward would suspend the function mode during recomputation: call the engine itself.
+        # torch.autograd.backward would turn the function mode off during a recomputation. So the engine is called directly.
         gradient = (torch.ones_like(scaled),)
         run_backward((scaled,), gradient, False, False, (), allow_unreachable=True, accumulate_grad=True)
         restore_sharded(self.twin)
@@ -326,7 +327,7 @@ class _Step:
             self.gradient_bytes = self.recorder.ledger.alive("gradients")
         trainable = self._trainable()
         if all(isinstance(weight, FakeTensor) for weight in trainable):  # a DTensor has no counting hook
-            # A parameter that the step's code moves (`model.to("cuda")`) has a gradient, but has lost its hook.
+            # A parameter that the step moves (`model.to("cuda")`) keeps its gradient and loses its hook.
             self.reached = sum(weight.grad is not None or id(weight) in reached for weight in trainable)
 
     def _refuse(self, function: str, message: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -345,7 +346,7 @@ class _Step:
         return trained
 
     def _unscale(self) -> None:
-        """Unscale gradients, one dtype after the other, like `GradScaler.unscale_`, which refuses float16 and complex ones."""
+        """Unscale gradients dtype by dtype, like `GradScaler.unscale_`, which refuses float16 and complex gradients."""
         if not self.setup.scaler:
             return
         held = (parameter.grad for _, parameter in self._trained() if parameter.grad is not None)
@@ -380,7 +381,7 @@ class _Step:
             ledger.add("gradients", -ledger.alive("gradients"))
 
     def _step_of(self, request: Any, named: Sequence[tuple[str, torch.Tensor]]) -> Any:
-        """Run one optimizer's step, or count the states of an optimizer with its own kernels. Return the result of `make_optimizer`."""
+        """Run one optimizer's step; with its own kernels, only count its states. Return the result of `make_optimizer`."""
         ledger, states = self.recorder.ledger, self.states
         if members := updates_of(request):
             named = [(name, parameter) for name, parameter in named if name in members]
@@ -407,7 +408,7 @@ class _Step:
         return optimizer
 
     def _evaluate(self) -> None:
-        """Count the memory of an evaluation or a rollout between steps. Remove its calls, which repeat those of the forward."""
+        """Count the memory of an evaluation or a rollout between steps, and remove its calls: the forward has the same."""
         ledger, calls, twin = self.recorder.ledger, self.recorder.calls, self.twin
         before = len(calls)
         for name, value in _named(self.evaluated):
@@ -439,11 +440,11 @@ def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 _OF_TILES = 5
-"""Dimensions of images in tiles, `[rows, tiles, channels, height, width]`; zeros pad rows with fewer tiles."""
+"""Number of dimensions of images in tiles, `[rows, tiles, channels, height, width]`; missing tiles are zeros."""
 
 
 def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the inputs whose values the traced code may read: copies of small inputs, large integer inputs, tiled images."""
+    """Return the inputs whose values the traced code may read: small inputs, all integers, and tiled images."""
     return {
         name: value.detach().cpu().clone() if value.numel() <= LIMIT else value.detach().cpu()
         for name, value in _named(inputs)

@@ -42,10 +42,10 @@ _CPU = torch.device("cpu")
 def fake_mode(profile: DeviceProfile | None = None) -> FakeTensorMode:
     """Return a mode that replaces the real tensors of an operator by fakes.
 
-    If the profile describes a CPU, isotype's kernels multiply in the same dtype as on that CPU.
+    If the profile describes a CPU, isotype's kernels multiply in the dtypes of that CPU.
     """
     mode = SimulatedMode(profile)
-    # `isotype.trace.fake.kernels` has a cache: look-ups in a second one would only take time.
+    # The fake kernels have a cache in `isotype.trace.fake.kernels`. A second cache would only take time.
     mode.cache_enabled = False
     return mode
 
@@ -82,9 +82,9 @@ def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
 
 
 def twin_of(model: nn.Module, mode: FakeTensorMode, shared: Iterable[Any] = ()) -> nn.Module:
-    """Return a copy of `model` on fake tensors, with equal classes, names, tied weights, hooks and quantization states.
+    """Return a copy of `model` on fake tensors. Classes, names, tied weights, hooks and quantization states are the same.
 
-    The copy shares attributes that cannot be copied (a lock, a file, a process group), and the objects in `shared`.
+    The copy shares the objects in `shared`, and attributes that cannot be copied (a lock, a file, a process group).
     """
     memo: dict[int, Any] = {id(value): value for value in shared}
     empty_copies(model, memo)
@@ -99,7 +99,7 @@ def twin_of(model: nn.Module, mode: FakeTensorMode, shared: Iterable[Any] = ()) 
     twin: nn.Module = memo[id(model)]
     if unshard(twin):
         _gather_in_dtypes(model, twin)
-        # The parameters are whole again: give them the classes that they had before they were sharded.
+        # The parameters are whole again. They get the classes that they had before the model was sharded.
         for module in twin.modules():
             if kind_of(module) in ("linear4bit", "linear8bit"):
                 give_quantized_class(module)
@@ -134,7 +134,7 @@ def _empty_parameter(tensor: torch.Tensor, fakes: _Fakes) -> torch.Tensor:
     parameter: torch.Tensor = fakes.of(tensor)
     if not isinstance(tensor, nn.Parameter):
         return parameter
-    # The same as `nn.Parameter(parameter)`, without the dispatch of its `detach`.
+    # As `nn.Parameter(parameter)`, but `detach` is not dispatched.
     parameter = parameter.requires_grad_(tensor.requires_grad)
     mark_as_parameter(parameter)
     if getattr(tensor, "grad_dtype", tensor.dtype) != tensor.dtype:
@@ -177,7 +177,7 @@ class _FakeCopies(TorchFunctionMode):
 
 
 _SHARDED = "_isotype_sharded"
-"""A gathered parameter stores the parameter that it was gathered from in this attribute."""
+"""Attribute of a gathered parameter: the parameter from which it was gathered."""
 
 
 class _Gathering(torch.autograd.Function):
@@ -195,7 +195,7 @@ class _Gathering(torch.autograd.Function):
 
 
 def _gather_in_dtypes(model: nn.Module, twin: nn.Module) -> None:
-    """Add hooks to a twin that cast parameters, inputs and outputs of modules as FSDP2 does in `model`."""
+    """Add hooks to a twin. They cast parameters, inputs and outputs of modules, as FSDP2 does in `model`."""
     for group, (policy, names) in gathered_by(model).items():
         rows = [(twin.get_submodule(name.rpartition(".")[0]), name) for name in names]
 

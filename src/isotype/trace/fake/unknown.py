@@ -1,8 +1,8 @@
 """Chooses the numbers that the model's code reads from tensors with unknown values.
 
-Code that reads a number usually branches on it. The trace takes the branches of a step that works: checks pass, and
-loops end after a few rounds. The syntax tree of the source shows how code uses a number: `if x.max() > 1e4: raise …`,
-`while error.item() > 1e-3`, `if done.all(): break`.
+Code that reads a number usually branches on it. The trace takes the branches of a working step: checks pass, and loops
+end after a few rounds. The syntax tree of the source shows the use of a number: `if x.max() > 1e4: raise …`, `while
+error.item() > 1e-3`, `if done.all(): break`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from isotype.trace.taken import is_inside, position
 _ROUNDS = 3
 _MOST_READS = 50
 _BY_TURNS = (1.0, 1.0, 0.0, 1e9)
-"""Numbers that a loop reads in turn if their use is unknown: `x > limit` and `x < limit` both become false."""
+"""Numbers that a loop reads in turn if their use is unknown: one ends `while x > limit`, the other `while x < limit`."""
 _NOT_FINITE = re.compile(r"(?:\b|_|is)(?:nan|inf)(?:\b|_)")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _CONVERTS = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY_NOT", "COPY", "CACHE", "NOP")
@@ -39,8 +39,7 @@ class Order:
 
     Attributes:
         negated: True if an odd number of `not` is on the path.
-        rises: True if large numbers make the comparison on the path true, False if small numbers do; None without a
-            comparison.
+        rises: True if a large number makes the comparison true, False if a small number does; None without a comparison.
         limit: the constant that the number is compared with; None if there is none.
     """
 
@@ -54,8 +53,8 @@ class Use:
     """The way in which code uses a number that it reads.
 
     Attributes:
-        passes: truth value of the number (or of its comparison) with which the code continues.
-        loop: the line of the `while` loop that ends at the opposite truth value; None if no loop depends on the number.
+        passes: truth value of the number (or of its comparison) with which the code goes on.
+        loop: the line of the `while` loop that ends with the other truth value; None if no loop depends on the number.
         order: the path to the condition.
     """
 
@@ -79,11 +78,11 @@ class Use:
 
 
 class Numbers:
-    """Chooses the numbers that traced code reads from tensors without values, and remembers the loops that a number ended."""
+    """Chooses the numbers that code reads from tensors without values, and remembers the loops that they have ended."""
 
     def __init__(self) -> None:
         self._reads: Counter[tuple[CodeType, int]] = Counter()
-        # (file, line) of the loops that were ended here, in the order of their first round.
+        # (file, line) of the loops that these numbers have ended, in the order of their first round.
         self._loops: dict[tuple[str, int], None] = {}
 
     def read(self, tensor: torch.Tensor) -> bool | int | float:
@@ -172,7 +171,7 @@ def _of_test(place: ast.AST, order: Order, parents: dict[ast.AST, ast.AST]) -> U
 
 
 def _upwards(node: ast.expr, order: Order, parents: dict[ast.AST, ast.AST]) -> tuple[Order, ast.AST]:
-    """Return the path from an expression to the statement or `… if … else …` around it, and that syntax node."""
+    """Return how the condition of the statement `place` uses a number; None if the step works with both truth values."""
     part: ast.AST = node
     while not isinstance(place := parents[part], ast.stmt):
         match place:
@@ -195,7 +194,7 @@ def _upwards(node: ast.expr, order: Order, parents: dict[ast.AST, ast.AST]) -> t
 
 
 def _readers(place: ast.stmt, variable: str, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.expr]:
-    """Yield each use of `variable` in a condition, within the function that contains the statement `place`."""
+    """Return the path from an expression to the statement or `… if … else …` around it, and the node of the latter."""
     scope = _around(place, parents, _SCOPES)
     for statement in ast.walk(scope) if scope is not None else ():
         if isinstance(statement, (ast.While, ast.If, ast.Assert)):
@@ -228,7 +227,7 @@ def _while_around(frame: FrameType | None) -> int | None:
 def _expression(code: CodeType, at: int) -> ast.expr | None:
     """Return the expression whose value the instruction at byte `at` reads; None if the source is not available.
 
-    In Python, the test of a condition has the position of the whole statement, so the instruction before it is used.
+    Python gives the test of a condition the position of the whole statement. Then the instruction before the test is used.
     """
     while at and dis.opname[code.co_code[at]].startswith(_CONVERTS):
         at -= 2

@@ -1,9 +1,9 @@
 """Saves the Python state that a step's code can change before a trace, and restores it after the trace.
 
-Attributes that the model's modules set change only the model's copy (the twin). But a step can also change globals,
-class attributes, memoized results and objects in a loss's closure (a noise scheduler, an average of weights, a cache).
-Without a restore, such objects would contain fake tensors after the trace. Only references are saved: the contents of
-containers, attributes, cells and globals. The data of real tensors needs no copy, because the step writes into fakes.
+The twin keeps the attributes that modules set. But a step can also change globals, class attributes, memoized results,
+and objects in a loss's closure (a noise scheduler, an average of weights, a cache). After the trace, these would contain
+fake tensors. So their references are saved: the contents of containers, attributes, cells and globals. Real tensors need
+no copy, because the step writes into fakes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from isotype.compat.standard import source_of
 from isotype.compat.torch import CHILDREN, HELD, FakeTensor, without_function_subclasses
 
 _LIMIT = 20_000
-"""Maximum number of visited objects, not counting modules; nearer objects come first. Visiting this number takes about 0.1 s."""
+"""Maximum number of visited objects without modules, in about 0.1 s. The nearest objects are visited first."""
 _FUNCTIONS = 500
-"""Maximum number of functions whose globals are visited; nearer functions come first."""
+"""Maximum number of functions whose globals are visited. The nearest functions are visited first."""
 _MOST_REFERENTS = 200
-"""Maximum number of objects in a memo or an iterator that are searched for a tensor of the trace."""
+"""Maximum number of objects in a memo or an iterator that are searched for a fake tensor."""
 _LONG = 1_000
-"""If a container has more elements, they are saved but not visited."""
+"""A container with more elements is saved, but its elements are not visited."""
 _ARRAY_BYTES = 1 << 20
 
 _Name = Any
@@ -55,9 +55,9 @@ _CALLED = (
     "forward", "__call__", "__getitem__", "__setitem__", "__iter__", "__next__", "__enter__", "__exit__", "__getattr__",
 )  # fmt: skip
 _METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property, _LRU)
-# Types of imported objects: lazy imports are not undone, because `sys.modules` keeps them, too.
+# Types of imported objects. A lazy import is not undone, because `sys.modules` keeps the module, too.
 _IMPORTED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
-# Instances of libraries' classes are visited; of these packages, only those in `_OPENED`.
+# Objects of libraries' classes are visited. For these packages, only the classes in `_OPENED` are.
 _CLOSED = frozenset(sys.stdlib_module_names) | {"torch", "functorch", "numpy", "isotype"}
 _OPENED = (
     "torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions.", "collections", "types", "argparse", "weakref",
@@ -86,7 +86,7 @@ class Untouched:
         self._alive: list[Any] = []
         self._seen: set[Any] = set()
         self._queue: deque[tuple[_Name, Any]] = deque()
-        # Names that visited code uses, and methods whose name no visited code has used so far.
+        # Names that the visited code uses, and methods that no visited code has named yet.
         self._used = set(_CALLED)
         self._methods: dict[str, list[tuple[_Name, Any]]] = {}
         self._more_objects, self._more_functions = _LIMIT, _FUNCTIONS
@@ -98,7 +98,7 @@ class Untouched:
                 self._open(*self._queue.popleft())
 
     def restore(self) -> None:
-        """Restore the saved state; several traces can share one saved state and restore it after each trace."""
+        """Restore the saved state. Several traces can share one saved state, and each restores it at its end."""
         for current, saved in self._dicts:
             if _differ([*dict.values(current)], [*saved.values()]):
                 kind: Any = OrderedDict if isinstance(current, OrderedDict) else dict
@@ -113,7 +113,7 @@ class Untouched:
         for undo in self._undo:
             undo()
         for cached, before in self._caches.items():
-            # A search takes long, and a cache without new entries holds no fake tensor.
+            # A search takes long. A cache without new entries holds no fake tensor.
             if cached.cache_info() != before and _reaches_fake(cached, self._seen):
                 cached.cache_clear()
                 self._caches[cached] = cached.cache_info()
@@ -135,7 +135,7 @@ class Untouched:
         return (*moved, *holding, *([more] if self._queue else ()))
 
     def _enqueue(self, name: _Name, value: Any) -> None:
-        """Queue an object for a visit, unless it has been queued before or refers to no other objects."""
+        """Queue an object for a visit, unless it was queued before or refers to no other objects."""
         atoms = value is _MISSING or (type(value) is tuple and _ATOMS.issuperset(map(type, value)))
         if type(value) not in _ATOMS and id(value) not in self._seen and not atoms:
             self._seen.add(id(value))
@@ -267,10 +267,10 @@ class Untouched:
                     self._enqueue(method_name, method)
 
     def _globals(self, space: dict[str, Any], names: frozenset[str], assigns: bool) -> None:
-        """Save the globals that code may read or assign by name, and attributes of modules (`tables.CACHE`)."""
+        """Save the globals that code may read or assign by name. Attributes of modules (`tables.CACHE`) are saved, too."""
         for name in names if assigns else names.intersection(space):
             value = space.get(name, _MISSING)
-            # A package and its modules refer to each other: the key of a module prevents an endless recursion.
+            # A package and its modules refer to each other. The key of a module prevents an endless recursion.
             key = (id(value), names) if isinstance(value, types.ModuleType) else (id(space), name)
             if key in self._seen:
                 continue
@@ -282,7 +282,7 @@ class Untouched:
                 self._globals(vars(value), names, False)
 
     def _class(self, name: _Name, value: type) -> None:
-        """Save a class's attributes, and visit its methods that the code visited so far may call by name."""
+        """Save a class's attributes, and visit the methods that the visited code may call by name."""
         if not _is_code_opened(value.__module__):
             return
         for base in value.__bases__:
@@ -350,7 +350,7 @@ _COMPLETE = (*_COMPOSED, _LRU, type, types.FunctionType, types.GeneratorType, ty
 
 
 def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, object) for what `model` may share with its fake copy: classes, hooks and attributes."""
+    """Yield (name, object) for what `model` and its fake copy may share: classes, hooks and attributes."""
     for name, module in model.named_modules():
         yield type(module).__qualname__, type(module)
         if isinstance(module, torch.jit.ScriptModule):
@@ -411,7 +411,7 @@ def _restore_class(cls: type, saved: Mapping[str, Any]) -> None:
 
 
 def _reaches_fake(value: Any, visited: Set[int]) -> bool:
-    """Return whether an object whose contents were not visited (a memo, an iterator, a long list) holds a fake tensor."""
+    """Return whether an object that was not opened (a memo, an iterator, a long list) holds a fake tensor."""
     stack, seen = [value], {id(value)}
     while stack and len(seen) < _MOST_REFERENTS:
         for part in gc.get_referents(stack.pop()):

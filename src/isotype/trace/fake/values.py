@@ -1,9 +1,9 @@
 """Values of small tensors that depend on no weight: token ids, masks, positions, image grids.
 
-Fake tensors have no values, but a model's code branches on some values: the number of images, the rows of an expert.
-Values that depend only on the inputs are computed for real and stored on the fake tensor. A value that depends on
-weights is assumed, because the dtypes of a step do not depend on it. If the numbers in a comparison are unknown, the
-resulting mask is guessed, so that counts and selections with this mask agree.
+Fake tensors have no values, but a model's code branches on some: the number of images, the rows of an expert. Values
+that follow from the inputs alone are computed and stored on the fake tensors. Values that depend on weights are assumed,
+because the dtypes of a step do not depend on them. If a comparison has unknown operands, its mask is guessed once, so
+that counts and selections by this mask agree.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _MOST_EXPERTS = 1024
 _SHAPE_ONLY = frozenset(
     {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
 )
-# Conditions that are false in every working step: the code raises an error if one is true.
+# Conditions that are false in every working step: if one is true, the code raises an error.
 _NEVER = frozenset({aten.isinf, aten.isnan})
-# Factorizations return `info`, which is nonzero after a failure: the code then raises an error.
+# Factorizations return `info`, which is nonzero after a failure. The code then raises an error.
 _FACTORISATIONS = frozenset(
     {
         aten.linalg_cholesky_ex,
@@ -57,11 +57,11 @@ _FACTORISATIONS = frozenset(
         aten._linalg_solve_ex,
     }
 )
-# Comparisons of floats are guessed. The code compares integers to find the rows of experts, see `rows`.
+# Comparisons of floats are guessed. Comparisons of integers find the rows of experts, see `rows`.
 _COMPARISONS = frozenset({aten.gt, aten.ge, aten.lt, aten.le})
-# Conditions on all elements: `Numbers` chooses their truth value by its use, such as a check of arguments.
+# Conditions on all elements, as in checks of arguments: `Numbers` chooses their truth value by its use.
 _REDUCTIONS = frozenset({aten.any, aten.all, aten._is_all_true})
-# Models use these operators to find images of zeros, which only pad a batch: their results are computed for large values, too.
+# Models find images of zeros, which only pad a batch, with these operators. So they are computed for large values, too.
 _COUNTED = frozenset(
     {aten.view, aten.select, aten.slice, aten._to_copy, aten.eq, aten.ne, aten.sum, aten.any, aten.all}
 )
@@ -75,14 +75,15 @@ class Values:
     """Stores known values as attributes of fake tensors, and assumes values where none is known."""
 
     def __init__(self) -> None:
-        # Number of experts of the last router: all of them are assumed to get equal shares of the tokens.
+        # Number of experts of the last router. All experts are assumed to get equal shares of the tokens.
         self._experts = 0
-        # Storages of values that a write has made unknown; kept alive, since a new storage could get their address.
+        # Storages whose values are unknown after a write. They are kept alive, because a new storage could get the same
+        # address.
         self._unknown: dict[int, torch.UntypedStorage] = {}
         self.numbers = Numbers()
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor, counted: bool = False) -> None:
-        """Store the value of a fake tensor. A value of more than `LIMIT` elements is stored only if `counted` is True."""
+        """Store the value of a fake tensor. A value of more than `LIMIT` elements is stored only with `counted=True`."""
         if value.layout != torch.strided or value.device.type != "cpu":
             return
         if value.numel() <= LIMIT:
@@ -107,7 +108,7 @@ class Values:
             self._unknown[storage_key(storage)] = storage
 
     def succeed(self, func: Any, result: Any) -> None:
-        """If an operator factorizes a matrix with unknown values, set its result `info` to 0, which means success."""
+        """If an operator factorizes a matrix with unknown values, set its result `info` to 0: success."""
         if operator_packet(func) in _FACTORISATIONS:
             info = result[-1]
             with unset_fake_temporarily():
@@ -164,7 +165,7 @@ class Values:
     def came_rounded(self, tensor: torch.Tensor, name: str, written: bool = False) -> None:
         """Mark a known 16-bit input as rounded: its exact value may be half a unit in the last place larger.
 
-        If `written` is True, code has written the numbers (a buffer), and the integers among them are exact.
+        `written` is True for a buffer whose numbers are written in the code. Then the integers in it are exact.
         """
         value = getattr(tensor, VALUE, None)
         if value is not None and value.dtype in HALVES:
@@ -178,7 +179,7 @@ class Values:
     def follow_rounding(
         self, func: Any, args: Any, kwargs: Any, tensors: Any, value: Any, source: str
     ) -> None:
-        """Compute an operator's result again from operands without rounding to 16 bits, and attach this result to `value`."""
+        """Compute an operator's result again from operands that were not rounded to 16 bits. Attach this result to `value`."""
         exact_operands = (getattr(self.of(tensor), _EXACT, None) for _, tensor in tensors)
         rounded = [exact[1] for exact in exact_operands if exact is not None]
         cast = func is aten._to_copy.default and value.dtype in HALVES
@@ -202,7 +203,7 @@ class Values:
         setattr(value, _EXACT, (exact, rounded[0] if rounded else source))
 
     def rounding(self, tensor: torch.Tensor) -> tuple[float, str]:
-        """Return how far rounding to 16 bits has moved the value of `tensor`, and where the first rounding was."""
+        """Return how far rounding to 16 bits has moved the value of `tensor`, and the place of the first rounding."""
         value = self.of(tensor)
         exact, source = getattr(value, _EXACT, (None, ""))
         if value is None or exact is None or not value.numel():
@@ -212,7 +213,7 @@ class Values:
         return off, source
 
     def emptied(self, source: torch.Tensor, result: torch.Tensor) -> int:
-        """Return how many finite rows of `source` have become entirely minus infinity in `result`, its cast to float16."""
+        """Return how many rows of `source` have finite elements, but only minus infinity in `result`, the cast to float16."""
         value = self.of(source)
         if value is None or result.dtype != torch.float16 or value.dtype in (result.dtype, torch.bool):
             return 0
@@ -242,9 +243,9 @@ class Values:
     def rows(self, mask: torch.Tensor) -> int:
         """Return the number of True elements that an unknown mask is assumed to have.
 
-        A short vector selects the experts that get tokens, so all its elements are True. A longer mask after such a vector
-        selects the tokens of one expert, so an equal share of its elements is True. Of any other mask,
-        `_STAND_IN_ROWS` elements are True.
+        A short vector selects the experts with tokens: all its elements are True. A longer mask after it selects the
+        tokens of one expert: an equal share of its elements is True. In any other mask, `_STAND_IN_ROWS` elements are
+        True.
         """
         if mask.dim() == 1 and mask.numel() <= _MOST_EXPERTS:
             self._experts = mask.numel()
@@ -281,12 +282,12 @@ def _is_mask(index: Any) -> bool:
 
 @cache
 def is_data_dependent(func: Any) -> bool:
-    """Return whether an operator's result is a Python number or has a shape that depends on the values of its operands."""
+    """Return whether an operator returns a Python number, or a tensor whose shape depends on the values of the operands."""
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
 
 
 def fakes_of(result: Any, values: Values, mode: Any) -> Any:
-    """Return fake tensors in place of a real result, and store the result's values on them."""
+    """Return fake tensors for a real result, and store its values on them."""
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -301,7 +302,7 @@ def fakes_of(result: Any, values: Values, mode: Any) -> Any:
 def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
     """Return a mask with every second element True, so that both the mask and its inverse select elements.
 
-    Return None for a vector, which may select the experts that get tokens, and for operands that are not floats.
+    Return None for a vector, because it may select the experts with tokens, and for operands that are not floats.
     """
     if not all(tensor.is_floating_point() for _, tensor in tensors):
         return None
@@ -315,7 +316,7 @@ def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
 
 
 def _drawn(packet: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """Return a possible result of a random operator: the middle of an interval, 1 or the nearest allowed integer, or an
+    """Return a possible result of a random operator: the middle of an interval, the allowed integer next to 1, or an
     unchanged order.
 
     Models skip layers and choose indices with random numbers. Return None for several numbers or a long permutation.
@@ -392,7 +393,7 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
 
 
 def _int8_codes(rows: torch.Tensor, threshold: float = 0.0) -> Any:
-    """Return int8 codes, row scales and an empty list of outlier columns, because no value is assumed to be an outlier."""
+    """Return int8 codes, row scales and an empty list of outlier columns: no value is assumed to be an outlier."""
     scales = rows.new_empty((rows.numel() // rows.shape[-1],), dtype=torch.float32)
     columns = rows.new_empty((0,), dtype=torch.long) if threshold else None
     return rows.new_empty(rows.shape, dtype=torch.int8), scales, columns
@@ -410,7 +411,7 @@ _OF_INT8: dict[str, Callable[..., Any]] = {
 
 
 def _split(tensor: torch.Tensor, sizes: Any, dim: int = 0) -> Any:
-    """Split a tensor by assumed sizes, which are reduced if they exceed the tensor. The last part gets the rest."""
+    """Split a tensor by assumed sizes. Sizes that exceed the tensor are reduced, and the last part gets the rest."""
     rest, fitting = tensor.shape[dim], []
     for size in sizes[:-1]:
         fitting.append(min(size, rest))

@@ -1,4 +1,4 @@
-"""Examines a forward of a running script: its inputs by name, whether it trains, and stale casts or copies of weights."""
+"""Examines the forwards of a running script: input names, training or not, and stale casts or copies of weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trains(module: nn.Module) -> bool:
 
 def living(kind: type[Kind]) -> Iterator[Kind]:
     """Yield all objects of a type, and of its subclasses, in this process."""
-    # `isinstance` reads an attribute, which would load a lazy object of the script.
+    # `isinstance` would read an attribute and load a lazy object of the script.
     yield from (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
 
 
@@ -65,9 +65,10 @@ def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 class StaleCasts:
     """Detects an optimizer step inside of an autocast region in which the next forward also runs.
 
-    Autocast casts a weight once and caches the cast until the outermost autocast region ends. If an optimizer steps
-    inside the region, a later forward in the region uses the old weights. `report` is called at the first such forward.
-    The test casts a weight of its own, changes the weight, and casts it again.
+    Autocast casts a weight once and keeps the cast until the outermost region ends. If an optimizer steps inside the
+    region, a later forward of the region uses the old weights. Then `report` is called once.
+
+    To find this out, the test casts a weight of its own, changes the weight, and casts it again.
     """
 
     def __init__(self, report: Callable[[], None]) -> None:
@@ -100,10 +101,11 @@ class StaleCasts:
 
 
 class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
-    """Detects that the script averages trained weights into a 16-bit copy between an optimizer step and the next forward.
-    The copy may be a frozen weight of the same model, such as a second adapter's.
+    """Detects that the script averages trained weights into a 16-bit copy, between an optimizer step and the next
+    forward. The copy may be a frozen weight of the same model, such as another adapter's.
 
-    `report` is called with the first call that adds to a copy. Tensors get no attributes, because scripts may save them.
+    `report` is called with the first call that adds to a copy. The tensors get no attributes, because scripts may save
+    them.
     """
 
     def __init__(self, report: Callable[[Call], None]) -> None:
@@ -113,13 +115,13 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         self._hooks = ExitStack()
 
     def stepped(self, models: Sequence[nn.Module]) -> None:
-        """After an optimizer step for these models, watch until the next forward or the step of another optimizer."""
+        """Called after an optimizer step of these models: watch until the next forward, or the next step of another one."""
         self.detach()
         if not self._reported:
             self._weights = [weight for model in models for weight in model.parameters()]
             put_under(self)
             self._hooks.callback(take_out, self)
-            # torch iterates over the hooks of a step, which must not be removed: without weights, no copy is reported.
+            # torch is iterating over the hooks of a step, so none may be removed now. Without weights, no copy is reported.
             forget = optimizers.register_optimizer_step_pre_hook(lambda *_: self._weights.clear())
             self._hooks.enter_context(forget)
             self._hooks.enter_context(modules.register_module_forward_pre_hook(lambda *_: self.detach()))

@@ -28,7 +28,7 @@ from isotype.trace.recorder import ORIGIN
 Sample = tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]
 _SAMPLE = 4096
 _KEPT_STEPS = {1, 2, 3}
-"""Numbers of the steps whose losses must be alive, counted from 0: a script may keep fewer losses on purpose."""
+"""Numbers of the steps, counted from 0, whose losses must all be alive. A script may keep fewer losses on purpose."""
 _ADVICE = "memory grows with every step; keep loss.detach() or loss.item() instead"
 
 
@@ -37,8 +37,8 @@ def gradients_of(
 ) -> dict[str, Any]:
     """Return the fields of a `Trace` about the gradients of an optimizer's step, and two more entries.
 
-    `plain` is True if this step computed the gradients without a loss scale. `idle` are the names of the parameters that
-    have no gradient and that no optimizer holds.
+    `plain` is True if this step computed the gradients without a loss scale. `idle` names the parameters that have no
+    gradient and are in no optimizer.
 
     Args:
         unscaled: True if a GradScaler has unscaled gradients of this script.
@@ -57,7 +57,7 @@ def gradients_of(
     all_of_model = all(weight.grad is None or id(weight) in recorder.names for weight in weights)
     left = [weight for root in roots for weight in root.parameters() if weight.requires_grad]
     left = [w for w in left if id(w) in recorder.names and id(w) not in held and id(w) not in elsewhere]
-    # One of several optimizers may step with the gradients of a loss that is not scaled.
+    # With several optimizers, one of them may use the gradients of a loss that was not scaled.
     alone = all(weight.grad is None for key, weight in elsewhere.items() if key in recorder.names)
     divides = any(call.phase == "unscale" for call in recorder.calls)
     unscaled = unscaled or divides or getattr(optimizer, "grad_scale", None) is not None
@@ -86,7 +86,7 @@ def gradients_of(
         "unheld": tuple(
             dict.fromkeys(recorder.names[id(w)].name for w in left if all_of_model and w.grad is not None)
         ),
-        # The recorder has marked the scale if this step has multiplied a loss by it.
+        # The recorder has marked the loss scale if this step has multiplied a loss by it.
         "scaled": alone and not unscaled and any(hasattr(scale, ORIGIN) for scale in scales),
         "unscaled": unmultiplied and divides,
     }
@@ -114,8 +114,8 @@ def optimizers_of(names: Mapping[int, Origin]) -> int:
 def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) -> list[Sample]:
     """Return (name, parameter, mask of nonzero gradients, values) for each 16-bit parameter with a finite gradient.
 
-    Mask and values are those of its first elements. The name is "" if the optimizer updates flat copies instead of the
-    model's parameters. The list is empty while a scheduler warms up, and if the optimizer itself may skip the step.
+    Mask and values are those of the parameter's first elements. The name is "" for a flat copy of parameters in the
+    optimizer. The list is empty while a scheduler warms up, and if the optimizer may skip the step itself.
     """
     samples: list[Sample] = []
     copies = not any(id(weight) in names for weight in parameters_of(optimizer))
@@ -135,7 +135,7 @@ def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) ->
 def after_step(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> dict[str, tuple[str, ...]]:
     """Compare parameters with their values before the step. Return the fields `unmoved` and `spoiled` of a `Trace`.
 
-    A flat copy (named "") has large and small values: it is `unmoved` if the step has not changed half of its values.
+    A flat copy (named "") has large and small values. It counts as `unmoved` if half of its values are unchanged.
     """
     # Some optimizers keep the rounding errors of 16-bit parameters, and add them in a later step.
     keys = {str(key) for state in optimizer.state.values() for key in state}
@@ -161,9 +161,9 @@ class LastStep:
         self._used = [(TensorWeakRef(g), version_of(g)) for g in gradients]
 
     def repeated_by(self, optimizer: torch.optim.Optimizer, unscales: bool) -> tuple[str, str] | None:
-        """If the step that begins uses the same gradients as the last one, return the lines of both steps; else None.
+        """If the step that begins has the gradients of the last step, return the lines of both steps; else None.
 
-        `unscales` is True if a GradScaler may have divided the gradients between the two steps.
+        `unscales` is True if a GradScaler may have divided the gradients since the last step.
         """
         for reference, version in self._used:
             used = reference()
@@ -174,9 +174,9 @@ class LastStep:
 
 
 class KeptGraphs:
-    """Detects that a script keeps the losses of its steps with their graphs, as in `total += loss`. Create it after a step.
+    """Detects that a script keeps the losses of its steps with their graphs, as `total += loss` does. Create it after a step.
 
-    Some steps of one optimizer later, `report` is called with a sentence if losses of all earlier steps are still alive.
+    After some steps of one optimizer, `report` is called with a sentence if the losses of all earlier steps are alive.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
@@ -198,13 +198,13 @@ class KeptGraphs:
                 self._report(f"{sentence}: {_ADVICE}")
 
     def _kept(self) -> list[torch.Tensor]:
-        """Return the losses of `_KEPT_STEPS` if losses of all of them are alive, else an empty list."""
+        """Return the losses of `_KEPT_STEPS`; an empty list if the losses of one of these steps are gone."""
         steps = [(tensor, self._steps(tensor) & _KEPT_STEPS) for tensor in living(torch.Tensor)]
         all_kept = set[int]().union(*(numbers for _, numbers in steps)) == _KEPT_STEPS
         return [tensor for tensor, numbers in steps if numbers and all_kept]
 
     def _steps(self, tensor: torch.Tensor) -> set[int]:
-        """Return the numbers of the steps that have computed the terms of a scalar."""
+        """Return the numbers of the steps that computed the terms of a scalar."""
         if type(tensor) is not torch.Tensor or tensor.grad_fn is None or tensor.dim():
             return set()
         after = {node for linear in summands(tensor.grad_fn) for node, _ in linear.next_functions if node}
@@ -218,7 +218,7 @@ class KeptGraphs:
 
 
 def _holder(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the words for a running function's variable that is, or contains, one of the tensors; "" if there is none."""
+    """Return the words for a local variable that is, or contains, one of the tensors; "" if there is none."""
     wanted = {id(tensor) for tensor in tensors}
     frame: Any = frame_above(1)
     while frame is not None:

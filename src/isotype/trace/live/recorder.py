@@ -1,7 +1,7 @@
 """Records a real step without changing it.
 
-The recorder's own memory does not count in the ledger. If the recorder itself fails, it stops and stores the reason
-(`LiveRecorder.fault`), and the step goes on.
+Memory of the recorder itself does not count in the ledger. If the recorder fails, it stops and stores the reason in
+`LiveRecorder.fault`; the step goes on.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from isotype.trace.weights import memory_kind, state_tensors, tensors_and_weight
 aten = torch.ops.aten
 
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
-# Functions of a backward: their names would hide the function that made a cast.
+# Functions of a backward. Their names would hide the function that made a cast.
 _BACKWARDS = frozenset({"backward", "grad"})
 _ADDS = frozenset({"add", "add_", "__add__", "__iadd__", "__radd__"})
 _SUBTRACTS = frozenset({"sub", "sub_", "__sub__", "__isub__", "__rsub__", "rsub"})
 _COPIES = frozenset({"tensor", "as_tensor"})
 _SINGLE = ("MulBackward", "DivBackward")
-"""Nodes that pass on a gradient times a constant if only one of their operands has a graph."""
+"""Nodes that multiply a gradient by a constant, if only one operand has a graph."""
 _LINEAR = (*_SINGLE, *(f"{name}Backward" for name in ("Add", "Sub", "Stack", "ToCopy", "Mean", "Sum")))
 
 
@@ -59,7 +59,7 @@ class LiveRecorder(Recorder):
         device: device type of the step.
         limit: maximum number of recorded calls.
         seconds: time limit of the recorder's own work.
-        kind: kind of the device whose autocast a step on a CPU is recorded for; the step itself does not change.
+        kind: kind of the device whose autocast is recorded for a step on a CPU. The step itself does not change.
 
     Attributes:
         contracts: contracts of the device, for the diagnosis of an error.
@@ -70,8 +70,8 @@ class LiveRecorder(Recorder):
         weights: parameters and buffers of every model that the script has called.
         terms: scalars of this step that have lost their graph.
         graded: ids of the parameters for which a backward of this step has computed a gradient.
-        treatment: the autocast list of the simulated device with the running function; "" if none has it.
-        of_gradients: True to record only operators whose first operand is a gradient that backward has accumulated.
+        treatment: the autocast list of the simulated device that contains the running function; "" if none does.
+        of_gradients: True to record only the operators whose first operand is an accumulated gradient.
     """
 
     supports_higher_order_operators = True
@@ -97,8 +97,8 @@ class LiveRecorder(Recorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # The inner operators of a higher-order operator are recorded. A forked process, such as a worker of a data
-        # loader, is not recorded.
+        # The inner operators of a higher-order operator are recorded. Forked processes, such as a data loader's
+        # workers, are not.
         skipped = self.fault or (self.of_gradients and not _of_gradients(args))
         skipped = skipped or len(self.calls) >= self._limit or os.getpid() != self._process
         if skipped or not isinstance(func, OpOverload):
@@ -145,7 +145,7 @@ class LiveRecorder(Recorder):
     def _as_on_device(self, tensors: Sequence[torch.Tensor], result: Any) -> None:
         """Change the last call from 16 bits to float32 if the simulated device's autocast computes it in float32.
 
-        The origins of its results then have the dtype float32, so that this method also changes calls that use the results.
+        The origins of its results get the dtype float32, too. So this method also changes the calls that use the results.
         """
         call, scalars = self.calls[-1], not any(operand.shape for operand in self.calls[-1].operands)
         wide = [o for o in call.operands if o.dtype in HALVES and o.origin.dtype == torch.float32]
@@ -193,12 +193,12 @@ class LiveRecorder(Recorder):
         return backward(tensors, *args, **kwargs)
 
     def begin_backward(self, tensors: Any, *, sums: bool) -> None:
-        """Record the losses among the tensors whose backward begins; with `sums`, also their terms without a graph."""
+        """Record the losses whose backward begins. With `sums`, also record their terms without a graph."""
         if not self.fault:
             self._book(self.terms.backward, tensors, sums)
 
     def add_up(self, note: Callable[..., None], *args: Any) -> None:
-        """Call a method of `terms`, which looks for terms of the loss without a graph."""
+        """Call a method of `terms`, which finds terms of the loss without a graph."""
         if not self.fault and not self.of_gradients:
             self._book(note, *args)
 
@@ -229,7 +229,7 @@ class LiveRecorder(Recorder):
         self.ledger.begin(phase)
 
     def _turn(self, func: Any) -> None:
-        """Change the phase if `func` runs in another one: the backward inside of an autograd node, the forward in a module."""
+        """Change the phase if `func` runs inside of an autograd node (the backward) or of a module (the forward)."""
         if self.phase in ("optimizer", "generate"):
             return
         if current_node() is not None:
@@ -250,7 +250,7 @@ class LiveRecorder(Recorder):
         super().mark(tensor, origin)
 
     def forget(self) -> None:
-        """Remove the recorded origins from the script's tensors (the script may save a tensor), and drop all references."""
+        """Remove the recorded origins from the script's tensors, because the script may save them, and drop all references."""
         for reference in self._marked:
             tensor = reference()
             if tensor is not None and hasattr(tensor, ORIGIN):
@@ -262,10 +262,10 @@ class LiveRecorder(Recorder):
         self._places.clear()
 
     def products(self) -> dict[str, Call]:
-        """Return parameter name -> a matmul of the forward that uses the parameter, for trainable parameters."""
+        """Return parameter name -> a matmul of the forward with this parameter, for trainable parameters."""
         trained = {weight.name for weight in self.weights if weight.trainable}
         matmuls = (call for call in self.calls if call.phase == "forward" and call.flops)
-        # A cast in the code, such as accelerate's of a model's output, is the origin of another value.
+        # A cast in the code is the origin of another value; accelerate's cast of a model's output is an example.
         paths = ((call, o.origin.path()) for call in matmuls for o in call.operands)
         steps = ((call, s) for call, path in paths for s in takewhile(lambda s: s.kind != "cast", path))
         return {step.name: call for call, step in steps if step.name in trained}
@@ -300,7 +300,7 @@ class LiveRecorder(Recorder):
         return hooks
 
     def mark_inputs(self, inputs: Mapping[str, Any]) -> None:
-        """Register each tensor in the inputs of a model by its name, unless the step itself has computed it."""
+        """Register each tensor in the inputs of a model by its name. Tensors that the step has computed keep their origin."""
         for name, value in (pair for key in inputs for pair in named_tensors(inputs[key], key)):
             if not hasattr(value, ORIGIN):
                 self.mark(value, Origin("input", value.dtype, name))
@@ -320,7 +320,7 @@ def _of_gradients(args: Sequence[Any]) -> bool:
 
 
 class LiveFunctions(TorchFunctionMode):
-    """A function mode that records the running function, and the errors that a function raises outside of its operators."""
+    """A function mode that records the running function, and errors that the function raises outside of operators."""
 
     def __init__(self, recorder: LiveRecorder) -> None:
         super().__init__()
@@ -353,7 +353,7 @@ _MODES = (__file__, torch_device.__file__)
 
 @contextmanager
 def warnings_at_callers() -> Iterator[None]:
-    """In the `with` block, warnings name the line that calls a function, not the line of a mode that passes the call on."""
+    """In the `with` block, a warning names the line that calls a function, not that of a mode that passes the call on."""
     before: Any = warnings.showwarning
 
     def show(message: Any, category: Any, file: str, line: int, *others: Any) -> None:
@@ -397,7 +397,7 @@ def in_dtypes(call: Call, others: Mapping[torch.dtype, torch.dtype]) -> Call:
 
 
 class _Terms:
-    """The scalars of a step that were computed from trained values, but have no graph.
+    """Scalars of a step that were computed from trained values and have no graph.
 
     Attributes:
         losses: the scalars whose backward has begun.
@@ -430,13 +430,13 @@ class _Terms:
             self._cut[id(result)] = sources or {shown(asking_line())}
             self._kept.append(result)
         elif result.requires_grad and (outside := sorted(s for s in sources if not in_library(s))):
-            # `value.detach() + loss - loss.detach()` reports one value, and has the gradient of another, on purpose.
+            # `value.detach() + loss - loss.detach()` is intended: it shows one value and has the gradient of another.
             self._balanced |= name in _SUBTRACTS
             if name in _ADDS or name == "stack":
                 self._sums += [(result.grad_fn, (source, shown(asking_line()))) for source in outside]
 
     def not_finite(self, scaled: bool) -> str:
-        """Return `NaN` or `infinite` if the loss of a backward was; else "". A GradScaler handles infinite scaled losses."""
+        """Return `NaN` or `infinite` if a loss had this value; else "". An infinite scaled loss is left to the GradScaler."""
         losses = [float(loss.detach()) for loss in self.losses]
         if any(map(math.isnan, losses)):
             return "NaN"
@@ -456,7 +456,7 @@ class _Terms:
         return set()
 
     def backward(self, tensors: Any, sums: bool) -> None:
-        """Record the losses whose backward begins; with `sums`, also which scalars without a graph are their terms."""
+        """Record the losses whose backward begins. With `sums`, also record which scalars without a graph are their terms."""
         plain = [leaf for leaf in leaves(tensors) if type(leaf) is torch.Tensor]
         self.losses += [tensor for tensor in plain if not tensor.dim()]
         for loss in plain if sums and not self._balanced else ():
@@ -465,7 +465,7 @@ class _Terms:
 
 
 def summands(node: Any) -> Iterator[Any]:
-    """Yield the nodes of a loss on whose result the loss depends linearly."""
+    """Yield the nodes of a loss's graph on whose result the loss depends linearly."""
     waiting = [node]
     while waiting:
         node = waiting.pop()

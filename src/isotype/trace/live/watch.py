@@ -1,9 +1,9 @@
 """Records the first steps of an unchanged script: global hooks start and end the recording, then remove themselves.
 
-The hooks are torch's global hooks for modules and optimizers. At the first training forward, the hooks call `before`
-(which may trace the step before it runs), and put the live recorder under the script's modes. A few earlier forwards of
-evaluation or generation are recorded, too. After the requested number of optimizer steps, hooks, modes and references
-to the script's tensors are removed, and modules are as fast as before.
+The hooks are torch's global hooks for modules and optimizers. The first training forward calls `before`, which may trace
+the step, and puts the live recorder below the script's modes. Some earlier forwards of an evaluation or generation are
+recorded, too. After the requested number of steps, hooks, modes and references to the script's tensors are removed. Then
+modules are as fast as before.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ WATCH_SECONDS = 10.0
 """Time limit of the recorder's own work in seconds: enough for 100,000 operators."""
 
 MANY_SKIPPED = 20
-"""The recording ends if the GradScaler skips this number of steps: each skip halves the loss scale, from 65536 to below 1."""
+"""The recording ends after this number of skipped steps. Each one halves the loss scale, from 65536 to below 1."""
 
 _BLIND_STEPS = 3
 _EVALUATIONS, _EVALUATIONS_IN_ALL = 3, 12
-"""Maximum numbers of recorded forwards before the first training step: of one model, and of all models together."""
+"""Maximum numbers of forwards that are recorded before the first training step: of one model, and of all models."""
 
 _EVALUATION_CALLS = 20_000
-"""Maximum number of recorded operators in the forwards before the first training step."""
+"""Maximum number of operators that are recorded before the first training step."""
 
 _OPTIMIZERS = 3
-"""If the models have several optimizers, like a GAN, at least so many steps are recorded."""
+"""With several optimizers, as for a GAN, at least this number of steps is recorded."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,15 @@ class Watch:
 
     Args:
         steps: number of optimizer steps, at least 1.
-        before: called once, before the first training forward runs. The script waits meanwhile.
-        after: called at the end of a step, also of a skipped one, while the step's calls are still available.
+        before: called once, before the first training forward, which waits for the end of the call.
+        after: called at the end of a step, also of a skipped one. The step's calls are still there.
         evaluates: called before each recorded forward of an evaluation or generation.
-        repeats: called with the lines of two optimizer steps if the second step uses the gradients of the first again.
+        repeats: called with the lines of two optimizer steps if both use the same gradients.
 
     Attributes:
         seen: the recorded steps.
         notes: sentences on what was not recorded, and why.
-        recorder: recorder of the current or last step; None before the first one, and after `forget`.
+        recorder: recorder of the current or last step; None before the first step and after `forget`.
         optimizer: name of the optimizer's class; "" before its first step.
         learning_rate: learning rate of the optimizer's first group of parameters.
         scaler: True if the loss of the last step was scaled.
@@ -112,8 +112,8 @@ class Watch:
         skipping: whether `after` is called for a skipped step.
         kind: the kind of the device for which the step is checked.
         stands: dtypes of the step -> dtypes of the same step on that device.
-        evaluation: the recorded calls before the first training forward, such as those of a reference model.
-        transformed: True if a transform of `torch.func` has called a module; these calls are not recorded.
+        evaluation: recorded calls before the first training forward, for example of a reference model.
+        transformed: True if a transform of `torch.func` has called a module. These calls are not recorded.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Watch:
 
     def attach(self) -> None:
         """Add the global hooks, which start the recording at the next step."""
-        # torch.compile warns about global hooks. These hooks are removed before they can slow compiled code down.
+        # torch.compile warns about global hooks. They are removed before they can slow compiled code down.
         warnings.filterwarnings("ignore", message="Using `torch.compile")
         module: Any = warnings  # its list of filters changes
         self._hooks.callback(lambda e: e in module.filters and module.filters.remove(e), module.filters[0])
@@ -179,7 +179,8 @@ class Watch:
         self._module_hooks.close()
         self._recording.close()
         if self._stepping:
-            # torch still runs its hooks, and the optimizer may step again: the next forward removes these.
+            # torch is still iterating over its hooks, and the optimizer may step again. So the next forward removes
+            # these hooks.
             handle = modules.register_module_forward_pre_hook(lambda *_: self._hooks.close())
             self._hooks.callback(handle.remove)
         else:
@@ -273,9 +274,9 @@ class Watch:
             self.recorder.leave()
 
     def _is_mine(self) -> bool:
-        """Return whether the current call computes real values, and runs in the recorded thread or recomputes for it.
+        """Return whether the current call computes real values in the recorded thread, or recomputes values for it.
 
-        A process that is forked during a recorded step (a worker of a data loader) is not recorded.
+        A process forked during a recorded step (a data loader's worker) is not recorded.
         """
         process, thread = self._mine or (os.getpid(), threading.get_ident())
         mine = process == os.getpid() and (thread == threading.get_ident() or in_backward())
@@ -302,7 +303,7 @@ class Watch:
         self._enter_modes()
 
     def _may_evaluate(self, module: nn.Module) -> bool:
-        """Return whether to record a forward without training: one of the first few, of a model that is not compiled."""
+        """Return whether to record a forward without training: it is one of the first few, and the model is not compiled."""
         full = self.recorder is not None and len(self.recorder.calls) >= _EVALUATION_CALLS
         if full or self._evaluations.get(module) == _EVALUATIONS or self._evaluated == _EVALUATIONS_IN_ALL:
             return False
@@ -354,7 +355,7 @@ class Watch:
     # ------------------------------------------------------------------------------------------------------- steps
 
     def _pause(self) -> None:
-        """Pause the recording while gradients accumulate, because later micro-batches of a step only repeat the first."""
+        """Pause the recording while gradients accumulate. Later micro-batches only repeat the first one."""
         self.state = "paused"
         assert self.recorder is not None
         updates = optimizers_of(self.recorder.names)
@@ -386,7 +387,7 @@ class Watch:
         return None
 
     def _closed(self, closure: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
-        """Call an optimizer's closure, which computes new gradients. The optimizer updates its parameters afterwards."""
+        """Call an optimizer's closure, which computes new gradients. Then the optimizer updates its parameters."""
         if self.recorder is not None and self.recorder.phase == "optimizer":
             self.recorder.turn_to("forward")
         result = closure()
@@ -421,7 +422,7 @@ class Watch:
                 self.recorder.mark_gradient(weight, origin.name)
 
     def _weigh_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the memory that the optimizer held before the step: states, and master weights outside of the model."""
+        """Count the memory that the optimizer held before the step: its states, and its own copies of the weights."""
         assert self.recorder is not None
         for weight in parameters_of(optimizer):
             if id(weight) not in self.recorder.names:
@@ -466,12 +467,12 @@ class Watch:
     # ------------------------------------------------------------------------------------------------------- trace
 
     def trace(self, setup: Setup, failure: Failure | None = None, no_autocast: str = "") -> Trace:
-        """Return the trace of the current or last recorded step. Without a `failure`, the trace has no breaches."""
+        """Return the trace of the current or last recorded step. Breaches are left out if there is no `failure`."""
         assert self.recorder is not None
         recorder = self.recorder
         calls = recorder.calls
         if failure is None:
-            # The script has caught every error. Breaches with a conversion are of the simulated device.
+            # The script has caught every error. Breaches with a conversion are those of the simulated device.
             calls = [replace(c, breach=c.breach if c.breach and c.breach.converted else None) for c in calls]
         if self.stands and not any(weight.dtype in self.stands for weight in recorder.weights):
             calls = [in_dtypes(call, self.stands) for call in calls]

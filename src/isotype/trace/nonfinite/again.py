@@ -1,4 +1,4 @@
-"""A second run of a step that finds the first operator with a non-finite result; the model is unchanged."""
+"""Runs a step a second time to find the first operator with a non-finite result; the model stays unchanged."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ def first_nonfinite(
 ) -> NonFinite | None:
     """Run a step and return its first operator with a non-finite result; None if all results are finite.
 
-    Gradients, buffers, training modes and random states are restored afterwards. If the step draws random
-    numbers, the function `step` has to set the random states. Compiled code runs eagerly.
+    Gradients, buffers, training modes and random states are restored at the end. If the step draws random numbers, the
+    function `step` has to set the random states. Compiled code runs eagerly.
 
     Args:
         model: the model whose weights and gradients the step uses.
         step: function that runs the forward and backward of each micro-batch, and yields its loss.
         batches: the micro-batches in order, each with its tensors by name.
-        scale: the loss scale of the step's backward. Without loss scaling (None), the gradient norm is checked, too.
-        stop: True to end the step at the operator; False to finish the step, because other processes wait for its end.
+        scale: the loss scale of the step's backward; None without loss scaling: then the gradient norm is checked, too.
+        stop: True to end the step at the operator found. False lets the step end, because other processes wait for its
+            end.
     """
     recorder = FirstNonFinite(model, scale, stop)
     losses = []
@@ -80,7 +81,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 
 _SKIPS = 10
-"""A training ends after this number of skipped steps in a row, if the loss scale has fallen to 1."""
+"""A training ends after this number of skipped steps in a row, if the loss scale is at most 1."""
 
 
 class Verdict:
@@ -92,8 +93,8 @@ class Verdict:
     def of(self, loss: float, norm: float | None, scale: Callable[[], float] | None) -> str | None:
         """Return the reason why the training has to end; None if it may continue.
 
-        A non-finite loss always ends the training. A non-finite gradient is normal under a GradScaler, which then skips
-        the step and lowers the loss scale. `scale` is a function that returns the loss scale, or None without a GradScaler.
+        A non-finite loss always ends the training. A non-finite gradient is normal with a GradScaler: it skips the step
+        and lowers the loss scale. `scale` returns the loss scale; it is None without a GradScaler.
         """
         if not math.isfinite(loss):
             return "the loss is not finite"

@@ -1,4 +1,4 @@
-"""Finds the cause of a non-finite result from the operator's operands, and by a computation in a wider dtype."""
+"""Finds the cause of a non-finite result: from the operator's operands, and by computing it in a wider dtype."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _MASKS = ("attn_mask", "attn_bias", "self")
 
 
 def fresh_elements(call: Call, result: torch.Tensor, by_code: Sequence[bool]) -> torch.Tensor | None:
-    """Return a mask of the non-finite elements that an operator computes from finite operands; None if there are none.
+    """Return a mask of the non-finite elements that an operator has computed from finite operands; None if there are none.
 
-    `by_code` has True for each operand that consists of constants, such as a mask or a number in the code.
+    `by_code` has True for each operand that consists of constants in the code, such as a mask or a number.
     """
     values = readable(result)
     if values is None:
@@ -39,7 +39,7 @@ def fresh_elements(call: Call, result: torch.Tensor, by_code: Sequence[bool]) ->
     tensors = aligned or [x for operand in call.operands if (x := _as_tensor(operand, values)) is not None]
 
     def anywhere(conditions: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return a mask that is True where any condition is; one value for all elements unless the operator is element-wise."""
+        """Return a mask of the places where a condition is true. It has one value if the operator is not element-wise."""
         hit = torch.zeros((), dtype=torch.bool, device=values.device)
         for condition in conditions:
             hit = hit | (condition if aligned else condition.any())
@@ -84,7 +84,7 @@ def entries_at(call: Call, fresh: torch.Tensor) -> tuple[float, ...]:
 def exact_result(call: Call, fresh: torch.Tensor, dtype: torch.dtype) -> float | None:
     """Compute the result in the next wider dtype, and return its largest magnitude where the mask `fresh` is True.
 
-    Return None if an element is not finite in the wider dtype either, or if the operator does not run in this dtype.
+    Return None if the wider dtype does not help: an element is not finite there either, or the operator refuses the dtype.
     """
     wide = torch.float32 if dtype.itemsize <= 2 else torch.float64
     try:
@@ -167,7 +167,7 @@ class Operand:
     Attributes:
         role: name of the operator's argument.
         tensor: the operand with its values before the operator ran; None for a number.
-        original: the tensor that the code passes; `tensor` is a copy if the operator writes into it.
+        original: the tensor in the code. `tensor` is a copy of it if the operator overwrites it.
         number: value of a number; None for a tensor.
     """
 
@@ -196,7 +196,7 @@ class Call:
 
 
 def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand]:
-    """Return the float operands in the order of the arguments; operands that the operator writes are copied."""
+    """Return the float operands in the order of the arguments. Operands that the operator overwrites are copied."""
     schema, name = schema_of(func), operator_name(func)
     overwrites = name.startswith(_OVERWRITE)
     like = name.endswith(_LIKE[0]) or name.startswith(_LIKE[1:])
@@ -223,7 +223,7 @@ def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand
 
 
 def _widened(operands: Sequence[Operand], wide: torch.dtype, value: Any) -> Any:
-    """Return an argument in the dtype `wide` if it is a float tensor or dtype. A tensor gets its values before the call."""
+    """Return an argument in the dtype `wide` if it is a float tensor or dtype. A tensor has its values before the call."""
     if isinstance(value, torch.dtype):
         return wide if value.is_floating_point else value
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():

@@ -1,9 +1,9 @@
 """A dispatch mode that checks every result of a step and stops at the first non-finite result.
 
 An operator is reported if its operands are finite and its result is not. Intended values are not reported: the -inf of
-an attention mask (written by a fill, added, or selected by `where`), infinities that follow from such a mask, and
-uninitialized memory. But a NaN computed from -inf, as by softmax of a fully masked row, is reported. Operands are
-checked only if a result is not finite, so that a finite step takes one pass over each result.
+an attention mask (from a fill, an addition or `where`), infinities that follow from it, and uninitialized memory. But a
+NaN that follows from -inf is reported: softmax of a fully masked row returns it. The operands are checked only if the
+result is not finite, so a finite step takes one pass over each result.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _UNSET = ("aten.empty", "aten.new_empty", "aten.resize")
 class FoundError(BaseException):
     """Raised to stop the step when the first non-finite result is found.
 
-    `FoundError` is a `BaseException`: code of the step that catches every `Exception` does not catch it.
+    It is a `BaseException`, so that code with `except Exception` does not catch it.
     """
 
 
@@ -57,8 +57,8 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
 
     Attributes:
         finding: the first operator with a non-finite result of finite operands; None if there is none.
-        suspect: the first use of a non-finite value that no operator has computed. This use is the cause if the loss is
-            not finite and `finding` is None.
+        suspect: the first use of a non-finite value that no operator has computed. It is the cause if the loss is not
+            finite and `finding` is None.
     """
 
     supports_higher_order_operators = True
@@ -70,7 +70,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         self._shape, self._scale, self._stop = (0, 0), scale, stop
         self._weights: dict[int, str] = {}
         self._inputs: dict[int, str] = {}
-        # Storages by address. An address is not reused as long as a weak reference to its storage exists.
+        # Storages by address. While a weak reference to a storage exists, its address is not used again.
         self._constant: dict[int, StorageWeakRef] = {}
         self._unset: dict[int, StorageWeakRef] = {}
         self._passed: dict[int, StorageWeakRef] = {}
@@ -113,7 +113,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
             self.phase = "forward"
 
     def _look(self, call: Call, result: Any) -> NonFinite | None:
-        """Return a finding if a result of an operator is not finite and must be reported, else None."""
+        """Return a finding if a result of an operator is not finite and has to be reported; else None."""
         name = operator_name(call.func)
         outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
         outputs += [tensor for tensor in call.written if all(tensor is not output for output in outputs)]
@@ -122,7 +122,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
             for tensor in outputs:
                 _add(self._unset, tensor)
             return None
-        # Gradients also start from a constant, but are no masks. Values that a backward recomputes may be masks.
+        # Gradients start from a constant, too, but they are no masks. Values that a backward recomputes may be masks.
         gradient = self.phase == "backward" and not torch.is_grad_enabled()
         by_code = [
             not gradient and (operand.original is None or _alive(self._constant, _address(operand.original)))
@@ -147,7 +147,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return None
 
     def _judge(self, call: Call, result: torch.Tensor, by_code: Sequence[bool]) -> NonFinite | None:
-        """Return a finding for a non-finite result; None if the result is intended, or only passes on an earlier value."""
+        """Return a finding for a non-finite result; None if it is intended or only repeats an earlier value."""
         fresh = fresh_elements(call, result, by_code)
         if fresh is not None:
             exact, entries = exact_result(call, fresh, result.dtype), entries_at(call, fresh)
@@ -164,7 +164,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return None
 
     def _judge_operand(self, call: Call, result: torch.Tensor, operand: Operand) -> NonFinite | None:
-        """Return a finding if a non-finite operand must be reported, else None."""
+        """Return a finding if a non-finite operand has to be reported; else None."""
         assert operand.tensor is not None
         address, nan = _address(operand.original), bool(operand.tensor.isnan().any())
         if address in self._weights:
@@ -212,7 +212,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return value_of(operand.role, operand.tensor, name)
 
     def _rows(self, bad: torch.Tensor) -> tuple[int, ...]:
-        """Return the rows of the batch in which the mask `bad` has a True; () if the mask's rows are not those of the batch."""
+        """Return the rows of the batch in which the mask `bad` has a True; () if `bad` has other rows than the batch."""
         rows, length = self._shape
         if not rows or not bad.dim() or bad.shape[0] not in (rows, rows * length):
             return ()

@@ -1,4 +1,4 @@
-"""The batch for the measurement of leaks: on the CPU, with only the tokens around a border of a sequence or of padding."""
+"""The batch in which leaks are measured: on the CPU, with the tokens around a border of a sequence or of padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isotype.compat.torch import has_values
 
 MOST_ROWS = 4
 FEW_TOKENS = 64
-"""Longer rows are cut to this number of tokens, which shows the same leaks in less time."""
+"""Longer rows are cut to this number of tokens: they show the same leaks in less time."""
 MOST_TOKENS = 512
 _AROUND = 16
 _BORDERS = 64
@@ -34,8 +34,8 @@ class Batch:
         padding: mask of the tokens with an attention mask of 0, `[rows, tokens]`.
         sequences: index of each token's sequence in its row, `[rows, tokens]`; 0 in unpacked rows, -1 for padding.
         packed_by: name of the input that separates the sequences; "" if there is none.
-        labelled: True if the model takes labels. If False, the loss is computed outside of the model, and
-            `inputs["labels"]` only marks the tokens that the loss counts.
+        labelled: True if the model takes labels. Otherwise the loss is computed outside of the model, and
+            `inputs["labels"]` only marks the tokens in the loss.
     """
 
     inputs: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Batch:
         return {name: value for name, value in {**self.inputs, **changes}.items() if value is not None}
 
     def arguments(self, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return `inputs` (default: those of the batch) as arguments of the model, without labels if the model takes none."""
+        """Return `inputs` (default: the batch's) as arguments of the model; without labels if the model takes none."""
         values = self.inputs if inputs is None else inputs
         return {name: value for name, value in values.items() if self.labelled or name != "labels"}
 
@@ -81,14 +81,14 @@ def batch_of(inputs: Mapping[str, Any]) -> Batch | None:
     labelled = isinstance(copies.get("labels"), torch.Tensor)
     if not labelled:
         copies = _with_labels(copies)
-    # The shapes of image and audio inputs do not show the row that an image or audio clip belongs to.
+    # The shape of an image or audio input does not show which row an image or audio clip belongs to.
     if ids.shape[0] > MOST_ROWS and not _in_pieces(copies):
         copies = _rows_at(copies, ids.shape[0], slice(MOST_ROWS))
     return replace(_read(_window(_read(copies))), labelled=labelled)
 
 
 def _with_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """For a loss outside of the model (DPO, GRPO, a reward): return the inputs, with the tokens that count as `labels`."""
+    """Return the inputs with `labels` for the tokens in the loss, if the loss is outside of the model (DPO, GRPO, a reward)."""
     labels = inputs["input_ids"]
     for name in ("attention_mask", *_LEARNED):
         mask = inputs.get(name)
@@ -99,7 +99,7 @@ def _with_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows_at(inputs: Mapping[str, Any], rows: int, index: Any) -> dict[str, Any]:
-    """Return the inputs with only the rows at `index`; tensors whose number of rows is not `rows` stay whole."""
+    """Return the inputs with only the rows at `index`. Tensors with another number of rows than `rows` stay whole."""
 
     def cut(value: Any) -> Any:
         by_row = isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows
@@ -144,13 +144,13 @@ def _sequences(inputs: Mapping[str, Any], ids: torch.Tensor) -> tuple[torch.Tens
 
 
 def _numbered(values: torch.Tensor) -> torch.Tensor:
-    """Number the runs of equal values in each row (0, 1, 2, …). Return the run's number for each value."""
+    """Number the runs of equal values in each row (0, 1, 2, …). Return for each value the number of its run."""
     changes = torch.diff(values, prepend=values[:, :1], dim=-1) != 0
     return changes.long().cumsum(-1)
 
 
 def _window(batch: Batch) -> dict[str, Any]:
-    """Return the inputs with only the tokens around a border of sequences or padding, as far as the next label."""
+    """Return the inputs with only the tokens around a border of sequences or padding, up to the next label."""
     rows, tokens = batch.ids.shape
     inputs = dict(batch.inputs)
     if tokens <= FEW_TOKENS or _in_pieces(inputs) or any(name in inputs for name in _STARTS):
@@ -165,12 +165,12 @@ def _window(batch: Batch) -> dict[str, Any]:
                 if value.shape[axis] == tokens:
                     value = value[(slice(None),) * axis + (window,)]
             inputs[name] = value
-    # The borders of other rows are in other columns: one of these rows is enough.
+    # The rows have their borders in different columns: one row is enough.
     return inputs if rows <= 2 else _rows_at(inputs, rows, torch.tensor([row, (row + 1) % rows]))
 
 
 def _border(batch: Batch) -> tuple[int, int, int]:
-    """Find the border that has the nearest label behind it. Return its row, and the first and last column of a window."""
+    """Find the border with the nearest label behind it. Return its row, and the first and last column of a window."""
     labels = batch.inputs["labels"]
     if labels.shape != batch.ids.shape:
         labels = batch.ids
@@ -190,7 +190,7 @@ def _border(batch: Batch) -> tuple[int, int, int]:
 
 
 def renumbered(batch: Batch, tokens: Mapping[int, int] | None) -> Batch:
-    """Return the batch with the copy's token ids. `tokens` maps the model's ids to the copy's; None if they are equal."""
+    """Return the batch with the copy's token ids. `tokens` maps the model's ids to the copy's; None if both are the same."""
     if tokens is None:
         return batch
     changes: dict[str, Any] = {"input_ids": _mapped(batch.ids, tokens)}

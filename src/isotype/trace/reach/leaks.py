@@ -1,4 +1,4 @@
-"""Leaks: predictions that depend on inputs that must not affect them. Each source of leaks has its own test."""
+"""Leaks: predictions that depend on inputs that they must not depend on. Each source of leaks has its own test."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def leaks(probe: Probe) -> Iterator[Leak]:
 def _leak(
     probe: Probe, source: Source, changed: dict[str, Any], at: torch.Tensor, guarded: torch.Tensor
 ) -> Leak | None:
-    """Return a leak if changed inputs change a prediction that they must not affect, else None.
+    """Return a leak if other inputs change a prediction that must stay the same; else None.
 
-    `at` is a mask of the learned predictions that must not change, `[learned]`; `guarded` is a mask of the tokens whose
-    hidden states must not change, `[rows, tokens]`.
+    `at` is a mask of the learned predictions that must stay the same, `[learned]`. `guarded` is a mask of the tokens
+    whose hidden states must stay the same, `[rows, tokens]`.
     """
     if not probe.of_rows:
-        # A padding token attends to no token or to all tokens: its prediction means nothing.
+        # A padding token attends to no token or to all tokens. Its prediction has no meaning.
         at = at & ~probe.batch.padding[probe.learned.rows, probe.learned.columns]
     change = probe.changes(changed, at) if at.any() else torch.zeros(0)
     changes = (change > probe.least).nonzero()[:, 0]
@@ -101,7 +101,7 @@ def _padding(probe: Probe) -> Leak | None:
 def _embeddings_reach(probe: Probe, where: torch.Tensor) -> bool:
     """Return whether the logits change if only the embeddings at `where` change, not the token ids.
 
-    A classifier uses the ids of padding to find the last token of a row: the ids alone would change the logits.
+    A classifier finds the last token of a row by the ids of padding. So other ids alone would change the logits.
     """
     table = getattr(probe.copy.model, "get_input_embeddings", lambda: None)()
     if not isinstance(table, nn.Module):
@@ -116,7 +116,7 @@ def _embeddings_reach(probe: Probe, where: torch.Tensor) -> bool:
 
 
 def _unmasked_padding(probe: Probe) -> torch.Tensor:
-    """Return a mask `[rows, tokens]` of unlabelled padding at either end of a row; all False with an attention mask."""
+    """Return a mask `[rows, tokens]` of unlabelled padding at either end of a row. With an attention mask, all is False."""
     batch = probe.batch
     config: Any = getattr(probe.copy.model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None

@@ -26,7 +26,7 @@ from isotype.trace.reach.small import NoCopyError, small_copy
 _MATRIX_ROWS = 24
 _DRAWS = 2
 _SHARED_OUT = 1 << 27
-"""If weights times tokens exceed this number, a copy runs on all threads: one thread takes 0.02 s for a forward."""
+"""If weights times tokens exceed this number, a copy runs on all threads; on one, a forward would take over 0.02 s."""
 
 Sharing = Literal["", "ddp", "fsdp"]
 _COUNT = "num_items_in_batch"
@@ -46,9 +46,9 @@ def measure_reach(
     Args:
         model: the model, whose weights need no values; it is not changed.
         inputs: keyword arguments of the model, with token ids and labels.
-        seconds: time limit in CPU seconds of this thread; what is not measured by then is `undecided`.
-        most_bytes: memory limit in bytes for a copy of the model's own layers; None for no limit. Without a
-            transformers config, there is no smaller model, and the limit does not apply.
+        seconds: time limit in CPU seconds of this thread. What is not measured by then is in `undecided`.
+        most_bytes: memory limit in bytes for a copy of the model's own layers; None for no limit. Without a transformers
+            config, the limit does not apply, because there is no smaller model.
         others: batches that other processes get at the same time.
         sharing: how these processes train together; "" for one process.
 
@@ -85,7 +85,7 @@ def measure_reach(
 
 
 def _of_processes(reach: Reach, model: nn.Module, batches: Sequence[Batch], sharing: Sharing) -> Reach:
-    """Return the measurement with the differences between the processes added. `model` cannot be used afterwards."""
+    """Return the measurement together with the differences between processes. `model` cannot be used afterwards."""
     try:
         if sharing == "ddp":
             return replace(reach, ungraded=without_gradient(model, batches))
@@ -132,7 +132,7 @@ def _labels(probe: Probe) -> Labels:
 
 
 def _matrix(probe: Probe, row: int) -> Matrix | None:
-    """Return, for some predictions of a row, the tokens whose embeddings get a gradient; None if this is unknown."""
+    """Return for some predictions of a row the tokens whose embeddings get a gradient; None if this is unknown."""
     table = getattr(probe.copy.model, "get_input_embeddings", lambda: None)()
     learned, ids = probe.learned, probe.batch.ids
     places = (learned.rows == row).nonzero()[:, 0].tolist()
@@ -158,7 +158,7 @@ def _matrix(probe: Probe, row: int) -> Matrix | None:
 
 
 def _unused_inputs(probe: Probe, padding_is_read: bool) -> Iterator[NoReach]:
-    """Yield those inputs that change no prediction. Only images and audio in labelled rows and the attention mask are tested."""
+    """Yield the inputs that change no prediction. Only attention masks, and images and audio in labelled rows, are tested."""
     batch, learned, has_picture = probe.batch, probe.learned, probe.of_pictures.any(-1)
     unlearned = bool(has_picture.any()) and not bool(has_picture[learned.rows].any())
     for name, value in () if unlearned else batch.inputs.items():
@@ -197,9 +197,9 @@ def _changes_nothing(probe: Probe, inputs: dict[str, object]) -> bool:
 
 
 def _unused_weights(probe: Probe) -> Iterator[NoReach]:
-    """Yield the trainable weights that are outside of the loss's graph, or have no effect on the loss in any layer.
+    """Yield the trainable weights that are outside of the loss's graph or change the loss in no layer.
 
-    All experts of a layer count as one weight, because a batch does not always use every expert.
+    All experts of a layer count as one weight, because a batch does not use every expert.
     """
     model, loss = probe.copy.model, None
     if any(weight.requires_grad for weight in model.parameters()):
@@ -223,7 +223,7 @@ def _unused_weights(probe: Probe) -> Iterator[NoReach]:
 
 @torch.no_grad()
 def _changes_loss(probe: Probe, weights: Sequence[torch.Tensor], loss: torch.Tensor | None) -> bool:
-    """Return whether other values of the weights change the copy's loss, or make the copy's code raise an error."""
+    """Return whether other values of the weights change the copy's loss or lead to an error."""
     weights = [weight for weight in weights if weight.numel()]
     values = [weight.clone() for weight in weights]
     try:
@@ -244,7 +244,7 @@ def _changes_loss(probe: Probe, weights: Sequence[torch.Tensor], loss: torch.Ten
 
 
 def _reason(probe: Probe, name: str, trained: Iterable[str]) -> str:
-    """Return a reason if an adapter has no effect because its scaling in PEFT's layer is 0, else ""."""
+    """Return a reason if an adapter has no effect because its scaling in PEFT's layer is 0; else ""."""
     parameter = next(other for other in trained if starred(other) == name)
     if ".lora_" not in parameter:
         return ""

@@ -23,7 +23,7 @@ def logits_of(output: Any, ids: torch.Tensor) -> torch.Tensor | None:
 
 
 def gradients_of(model: nn.Module, loss: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
-    """Return each trainable parameter's gradient, None if the loss does not use it; {} if the loss has no graph."""
+    """Return the gradient of each trainable parameter; None if the loss does not use it. Return {} if the loss has no graph."""
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if not trained or loss is None or not loss.requires_grad:
         return {}
@@ -34,10 +34,10 @@ def gradients_of(model: nn.Module, loss: torch.Tensor | None) -> dict[str, torch
 def first_place(
     model: nn.Module, run: Callable[[Any], Any], before: Any, after: Any, where: torch.Tensor, least: float
 ) -> tuple[str, str]:
-    """Return (name, class) of the first module with equal inputs but different outputs at guarded tokens, or ("", "").
+    """Return (name, class) of the first module with equal inputs and different outputs at the guarded tokens, or ("", "").
 
-    `run` calls the model with the inputs `before` and with the changed inputs `after`. `where` is a mask of the guarded
-    tokens, `[rows, tokens]`; `least` is the smallest relative change that counts.
+    `run` calls the model, with the inputs `before` and then `after`. `where` is a mask of the guarded tokens, `[rows,
+    tokens]`. `least` is the smallest relative change that counts.
     """
     first, second = (_values(model, run, inputs, where) for inputs in (before, after))
     for name, (inputs, outputs) in second.items():
@@ -52,7 +52,7 @@ def first_place(
 def _values(
     model: nn.Module, run: Callable[[Any], Any], inputs: Any, where: torch.Tensor
 ) -> dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Return each module's inputs and outputs at the tokens `where`, in the order in which the modules return."""
+    """Return the inputs and outputs of each module at the tokens `where`, in the order in which the modules return."""
     values: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def at_tokens(value: Any) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The predictions of a small copy for a batch, and how they change with other inputs."""
+"""The predictions of a small copy for a batch, and their changes with other inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from isotype.trace.reach.place import logits_of
 from isotype.trace.reach.small import Copy
 
 LEAST_CHANGE = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""Smallest change of a logit that counts, relative to the largest logit. Rounding in float32 causes changes of 1e-7."""
+"""Smallest change of a logit that counts, relative to the largest logit. Rounding in float32 changes logits by 1e-7."""
 
 _PICTURES = ("image_token_id", "image_token_index", "audio_token_id", "video_token_id")
 
@@ -49,7 +49,7 @@ class Probe:
     Args:
         copy: the small copy, in `dtype`.
         batch: the batch, with the copy's token ids, and floats in `dtype`.
-        deadline: value of `time.thread_time` in seconds, after which no test of an input starts.
+        deadline: value of `time.thread_time` in seconds. After it, no test of an input starts.
         dtype: dtype of the copy, a key of `LEAST_CHANGE`.
 
     Raises:
@@ -98,7 +98,7 @@ class Probe:
         return self.copy.model(**self.batch.arguments(inputs))
 
     def loss(self) -> torch.Tensor | None:
-        """Return the copy's loss. If the loss is computed outside of the model, return another loss of the same predictions."""
+        """Return the copy's loss. If the loss is outside of the model, return another loss of the same predictions."""
         output = self.run(self.batch.inputs)
         if self.batch.labelled:
             return find_loss(output)
@@ -119,9 +119,10 @@ class Probe:
     def changes(
         self, inputs: Mapping[str, Any], at: torch.Tensor | None = None, base: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return how much each learned prediction changes with other inputs, relative to the largest logit.
+        """Return the change of each learned prediction with other inputs, relative to the largest logit.
 
-        `at` is a mask of the predictions to compare, `[learned]`; `base` are logits to compare with instead of the batch's.
+        `at` is a mask of the predictions to compare, `[learned]`. `base` are logits to compare with in place of the
+        batch's.
         """
         before, after = self.base if base is None else base, self.logits(inputs)
         index: Any = slice(None) if at is None else at
@@ -133,7 +134,7 @@ class Probe:
         return torch.nan_to_num(change, nan=float("inf")) / before.abs().max()
 
     def other_tokens(self, where: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a copy of `tokens` (default: the batch's ids) with random other tokens where the mask `where` is True.
+        """Return a copy of `tokens` (default: the batch's ids), with other random tokens where the mask `where` is True.
 
         Both have the shape `[rows, tokens]`. The new tokens have no special meaning.
         """
@@ -159,7 +160,7 @@ class Probe:
 
     @cached_property
     def shift(self) -> int | None:
-        """Distance in tokens from a prediction to its target in the input; None if targets are not input tokens."""
+        """Distance in tokens from a prediction to its target in the input; None if the targets are not input tokens."""
         learned, ids = self.learned, self.batch.ids
         config = getattr(self.copy.model, "config", None)
         if self.of_rows or self.base.shape[1] != ids.shape[1] or getattr(config, "is_encoder_decoder", False):
@@ -178,7 +179,7 @@ class Probe:
 
 
 def _next_tokens(logits: torch.Tensor, batch: Batch) -> Predictions:
-    """Return a prediction for each label, made at the token before; for a classifier, a prediction for each row."""
+    """Return a prediction for each label, made at the token before it; for a classifier, a prediction for each row."""
     if logits.dim() == 2:
         rows = torch.arange(len(logits))
         return Predictions(rows, torch.zeros_like(rows), torch.zeros_like(rows))
@@ -190,7 +191,7 @@ def _next_tokens(logits: torch.Tensor, batch: Batch) -> Predictions:
 
 
 def _predicts_the_next(model: nn.Module) -> bool:
-    """Return whether a model predicts the next token, by the name of a transformers class."""
+    """Return whether a model predicts the next token. The name of its transformers class tells."""
     names = {type(module).__name__ for module in model.modules()}
     return any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names)
 
@@ -201,7 +202,7 @@ def spread(first: int, last: int, most: int) -> list[int]:
 
 
 def _learned(logits: torch.Tensor, loss: torch.Tensor, batch: Batch) -> Predictions:
-    """Return the predictions whose logits have a gradient: the loss depends on no other prediction."""
+    """Return the predictions whose logits have a gradient. The loss depends on no other prediction."""
     gradient = None
     if loss.requires_grad and logits.requires_grad:
         (gradient,) = torch.autograd.grad(loss.sum(), logits, allow_unused=True)

@@ -1,7 +1,7 @@
-"""Finds differences between processes that train together: modules that some batches skip, and collectives that differ.
+"""Finds differences between processes that train together: skipped modules, and different collectives.
 
-With FSDP, all processes gather and reduce the weights of a group together, and with DDP, they reduce every gradient
-together. If one process's batch skips a module, the processes call different collectives, or wait forever.
+With FSDP, all processes gather and reduce the weights of a group together. With DDP, they reduce each gradient together.
+If the batch of one process skips a module, the processes call different collectives or wait forever.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MOVES = {
 def skipped_modules(model: nn.Module, batches: Sequence[Batch]) -> tuple[str, ...]:
     """Return the names of the outermost modules with weights that some batches run and others do not.
 
-    Modules inside of a repeated layer (experts) are left out: all weights of a layer are gathered together.
+    Modules inside of a repeated layer (experts) are left out: all weights of the layer are gathered together.
     """
     if len(batches) < 2:
         return ()
@@ -62,7 +62,7 @@ def _ran(model: nn.Module, batch: Batch) -> set[str]:
 
 
 def without_gradient(model: nn.Module, batches: Sequence[Batch]) -> tuple[str, ...]:
-    """Return the names of trainable parameters without a gradient for some batch: DDP waits for every gradient."""
+    """Return the names of trainable parameters that get no gradient for some batch. DDP waits for every gradient."""
     missing: dict[str, None] = {}
     for batch in batches:
         gradients = gradients_of(model, _loss(model, batch))
@@ -73,9 +73,9 @@ def without_gradient(model: nn.Module, batches: Sequence[Batch]) -> tuple[str, .
 
 
 def parting(model: nn.Module, batches: Sequence[Batch]) -> Parting | None:
-    """Return the first FSDP2 collective at which another batch differs from the first batch; None if all are equal.
+    """Return the first FSDP2 collective in which a batch differs from the first batch; None if all are equal.
 
-    The forward and backward of each batch run in this process, which is one of two in a fake process group.
+    Forward and backward of each batch run in this process, in a fake process group of two.
 
     Args:
         model: a small copy. It is sharded in place, as accelerate does, and cannot be used afterwards.
@@ -127,7 +127,7 @@ def _collectives(model: nn.Module, batch: Batch) -> list[Collective]:
 
 
 def _loss(model: nn.Module, batch: Batch) -> torch.Tensor | None:
-    """Return the model's loss; if the loss is computed outside of the model, the sum of its logits."""
+    """Return the model's loss, or the sum of its logits if the loss is outside of the model."""
     torch.manual_seed(0)
     output = model(**batch.arguments())
     loss = find_loss(output) if batch.labelled else logits_of(output, batch.ids)
@@ -135,7 +135,7 @@ def _loss(model: nn.Module, batch: Batch) -> torch.Tensor | None:
 
 
 class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records each collective that is called, with the name of the sharded module whose forward calls it."""
+    """Records each called collective with the name of the sharded module whose forward calls it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

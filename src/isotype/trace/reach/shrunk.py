@@ -15,15 +15,15 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads")
 
 
 def _fields(sizes: Mapping[str, float]) -> Mapping[str, Any]:
-    """Split each key, a list of field names, at spaces. Every field gets the size of its list."""
+    """Split each key (names of fields) at spaces. Each field gets the size of its key."""
     return {name: size for names, size in sizes.items() for name in names.split()}
 
 
 _TABLE = table(__file__)
 TEXT = _fields(_TABLE["text"])
-"""Sizes of language models. No layer is dropped, because a step would then depend on random numbers."""
+"""Sizes of language models. No layer is dropped at random, because a step would then depend on random numbers."""
 TOWER = {**TEXT, **_fields(_TABLE["tower"])}
-"""Sizes of vision and audio towers: `TEXT` with smaller values for some fields, and with fields that only towers have."""
+"""Sizes of vision and audio towers: as `TEXT`, with smaller values for some fields, and with the fields of towers."""
 
 _LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
@@ -36,7 +36,7 @@ TOWERS = ("vision", "vq", "audio", "qformer", "perceiver")
 
 
 def shrunk_config(config: Any) -> Any:
-    """Return a copy of a transformers config with small widths and few layers. Its layers have the kinds of the first layers."""
+    """Return a copy of a transformers config with small widths and few layers, of the kinds of the first layers."""
     small = copy.deepcopy(config)
     for name, part in _parts(small):
         _shrink(part, TOWER if any(word in name for word in TOWERS) else TEXT)
@@ -44,7 +44,7 @@ def shrunk_config(config: Any) -> Any:
 
 
 def of_few_layers(config: Any) -> Any:
-    """Return a copy of a transformers config with unchanged widths and the same few layers."""
+    """Return a copy of a transformers config with the same few layers and unchanged widths."""
     small = copy.deepcopy(config)
     for _, part in _parts(small):
         _cut_layers(part)
@@ -52,7 +52,7 @@ def of_few_layers(config: Any) -> Any:
 
 
 def special_tokens(config: Any) -> dict[int, list[tuple[Any, str, int | None]]]:
-    """Return each special token id with its places in a config: (nested config, attribute, index in a list or None)."""
+    """Return special token id -> its places in a config: (nested config, attribute, index in a list or None)."""
     places: dict[int, list[tuple[Any, str, int | None]]] = {}
     for _, part in _parts(config):
         for name, value in list(vars(part).items()):
@@ -66,7 +66,7 @@ def special_tokens(config: Any) -> dict[int, list[tuple[Any, str, int | None]]]:
 
 
 def _parts(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (attribute name, config) for a config ("") and all configs nested in it."""
+    """Yield (attribute name, config) for a config (with the name "") and for all configs in it."""
     yield name, config
     for key, value in list(vars(config).items()):
         if hasattr(value, "to_dict") and hasattr(value, "model_type") and not key.startswith("_"):
@@ -101,7 +101,7 @@ def _head_dim(values: Any) -> int | None:
 
 
 def _shrink_rotary(rotary: dict[str, Any], before: int | None, after: int | None) -> None:
-    """Shorten lists of rotary factors, and sections of rotary frequencies, in proportion to the head size."""
+    """Shorten the lists of rotary factors, and the sections of rotary frequencies, in proportion to the head size."""
     for key, value in rotary.items():
         if isinstance(value, dict):
             _shrink_rotary(value, before, after)
@@ -114,7 +114,7 @@ def _shrink_rotary(rotary: dict[str, Any], before: int | None, after: int | None
 
 
 def _cut_layers(config: Any) -> None:
-    """Keep only the first layers of a config: at least two, and enough to contain each kind, at most `MOST_LAYERS`."""
+    """Keep only the first layers of a config: at least two, at most `MOST_LAYERS`, and if possible one of each kind."""
     number = next((value for name in _LAYERS if isinstance(value := vars(config).get(name), int)), None)
     if number is None or number <= 2:
         return

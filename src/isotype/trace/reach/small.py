@@ -23,16 +23,16 @@ from isotype.model.walk import empty_copies, fill_copies, kind_of, lists_of_bloc
 from isotype.trace.reach.shrunk import of_few_layers, shrunk_config, special_tokens
 
 MOST_WEIGHTS = 8_000_000
-"""Limit for a copy of the model's own modules, in elements without embeddings. At the limit, 256 tokens take 0.25 s."""
+"""Limit for a copy of the model's own modules, in elements without embeddings. With 256 tokens, such a copy takes 0.25 s."""
 MOST_WEIGHTS_OF_CLASS = 32_000_000
 """Maximum number of weight elements in a smaller model of the same class."""
 _JITTER = 0.05
-"""Noise that is added to a weight, as a multiple of its standard deviation: zeros in a weight would hide dependencies."""
+"""Noise that is added to a weight, as a multiple of its standard deviation. Zeros in a weight would hide dependencies."""
 _SPARE = 8
 _LAYERS_OF_A_COPY = 2
 _RANDOM = ("dropout", "drop_rate", "layerdrop")
 _STAND_IN = "isotype_flash"
-"""Name of a replacement of transformers' FlashAttention that runs on a CPU in any dtype, with the same rules for masks."""
+"""Name of an attention for CPUs and any dtype that replaces transformers' FlashAttention; the masks are the same."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,9 @@ def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | Non
         model: the model, real or on the meta device; it is not changed.
         ids: token ids of the batch, in any shape; None if the batch has none.
         most_bytes: memory limit in bytes for a copy of the model's own layers and gradients; None for no limit. Without
-            a transformers config, there is no smaller model, and the limit does not apply.
+            a transformers config, the limit does not apply, because there is no smaller model.
 
-    Raises:
-        NoCopyError: the model is too large, and no smaller model can be made from its classes and first layers.
+    Raises: NoCopyError: the model is too large, and no smaller model can be made of its classes and first layers.
     """
     base = without_peft(model)
     tables = {id(module.weight) for module in base.modules() if isinstance(module, nn.Embedding)}
@@ -96,7 +95,7 @@ def _copyable(model: nn.Module) -> bool:
 
 
 def _of_parts(model: nn.Module, present: set[int]) -> Copy:
-    """Return a copy of a user's module, with small models in place of its transformers models, and short lists of layers."""
+    """Return a copy of a user's module. Small models replace its transformers models, and lists of layers are short."""
     memo: dict[int, Any] = {}
     left_out: set[int] = set()
     tokens: Mapping[int, int] | None = None
@@ -134,7 +133,7 @@ def _of_parts(model: nn.Module, present: set[int]) -> Copy:
 
 
 def _transformers_models(model: nn.Module) -> Iterator[Any]:
-    """Yield the outermost transformers models inside of a module. If PEFT wraps such a model, yield the wrapper."""
+    """Yield the outermost transformers models in a module. If PEFT wraps a model, yield the wrapper."""
     inside: set[int] = set()
     for module in model.modules():
         if id(module) not in inside and hasattr(getattr(without_peft(module), "config", None), "model_type"):
@@ -148,10 +147,10 @@ def _copied(
     left_out: Collection[int] = (),
     dtype: torch.dtype = torch.float64,
 ) -> nn.Module:
-    """Return a copy of the model's own modules with new tensors, whose float tensors are in `dtype`.
+    """Return a copy of the model's own modules with new tensors. Float tensors are in `dtype`.
 
-    `memo` maps the `id` of a module to the module that replaces it; copies are added to `memo`. `left_out` contains the
-    `id` of each module that is not copied.
+    `memo` maps the `id` of a module to its replacement; copies are added to it. `left_out` contains the `id` of each
+    module without a copy.
     """
     memo = {} if memo is None else memo
     empty_copies(model, memo)
@@ -177,9 +176,9 @@ def _copied(
 
 
 def _of_copies(method: MethodType, memo: Mapping[int, Any]) -> MethodType:
-    """Bind a method of a module to the module's copy, and likewise the methods in the method's closure.
+    """Bind a module's method to the module's copy, and so the methods in the closure of the method.
 
-    A library that replaces a model's forward (TRL's fused head) keeps the original forward in a closure.
+    TRL's fused head is an example: it replaces a model's forward and keeps the original in a closure.
     """
     function: Any = method.__func__
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
@@ -211,7 +210,7 @@ def _values(parameter: nn.Parameter, generator: torch.Generator, dtype: torch.dt
 
 
 def _scale(shape: torch.Size) -> float:
-    """Return a standard deviation for a weight, so that its product is about as large as its input."""
+    """Return a standard deviation for a weight with which its product is about as large as its input."""
     inputs = math.prod(shape[1:]) if len(shape) < 3 else shape[-1]
     return 1 / math.sqrt(max(inputs, 1))
 
@@ -260,7 +259,7 @@ def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
 def _small_vocabulary(config: Any, present: set[int]) -> tuple[dict[int, int], tuple[int, ...]]:
     """Reduce a config's vocabulary to the token ids in `present` and the special tokens.
 
-    Return a map from old to new token ids, and the new ids of ordinary tokens.
+    Return a map from old to new token ids, and the new ids of the ordinary tokens.
     """
     special = special_tokens(config)
     known = sorted(present | special.keys())
@@ -310,7 +309,7 @@ def _adapted(small: nn.Module, model: Any, tokens: Mapping[int, int]) -> Any:
 
 
 def _quiet(model: nn.Module, training: bool) -> nn.Module:
-    """Set the model's mode to `training`, turn dropout off, and select kernels that support float64 on a CPU."""
+    """Set the model's mode to `training`, turn dropout off, and choose kernels for float64 on a CPU."""
     model.train(training)
     _use_stand_in(model)
     configs = _configs_of(model)
@@ -329,7 +328,7 @@ def _quiet(model: nn.Module, training: bool) -> nn.Module:
 
 
 def _use_stand_in(model: nn.Module) -> None:
-    """Replace attention that cannot run on a CPU: FlashAttention by `_attention`, FlexAttention (no backward) by eager.
+    """Replace attention that does not run on a CPU: FlashAttention by `_attention`, FlexAttention (no backward) by eager.
 
     The masks follow `flash_attention_mask` in transformers/masking_utils.py and `_flash_attention_forward` in
     transformers/modeling_flash_attention_utils.py (5.23).
@@ -396,9 +395,9 @@ def _attention(
 def _sequences(
     rows: int, tokens: int, starts: torch.Tensor | None, positions: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return the index of each token's sequence, `[rows, tokens]`; None if the inputs separate no sequences.
+    """Return the index of each token's sequence, `[rows, tokens]`; None if the inputs do not separate sequences.
 
-    As in transformers, positions that start again separate sequences only in a batch of one row.
+    As in transformers, positions that start again separate sequences only in a batch with one row.
     """
     if starts is not None and rows == 1:
         return torch.searchsorted(starts.flatten()[1:], torch.arange(tokens), right=True)[None]
