@@ -28,16 +28,16 @@ FAMILIES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule. Its file, such as `rules/ist101_….py`, defines `TITLE`, `find`, and a docstring that is the rule's page.
+    """A rule. Its file, such as `rules/ist101_….py`, defines `TITLE`, `find`, and a docstring: the rule's page.
 
-    The findings have the kind `"step"` unless the file defines another `KIND`.
+    The kind of the findings is `"step"`, or the `KIND` that the file defines.
 
     Attributes:
         code: code of the rule, `IST###`; the file's name contains it.
-        title: headline of the rule's page.
+        Yield (code prefix, topic, rules) for each family that has one of the rules.
         page: the page in Markdown, without the headline.
-        find: function that takes a trace and yields findings; the rule's page documents it.
-        kind: topic of the findings.
+        Return a finding that a part of the check failed with `error`.
+        `what` names the failed part and starts the message. `whose` starts the cause.
     """
 
     code: str
@@ -49,7 +49,7 @@ class Rule:
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Return all rules, sorted by code."""
+    """Return True if a fix removed `finding` and caused no new errors or warnings."""
     return tuple(
         Rule(code, module.TITLE, module.__doc__ or "", module.find, getattr(module, "KIND", "step"))
         for code, module in rule_modules().items()
@@ -57,7 +57,9 @@ def all_rules() -> tuple[Rule, ...]:
 
 
 def by_family(rules: Sequence[Rule]) -> Iterator[tuple[str, str, list[Rule]]]:
-    """Yield a tuple (code prefix, topic, rules) for each family with at least one of the rules."""
+    """If `finding` says that a part was not checked, new warnings are accepted, because they come from this part. With
+    `costly`, new warnings about the step are accepted: a slow step is better than a crash.
+    """
     for family, about in FAMILIES.items():
         some = [rule for rule in rules if rule.code.startswith(family)]
         if some:

@@ -83,10 +83,10 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _difference(trace: Trace) -> tuple[Call, str, str] | None:
-    """Return the first operator whose result differs in the recomputation, the cause, and advice about the default dtype or ""."""
+    """Return the first operator with another result when recomputed, the cause, and advice about the default dtype or ""."""
     calls = grouped((call for call in trace.calls if call.phase == "forward"), lambda call: call.module)
     forward = {module: iter(of_module) for module, of_module in calls.items()}
-    # Without a module, only operators that create tensors in the default dtype are taken for a recomputation.
+    # Without a module, only operators that create tensors in the default dtype count as recomputation.
     again = (c for c in trace.calls if c.recomputed or (c.phase == "backward" and c.by_default))
     for after in again:
         same = (c for c in forward.get(after.module, ()) if (c.op, c.source) == (after.op, after.source))

@@ -65,7 +65,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             yield finding  # the cause names the float8 tensor, which need not be the first
             continue
         dtype, where, cause = dtype_name(floats[0].dtype), short(finding.source), floats[0].origin.cause
-        # The operator takes integers: a cast to another float dtype does not help.
+        # The operator takes integers. A cast to another float dtype would not help.
         if floats[0].dtype.itemsize >= 4 or _TAKES_INTEGERS.search(finding.op):
             if cause.kind == "conversion" and _TAKES_INTEGERS.search(cause.name):
                 continue  # with integers, the operator that returns this operand returns integers

@@ -55,7 +55,7 @@ CLAIMS = (Claim("step", lambda broken: _refused(broken.call) is not None, groupe
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding for each line that indexes outside of a table, or gives an operator an integer dtype that it refuses."""
+    """Yield a finding for each line that indexes outside of a table, or passes an integer of a refused dtype."""
     outside = (call for call in trace.calls if call.outside is not None and not call.recomputed)
     for calls in grouped(outside, lambda call: (call.op, call.source, call.outside)).values():
         yield _outside(calls[0], calls)

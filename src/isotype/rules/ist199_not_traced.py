@@ -57,7 +57,7 @@ _CERTAIN = re.compile(
     r"^IndexError: tensors used as indices|operator\.invert|optimizer got an empty parameter list|can.t optimize a non-leaf|"
     r"can require gradients|if no padding token is defined|TrainableTokensLayer wraps an unknown"
 )
-"""Messages of errors that do not depend on tensors' values. The real step raises these errors, too."""
+"""Messages of errors that occur with any values. The real step raises these errors, too."""
 
 _COMPLEX = re.compile(r"(expected|same|match).*complex|ComplexHalf", re.IGNORECASE)
 
@@ -109,7 +109,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _of_fp8(trace: Trace, failure: Failure) -> Finding:
-    """Return a finding for FP8 layers of transformers that the device, or a backward, has no kernel for."""
+    """Return a finding for FP8 layers of transformers if the device or the backward has no kernel for them."""
     profile, layer = trace.setup.profile, trace.modules[failure.module]
     message = f"{profile.title} has no kernel for transformers' {layer}"
     cause = "the kernel needs an NVIDIA GPU of compute capability 8.9 or later, or an Intel GPU"
@@ -123,7 +123,7 @@ def _of_fp8(trace: Trace, failure: Failure) -> Finding:
 
 
 def is_about_dtypes(failure: Failure) -> bool:
-    """Return True if the error is about dtypes, or if code raised the error because of a condition on dtypes."""
+    """Return True if the error is about dtypes, or if code raised it after a test of a dtype."""
     name, _, message = failure.error.partition(":")
     if failure.dtype_related and "dtype" in failure.condition:
         return True

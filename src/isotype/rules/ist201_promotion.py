@@ -59,7 +59,7 @@ _LEAST_SLOWDOWN = 1.1
 
 @dataclass(frozen=True)
 class _Wide:
-    """A matmul in a too wide dtype, with the operand that causes this dtype, and the origins of all wide operands."""
+    """A matmul in a too wide dtype, the operand that causes the dtype, and the origins of all wide operands."""
 
     call: Call
     mismatched: Operand
@@ -78,10 +78,10 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _groups(trace: Trace) -> list[list[_Wide]]:
-    """Group the matmuls in a wide dtype by cause. A matmul of the backward joins the group of the same line in the forward."""
+    """Group the matmuls in a wide dtype by cause. A matmul of the backward is in the group of the forward's line."""
     groups: dict[tuple[str, ...], list[_Wide]] = {}
     by_module: dict[tuple[str, str], tuple[str, ...]] = {}
-    # Adapters are wide on purpose, IST404 reports quantized layers, and by_ranges needs float32 for large values.
+    # These are wide on purpose: adapters, quantized layers (IST404 reports them), and layers with large values (by_ranges).
     exempt = {weight.module for weight in trace.weights if weight.adapter or weight.quantization is not None}
     exempt |= {call.module for call in trace.calls if base_name(call.module) in trace.by_ranges}
     broken = {call.module for call in trace.breaches()}
@@ -117,7 +117,7 @@ def _wide(trace: Trace, call: Call, exempt: set[str]) -> _Wide | None:
     roots = tuple(costs.root(operand.origin) for operand in wide)
     if _OF_TRL in call.source or any(c.kind == "cast" and TRANSFORMERS in c.source for c in roots):
         return None
-    # The input explains more than the weight, and a narrow tensor does not explain a wide gradient.
+    # The input explains more than the weight. A narrow tensor does not explain a wide gradient.
     order = sorted(
         range(len(wide)), key=lambda i: (roots[i].dtype != dtype, wide[i].origin.kind == "parameter")
     )
@@ -170,7 +170,7 @@ def _finding(trace: Trace, group: list[_Wide], cost: Cost) -> Finding:
 
 
 def _fixes(trace: Trace, group: Group) -> Iterator[Fix]:
-    """Yield the fixes. The first fix casts weights and inputs together, because a cast of only one would make them differ."""
+    """Yield the fixes. The first one casts weights and inputs together, because with one cast alone they would differ."""
     expected = dtype_name(trace.setup.compute)
     weights = group.weights(trace)
     inputs = [cause.name for cause in group.causes if cause.kind == "input"]

@@ -61,7 +61,7 @@ def _notable(casts: Sequence[costs.Cast], trace: Trace) -> bool:
 
 
 def _of_frozen_weight(cast: costs.Cast, trace: Trace) -> bool:
-    """Return True if a whole frozen weight is cast to a compute dtype that is narrower than the weight's dtype."""
+    """Return True if a whole frozen weight is cast to a compute dtype that is narrower than its own dtype."""
     origin = cast.operand.origin
     weight = trace.owners.get(origin.name) if origin.kind == "parameter" else None
     if weight is None or not is_frozen_base(weight):
@@ -73,7 +73,7 @@ def _of_frozen_weight(cast: costs.Cast, trace: Trace) -> bool:
 def _weights_finding(trace: Trace, casts: Sequence[costs.Cast]) -> Finding:
     first = casts[0]
     before, after = dtype_name(first.before), dtype_name(first.after)
-    # The fix casts all frozen weights: embeddings left in float32 would promote the results of the others.
+    # The fix casts all frozen weights. Embeddings left in float32 would promote the results of the others.
     frozen = [weight for weight in trace.weights if is_frozen_base(weight) and weight.dtype == first.before]
     cast_weights = (trace.owners[cast.operand.origin.name] for cast in casts)
     weights = {weight.name: weight for weight in cast_weights}.values()
@@ -99,7 +99,7 @@ def _weights_finding(trace: Trace, casts: Sequence[costs.Cast]) -> Finding:
 
 
 def _undone(trace: Trace) -> Iterator[tuple[costs.Cast, Weight]]:
-    """Yield a pair (cast, adapter weight) for each cast in an adapter that undoes the layer's cast of the adapter's input."""
+    """Yield (cast, adapter weight) for each cast in an adapter that undoes the layer's cast of the input."""
     adapters = {weight.module: weight for weight in trace.weights if weight.adapter}
     for cast in costs.casts(trace):
         up, weight = cast.operand.origin, adapters.get(cast.call.module)
@@ -113,7 +113,7 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[costs.Cast, Weight]])
     first, weight = undone[0]
     wide, narrow = dtype_name(first.before), dtype_name(first.after)
     up = first.operand.origin
-    # The cast up and the cast down both read one dtype and write the other.
+    # The cast up and the cast down have the same two dtypes.
     both = [cast for cast, _ in undone for _ in (0, 1)]
     moved = sum(cast.bytes for cast in both)
     slowdown = costs.slowdown(trace, (), first.after, [cast.call for cast in both])

@@ -52,7 +52,7 @@ _LEAST_SHARE = 0.01
 def find(trace: Trace) -> Iterator[Finding]:
     base = [w for w in trace.weights if not (w.buffer or w.adapter)]
     narrow = [w for w in base if not w.trainable and (w.quantization is not None or w.dtype in HALVES)]
-    # The author of the model, or the values of a module, may require float32.
+    # The model's author, or the values of a module, may require float32.
     on_purpose = {w.name for w in base if w.pinned or base_name(w.module) in trace.by_ranges}
     float32 = (w for w in base if w.dtype == torch.float32 and w.quantization is None)
     wide = [w for w in float32 if w.name not in on_purpose]

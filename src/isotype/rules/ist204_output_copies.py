@@ -53,7 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if trace.failure is not None or trace.setup.compute not in HALVES:
         return
     readers = _readers(trace)
-    # A quantized layer returns its input's dtype: the origin of that dtype counts.
+    # A quantized layer returns its input's dtype. So the origin of that dtype counts.
     quantized = {weight.module for weight in trace.weights if weight.quantization is not None}
     copies: list[tuple[bool, costs.Cast]] = []
     for cast in costs.casts(trace):
@@ -71,7 +71,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 @per_trace
 def _readers(trace: Trace) -> dict[tuple[int, str, str], list[Call]]:
-    """Return (id of the operand's origin, line, module) of each cast -> the calls that read its result, without views."""
+    """Return the calls that read the result of each cast, without views. Keys: (id of the operand's origin, line, module)."""
     readers: dict[tuple[int, str, str], list[Call]] = {}
     for call in trace.calls:
         if costs.is_view(call.op):
@@ -84,13 +84,13 @@ def _readers(trace: Trace) -> dict[tuple[int, str, str], list[Call]]:
 
 
 def _in_pieces(cast: costs.Cast, reading: Sequence[Call]) -> bool:
-    """Return True if several loss operators each read some of the rows that a cast produced."""
+    """Return True if several loss operators each read some of the rows of a cast's result."""
     whole = math.prod(cast.call.results[0][1])
     last = cast.call.results[0][1][-1:]
     forward = (c for c in reading if c.phase == "forward" and any(name in c.op for name in _LOSSES))
     read = (call.operands[0].shape for call in forward if call.operands)
     losses = [math.prod(shape) for shape in read if shape[-1:] == last]
-    # One or two rows may be dropped before the loss, as labels are shifted.
+    # One or two rows may be dropped before the loss, because labels are shifted.
     return len(losses) > 1 and max(losses) <= whole // 2
 
 

@@ -60,7 +60,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     cast = {weight.name: weight.was for weight in half if weight.was is not None}
     cause, fixes = "", float32_masters(trace, half)
     if cast:
-        # The step's code casts its parameters to the dtype of its input: a cast of the parameters would not last.
+        # The step's code casts its parameters to its input's dtype, so a cast of the parameters would not last.
         places = modules(weight for weight in half if weight.name in cast)
         text = f"cast the inputs of {', '.join(places)} to float32"
         fixes = (fix(text, "input", places, "float32"), *fixes)

@@ -91,7 +91,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _unused_rows(trace: Trace, half: Sequence[Weight]) -> Iterator[Weight]:
-    """Yield the embeddings that have more rows than the batch has tokens, and that no head shares."""
+    """Yield the embeddings with more rows than the batch has tokens, except those that a head shares."""
     for call in trace.calls:
         if call.op == "aten.embedding.default" and call.phase == "forward":
             table, tokens = call.operands[:2]
@@ -130,7 +130,7 @@ def _fixes(trace: Trace) -> Iterator[Fix]:
 
 
 def _backward_in_float16(trace: Trace) -> bool:
-    """Return True if a matmul of the backward runs in float16, outside of the 4-bit layers that IST404 reports."""
+    """Return True if a matmul of the backward runs in float16. The 4-bit layers that IST404 reports do not count."""
     other = ist404_compute_dtype.layers_in(trace, torch.float16)
     backward = (call for call in trace.calls if call.phase == "backward" and call.module not in other)
     return any(costs.run_dtype(call) == torch.float16 for call in backward)

@@ -47,7 +47,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         return
     low = trained(trace, *HALVES)
     high = [weight for weight in trained(trace, torch.float32) if not weight.pinned]
-    # Adapters of several dtypes belong to IST502, and 16-bit parameters beside a GradScaler to IST301 or IST302.
+    # IST502 reports adapters of several dtypes; IST301 and IST302 report 16-bit parameters with a GradScaler.
     if all(weight.adapter for weight in (*low, *high)) or trace.setup.scaler:
         return
     if low and high and "optimizer" in trace.setup.phases:
@@ -89,12 +89,12 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
 
 
 def _entry(operand: Operand) -> str:
-    """Return the index in an operand's role: `[3]` for `grads[3]`. Operands of the same parameter have the same index."""
+    """Return the index in an operand's role: `[3]` for `grads[3]`. All operands of a parameter have the same index."""
     return "".join(operand.role.partition("[")[1:])
 
 
 def _mismatched(call: Call) -> Operand:
-    """Return the operand that has the wrong dtype: an optimizer state if there is one, else a gradient, else a parameter."""
+    """Return the operand with the wrong dtype: an optimizer state, or else a gradient, or else a parameter."""
     floats = call.floats
     updated: dict[str, torch.dtype] = {}
     for operand in floats:
@@ -107,7 +107,7 @@ def _mismatched(call: Call) -> Operand:
 
 
 def _parameter(call: Call, operand: Operand, trace: Trace) -> str:
-    """If `operand` is a gradient, return the name of its parameter; otherwise return ""."""
+    """Return the name of the parameter whose gradient is `operand`; "" if `operand` is no gradient."""
     if operand.origin.kind != "gradient":
         return ""
     neighbours = (other.origin for other in call.operands if _entry(other) == _entry(operand))
@@ -136,7 +136,7 @@ def _fixes(trace: Trace, broken: Sequence[Call], mismatched: Operand) -> Iterato
     one_line = len({other.source for other in trace.calls if other.phase == call.phase}) == 1
     if "fused" in optimizer:
         yield setting("use an optimizer that is not fused", "optimizer", "adamw")
-    # All operators of torch's own optimizers have one line, the script's call of step(): no cast can be added there.
+    # All operators of torch's own optimizers have the script's line of step(), where no cast can be added.
     elif call.source and not (by_torch and one_line):
         lines = {other.source: other for other in reversed(broken) if other.source}
         alone = len({operand.dtype for operand in call.floats}) == 1

@@ -79,7 +79,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         weights = [trace.owners[part.weight] for part in parts]
         why = _in_function if function else _without_gradients
         yield _finding(trace, refused, weights, *why(trace, parts[0], _named(weights)))
-    # A line that reads a value may only print it: it is the cause only if nothing else is trained.
+    # A line that reads a value may only print it. It is the cause only if nothing else is trained.
     reads = {call.source for call in trace.calls if trace.reached and call.op in _READS}
     lost = [part for part in trace.unreached if part.cleared or (part.cut and part.cut not in reads)]
     for cut, parts in grouped(lost, lambda part: "" if part.cleared else part.cut).items():
@@ -127,7 +127,7 @@ def _finding(
 
 
 def _in_function(trace: Trace, first: Unreached, named: str) -> tuple[str, list[Fix]]:
-    """Return (cause, fixes) for parameters inside of reentrant checkpointing or another function with its own backward."""
+    """Return (cause, fixes) for parameters in reentrant checkpointing, or in another function with its own backward."""
     cause = (
         f"{first.function} runs {named}{_at(first)} with gradients off, and none of its inputs requires one"
     )
@@ -147,7 +147,7 @@ def _without_gradients(trace: Trace, first: Unreached, named: str) -> tuple[str,
 
 
 def _lost(trace: Trace, refused: Call | None, weights: Sequence[Weight], cut: str) -> Finding:
-    """Return a finding for parameters without a gradient. The line `cut` ends their graph; "" if code removed the gradients."""
+    """Return a finding for parameters without a gradient. Their graph ends at the line `cut`; "" if code removed gradients."""
     if cut:
         whole = count(weights) == count(trained(trace))
         values = f"values that are computed with {_named(weights)} are detached"
@@ -160,7 +160,7 @@ def _lost(trace: Trace, refused: Call | None, weights: Sequence[Weight], cut: st
 
 
 def _left_out(trace: Trace, ignored: Iterable[Weight]) -> list[Weight]:
-    """Return those of the `ignored` parameters that gradient checkpointing does not use when it recomputes their layer."""
+    """Return the `ignored` parameters that are missing when gradient checkpointing recomputes their layer."""
     recomputed = [call for call in trace.calls if call.recomputed]
     layers = {layer_of(call.module) for call in recomputed}
     used = {operand.origin.name for call in recomputed for operand in call.operands}

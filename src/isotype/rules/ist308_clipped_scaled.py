@@ -73,7 +73,7 @@ REFUSALS = {
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding if a GradScaler refuses a call, or if the step uses gradients that are still scaled or wrongly unscaled."""
+    """Yield a finding if a GradScaler refuses a call, or if gradients are used that are still scaled or wrongly unscaled."""
     error = Finding("error", "", phase="optimizer")
     if trace.scaled:
         how = "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()"

@@ -44,7 +44,7 @@ CLAIMS = (Claim("dtype", lambda broken: broken.agrees and broken.packed, grouped
 
 _CODES = (torch.uint8, torch.int8, torch.int32)
 _PRODUCTS = ("mm", "addmm", "bmm", "matmul", "linear", "baddbmm")
-# torch's errors of a product with one packed column, fake and real: "[32, 64] X [1, 1024]", "(32x64 and 1x1024)".
+# torch's errors for a product with packed codes of one column, fake and real: "[32, 64] X [1, 1024]", "(32x64 and 1x1024)".
 _COLUMN = re.compile(r"X \[1, (\d+)\]|and 1x(\d+)\)")
 _NO_GRADIENT = re.compile(r"only Tensors of floating point .*can require gradients")
 _ROUNDING = ("round", "clamp", "floor", "trunc")
@@ -72,7 +72,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if products:
         yield _product(*products[0], len(products))
         return
-    # The shapes of packed codes make a plain layer fail before its dtypes are compared.
+    # With packed codes, the shapes make a plain layer fail before its dtypes are compared.
     bare = [w for w in trace.weights if not w.buffer and w.quantization is None and _is_bare(w)]
     if bare:
         plain, dtype = f"plain {bare[0].module_class} layer", dtype_name(bare[0].dtype)
@@ -101,7 +101,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def explains(trace: Trace, failure: Failure) -> bool:
-    """Return True if the step failed because code uses packed codes as a plain weight."""
+    """Return True if the step failed because code uses packed codes as if they were the weight."""
     layer = next((w for w in trace.weights if w.module == failure.module and _is_bare(w)), None)
     return layer is not None or _cause(failure, trace.owners) is not None
 
@@ -133,9 +133,9 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
 
 
 def _activations_as_codes(trace: Trace) -> list[Call]:
-    """Return the casts of float activations to the dtype of packed codes that are followed by a cast back to a float dtype.
+    """Return the casts of float activations to the dtype of packed codes, if a cast back to a float dtype follows.
 
-    A cast directly after a rounding is left out, because the code then quantizes the activations on purpose.
+    A cast after a rounding is left out: this code quantizes activations on purpose.
     """
     codes = {(weight.module, weight.dtype) for weight, _ in quantized(trace) if weight.dtype in _CODES}
     by_source: dict[str, list[Call]] = {}

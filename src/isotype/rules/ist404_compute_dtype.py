@@ -48,7 +48,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     wide = [c for c in trace.calls if c.module in inside and costs.run_dtype(c) == torch.float32]
     narrow = compute == torch.float16 and not trace.setup.scaler
     target, name = dtype_name(wanted), dtype_name(compute or torch.float32)
-    # Without a change of its state, such a layer would be reported by IST401 next.
+    # With an unchanged state, IST401 would report such a layer next.
     stale = modules(weight for weight, state in others if state.state not in (None, wanted))
     changes = (*actions("compute", modules(layers), target), *actions("state", stale, target))
     yield finding_of(
@@ -70,8 +70,8 @@ def layers_in(trace: Trace, dtype: torch.dtype) -> frozenset[str]:
 
 
 def _in_other_dtype(trace: Trace, wanted: torch.dtype | None) -> list[tuple[Weight, Quantization]]:
-    """Return the 4-bit layers that do not compute in `wanted`. If `wanted` is not a 16-bit dtype, return no layers."""
-    # An unset compute dtype becomes that of the first input: right, unless the plain weights are float32.
+    """Return the 4-bit layers that compute in another dtype than `wanted`; none if `wanted` does not have 16 bits."""
+    # An unset compute dtype becomes the dtype of the first input. That is right unless the plain weights are float32.
     right = (wanted,) if _plain(trace) == torch.float32 else (wanted, None)
     layers = ((weight, state) for weight, state in quantized(trace) if state.format != "int8")
     return [(weight, state) for weight, state in layers if wanted in HALVES and state.compute not in right]

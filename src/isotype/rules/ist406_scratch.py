@@ -36,7 +36,7 @@ from isotype.rules.kit.words import advice
 TITLE = "A shared scratch tensor with another dtype"
 
 
-# A tensor outside of the model that an optimizer uses is the optimizer's state.
+# An optimizer's tensor outside of the model is the optimizer's state.
 CLAIMS = (
     Claim(
         "tensor",

@@ -90,7 +90,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _kind(call: Call, trace: Trace) -> str:
-    """If a call adds to a weight in place, return the kind of addition, a key of `_HEADLINES`; otherwise return ""."""
+    """Return the kind of addition, a key of `_HEADLINES`, if a call adds to a weight in place; else ""."""
     if call.op == _FORMED and call.phase == "forward" and _PEFT in call.source:
         return "delta"
     if call.phase not in ("forward", "generate") or call.recomputed or not ADDS_IN_PLACE.match(call.op):
@@ -121,7 +121,7 @@ def _targets(call: Call, trace: Trace) -> Iterator[Weight]:
 
 def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: Iterable[Fix]) -> Finding:
     dtype = weights[0].dtype
-    # Between two powers of two the spacing is constant: half of it is between these shares of the value.
+    # Between two powers of two, the spacing is constant. Half of it is between these shares of the value.
     share = int(spacing(1.0, dtype) ** -1) * 2
     in_place = "in-place " * (call.op != _FORMED)
     finding = finding_of(

@@ -74,7 +74,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _without_kernel(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding for each line whose attention call is supported by no enabled kernel."""
+    """Yield a finding for each line with a call of attention that no enabled kernel supports."""
     compute, profile = trace.setup.compute, trace.setup.profile
     accepted = profile.flash_attention
     refused = (c for c in trace.breaches() if c.breach and c.breach.message == NO_ATTENTION_KERNEL)

@@ -75,7 +75,7 @@ _PREDICTIONS = (
 _LOGITS = "compute the loss from the logits of a part of the tokens at a time (use_liger_kernel=True)"
 _MOST_COPIES = 6  # of the logits that a loss keeps
 _ERROR = {"gradient_checkpointing": 0.06}
-"""Share of the peak by which an estimate may exceed the traced saving."""
+"""Share of the peak by which an estimate may be larger than the traced saving."""
 _SIZES: Mapping[Phase, tuple[str, str]] = {
     "evaluate": ("the evaluation's batch size", "per_device_eval_batch_size"),
     "rollout": ("the number of rows that are generated together", "generation_batch_size"),
@@ -106,7 +106,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def unquantized_experts(trace: Trace) -> Iterator[str]:
-    """If the experts of a quantized model are not quantized, yield a sentence that names them and the reason."""
+    """If the experts of a quantized model are not quantized, yield a sentence with their names and the reason."""
     formats = {state.format for _, state in quantized(trace)}
     experts, size = costs.dense_stacks(trace)
     if formats and experts:
@@ -117,7 +117,7 @@ def unquantized_experts(trace: Trace) -> Iterator[str]:
 
 
 def largest_tensors(trace: Trace) -> Iterator[str]:
-    """Yield a sentence about each of the largest tensors and weights. Equal tensors of several layers share one sentence."""
+    """Yield a sentence about each of the largest tensors and weights. Equal tensors of several layers are in one sentence."""
     sizes: dict[tuple[str, str, str, tuple[int, ...]], tuple[int, int]] = {}
     for call in trace.calls if trace.memory.peak_phase not in BETWEEN_STEPS else ():
         if call.recomputed or call.phase not in ("forward", "backward") or not costs.allocates(call.op):
@@ -152,7 +152,7 @@ def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
 
 
 def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
-    """Yield a tuple (advice, saved bytes, argument, value of the argument) for every way to save memory in this step."""
+    """Yield (advice, saved bytes, argument, value of the argument) for each way to save memory in this step."""
     phase = trace.memory.peak_phase
     assert phase is not None
     peak = trace.memory.phases[phase]
@@ -191,7 +191,7 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
 
 
 def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
-    """Yield what FSDP2 saves on each device, for the smallest number of devices on which the step fits."""
+    """Yield what FSDP2 saves on each device, for the fewest devices on which the step fits."""
     setup = trace.setup
     phase = trace.memory.peak_phase
     if setup.profile.kind in ("cpu", "mps") or phase is None:
@@ -219,7 +219,7 @@ def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
 
 
 def _lookup(trace: Trace) -> tuple[torch.dtype, tuple[int, ...]] | None:
-    """Return the dtype and the shape of the embedded tokens; None if the step embeds no tokens."""
+    """Return dtype and shape of the embedded tokens; None if the step embeds no tokens."""
     return next((call.results[0] for call in trace.calls if "embedding" in call.op and call.results), None)
 
 
@@ -229,7 +229,7 @@ def _layer_inputs(trace: Trace, layers: int) -> int:
 
 
 def _has_all_logits(trace: Trace, outside: int) -> bool:
-    """Return True if most of the `outside` bytes, which no layer saves, are logits (or losses) of all tokens."""
+    """Return True if most of the `outside` bytes (saved by no layer) are logits or losses of all tokens."""
     _, embedded = _lookup(trace) or (None, ())
     vocabularies = {
         weight.shape[0] for weight in trace.weights if weight.kind == "embedding" and not weight.buffer

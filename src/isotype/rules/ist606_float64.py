@@ -76,11 +76,11 @@ def _scaler(trace: Trace) -> Finding:
 
 
 def _entries(call: Call) -> Iterator[Origin]:
-    """Yield the origins of float64 in a call: each operand that enters the step in float64, or else the result."""
+    """Yield the origins of float64 in a call: of each operand that is float64 from the start, or else of the result."""
     wide = [operand for operand in call.operands if operand.dtype == torch.float64]
     for operand in wide:
         origin = operand.origin
-        # A number is no operand of the GPU, unless it is a buffer: `model.to("mps")` moves it.
+        # A number is no operand of the GPU. A buffer is one, because `model.to("mps")` moves it.
         if origin.kind in _STORED or (operand.shape and (origin.kind in _GIVEN or origin.name == FROM_NUMPY)):
             yield origin
     if not wide and any(dtype == torch.float64 and shape for dtype, shape in call.results):

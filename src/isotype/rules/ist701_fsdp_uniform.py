@@ -48,7 +48,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     sharded = any(weight.unit is not None for weight in trace.weights)
     version = 2 if sharded else trace.setup.fsdp
     if version == 2 and (sharded or trace.setup.policy is None):
-        # A policy's model is sharded by isotype, which groups trained weights by dtype.
+        # isotype shards a policy's model, and groups trained weights by dtype.
         weights = [
             w for w in trained(trace) if w.quantization is None and (w.unit is not None or not sharded)
         ]
@@ -59,7 +59,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     units = grouped(floats, lambda w: layer_of(w.name) if w.unit is None else w.unit)
     mixed = {unit: group for unit, group in units.items() if len({weight.dtype for weight in group}) > 1}
     in_mixed = [weight for group in mixed.values() for weight in group]
-    # Codes can be packed in any dtype, so the dtype of the other weights decides.
+    # Codes may be packed in any dtype. So the dtype of the other weights decides.
     most = main_dtype(in_mixed, lambda weight: 0 if weight.quantization else math.prod(weight.shape))
     if most is None:
         return
@@ -95,7 +95,7 @@ def _fixes(trace: Trace, version: int, mismatched: list[Weight], most: torch.dty
     if safe:
         yield cast
     first = version == 1
-    # FSDP2 reduces the gradients of a unit together, so trained parameters need one dtype under FSDP2 too.
+    # FSDP2 also reduces all gradients of a unit together. So trained parameters need one dtype.
     if first and len({weight.dtype for weight in trained(trace)}) <= 1:
         yield setting("shard with FSDP2, which keeps each parameter's dtype", "fsdp", "2")
     elif not first or all(weight.trainable for weight in trace.weights if not weight.buffer):

@@ -98,10 +98,9 @@ def _unmoved(trace: Trace, weights: list[Weight]) -> Finding:
 
 
 def _update(weight: Weight, trace: Trace) -> float:
-    """Return the largest change that the first optimizer step makes to a weight's values; infinity if it is unknown.
+    """Return the largest change of a weight's values by the first optimizer step; infinity if it is unknown.
 
-    Adam changes each value by the learning rate, for any gradient. SGD changes each value by the learning rate times the
-    gradient.
+    Adam changes each value by the learning rate. SGD changes it by the learning rate times the gradient.
     """
     same = trace.setup.optimizer, trace.setup.learning_rate
     optimizer, rate = trace.setup.updates.get(weight.name, ("", 0.0) if trace.setup.updates else same)
@@ -114,19 +113,19 @@ def _update(weight: Weight, trace: Trace) -> float:
 
 
 def _measured(weight: Weight, trace: Trace, module: str | None = None) -> ModuleRange:
-    """Return the measured value range of `module`, by default the weight's module. If none was measured, return zeros."""
+    """Return the measured range of `module` (default: the weight's module); zeros if it was not measured."""
     name = base_name(weight.module if module is None else module)
     measured = {} if trace.setup.ranges is None else trace.setup.ranges.by_module
     return measured.get(name, ModuleRange(name, weight.kind, 0.0, 0.0))
 
 
 def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
-    """Return the median magnitude of a weight's nonzero values (0 if unknown), and a phrase that states its source.
+    """Return the median magnitude of a weight's nonzero values (0 if unknown), and a phrase about its source.
 
-    If the values of a DoRA magnitude are unknown, the function estimates them from the layer's weight: a magnitude is the
-    norm of a row of the weight (https://arxiv.org/abs/2402.09353, eq. 5). A row of `n` normally distributed values with
-    median magnitude m has the norm sqrt(n) m / 0.6745. If m was not measured, the row's standard deviation is assumed to be
-    that of an initialised weight: the smaller of transformers' 0.02 and torch's 1 / sqrt(3 n).
+    If the values of a DoRA magnitude are unknown, they are estimated. A magnitude is the norm of a row of the layer's
+    weight (https://arxiv.org/abs/2402.09353, eq. 5). A row of `n` normally distributed values with the median magnitude
+    m has the norm sqrt(n) m / 0.6745. If m was not measured, the standard deviation is assumed to be that of a new
+    weight: the smaller one of transformers' 0.02 and torch's 1 / sqrt(3 n).
     """
     if weight.median_magnitude is not None:
         return weight.median_magnitude, "values"
@@ -149,7 +148,7 @@ def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
 def _fixes(trace: Trace, lost: list[Weight]) -> Iterator[Fix]:
     if all(weight.kind == "norm" for weight in lost):
         compute = trace.setup.compute
-        # A float32 model accepts float32 norms, and so does autocast; a 16-bit model needs their outputs cast.
+        # A float32 model, and autocast, accept float32 norms. A 16-bit model needs casts of their outputs.
         border = borders(lost, compute) if compute in HALVES else ()
         actions = (*casts(lost, torch.float32), *border)
         text = "keep the norms' weights in float32 and their outputs in the compute dtype"

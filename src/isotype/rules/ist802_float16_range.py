@@ -65,7 +65,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         wide = fix(f"fill a float32 tensor{where}", "line", (source,), "float32")
         yield replace(finding, cause=cause, fixes=(wide, *finding.fixes) if source else finding.fixes)
     yield from _emptied_rows(trace)
-    # Packed codes may have a float dtype (`quant_storage`): their bits are not numbers.
+    # Packed codes may have a float dtype (`quant_storage`). Their bits are no numbers.
     dense = (weight for weight in trace.weights if weight.quantization is None)
     infinite = [weight for weight in dense if not math.isfinite(_largest(weight))]
     if infinite:
@@ -104,7 +104,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _emptied_rows(trace: Trace) -> Iterator[Finding]:
     """Yield a finding for each cast that turns whole rows of a mask into minus infinity.
 
-    For a row of minus infinity, torch's fused attention returns zeros, and a plain softmax returns NaN.
+    For such a row, torch's fused attention returns zeros, and a plain softmax returns NaN.
     """
     if not any(call.op.startswith("aten._softmax.") for call in trace.calls):
         return
@@ -124,5 +124,5 @@ def _largest(weight: Weight) -> float:
 
 
 def _reach(weight: Weight) -> float:
-    """Return the largest value that a norm can return: its largest weight times sqrt(n), where n is its width."""
+    """Return the largest value that a norm of width n can return: its largest weight times sqrt(n)."""
     return _largest(weight) * math.sqrt(weight.shape[-1]) if weight.shape else 0.0

@@ -34,7 +34,7 @@ TITLE = "A long reduction returned in 16 bits"
 
 _REDUCTIONS = ("_log_softmax", "logsumexp", "logcumsumexp", "cumsum", "cumprod")
 _LONG = 256
-"""A result over fewer values (experts, classes) loses too little to report."""
+"""A result over fewer values (experts, classes) loses too little for a report."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:

@@ -87,12 +87,12 @@ def _is_counter(call: Call) -> bool:
 
 
 def _counts(call: Call, before: Call | None) -> bool:
-    """Return whether a call is an `arange`, or casts the result of `before`, an `arange`, on the same line."""
+    """Return whether a call is an `arange`, or a cast of the `arange` `before` on the same line."""
     casts = call.op.startswith("aten._to_copy.") and before is not None and call.source == before.source
     return (before if casts and before else call).op.startswith("aten.arange.")
 
 
 def _is_too_long(call: Call) -> bool:
     dtype, shape = call.results[0]
-    # Even a range that starts below zero has equal neighbours if it is longer than this.
+    # A longer range has equal neighbours, even if it starts below zero.
     return dtype in EXACT_INTEGERS and len(shape) == 1 and shape[0] > 2 * EXACT_INTEGERS[dtype] + 1

@@ -63,7 +63,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         if not any(call.undefined for call in trace.calls):  # another rule names these calls
             yield _undefined(ranges, ranges.undefined)
         return
-    # A number that float16 refuses (a mask's -1e9) is not a value of the model.
+    # A number that float16 refuses (a mask's -1e9) is no value of the model.
     refused, written = _numbers(trace.breaches()), _numbers(trace.calls)
     beyond = [value for value in held(trace) if value.value > FLOAT16_LARGEST and value.value not in refused]
     of_model = [value for value in beyond if value.value not in written]
@@ -75,12 +75,12 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _numbers(calls: Iterable[Call]) -> set[float]:
-    """Return the magnitudes, in float32, of the numbers in the arguments of `calls`."""
+    """Return the magnitudes of the numbers in the arguments of `calls`, in float32."""
     return {abs(torch.tensor(value).item()) for call in calls for _, value in call.numbers}
 
 
 def _mask(beyond: Sequence[Held]) -> Finding:
-    """Return the finding for a constant in the code that becomes infinite in a product, as in `(1 - mask) * -1e9`."""
+    """Return the finding for a constant in the code whose product becomes infinite, as in `(1 - mask) * -1e9`."""
     first = beyond[0]
     value, where = number(first.value), short(first.call.source)
     return finding_at(
@@ -94,7 +94,7 @@ def _mask(beyond: Sequence[Held]) -> Finding:
 
 
 def _undefined(ranges: Ranges, operator: OperatorRange) -> Finding:
-    """Return the finding for a step whose loss or gradients are not finite in any dtype."""
+    """Return the finding for a step with a loss or gradients that are not finite in any dtype."""
     what = "gradients" if all(map(math.isfinite, ranges.loss)) else "loss and gradients"
     where = short(operator.source) or named(operator.module)
     returns = "NaN" if math.isnan(operator.output) else "infinity"
@@ -115,7 +115,7 @@ def _undefined(ranges: Ranges, operator: OperatorRange) -> Finding:
 def _finding(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Finding:
     first = beyond[0]
     backward = first.call.phase == "backward"
-    # A GradScaler halves the scale until the gradients fit, below 1 if necessary, and skips a step each time.
+    # A GradScaler halves the scale until the gradients fit, even below 1. It skips a step each time.
     skipped = backward and trace.setup.scaler
     end = "takes" if first.takes else "returns"
     what = "gradients" if backward else "values"

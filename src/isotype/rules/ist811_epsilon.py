@@ -45,7 +45,7 @@ _GUARDS = {
     **dict.fromkeys(("add", "add_"), "other"),
     **dict.fromkeys(("clamp", "clamp_", "clamp_min", "clamp_min_"), "min"),
 }
-"""For each operator that can keep a value above zero: the name of its epsilon argument."""
+"""Operators that can keep a value above zero -> the name of their epsilon argument."""
 _CLAMPS = frozenset({"clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"})
 
 
@@ -76,7 +76,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _lost(call: Call) -> float:
-    """Return the epsilon or bound of a call (added or clamped to) that its dtype rounds to zero, or to 1 or -1.
+    """Return the epsilon or bound of a call (added, or clamped to) that the dtype rounds to 0, 1 or -1.
 
     Return 0 for any other call.
     """

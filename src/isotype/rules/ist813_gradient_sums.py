@@ -39,7 +39,7 @@ from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, sp
 TITLE = "Gradients of many micro-batches added up in 16 bits"
 
 _VISIBLE = 0.005
-"""A smaller relative error is not reported. The noise of a gradient over many rows is smaller than this number."""
+"""Smallest relative error that is reported. It exceeds the noise of a gradient over many rows."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:

@@ -40,7 +40,7 @@ TITLE = "A softmax or a mean over nothing"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding for each line whose result is NaN because all scores of a row, or all labels, are masked."""
+    """Yield a finding for each line with a NaN result because all scores of a row, or all labels, are masked."""
     losses = [call for call in trace.calls if "nll_loss" in call.op and call.phase == "forward"]
     labelled = not all(call.undefined for call in losses)  # a loss in parts may have a part without labels
     nothing = (call for call in trace.calls if call.undefined and call.phase == "forward")

@@ -74,7 +74,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _outside(trace: Trace, reach: Reach) -> Iterator[Finding]:
-    """Yield one note on trainable weights outside of the loss's graph that IST307 does not report."""
+    """Yield one note on trainable weights outside of the loss's graph, except those that IST307 reports."""
     reported = {starred(part.weight) for part in trace.unreached}
     ungraded = (unused.name for unused in reach.unused if unused.kind == "ungraded")
     names = [name for name in ungraded if name not in reported]

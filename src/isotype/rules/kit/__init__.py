@@ -1,1 +1,1 @@
-"""Code that rules share: groups of broken contracts, sets of weights, costs, and the wording of findings."""
+"""Code that several rules use: groups of broken contracts, sets of weights, costs, and the words of findings."""

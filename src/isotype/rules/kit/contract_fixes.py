@@ -16,7 +16,7 @@ from isotype.rules.kit.words import fix
 
 
 def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
-    """Yield the possible fixes of a group of broken contracts. A second trace decides which fixes are offered."""
+    """Yield the possible fixes of a group of broken contracts. The fixes are tried in further traces."""
     expected = dtype_name(_wanted(group))
     names = weights_meant(trace, (cause.name for cause in group.causes))
     blamed = group.weights(trace)
@@ -54,11 +54,11 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
 
 
 _OTHER_RESULTS = ("fft", "numpy")
-"""Parts of the names of functions whose results are complex numbers or arrays, which a cast to 16 bits would destroy."""
+"""Words in the names of functions whose results are complex numbers or arrays. A cast to 16 bits would destroy them."""
 
 
 def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
-    """Yield buffers and plain tensors in the module and dtype of a mismatched tensor: a scale beside a zero point."""
+    """Yield buffers and plain tensors of the same module and dtype as a mismatched tensor: a scale beside a zero point."""
     homes = {cause.name.rpartition(".")[0] for cause in group.causes}
     dtypes = {weight.name: weight.dtype for weight in trace.weights if weight.buffer}
     for operand in (operand for call in trace.calls for operand in call.operands):
@@ -72,8 +72,8 @@ def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
 def _written_into(group: Group) -> str | None:
     """Return the dtype of the tensors that the group's calls write into.
 
-    Return None if they write into no tensor, or into tensors of several dtypes. A cast in the calling line does not
-    change their dtype.
+    Return None if they write into no tensor, or into tensors of several dtypes. A cast in the calling line would not
+    change these.
     """
     op = group.calls[0].op
     name = op.split(".")[1] if op.count(".") > 1 else ""
@@ -93,7 +93,7 @@ def _wanted(group: Group) -> torch.dtype:
 
 
 def _adapter_fixes(trace: Trace, group: Group) -> Iterator[Fix]:
-    """Yield a fix that casts the trained adapters of other dtypes to the dtype that most adapters have."""
+    """Yield a fix that casts trained adapters of other dtypes to the most common dtype of the adapters."""
     adapters = [weight for weight in trained(trace) if weight.adapter and weight.dtype in FLOATS]
     most = main_dtype(adapters, lambda weight: weight.repeats)
     if most is None or 2 * count(w for w in adapters if w.dtype == most) <= count(adapters):
@@ -104,7 +104,7 @@ def _adapter_fixes(trace: Trace, group: Group) -> Iterator[Fix]:
     layers = {_adapted(weight.module, trace.modules) for weight in sources if weight.adapter}
     others = (weight for weight in adapters if weight.dtype != most)
     in_layers = [weight for weight in others if _adapted(weight.module, trace.modules) in layers]
-    # PEFT's cast to the dtype of an adapter hides the weight that caused it.
+    # PEFT's cast to an adapter's dtype hides the weight that caused it.
     few = [weight for weight in in_layers if weight.name in used] or in_layers
     if not few:
         return
@@ -121,7 +121,7 @@ def _adapted(module: str, modules: Mapping[str, str]) -> str:
 
 
 def _parameter_fixes(trace: Trace, group: Group, blamed: Sequence[Weight], expected: str) -> Iterator[Fix]:
-    # A layer's weight and bias belong together: a layer with only one of them cast accepts no dtype.
+    # A layer's weight and bias belong together. If only one is cast, the layer accepts no dtype.
     places = {(weight.module, weight.dtype) for weight in blamed if weight.module}
     others = (w for w in trace.weights if (w.module, w.dtype) in places and not w.buffer)
     weights = list({weight.name: weight for weight in (*blamed, *others)}.values())
@@ -151,7 +151,7 @@ def _runs_in(group: Group, modules: Sequence[str]) -> bool:
 
 
 def _keeps_digits(weight: Weight, expected: str) -> bool:
-    """Return whether a cast to `expected` changes no value of a weight; False for trainable and pinned weights."""
+    """Return whether a cast to `expected` keeps all values of a weight; False for trainable and pinned weights."""
     if weight.trainable or weight.pinned:
         return False
     if expected == "float32" and weight.dtype.itemsize < 4:
@@ -166,7 +166,7 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
     # A layer's output has the dtype of its weight; for norms see `_parameter_fixes`.
     blamed = group.weights(trace)
     meant = weights_meant(trace, (weight.name for weight in blamed))
-    # If one layer of many has another dtype, the fixes name that layer alone.
+    # If one of many layers has another dtype, the fixes name this layer alone.
     alone = len(meant) == 1 and "*" not in meant[0]
     makers = makers if alone else list(map(starred, makers))
     if not _is_own(group.mismatched, group.calls[0]):
@@ -179,7 +179,7 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
         others = [name for name, dtype in trace.input_dtypes.items() if dtype_name(dtype) != expected]
         inputs = listed(dict.fromkeys((group.cause.name, *others)), 8)
         yield fix(f"pass {inputs} to the model in {expected}", "input", ("",), expected)
-    # The fix of the model's input is above, and an operator of the loss has no module.
+    # The fix of the model's input is above. An operator of the loss has no module.
     called = [call.module for call in group.calls if call.module and not _is_own(group.mismatched, call)]
     places = modules_meant(trace, called)
     if places:
@@ -202,9 +202,9 @@ def _modules(trace: Trace) -> Mapping[tuple[str, str], list[str]]:
 
 
 def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of weights, and of their counterparts in other layers that have the same dtype.
+    """Return the names of weights, and of the weights of the same dtype in other layers.
 
-    `*` replaces the layer number if the weight has this dtype in all layers, or if one traced layer represents several.
+    `*` replaces the layer number if the weight has this dtype in all layers, or if a traced layer represents several.
     """
 
     def written(name: str) -> Iterator[str]:
@@ -220,9 +220,9 @@ def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def modules_meant(trace: Trace, modules: Iterable[str]) -> tuple[str, ...]:
-    """Return module names; `*` replaces layer numbers if `modules` contains the same module of every layer.
+    """Return module names. `*` replaces layer numbers if `modules` contains the module of every layer.
 
-    `*` also replaces layer numbers if the step ended early or one traced layer represents several.
+    `*` also replaces layer numbers if the step ended early, or if a traced layer represents several.
     """
     names = dict.fromkeys(modules)
     unknown = trace.failure is not None or any(weight.repeats > 1 for weight in trace.weights)

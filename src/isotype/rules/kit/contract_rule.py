@@ -1,4 +1,4 @@
-"""The `find` functions of rules on broken contracts (IST1xx). A finding covers all operators that fail for the same cause."""
+"""The `find` functions of rules on broken contracts (IST1xx). One finding contains all operators that fail for one cause."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from isotype.rules.kit.words import cause_text, device_error, evidence
 def contract_rule(
     module: str, headline: str, advise: Callable[[Finding], Fix] | None = None
 ) -> Callable[[Trace], Iterator[Finding]]:
-    """Return the `find` function of the rule in `module`, which yields a finding for each group of broken contracts.
+    """Return the `find` function of the rule in `module`. It yields a finding for each group of broken contracts.
 
-    `headline` is the message of all findings, with {given} and {expected} in place of dtypes and {op} in place of the
-    operator. `advise` is a function that returns a last fix for each finding; None for no such fix.
+    `headline` is the message of the findings; {given}, {expected} and {op} stand for dtypes and the operator. `advise`
+    returns a last fix of a finding; None for no such fix.
     """
     code = code_of(module)
 
@@ -37,7 +37,7 @@ def contract_rule(
 
 
 def settled(trace: Trace) -> frozenset[tuple[str, str]]:
-    """Return (code, cause) of each error in a partial trace that the full trace is certain to contain, too."""
+    """Return (code, cause) of each error in a partial trace that will be in the full trace, too."""
     codes = {code for code, claim in all_claims() if claim.grouped and claim.settled}
     return frozenset(
         (group.code, cause_text(group.cause, trace.owners)) for group in groups(trace) if group.code in codes
@@ -45,7 +45,7 @@ def settled(trace: Trace) -> frozenset[tuple[str, str]]:
 
 
 def of_failure(trace: Trace, failure: Failure) -> Finding | None:
-    """Return a finding if the model's own code raised an error about a tensor's dtype; None for other errors."""
+    """Return a finding if the model's own code raised an error about a tensor's dtype; else None."""
     accepted = _dtypes_in(_TAKES.search(failure.error))
     refused = frozenset() if accepted else _dtypes_in(_REFUSES.search(failure.error))
     tensors = [o for o in failure.operands if o.origin.cause.kind != "constant"]
@@ -70,7 +70,7 @@ def of_failure(trace: Trace, failure: Failure) -> Finding | None:
 
 
 def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
-    """Yield `cause`. If it is a weight, also yield the weights that would fail next: same module class, name and dtype."""
+    """Yield `cause`. If it is a weight, also yield the weights that fail next: same module class, name and dtype."""
     yield cause
     owner = owners.get(cause.name) if cause.kind == "parameter" else None
     if owner is None:
@@ -107,7 +107,7 @@ def _finding(trace: Trace, group: Group, headline: str) -> Finding:
     first = group.calls[0]
     assert first.breach is not None
     others = [dtype_name(o.dtype) for o in first.floats if o.dtype != group.mismatched.dtype]
-    # The attention kernel of fake tensors is not the kernel of the simulated device.
+    # On fake tensors, attention has another kernel than on the simulated device.
     op = ATTENTION if "_scaled_dot_product" in first.op else first.op
     dtype, expected = dtype_name(group.mismatched.dtype), (others or [dtype_name(group.expected)])[0]
     return finding_at(

@@ -1,9 +1,9 @@
 """Costs of findings that raise no error (rules IST2xx and IST6xx): FLOPs, casts, bytes and estimated time.
 
-The roofline model estimates times (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009): an operator takes as
-long as its FLOPs at the peak rate of its dtype, or its bytes at the memory bandwidth, whichever is longer. A step's
-time is the sum over its operators. Rates are the data-sheet peaks of the device profile. Operators are not fused, as in
-eager PyTorch, and launch costs are left out. So for tiny models only ratios between large operators are meaningful.
+Times are estimated by the roofline model (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009). An operator
+takes the longer of two times: its FLOPs at the peak rate of its dtype, or its bytes at the memory bandwidth. A step's
+time is the sum over its operators. The rates are the data-sheet peaks in the device profile. Operators are not fused, as
+in eager PyTorch, and launches cost nothing. So for tiny models, only the ratios of large operators mean something.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _UNWRITTEN = (
     *(f"aten.{name}." for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")),
     str(UNNAMED_VIEW),
 )
-"""Prefixes of the names of operators that return memory without writing to it."""
+"""Prefixes of the names of operators that return memory and do not write to it."""
 _CASTS = ("aten._to_copy.", "prims.convert_element_type.")
 
 
 @dataclass(frozen=True)
 class Cast:
-    """A cast of a float tensor to another float dtype. `elements` counts the elements of all calls that `call` represents."""
+    """A cast of a float tensor to another float dtype. `elements` is their number in all calls that `call` represents."""
 
     call: Call
     operand: Operand
@@ -66,15 +66,15 @@ def casts(trace: Trace) -> tuple[Cast, ...]:
 
 
 def by_autocast(origin: Origin) -> bool:
-    """Return True if autocast made a cast, False if a call such as `.to()` or `.float()` made it."""
+    """Return True if autocast made a cast; False if a call such as `.to()` or `.float()` made it."""
     return origin.kind == "autocast" or (origin.kind == "cast" and origin.name not in CAST_FUNCTIONS)
 
 
 def root(origin: Origin) -> Origin:
     """Return the origin to blame for a wide dtype.
 
-    Usually this is `Origin.cause`. But a quantized layer or an adapter may cast a wide input to a narrow dtype, and its
-    output back to the wide dtype. Then the origin to blame is that of the input.
+    Usually this is `Origin.cause`. But a quantized layer or an adapter may cast a wide input down, and cast its output
+    up again. Then the input's origin is to blame.
     """
     blamed = origin.cause
     while blamed.kind in ("cast", "autocast"):
@@ -111,7 +111,7 @@ def _returns(op: str) -> Sequence[Any]:
 
 
 def bytes_moved(call: Call) -> int:
-    """Return the bytes that `call` and the calls that it represents read and write; 0 for views and for unwritten memory."""
+    """Return the bytes that `call`, and the calls it represents, read and write; 0 for views and unwritten memory."""
     if is_view(call.op) or call.op.startswith(_UNWRITTEN):
         return 0
     read = sum(math.prod(operand.shape) * operand.dtype.itemsize for operand in call.operands)
@@ -120,7 +120,7 @@ def bytes_moved(call: Call) -> int:
 
 
 def new_pages(call: Call) -> int:
-    """Return the bytes of results too large for the C library's cache, summed over the calls that `call` represents."""
+    """Return the bytes of results that are too large for the C library's cache, for all calls that `call` represents."""
     if not allocates(call.op):
         return 0
     sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in call.results)
@@ -138,7 +138,7 @@ Seconds = Callable[[Call], float]
 def seconds_on(profile: DeviceProfile, stand_in: torch.dtype | None = None) -> Seconds | None:
     """Return a function that estimates a call's seconds by the roofline model; None if the profile has no rates.
 
-    A dtype without a published rate is estimated at the rate of the dtype `stand_in`.
+    A dtype without a published rate gets the rate of the dtype `stand_in`.
     """
     peaks, bandwidth = profile.peak_flops, profile.memory_bandwidth
     if not peaks or bandwidth is None:
@@ -197,7 +197,7 @@ def flops_share(trace: Trace, calls: Iterable[Call]) -> float:
 
 
 def estimate(cost: Cost, trace: Trace) -> tuple[str, ...]:
-    """Return a note with the estimated slowdown and its source; no note for a slowdown below 0.5 %."""
+    """Return a note with the estimated slowdown and the rates' source; no note for a slowdown below 0.5 %."""
     if cost.slowdown is None or cost.slowdown < 1.005:
         return ()
     title = trace.setup.profile.title
@@ -215,7 +215,7 @@ _ATTENTION = (
 
 @per_trace
 def step_time(trace: Trace) -> StepTime | None:
-    """Return the minimum time of a step; None if the profile has no rates, or if the step was not traced to its end."""
+    """Return the minimum time of a step; None if the profile has no rates, or if the trace ended early."""
     profile = trace.setup.profile
     known = torch.float32 in profile.peak_flops
     emulated = {d: torch.float32 for d in HALVES if known and profile.supports(d) == "emulated"}
@@ -255,35 +255,35 @@ def step_time(trace: Trace) -> StepTime | None:
 
 
 def traffic_of(trace: Trace, call: Call) -> int:
-    """Return the bytes that a call moves. For an optimizer's call, layers that are not traced are included."""
+    """Return the bytes that a call moves. An optimizer's call includes the layers that are not traced."""
     size = bytes_moved(call)
     return round(size * _folded(trace)) if call.phase == "optimizer" else size
 
 
 @per_trace
 def _folded(trace: Trace) -> float:
-    """Return the number of trained elements in the model divided by the number in its traced layers."""
+    """Return the number of trained elements in the model, divided by their number in the traced layers."""
     sizes = [(math.prod(weight.shape), weight.repeats) for weight in trace.weights if weight.trainable]
     return sum(size * repeats for size, repeats in sizes) / max(1, sum(size for size, _ in sizes)) or 1.0
 
 
 def fuses(call: Call) -> bool:
-    """Return whether fused kernels can compute an operator call together with neighbouring calls.
+    """Return whether a fused kernel can compute an operator together with its neighbours.
 
-    Matmuls, dequantizations, and operators of the optimizer or of another library than torch are not fused.
+    These are not fused: matmuls, dequantizations, and operators of the optimizer or of other libraries than torch.
     """
     dequantizes = any(operand.dtype == torch.int8 for operand in call.operands)
     return not call.flops and not dequantizes and call.phase != "optimizer" and call.op.startswith("aten.")
 
 
 def least_flops(call: Call) -> float:
-    """Return the FLOPs of `call` and the calls that it represents. Attention counts half, as with a causal mask."""
+    """Return the FLOPs of `call` and the calls it represents. Attention counts half, as with a causal mask."""
     count = call.flops * call.repeats
     return count / 2 if any(kernel in call.op for kernel in _ATTENTION) else count
 
 
 def dense_stacks(trace: Trace) -> tuple[list[Weight], int]:
-    """Return the frozen stacks of experts in a float dtype, and their bytes in all layers."""
+    """Return the frozen stacks of experts with a float dtype, and their bytes in all layers."""
     frozen = (weight for weight in trace.weights if not (weight.trainable or weight.buffer))
     stacks = [weight for weight in frozen if len(weight.shape) == 3 and weight.dtype.is_floating_point]
     return stacks, sum(weight.bytes * weight.repeats for weight in stacks)

@@ -1,4 +1,4 @@
-"""Broken contracts grouped by cause: a group names the operand to blame, the origin of its dtype, and the rule."""
+"""Broken contracts grouped by cause. A group has the operand to blame, the origin of its dtype, and the rule."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Stage = Literal[
     "operand",  # the kind of weight
     "rest",
 ]
-"""The criterion of a claim. Claims are checked in the order of these stages, and within a stage by rule code."""
+"""The criterion of a claim. Claims are checked in the order of these stages; within a stage, by the rule's code."""
 
 Refused = Literal["mixture", "dtype", "by the model"]
-"""Kind of refusal: operands mix dtypes, the device refuses a dtype, or a check of the model's code refuses a dtype."""
+"""Kinds of refusal: the operands mix dtypes, the device refuses a dtype, or the model's own code refuses it."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class Broken:
     def agrees(self) -> bool:
         """True if the float operands have one dtype and autocast did not raise the error.
 
-        Where autocast promotes operands (`at::autocast::prioritize`), it rejects every 16-bit dtype except its own.
+        An autocast list that promotes (`at::autocast::prioritize`) rejects the other 16-bit dtype.
         """
         return len(self.floats) < 2 and "autocast" not in self.message
 
     @property
     def packed(self) -> bool:
-        """True if the call has float operands and also 8-bit integers, which are packed codes of quantized weights."""
+        """True if the call has float operands and 8-bit integers: the packed codes of quantized weights."""
         codes = any(operand.dtype in (torch.uint8, torch.int8) for operand in self.call.operands)
         return codes and bool(self.floats)
 
@@ -79,8 +79,8 @@ class Claim:
         stage: the criterion of the claim. Claims are checked in the order of their stages.
         takes: returns whether a broken contract belongs to the rule.
         refused: the kind of refusal, which decides the possible fixes.
-        grouped: True if `contract_rule` creates a finding for each cause, False if the rule's own `find` does so.
-        settled: True if the first call of a group determines the finding, so that later calls cannot change it.
+        grouped: True if `contract_rule` makes a finding for each cause, False if the rule's `find` does it.
+        settled: True if the first call of a group decides the finding, so that later calls do not change it.
     """
 
     stage: Stage
@@ -98,13 +98,13 @@ def rule_modules() -> Mapping[str, ModuleType]:
 
 
 def code_of(module: str) -> str:
-    """Return a rule's code for its module: `isotype.rules.ist101_operands` -> `IST101`."""
+    """Return the code of a rule by its module: `isotype.rules.ist101_operands` -> `IST101`."""
     return module.rpartition(".")[2].split("_", 1)[0].upper()
 
 
 @cache
 def all_claims() -> tuple[tuple[str, Claim], ...]:
-    """Return all claims, each with the code of its rule, in the order in which the claims are checked."""
+    """Return all claims with the codes of their rules, in the order in which they are checked."""
     modules = rule_modules().items()
     claims = [(code, claim) for code, module in modules for claim in getattr(module, "CLAIMS", ())]
     return tuple(sorted(claims, key=lambda claim: get_args(Stage).index(claim[1].stage)))
@@ -114,7 +114,7 @@ T = TypeVar("T")
 
 
 def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
-    """Return `function` with a cache of one result per trace; the cache does not keep a trace alive."""
+    """Return `function` with a cache of one result for each trace. The cache does not keep a trace alive."""
     results: WeakKeyDictionary[Trace, Any] = WeakKeyDictionary()
 
     @wraps(function)
@@ -138,11 +138,11 @@ class Group:
     Attributes:
         calls: the calls, in order of execution.
         mismatched: the operand to blame in the first call.
-        causes: where the mismatched operands got their dtypes, by name and source line, in order of the calls.
+        causes: where the mismatched operands got their dtypes, by name and source line, in the order of the calls.
         expected: the dtype that `mismatched` should have had.
         side: the dtype of the part of the model that contains the first call.
         refused: the kind of refusal of the first call.
-        code: code of the rule that claims the first call; "" if a rule built the group itself.
+        code: code of the rule that claims the first call; "" if a rule made the group itself.
     """
 
     calls: tuple[Call, ...]
@@ -202,7 +202,7 @@ def groups(trace: Trace) -> tuple[Group, ...]:
 
 @per_trace
 def sides_in(trace: Trace) -> Sides:
-    """Return the `Sides` of a trace. They decide which dtype is wrong if an operator gets two dtypes."""
+    """Return the `Sides` of a trace. They decide which dtype is wrong if the operands have several."""
     return sides_of(trace.setup, trace.weights, trace.input_dtypes.values())
 
 
@@ -214,7 +214,7 @@ def side_at(call: Call, sides: Sides) -> torch.dtype:
 
 
 def distinct(causes: Iterable[Origin]) -> tuple[Origin, ...]:
-    """Return the causes, but only the first of those with equal names (without layer numbers) and source lines."""
+    """Return the causes, but each only once. Causes with the same name (without layer numbers) and source line are the same."""
     by_place = grouped(causes, lambda cause: (starred(cause.name), cause.source))
     return tuple(first for first, *_ in by_place.values())
 
@@ -227,7 +227,7 @@ def _expected(call: Call, compute: torch.dtype) -> torch.dtype:
 def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weight]) -> Operand:
     """Return the operand to blame: the first float operand in another dtype than `side`.
 
-    In an adapter with trained float32 weights and a frozen 16-bit weight, the operand to blame is the frozen weight.
+    In an adapter with trained float32 weights and a frozen 16-bit weight, the frozen weight is to blame.
     """
     expected = _expected(call, side)
     floats = call.floats
@@ -247,10 +247,10 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
     foreign = foreign or [operand for operand in floats if operand.dtype != expected]
     # A tensor without dimensions does not change the dtype of other operands.
     foreign = [operand for operand in foreign if operand.shape] or foreign
-    # The model's own code explains more than a gradient or a downstream conversion.
+    # The model's own code explains more than a gradient or a later conversion.
     telling = [o for o in foreign if o.origin.cause.kind not in ("conversion", "gradient", "constant")]
     first = (telling or foreign or floats)[0]
-    # The matrix represents all weights of a layer: `addmm` has the bias first.
+    # The matrix stands for all weights of a layer; the first operand of `addmm` is the bias.
     weights = [o for o in telling if _layer(o) == _layer(first) != ""]
     return max(weights, key=lambda operand: len(operand.shape), default=first)
 
@@ -260,12 +260,12 @@ _SCALES = ("absmax", "absmax_code", "code")
 
 
 def _layer(operand: Operand) -> str:
-    """Return the name of the module whose parameter or plain tensor an operand is; "" for other operands."""
+    """Return the name of the module whose parameter or plain tensor an operand is; "" for another operand."""
     return operand.origin.name.rpartition(".")[0] if operand.origin.kind in ("parameter", "attribute") else ""
 
 
 def _is_frozen_part(origin: Origin, owners: Mapping[str, Weight]) -> bool:
-    """Return whether `origin` names a frozen tensor of an adapter, such as VeRA's shared projections."""
+    """Return whether `origin` names a frozen tensor of an adapter, such as VeRA's shared matrices."""
     owner = owners.get(origin.name) if origin.kind in ("parameter", "buffer") else None
     return owner is not None and not owner.trainable and is_adapter(origin.name, owner)
 

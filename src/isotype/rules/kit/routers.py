@@ -1,4 +1,4 @@
-"""The matrix products of routers. A mixture of experts chooses experts by the scores that they compute."""
+"""The matrix products of routers. Their scores choose the experts in a mixture of experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", "at
 
 
 def router_products(trace: Trace) -> Iterator[tuple[Call, Operand, torch.dtype]]:
-    """For each choice of experts in the forward, yield the router's product, its weight and the dtype of the scores."""
+    """For each choice of experts in the forward, yield the router's product, its weight, and the dtype of the scores."""
     products: list[tuple[Call, Operand]] = []
     for call in trace.calls:
         if call.phase != "forward" or call.recomputed or not call.operands or not call.results:

@@ -19,7 +19,7 @@ _LEAST_SLOWER = 1.5
 
 
 def find(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> Iterator[Finding]:
-    """Yield findings for matmuls in `dtype` that the device runs slowly or not at all; `other` is the other 16-bit dtype."""
+    """Yield findings for matmuls in `dtype` that the device runs slowly or not at all. `other` is the other 16-bit dtype."""
     profile = trace.setup.profile
     support = profile.supports(dtype)
     calls = [call for call in trace.calls if costs.run_dtype(call) == dtype]
@@ -56,24 +56,24 @@ def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _time_share(trace: Trace, dtype: torch.dtype) -> float:
-    """Return the share of matmuls in `dtype` in the time of all matmuls or, without measured rates, in their FLOPs."""
+    """Return the share of matmuls in `dtype` in the time of all matmuls; without measured rates, in their FLOPs."""
     speed = trace.setup.profile.speed
     times = {run_in: flops / speed.get(run_in, 1.0) for run_in, flops in trace.flops.items()}
     return times.get(dtype, 0.0) / max(1.0, sum(times.values()))
 
 
 def _slowdown(trace: Trace, calls: Sequence[Call], dtype: torch.dtype, target: torch.dtype) -> float | None:
-    """Return the estimated step time, divided by the step time if matmuls of `dtype` ran in `target`."""
+    """Return how many times faster the step would be with the matmuls of `dtype` in `target`, by an estimate."""
     slower = trace.setup.profile.slower(dtype, target)
     if slower is not None and trace.setup.profile.speed:
         share = _time_share(trace, dtype)
         return 1 / (1 - share + share / slower) if calls else None
-    # An emulated dtype is converted to float32, so it runs at float32's rate at best.
+    # An emulated dtype is converted to float32. So at best, it has the rate of float32.
     return costs.slowdown(trace, calls, target, stand_in=torch.float32)
 
 
 def fixes(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> tuple[Fix, ...]:
-    """Return fixes that run the whole step in `other` or in float32. Each dtype must be native and faster."""
+    """Return fixes that run the whole step in `other` or in float32, if the device runs that dtype natively and faster."""
     return tuple(step_in(trace, dtype, target) for target in _targets(trace, dtype, other))
 
 
@@ -115,7 +115,7 @@ _UNSAFE = {torch.float16: "float16 overflows above 65,504", torch.bfloat16: "bfl
 
 
 def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
-    """Return the fix that changes settings, weights and quantized layers so that the step runs in `target`."""
+    """Return the fix that runs the step in `target`: by changed settings, weights and quantized layers."""
     name = dtype_name(target)
     plain = [w for w in trace.weights if w.dtype == dtype and w.quantization is None and not w.buffer]
     actions = [
@@ -124,7 +124,7 @@ def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
         Action("setting", "compute", name),
     ]
     for weight in plain:
-        # Trained parameters become float32 masters: a GradScaler accepts no float16 gradients.
+        # Trained parameters become float32 masters, because a GradScaler accepts no float16 gradients.
         to = torch.float32 if weight.trainable else target
         actions.append(Action("parameter", starred(weight.name), dtype_name(to)))
     for weight, state in quantized(trace):

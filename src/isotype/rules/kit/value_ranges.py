@@ -1,7 +1,7 @@
-"""The measured values that a step computes in float16, found with a trace and a measurement of the same model.
+"""The measured values that a step computes in float16: from a trace and a measurement of the same model.
 
-The magnitude of a value does not depend on dtypes, unless a value overflows. So one measurement serves every trace of
-the model, including the trace of a fix.
+A value has the same magnitude in every dtype, unless it overflows. So one measurement is enough for all traces of the
+model, also for those of fixes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class Held:
     """A measured value that the step computes in float16.
 
     Attributes:
-        call: the traced call, which may represent the same operator of several layers.
-        operator: the measured ranges of this operator, in one of the layers that `call` represents.
-        at: position of the measured operator in program order, plus 0.5 for a cast of the operator's result.
+        call: the traced call. It may represent the same operator in several layers.
+        operator: the measured ranges of the operator, in one of these layers.
+        at: position of the measured operator in the order of the program; a cast of its result is at this position plus
+            0.5.
         value: the largest magnitude of the call's float16 operands or results.
         takes: True if an operand has this magnitude, False if a result has it.
     """
@@ -43,7 +44,7 @@ class Held:
 
     @property
     def module(self) -> str:
-        """Fully qualified name of the measured module, as spelled in `call` if `call` runs in this module."""
+        """Name of the measured module, as written in `call` if `call` runs in this module."""
         same = base_name(self.call.module) == self.operator.module
         return self.call.module if same else self.operator.module
 
@@ -66,14 +67,14 @@ def largest(trace: Trace) -> Held | None:
 
 @per_trace
 def held(trace: Trace) -> tuple[Held, ...]:
-    """Return every measured value that the step computes in float16, in program order; () without a measurement."""
+    """Return each measured value that the step computes in float16, in program order; () without a measurement."""
     ranges, policy = trace.setup.ranges, trace.setup.policy
     if ranges is None:
         return ()
     values = []
     measured = grouped(enumerate(ranges.operators), lambda item: _key(item[1]))
     away = _folded_away(trace, measured)
-    # A traced layer does not represent a layer for which the policy makes another exception.
+    # A traced layer does not stand for a layer with another exception in the policy.
     exceptions = {} if policy is None else {e.module: (e.how, e.exponent) for e in policy.exceptions}
     casts = _casts(trace)
     weights = {layer.name: layer.weight for layer in ranges.modules}
@@ -110,7 +111,7 @@ class Flushed:
 
 @per_trace
 def flushed(trace: Trace) -> Flushed | None:
-    """Return the share of gradients that float16 flushes to zero in the backward; None without a measurement."""
+    """Return the shares of gradients that become zero in float16 in the backward; None without a measurement."""
     backward = [value for value in held(trace) if value.call.phase == "backward"]
     results = [(value.operator, *value.call.results[0]) for value in backward]
     gradients = [(operator, math.prod(shape)) for operator, dtype, shape in results if dtype == torch.float16]
@@ -125,7 +126,7 @@ def flushed(trace: Trace) -> Flushed | None:
 
 
 def _key(call: Call | OperatorRange) -> _Key:
-    """Return the key by which calls and measured operators are matched: (module, operator without overload, phase).
+    """Return the key that traced calls and measured operators have in common: (module, operator without overload, phase).
 
     All attention kernels get the same operator name.
     """
@@ -150,7 +151,7 @@ def _casts(trace: Trace) -> dict[int, Call]:
 
 
 def _folded_away(trace: Trace, measured: Iterable[_Key]) -> Mapping[str, Sequence[str]]:
-    """Return the measured modules that were not traced, by their names with `*` for layer numbers."""
+    """Return the names of measured modules that were not traced, with `*` for layer numbers."""
     traced = {base_name(call.module) for call in trace.calls}
     names = dict.fromkeys(module for module, _, _ in measured)
     return grouped((name for name in names if name not in traced and starred(name) != name), starred)
@@ -171,9 +172,9 @@ def _matched(
 ) -> Iterator[tuple[Call, tuple[int, OperatorRange]]]:
     """Yield every call with its measured operator.
 
-    The numbers of calls and operators differ if, for example, a frozen input needs no gradient. Calls are then matched
-    with the operators of the same source line. If these numbers differ too, each call gets the largest values of the
-    line's operators. A call without an operator in its line gets the largest values of all operators.
+    Calls and operators may differ in number, for example because a frozen input needs no gradient. Then calls get the
+    operators of the same source line. If these differ in number, too, each call gets the largest values of the line's
+    operators. A call without an operator in its line gets the largest values of all operators.
     """
     if len(calls) == len(operators):
         yield from zip(calls, operators, strict=True)
@@ -189,7 +190,7 @@ def _matched(
 
 
 def _largest_of(operators: Sequence[tuple[int, OperatorRange]]) -> tuple[int, OperatorRange]:
-    """Copy the first operator, and replace each magnitude by the largest that any of the operators has."""
+    """Return the first operator, with each magnitude replaced by the largest one of all the operators."""
     at, first = operators[0]
     columns = zip_longest(*(operator.inputs for _, operator in operators), fillvalue=0.0)
     output = max(operator.output for _, operator in operators)
@@ -197,10 +198,10 @@ def _largest_of(operators: Sequence[tuple[int, OperatorRange]]) -> tuple[int, Op
 
 
 def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) -> tuple[float, bool] | None:
-    """Return a call's largest float16 magnitude, and whether an operand has it; None if the call has no float16 tensor.
+    """Return a call's largest float16 magnitude, and whether an operand has it; None without a float16 tensor.
 
-    In a scaled layer, a value is the measured value times 2^-exponent, and a gradient is the measured gradient times
-    2^exponent. The layer's weights, whose largest magnitude is `weight`, are not scaled.
+    In a scaled layer, values are the measured values times 2^-exponent, and gradients are the measured ones times
+    2^exponent. The layer's weights are not scaled; `weight` is their largest magnitude.
     """
     factor = 2.0 ** (-exponent if call.phase == "forward" else exponent)
     values = [
@@ -214,7 +215,7 @@ def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) ->
 
 
 def _is_weight(operand: Operand, call: Call) -> bool:
-    """Return whether an operand of a matmul is the weight of its layer, or a cast of this weight."""
+    """Return whether an operand of a matmul is the weight of its layer, or a cast of it."""
     origin = operand.origin if operand.origin.before is None else operand.origin.before
     of_layer = base_name(origin.name.rpartition(".")[0]) == base_name(call.module)
     return call.flops > 0 and (origin.kind == "state" or (origin.kind == "parameter" and of_layer))

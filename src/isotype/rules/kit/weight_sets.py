@@ -21,13 +21,13 @@ _DIGITS = {torch.bfloat16: 7, torch.float16: 10}  # bits of the fraction
 
 
 def trained(trace: Trace, *dtypes: torch.dtype) -> tuple[Weight, ...]:
-    """Return the trainable float parameters; if `dtypes` are given, only parameters in these dtypes."""
+    """Return the trainable float parameters, or only those in `dtypes`."""
     floats = (w for w in trace.weights if w.trainable and w.dtype.is_floating_point)
     return tuple(weight for weight in floats if not dtypes or weight.dtype in dtypes)
 
 
 def count(weights: Iterable[Weight]) -> int:
-    """Return the number of weight tensors, including those of equal layers that were not traced."""
+    """Return the number of weight tensors. Equal layers that were not traced count, too."""
     return sum(weight.repeats for weight in weights)
 
 
@@ -42,25 +42,25 @@ def modules(weights: Iterable[Weight]) -> tuple[str, ...]:
 
 
 def unseen_towers(trace: Trace) -> tuple[str, ...]:
-    """Return the vision and audio towers that the step does not use, because its inputs contain no image or no audio."""
+    """Return the vision and audio towers that the step does not use, because its inputs have no image or audio."""
     towers = trace.setup.towers
     modules_used = {plain_name(call.module) for call in trace.calls} if towers else set()
     return tuple(t for t in towers if not any(in_module(module, t) for module in modules_used))
 
 
 def casts(weights: Iterable[Weight], dtype: torch.dtype) -> tuple[Action, ...]:
-    """Return actions that cast `weights` to `dtype`, one for each distinct name."""
+    """Return actions that cast `weights` to `dtype`, one for each name without layer numbers."""
     others = (weight for weight in weights if weight.dtype != dtype)
     return actions("parameter", names(others), dtype_name(dtype))
 
 
 def cast_fix(description: str, weights: Sequence[Weight], dtype: torch.dtype) -> Fix:
-    """Return a fix that casts `weights` to `dtype`; it is safe if `dtype` is known to represent all values."""
+    """Return a fix that casts `weights` to `dtype`. It is safe if `dtype` is known to have all their values."""
     return fix(description, "parameter", names(weights), dtype_name(dtype), safety_of_cast(weights, dtype))
 
 
 def borders(weights: Iterable[Weight], compute: torch.dtype) -> tuple[Action, ...]:
-    """Return one action per module. It makes the module compute in float32, with inputs and outputs in `compute`."""
+    """Return an action for each module: compute in float32, with inputs and outputs in `compute`."""
     return actions("boundary", modules(weights), f"float32:{dtype_name(compute)}")
 
 
@@ -72,20 +72,20 @@ def quantized(trace: Trace) -> Iterator[tuple[Weight, Quantization]]:
 
 
 def is_frozen_base(weight: Weight) -> bool:
-    """Return whether a weight is a frozen parameter of the base model, not quantized and not kept in float32."""
+    """Return whether a weight is a frozen parameter of the base model that is neither quantized nor kept in float32."""
     special = weight.trainable or weight.adapter or weight.pinned or weight.buffer
     return weight.quantization is None and not special
 
 
 def extra_bytes(weights: Iterable[Weight], wanted: torch.dtype) -> int:
-    """Return how many bytes a cast to `wanted` would save, over all layers that `weights` represent."""
+    """Return how many bytes a cast to `wanted` would save in all layers that `weights` represent."""
     return sum(w.repeats * math.prod(w.shape) * (w.dtype.itemsize - wanted.itemsize) for w in weights)
 
 
 def main_dtype(
     weights: Iterable[Weight], size: Callable[[Weight], int] = lambda weight: weight.bytes * weight.repeats
 ) -> torch.dtype | None:
-    """Return the dtype with the largest total `size` (by default: bytes) of weights; None if there are no weights."""
+    """Return the dtype with the largest total `size` (default: bytes) of weights; None without weights."""
     sizes: Counter[torch.dtype] = Counter()
     for weight in weights:
         sizes[weight.dtype] += size(weight)
@@ -93,7 +93,7 @@ def main_dtype(
 
 
 def elements(weights: Sequence[Weight]) -> int:
-    """Return the weights' number of elements. A packed byte counts as two 4-bit elements."""
+    """Return the number of elements of the weights. A packed byte counts as two 4-bit elements."""
     total = 0
     for weight in weights:
         packed = weight.quantization is not None and weight.quantization.format in FOUR_BITS
@@ -105,7 +105,7 @@ def elements(weights: Sequence[Weight]) -> int:
 def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
     """Return fixes that cast trainable `weights` to float32.
 
-    If the step runs without autocast, one of two fixes also turns on autocast.
+    Without autocast in the step, one of two fixes also turns autocast on.
     """
     float32 = casts(weights, torch.float32)
     if not float32:
@@ -119,18 +119,18 @@ def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
     compute = dtype_name(main_dtype(low, lambda _: 1) or torch.bfloat16)
     text = f"keep the {what} in float32 and run the step under autocast to {compute}"
     mixed = Fix(text, "safe", actions=(*float32, Action("setting", "autocast", compute)))
-    # A model whose weights are all trained would compute in float32 without autocast.
+    # Without autocast, a model whose weights are all trained would compute in float32.
     return (alone, mixed) if adapters else (mixed, alone)
 
 
 def spacing(value: float, dtype: torch.dtype) -> float:
-    """Return the distance from `value` to the next larger number that bfloat16 or float16 represents."""
+    """Return the distance from `value` to the next larger number in bfloat16 or float16."""
     exponent = max(math.floor(math.log2(value)), _SMALLEST[dtype]) if value > 0 else _SMALLEST[dtype]
     return math.ldexp(1.0, exponent - _DIGITS[dtype])
 
 
 def layer_of(name: str) -> str:
-    """Return a name up to its first layer number (`model.layers.0`), or "" if it has none."""
+    """Return a name up to its first layer number (`model.layers.0`); "" if it has none."""
     parts = name.split(".")
     numbered = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), None)
     return "" if numbered is None else ".".join(parts[: numbered + 1])
@@ -145,7 +145,7 @@ def finding_of(
     phase: Literal["load", "forward", "backward", "unscale", "optimizer"] = "forward",
     **more: Any,
 ) -> Finding:
-    """Return a finding about `weights`. Its module and (by default) its cause are those of the first weight."""
+    """Return a finding about `weights`. Its module and its default cause are those of the first weight."""
     first = weights[0]
     others = names(weights)[1:4]
     return Finding(

@@ -13,7 +13,7 @@ from isotype.records.trace import FROM_NUMPY, Call, Origin, Weight
 
 TRANSFORMERS = "/transformers/models/"
 LIBRARIES = (TRANSFORMERS, "/diffusers/")
-"""Folder names that mark a source file as code of transformers or diffusers. Many trainings use this code, so findings about it would be false alarms."""
+"""Folders of transformers' or diffusers' code. Many trainings run this code, so findings about it would be false alarms."""
 
 
 def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str:
@@ -43,7 +43,7 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
 
 
 def evidence(origin: Origin) -> tuple[str, ...]:
-    """Return a line for each step of a dtype's path, from its origin to the operand."""
+    """Return a line for each step of a dtype's path from its origin to the operand."""
     lines = []
     for step in reversed(origin.path()):
         line = cause_text(step)
@@ -57,7 +57,7 @@ def evidence(origin: Origin) -> tuple[str, ...]:
 
 
 def device_error(what: Call | str) -> tuple[str, ...]:
-    """Return a note with the device's error message, from `what` or from its breach if it is a call; () without an error."""
+    """Return a note with a device's error message, which is `what` or the message of its breach; () without a message."""
     message = what if isinstance(what, str) else what.breach.message if what.breach is not None else ""
     return (f"the device raises: {message}",) if message else ()
 
@@ -70,7 +70,7 @@ def fix(
 
 
 def actions(kind: ActionKind, targets: Iterable[str], value: str) -> tuple[Action, ...]:
-    """Return the same action on every distinct target."""
+    """Return a fix that only the user can make. `how` describes it, and `value` is a short description."""
     return tuple(Action(kind, target, value) for target in dict.fromkeys(targets))
 
 
@@ -85,11 +85,11 @@ def setting(description: str, target: str, value: str, safety: Safety = "safe") 
 
 
 def safety_of_cast(weights: Iterable[Weight], dtype: torch.dtype) -> Safety:
-    """Return "safe" if `dtype` is known to represent every value of `weights`, else "unsafe"."""
+    """Return "safe" if `dtype` is known to have all values of `weights`; else "unsafe"."""
     return "safe" if all(weight.exact_in == dtype for weight in weights) else "unsafe"
 
 
 def and_others(names: Iterable[str]) -> str:
-    """Return the first name with `*` for layer numbers, followed by "and others" if there are other names."""
+    """Return the first name with `*` for layer numbers, and "and others" if there are more names."""
     first, *others = distinct_names(names)
     return f"{first} and others" if others else first
