@@ -1,1 +1,1 @@
-"""Measured operator contracts per device: accepted operand dtypes, result dtypes, autocast lists."""
+"""Measured contracts of operators on each device: accepted operand dtypes, result dtypes, autocast lists."""

@@ -1,4 +1,4 @@
-"""Contracts: an operator's contract says which operand dtypes it accepts on a device, as measured on real devices."""
+"""An operator's contract says which operand dtypes it accepts on a device. Contracts were measured on real devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from isotype.precision.devices.profile import DeviceProfile, device_profile
 TABLES = Path(__file__).parent / "tables"
 KINDS: tuple[str, ...] = ("cpu", "cuda", "rocm", "xpu", "mps")
 CPU_TABLES: tuple[str, ...] = ("cpu-avx2", "cpu-avx512", "cpu-amx")
-"""Names of the CPU tables, one for each instruction set. The first table also decides calls that were not measured."""
+"""Names of the CPU tables, one for each instruction set. The first one also decides what was not measured."""
 
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 _PRODUCTS = frozenset({"mul", "mm", "addmm"})
@@ -47,7 +47,7 @@ NO_FLOAT8 = (
 )
 
 UNSPECIFIED = "?"
-"""The table entry of an accepted call whose result has a dtype that depends on more than the operands' dtypes."""
+"""The table entry of an accepted call whose result dtype depends on more than the operands' dtypes."""
 
 _INDEX_PUT = frozenset(
     f"aten.{name}.default" for name in ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
@@ -92,11 +92,11 @@ class Verdict:
 
     Attributes:
         accepted: True if the operator runs, False if it raises.
-        results: dtypes of the returned tensors or, if the operator works in place, of the changed tensor. `results` is
-            empty if the operator raises, if it was not measured on this device, or if the dtypes depend on more than
-            operand dtypes (scalars, list lengths, 0-dim operands). For empty `results`, the fake kernel decides the dtypes.
+        results: dtypes of the returned tensors; for an in-place operator, of the changed tensor. It is empty if the
+            operator raises, if it was not measured on this device, or if operand dtypes do not decide (scalars, list
+            lengths, 0-dim operands do). The fake kernel then decides.
         message: the device's error message if the operator raises, else "".
-        assumed: True if the verdict was not measured: it comes from a family's rule or from another device.
+        assumed: True if the verdict was not measured: it is from a family's rule or from another device.
     """
 
     accepted: bool
@@ -110,7 +110,7 @@ class Table:
     """The measured contracts of one device.
 
     `messages` are templates of error messages, see `isotype.contracts.pattern.Spelled`. `operators[overload][pattern]`
-    contains the dtype letters of the results or, if the call raises, the number of its message.
+    has the dtype letters of the results or, for a call that raises, the number of its message.
     """
 
     device: str
@@ -122,7 +122,7 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Return a table from a file of `isotype.contracts.measure`. A file with a `base` contains only differences from the base."""
+    """Return a table from a file of `isotype.contracts.measure`. With a `base`, the file has only differences from it."""
     content = json.loads(path.read_text(encoding="utf-8"))
     base = read_table(path.with_name(f"{content['base']}.json")) if "base" in content else None
     messages, operators = (base.messages, base.operators) if base is not None else ((), {})
@@ -147,13 +147,13 @@ class Contracts:
 
     Attributes:
         kind: kind of the device, see `KINDS`.
-        measured: the table of a device of this kind; None if no such device was measured.
-        reference: a CPU table; its verdicts are assumed for everything that was not measured.
+        measured: the table of a device of this kind; None if none was measured.
+        reference: a CPU table. Its verdicts are assumed for all that was not measured.
         others: for a CPU that was not measured, the tables of the other CPUs. If one of them disagrees with `measured`,
             the verdict is marked as assumed.
         capability: compute capability of an NVIDIA GPU; None if unknown.
         table: name of the table `measured`; None if there is none.
-        unlike: a clause that says how this device differs from the measured device; "" if it does not differ.
+        unlike: a clause on how this device differs from the measured one; "" if it does not.
     """
 
     kind: str
@@ -168,8 +168,8 @@ class Contracts:
     def judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
         """Return the verdict on a call of `op` (`aten.mm.default`) with tensor operands of these dtypes.
 
-        `dtypes` are the dtypes of all tensor arguments in order, including the tensors in lists. The result is None if no
-        table and no family covers the call, or if all operands are integers and none is refused. The fake kernel then decides.
+        `dtypes` are those of all tensor arguments in order, also of tensors in lists. Return None if no table and no
+        family has the call, or if all operands are integers and none is refused: then the fake kernel decides.
         """
         if (op, dtypes) not in self._memo:
             self._memo[op, dtypes] = self._judge(op, dtypes)
@@ -202,7 +202,7 @@ class Contracts:
     def _judge_pattern(self, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
         families = families_of(op, self.kind, self.capability)
         by_capability = any(family.majors is not None for family in families)
-        # A family's rule for this capability counts more than a measurement on another capability.
+        # A family's rule for this capability counts more than a measurement on another one.
         if self.measured is not None and not (self.unlike and by_capability):
             verdict = _look_up(self.measured, op, pattern, integer)
             if verdict is not None:
@@ -221,7 +221,7 @@ class Contracts:
         return Verdict(True, assumed=True) if families or accepted else None
 
 
-# A CPU's errors about missing kernels, misread operands and CPU libraries do not apply to other devices.
+# A CPU's errors about missing kernels, misread operands and CPU libraries say nothing about other devices.
 _CPU_ONLY = (CORRUPTS, " not implemented for ", "CPU", "MKL", "primitive descriptor", "flash_attention")
 
 
@@ -246,7 +246,7 @@ def contracts_of(profile: DeviceProfile) -> Contracts:
 
 
 def contracts_for(kind: str) -> Contracts:
-    """Return the contracts of a device kind in `KINDS` or of a CPU table (`cpu-amx`); raise ValueError for any other name."""
+    """Return the contracts of a device kind in `KINDS` or of a CPU table (`cpu-amx`). Raise ValueError for another name."""
     if kind in CPU_TABLES:
         return _contracts("cpu", kind.partition("-")[2], False, None, TABLES)
     if kind not in KINDS:
@@ -255,7 +255,7 @@ def contracts_for(kind: str) -> Contracts:
 
 
 def contracts_here(device: str) -> Contracts:
-    """Return this machine's contracts for a torch device type. A type that is not in `KINDS` gets the CPU's contracts."""
+    """Return this machine's contracts for a torch device type; those of the CPU for a type that is not in `KINDS`."""
     kind = "rocm" if device == "cuda" and torch.version.hip else device
     if kind == "cuda" and torch.cuda.is_available():
         return contracts_of(device_profile("cuda"))
@@ -263,7 +263,7 @@ def contracts_here(device: str) -> Contracts:
 
 
 def doubts(profile: DeviceProfile) -> list[str]:
-    """Return the reasons why a device may behave differently from a check, one sentence each."""
+    """Return sentences on why a device may differ from what a check says."""
     contracts = contracts_of(profile)
     table = contracts.measured or contracts.reference
     reasons = [f"{profile.unlike}: the check uses the table {profile.contracts}"] if profile.unlike else []
@@ -278,7 +278,7 @@ def doubts(profile: DeviceProfile) -> list[str]:
 
 
 def judged_by(profile: DeviceProfile) -> str:
-    """Return text for a report that says where a device's contracts were measured."""
+    """Return a report's text on where a device's contracts were measured."""
     table = contracts_of(profile).table
     return "rules for families of operators, from PyTorch's source" if table is None else table.words
 
@@ -287,7 +287,7 @@ def judged_by(profile: DeviceProfile) -> str:
 def _contracts(
     kind: str, variant: str, unlike: bool, capability: tuple[int, int] | None, folder: Path
 ) -> Contracts:
-    """Return the contracts of a device kind. Each table in `folder` is read only once per process."""
+    """Return the contracts of a device kind. Each table in `folder` is read once per process."""
     table = nearest(tables_in(folder), kind, variant, torch.__version__)
     measured = None if table is None else read_table(folder / f"{table.name}.json")
     others = tuple(_table(name) for name in CPU_TABLES if name != f"cpu-{variant}") if unlike else ()
@@ -303,14 +303,14 @@ def _table(name: str) -> Table:
 
 
 _SHIFTED = (str.maketrans("df", "fb"), str.maketrans("d", "b"))
-"""Tables that turn a pattern of float64 and float32 into one of float32 and bfloat16, which was measured for every operator."""
+"""Turn a pattern of float64 and float32 into one of float32 and bfloat16, which was measured for every operator."""
 
 
 def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
-    """Return a verdict of refusal if the CPU is known to refuse float32 mixed with float64; else None.
+    """Return a verdict of refusal if the CPU is known to refuse float64 beside float32; else None.
 
-    Few operators were measured with float64. An operator is assumed to refuse float32 with float64 if it refuses bfloat16
-    with float32 and float32 with bfloat16. A missing bfloat16 kernel does not count as such a refusal.
+    Few operators were measured with float64. One that refuses bfloat16 beside float32, in both orders, is assumed to
+    refuse float32 beside float64, too. A missing bfloat16 kernel does not count as a refusal.
     """
     if "f" not in pattern:
         return None
@@ -349,18 +349,18 @@ _CALLED = {
     "__rpow__": "pow",
     "__matmul__": "matmul",
 }
-"""Python functions -> the function that they call, whose name the autocast lists contain."""
+"""Python functions -> the function that they call and whose name is in the autocast lists."""
 
 
 @dataclass(frozen=True)
 class AutocastLists:
-    """The operators that autocast changes. Their names contain no namespace and no overload (`softmax`, `mm`, `linear`).
+    """The operators that autocast changes, without namespace and overload (`softmax`, `mm`, `linear`).
 
     Attributes:
         lower: operators whose float operands are cast to the autocast dtype.
         float32: operators whose float operands are cast to float32.
-        promote: operators whose operands are cast to the widest float dtype among them.
-        float32_opt: operators that compute and return float32 if they are called without a dtype.
+        promote: operators whose operands are cast to their widest float dtype.
+        float32_opt: operators that compute and return float32 if no dtype is given.
         banned: operators that raise under autocast.
     """
 
@@ -371,7 +371,7 @@ class AutocastLists:
     banned: frozenset[str]
 
     def treatment(self, function: str, has_dtype: bool) -> str:
-        """Return the list with a Python function (`banned`, `float32`, `promote`, `lower`); "" if no list has it.
+        """Return the list of a Python function (`banned`, `float32`, `promote`, `lower`); "" without one.
 
         Set `has_dtype` if the function is called with a dtype.
         """
@@ -443,10 +443,9 @@ def nearest(tables: Sequence[TableName], kind: str, variant: str, torch_version:
 
 
 def _variant_distance(measured: str, variant: str) -> float:
-    """Return how different two variants of a device kind are; 0 if they are equal.
+    """Return the distance of two variants of a device kind; 0 if they are equal.
 
-    For compute capabilities, the difference of the major numbers counts most. If an older and a newer capability are
-    equally far, the older one counts as nearer.
+    For compute capabilities, the major numbers count most. Of two equally far capabilities, the older one is nearer.
     """
     if measured == variant:
         return 0

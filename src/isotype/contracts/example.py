@@ -1,10 +1,10 @@
-"""Examples of operator calls as JSON. The calls are recorded in real steps and replayed with operands of any dtype.
+"""Examples of operator calls as JSON. They were recorded in real steps, and are replayed with operands of any dtype.
 
-An example is `[arguments, keyword arguments]`. A tensor is `{"t": dtype, "s": shape}`. If the tensor is not contiguous,
-`"p"` is the order of its dimensions in memory; if it holds integers or bools, `"v"` contains its values. In a replay,
-float tensors get random values between 0.1 and 0.9, which every operator accepts (as probabilities, variances or
-scales). Other torch objects are `{"dtype": …}`, `{"device": …}`, `{"layout": …}`, `{"memory_format": …}`; non-finite
-floats are `{"float": "inf"}`.
+An example is `[arguments, keyword arguments]`. A tensor is `{"t": dtype, "s": shape}`. `"p"` is the order of its
+dimensions in memory, if it is not contiguous. `"v"` has its values, if it holds integers or bools. In a replay, float
+tensors get random values between 0.1 and 0.9, which every operator accepts (as probabilities, variances or scales).
+Other torch objects are `{"dtype": …}`, `{"device": …}`, `{"layout": …}`, `{"memory_format": …}`; non-finite floats are
+`{"float": "inf"}`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class NotAnExampleError(Exception):
 def encode(value: Any) -> Json:
     """Return an argument of a call as JSON.
 
-    Raises:
-        NotAnExampleError: an example cannot store this type, or the argument is an integer tensor that is too large.
+    Raises: NotAnExampleError: an example cannot contain this type, or an integer tensor is too large.
     """
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value)
@@ -69,7 +68,7 @@ def _encode_tensor(tensor: torch.Tensor) -> Json:
 
 
 def tensors_in(example: Json) -> Iterator[dict[str, Json]]:
-    """Yield the encoded tensors of an example in argument order (keyword arguments last, in schema order)."""
+    """Yield the encoded tensors of an example in argument order: keyword arguments last, in the order of the schema."""
     if isinstance(example, dict):
         if "t" in example:
             yield example
@@ -82,12 +81,12 @@ def tensors_in(example: Json) -> Iterator[dict[str, Json]]:
 
 
 def is_float(tensor: Json) -> bool:
-    """Return whether an encoded tensor is a float tensor, which is replayed in several dtypes."""
+    """Return whether an encoded tensor is a float tensor. Replays use several dtypes for it."""
     return LETTERS.get(getattr(torch, tensor["t"]), "i") != "i"
 
 
 def has_dtype_argument(example: Json) -> bool:
-    """Return whether a call has a dtype argument, which then decides the result's dtype."""
+    """Return whether a call has a dtype argument. It then decides the result's dtype."""
     if isinstance(example, dict):
         return "dtype" in example or ("t" not in example and any(map(has_dtype_argument, example.values())))
     return isinstance(example, list) and any(map(has_dtype_argument, example))
@@ -140,16 +139,16 @@ def _make_tensor(
 
 
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
-"""The exceptions that torch raises for operands of unsupported dtypes."""
+"""The exceptions of torch for operands of unsupported dtypes."""
 
 FAR = 0.25
-"""Relative error from which results are wrong. Rounding to 16 bits causes an error of 0.004, misread bytes far more."""
+"""Relative error of wrong results. Rounding to 16 bits has an error of 0.004, and misread bytes a far larger one."""
 
 _FLOATS = frozenset(FLOAT_DTYPES.values())
 
 
 def results_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return an operator's results as a list. The results of an operator that returns None are the operands that it writes."""
+    """Return an operator's results as a list. If it returns None, they are the operands that it writes."""
     returned = function(*args, **kwargs)
     items = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     if returned is not None:
@@ -163,11 +162,11 @@ def results_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def corrupted(
     function: Any, example: Json, letters: str, recorded: str, results: Sequence[Any], device: torch.device
 ) -> bool:
-    """Return whether the results of a call are wrong: far from the results of every trusted run.
+    """Return whether the results of a call are wrong: far from those of every trusted run.
 
-    The operands have the dtypes `letters`. The trusted runs use the same values: one in float64 on the CPU, the others
-    in the recorded dtypes on the device and on the CPU. The result is False for operators without a trusted run, and
-    for results that cannot be compared: random numbers, uninitialized memory and reinterpreted bytes.
+    The operands have the dtypes `letters`. Trusted runs have the same values: one in float64 on the CPU, others in the
+    recorded dtypes on the device and the CPU. Return False without a trusted run, and for results that cannot be
+    compared: random numbers, uninitialized memory, reinterpreted bytes.
     """
     name = operator_schema(function).name.rpartition("::")[2]
     if torch.Tag.nondeterministic_seeded in function.tags or "empty" in name or name == "set_":
@@ -182,7 +181,7 @@ def _references(
 ) -> Iterator[list[torch.Tensor]]:
     """Yield the results of each trusted run that does not raise.
 
-    float64 is trusted only for torch's own operators: they raise if they have no kernel for float64.
+    float64 is trusted for torch's own operators only: without a float64 kernel, they raise an error.
     """
     cpu = torch.device("cpu")
     double = [("d" * len(letters), cpu)] if function.namespace == "aten" else []
@@ -190,7 +189,7 @@ def _references(
         rest = iter(letters)
 
         def rounded(value: Any, rest: Iterator[str] = rest, place: torch.device = place) -> Any:
-            """Move an argument to the device `place`. Round floats to the operand's dtype, and return them in the trusted run's dtype."""
+            """Move an argument to the device `place`, round it to the operand's dtype, and return it in the run's dtype."""
             if not isinstance(value, torch.Tensor):
                 return place if isinstance(value, torch.device) else value
             if value.dtype in _FLOATS:
@@ -206,7 +205,7 @@ def _references(
 
 
 def _numbers(results: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the float results, and the absolute values of complex results, as float64 tensors on the CPU."""
+    """Return float results, and the absolute values of complex ones, as float64 tensors on the CPU."""
     numbers = []
     for result in results:
         if isinstance(result, torch.Tensor) and result.dtype in _FLOATS:

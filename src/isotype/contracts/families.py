@@ -1,4 +1,4 @@
-"""Rules for families of operators. They decide calls for which nothing was measured; their verdicts are `assumed`."""
+"""Rules for families of operators. They decide calls that were not measured; their verdicts are `assumed`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from isotype.records.trace import NO_ATTENTION_KERNEL
 
 GPUS = frozenset({"cuda", "rocm", "xpu", "mps"})
 UNKNOWN_CAPABILITY = (8, 0)
-"""The capability to assume if an NVIDIA GPU's is unknown. Older GPUs lack bfloat16; newer GPUs prefer other kernels."""
+"""The assumed capability of an unknown NVIDIA GPU. Older GPUs lack bfloat16; newer ones prefer other kernels."""
 ALL = GPUS | {"cpu"}
 
 
 _PARTS = str.maketrans("xzy", "hfd")
-"""The letter of a complex dtype -> the letter of the dtype of its real part."""
+"""Letter of a complex dtype -> letter of the dtype of its real part."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class Family:
     Attributes:
         ops: names of the operators, without overload (`aten.mm`).
         message: torch's error for operands that break the rule. `{0}` stands for the first compared operand, `{1}` for
-            the first operand that differs from it. The message is "" for a rule that only limits the dtypes.
-        alike: positions of the operands that must have the same dtype; None if all operands must. A position is the index
-            of a letter in a pattern.
-        exact: True if integer operands can also break the rule, as in a matmul; False if the rule ignores integer
-            operands, such as indices.
+            the first one that differs from it. "" for a rule that only limits the dtypes.
+        alike: positions of the operands that must have one dtype; None for all operands. A position is an index into the
+            pattern.
+        exact: True if integer operands can break the rule, too, as in a matmul; False if integers, such as indices, do
+            not count.
         only: letters of the accepted dtypes; "" for all dtypes.
-        refusal: torch's error for a dtype that is not accepted; `{0}` is that dtype.
+        refusal: torch's error for a dtype that is not accepted; `{0}` stands for it.
         devices: device kinds for which the rule holds.
         majors: major compute capabilities for which the rule holds; None for all.
-        matches: the rule applies only if the compared letters begin with a match of this regular expression.
+        matches: a regular expression. The rule applies only if the compared letters begin with a match.
         in_order: True if `{0}`, `{1}`, … in the message stand for the first, second, … of all operands.
     """
 
@@ -62,7 +62,7 @@ class Family:
         return device in self.devices and (device != "cuda" or self.majors is None or major in self.majors)
 
     def breach(self, pattern: str, integer: torch.dtype = torch.int64) -> str | None:
-        """Return torch's error for operands with this pattern; None if the rule accepts them."""
+        """Return torch's error for operands with this pattern; None if the rule accepts it."""
         letters = letters_in(pattern)
         chosen = [letters[at] for at in self.alike or range(len(letters)) if at < len(letters)]
         compared = chosen if self.exact else [letter for letter in chosen if letter != "i"]
@@ -82,7 +82,7 @@ def _ops(names: str) -> frozenset[str]:
 
 
 _FLASH = _ops("_scaled_dot_product_flash_attention _flash_attention_forward") | {VARLEN_ATTENTION}
-"""The forward operators of FlashAttention; varlen attention calls the second one."""
+"""The forward operators of FlashAttention. Varlen attention calls the second one."""
 
 _CPU, _NVIDIA, _XPU = frozenset({"cpu"}), frozenset({"cuda"}), frozenset({"xpu"})
 _CUDA = frozenset({"cuda", "rocm"})
@@ -100,7 +100,7 @@ _BITWISE = _ops(
 )
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale"
 _CONSTANTS = {"dequantize_4bit": (1,), "dequantize_blockwise": (1, 2), "gemm_4bit": (2,), "gemv_4bit": (2, 3)}
-"""bitsandbytes' kernels (and their `.out` forms) -> positions of absmax and code, which they read as float32 by pointers."""
+"""bitsandbytes' kernels (and their `.out` forms) -> positions of absmax and code, which the kernels read as float32."""
 
 _ADDMV = "addmv input tensors must have the same dtype, but got {{{}:name}}, {{{}:name}}, and {{{}:name}}"
 MASK_DTYPE = "invalid dtype for bias - should match query's dtype"
@@ -142,8 +142,7 @@ ONLY_POWERS_OF_TWO = "cuFFT only supports dimensions whose sizes are powers of t
 
 _TABLES = table(__file__, "kernels.json")
 _CUDA_FACTORIZATIONS: Mapping[str, str] = _TABLES["cuda_factorizations"]
-"""Names of operators, separated by spaces -> the kernel that torch calls first on a GPU (of `_linalg_svd`: by shapes, for sides
-up to 32)."""
+"""Names of operators, separated by spaces -> the kernel that torch calls first on a GPU (`_linalg_svd`: `by_shapes`)."""
 _CUDA_PRODUCTS: Mapping[str, str] = _TABLES["cuda_products"]
 """Names of matrix products that a GPU computes only for floating-point dtypes -> the kernel."""
 _CPU_KERNELS: Mapping[str, str] = _TABLES["cpu_kernels"]
@@ -159,12 +158,12 @@ def _without_kernel(
     only: str = "fd",
     alike: tuple[int, ...] | None = None,
 ) -> Family:
-    """Return the rule of operators whose kernel is compiled only for the dtypes `only`."""
+    """Return the rule for operators with a kernel for the dtypes `only`."""
     return Family(_ops(names), alike=alike, only=only, refusal=_NO_KERNEL.format(kernel), devices=devices)
 
 
 FAMILIES: tuple[Family, ...] = (
-    # Each device's kernel checks mm with its own message. addmm is checked before any kernel, with one message.
+    # For mm, each device's kernel has its own check and message. addmm is checked before any kernel, with one message.
     Family(_ops("mm linear"), _SAME_DTYPE.format("mat1 and mat2"), exact=True, devices=GPUS - _XPU),
     Family(_ops("mm linear"), _SAME_DTYPE.format("self and mat2"), exact=True, devices=_XPU),
     Family(_ops("mm linear"), _SAME_DTYPE.format("m1 and m2"), exact=True, devices=_CPU),
@@ -175,7 +174,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(_ADDMM, _MATRICES, (1, 2), exact=True),
     Family(_ops("bmm baddbmm baddbmm_ addbmm addbmm_"), _SCALAR_TYPE, exact=True),
     Family(_ops("dot vdot"), _DOT, exact=True),
-    # Overloads with a result dtype, which only GPUs have. The added tensor may have either dtype.
+    # Overloads with a result dtype exist only on GPUs. The added tensor may have either dtype.
     Family(_ops("mm.dtype"), "input dtypes must be the same", exact=True, devices=GPUS),
     Family(_ops("bmm.dtype"), _BATCHES, exact=True, devices=GPUS),
     Family(_ops("baddbmm.dtype"), _BATCHES, alike=(1, 2), exact=True, devices=GPUS),
@@ -185,9 +184,9 @@ FAMILIES: tuple[Family, ...] = (
         for names, kernel in _CUDA_PRODUCTS.items()
     ),
     _without_kernel("_sparse_addmm", "addmm_sparse_cuda", _CUDA),
-    # On fake tensors, which are dense, `torch.sparse.mm` passes the sparse matrix last.
+    # On fake tensors, which are dense, `torch.sparse.mm` passes the sparse matrix as the last operand.
     Family(_ops("_sparse_addmm"), _SCALAR_TYPE, alike=(2, 1), exact=True),
-    # The kernels take three dtypes since torch 2.10: only the fake kernel raises "Expected inputs of BF16 type".
+    # Since torch 2.10, the kernels take three dtypes. Only the fake kernel raises "Expected inputs of BF16 type".
     Family(_GROUPED, alike=(0,), exact=True, only="fbh", refusal=_GROUPED_DTYPES.format("mat_a")),
     Family(_GROUPED, alike=(1,), exact=True, only="fbh", refusal=_GROUPED_DTYPES.format("mat_b")),
     Family(_GROUPED, _SAME_DTYPE.format("mat1 and mat2"), (0, 1), exact=True, devices=GPUS),
@@ -200,14 +199,14 @@ FAMILIES: tuple[Family, ...] = (
     Family(_ops("index_copy index_copy_"), _INDEX_COPY),
     Family(_ops("scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_"), _SCATTER),
     Family(_ops("masked_scatter masked_scatter_"), _MASKED_SCATTER),
-    # Group norms are checked before any kernel: the messages name the CPU on every device. A CPU takes float32 weights
-    # with 16-bit activations; the kernels of GPUs take one dtype. Mean and rstd of the backward (positions 2 and 3) have
+    # Group norms are checked before any kernel, so the messages name the CPU on every device. A CPU takes float32
+    # weights with 16-bit activations; a GPU takes one dtype. In the backward, mean and rstd (positions 2 and 3) have
     # the dtype of the accumulation.
     Family(_ops("native_group_norm"), _FLOAT_WEIGHTS, (0, 1), devices=GPUS, matches="f|bh|hb"),
     Family(_ops("native_group_norm"), _SHARED, (0, 1), devices=GPUS, matches="df"),
     Family(_ops("native_group_norm_backward"), "Expected scalar types of X and dY are same.", alike=(0, 1)),
     Family(_ops("native_layer_norm native_group_norm _fused_rms_norm"), _SCALAR_TYPE, devices=GPUS),
-    # A GPU's batch norm takes 16-bit activations with float32 weights; its running statistics may have any dtype.
+    # A GPU's batch norm takes 16-bit activations with float32 weights. Its running statistics may have any dtype.
     Family(_ops("native_batch_norm"), _SCALAR_TYPE, (0, 1, 2), devices=_CUDA, matches="[df]"),
     Family(_ops("native_batch_norm"), _FLOAT, (0, 1, 2), devices=_CUDA, matches="bh|hb|[bh]d"),
     # A CPU's norms were not measured with float64.
@@ -219,26 +218,26 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(_ops("_fused_rms_norm_backward"), _SCALAR_TYPE, alike=(0, 1, 3), devices=_CUDA),
     Family(_ops("_weight_norm_interface"), _SCALAR_TYPE),
-    # A mask of another dtype. On fake tensors, `scaled_dot_product_attention` calls the CPU's kernel, which converts the
-    # mask. On a GPU, it calls the memory-efficient kernel, which raises. On capabilities 9 and 10, cuDNN's kernel comes
-    # first and accepts the mask; below 8.0, bfloat16 has no fused kernel; ROCm uses the math kernel.
+    # A mask of another dtype. On fake tensors, `scaled_dot_product_attention` calls the CPU's kernel, which converts
+    # the mask. A GPU's memory-efficient kernel raises an error. On capabilities 9 and 10, cuDNN's kernel comes first
+    # and accepts the mask. Below 8.0, bfloat16 has no fused kernel. ROCm uses the math kernel.
     Family(_FLASH_FOR_CPU, MASK_DTYPE, devices=_NVIDIA, majors=frozenset({8, 11, 12})),
     Family(_FLASH_FOR_CPU, MASK_DTYPE, devices=_NVIDIA, majors=_BELOW_8, matches="[fh]"),
     Family(_EFFICIENT, alike=(0, 1, 2), only="fbh", refusal=_EFFICIENT_DTYPES, devices=_CUDA),
     Family(_EFFICIENT, alike=(0,), only="fh", refusal=_CUTLASS, devices=_NVIDIA, majors=_BELOW_8),
     Family(_ops("_scaled_dot_product_efficient_attention"), MASK_DTYPE, devices=_CUDA),
-    # cuDNN's kernel is chosen only for 16-bit dtypes; this error is raised if no other kernel is allowed. The mask may
-    # have another dtype.
+    # cuDNN's kernel takes only 16-bit dtypes. This error is raised if no other kernel is allowed. The mask may have
+    # another dtype.
     Family(_CUDNN, alike=(0, 1, 2), only="bh", refusal=NO_ATTENTION_KERNEL, devices=_NVIDIA),
     Family(_FLASH, alike=(0,), only="bh", refusal=_FLASH_16_BITS, devices=_CUDA),
     Family(_FLASH, "query and key must have the same dtype", (0, 1), devices=_CUDA),
     Family(_FLASH, "query and value must have the same dtype", (0, 2), devices=_CUDA),
-    # All lists except the step counts must have one dtype; found_inf and grad_scale are float32.
+    # All lists but the step counts need one dtype. found_inf and grad_scale are float32.
     Family(_ops("_fused_adamw_ _fused_adam_"), _FUSED_ADAM, (0, 1, 2, 3), devices=_CUDA),
-    # Masks and packed codes: `&`, `|`, `~`, `<<` and `>>` take integers and bools only.
+    # Masks and packed codes: `&`, `|`, `~`, `<<` and `>>` take only integers and bools.
     Family(_BITWISE, alike=(0, 1), exact=True, only="i", refusal="not implemented for '{0:name}'"),
-    # Factorizations use LAPACK, cuSOLVER and MAGMA, which have no 16-bit routines. Two operators raise before they are
-    # dispatched; the errors of the others name the kernel.
+    # Factorizations use LAPACK, cuSOLVER and MAGMA, which have no 16-bit routines. Two operators raise an error before
+    # they are dispatched; the errors of the others name the kernel.
     Family(_ops("linalg_inv_ex"), only="fd", refusal=_LOW_PRECISION.format("linalg.inv")),
     Family(_ops("_linalg_slogdet"), only="fd", refusal=_LOW_PRECISION.format("linalg.slogdet")),
     *(_without_kernel(names, kernel, _CUDA) for names, kernel in _CUDA_FACTORIZATIONS.items()),
@@ -254,7 +253,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(_ops("_cdist_forward"), _SCALAR_TYPE, devices=_CPU),
     *(_without_kernel(name, kernel, _CPU) for name, kernel in _CPU_KERNELS.items()),
     _without_kernel("rrelu_with_noise", "rrelu_with_noise_out_cpu", _CPU, only="fdb"),
-    # Fake tensors run an LSTM with the CPU's operator: the input, four weights and biases, hidden and cell state.
+    # On fake tensors, an LSTM is the CPU's operator: input, four weights and biases, hidden and cell state.
     Family(_ops("mkldnn_rnn_layer"), _LSTM_ON_CPU, devices=_CPU),
     *(
         Family(_ops("mkldnn_rnn_layer"), _RNN.format(name), (0, at), devices=GPUS)
@@ -265,7 +264,7 @@ FAMILIES: tuple[Family, ...] = (
         Family(frozenset({f"bitsandbytes.{name}"}), alike=at, only="f", refusal=CORRUPTS, devices=_CUDA)
         for name, at in _CONSTANTS.items()
     ),
-    # The kernel takes float16, but not bfloat16: pytorch/pytorch#127176, open in torch 2.13.
+    # The kernel takes float16 and no bfloat16: pytorch/pytorch#127176, open in torch 2.13.
     _without_kernel(f"{_UNSCALE}_", f"{_UNSCALE}_cuda", _CUDA, only="fhd", alike=(0,)),
 )
 """The rules, in the order in which torch checks them."""
@@ -280,7 +279,7 @@ _BOOL_MINUS = (
 
 
 def integer_refusal(op: str, dtypes: Sequence[torch.dtype]) -> str:
-    """Return torch's error for an integer or bool operand, or "". Tables do not tell integer from bool dtypes."""
+    """Return torch's error for an integer or bool operand, or "". Tables have one letter for all integers and bools."""
     name = op.partition(".")[2].partition(".")[0]
     if len(dtypes) < 2 and name != "rsub":
         return ""
@@ -304,9 +303,9 @@ def integer_refusal(op: str, dtypes: Sequence[torch.dtype]) -> str:
 
 
 def families_of(op: str, device: str, capability: tuple[int, int] | None = None) -> tuple[Family, ...]:
-    """Return the families of an overload (`aten.mm.default`) on a device kind, in the order in which torch checks them.
+    """Return the families of an overload (`aten.mm.default`) on a device kind, in the order of torch's checks.
 
-    `capability` is the compute capability of an NVIDIA GPU; the default is `UNKNOWN_CAPABILITY`.
+    `capability` is that of an NVIDIA GPU; the default is `UNKNOWN_CAPABILITY`.
     """
     named = {op} if op.endswith(".dtype") else {op.rpartition(".")[0]}
     alike = (family for family in FAMILIES if not named.isdisjoint(family.ops))

@@ -1,29 +1,28 @@
-"""Measure which operand dtypes a device's operators accept, by real calls with every combination of dtypes.
+"""Measures which operand dtypes a device's operators accept, by real calls with all combinations of dtypes.
 
     python -m isotype.contracts.measure --device cuda -o src/isotype/contracts/tables     # cuda-sm75-torch2.13.json
     python -m isotype.contracts.measure --device cpu --base cpu-avx2 -o cpu-amx.json
     python -m isotype.contracts.measure --device cpu --base cpu-avx2 -o cpu-avx2-torch2.15.json
 
-The table of a CPU is the table of its instruction set. `tables/cpu-avx2.json` contains all operators; the tables of
-other instruction sets, and of other torch releases, contain only the operators that differ. The variables
-`ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` make a CPU use a smaller instruction set.
+The table of a CPU is that of its instruction set. `tables/cpu-avx2.json` has all operators. The tables of other
+instruction sets and torch releases have only the operators that differ. With the variables `ATEN_CPU_CAPABILITY` and
+`ONEDNN_MAX_CPU_ISA`, a CPU uses a smaller instruction set.
 
-The measurement replays every example in `tables/examples.json` with new tensors of a few elements. The float operands
-get combinations of float32, bfloat16 and float16 (also float64 if an example has it):
+Every example in `tables/examples.json` is replayed with new tensors of a few elements. The float operands get
+combinations of float32, bfloat16 and float16 (and of float64, if the example has it):
 
 - up to 4 float operands: all combinations;
 - 5 or 6 float operands: all combinations of at most two dtypes;
-- more than 6: all operands in one dtype; all except one in one dtype; and the recorded combination.
+- more than 6: all operands in one dtype; all but one in one dtype; and the recorded dtypes.
 
-A call that raises is rejected, and the table records the message. If a call does not raise, its results are compared
-with those of calls on the same values: in float64 on the CPU, and in the recorded dtypes. If the results are far from
-those of all these calls, they are wrong, and the call is rejected. All other calls are accepted, and the
-table records the dtypes of the results. If two examples of one pattern return different dtypes, for example because of a
-scalar or a `dtype=` argument, the result is unspecified (`?`). If one example of a pattern is accepted and another is
-rejected, the table has no entry for the pattern, because an entry must hold for every call.
+A call that raises an error is rejected, and the table has its message. Otherwise, the results are compared with those of
+calls on the same values: in float64 on the CPU, and in the recorded dtypes. If they are far from all of these, they are
+wrong, and the call is rejected. All other calls are accepted, and the table has the dtypes of the results. The result is
+unspecified (`?`) if two examples of one pattern return different dtypes, for example because of a scalar or a `dtype=`
+argument. A pattern with accepted and rejected examples has no entry, because an entry must hold for every call.
 
-Calls run in a child process. If a call ends the process (or the device fails), the operator is listed under `died`, and
-the measurement continues.
+Calls run in a child process. If a call ends the process (or the device fails), its operator is listed under `died`, and
+the measurement goes on.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ from isotype.core.errors import first_line
 from isotype.core.files import write_whole
 from isotype.precision.devices.profile import device_profile
 
-# Names of float dtypes in messages -> the letter of the dtype, and the format specification that gives the name.
+# Name of a float dtype in messages -> its letter, and the format specification for the name.
 _SPELLINGS = {
     format(Spelled(dtype), style): (letter, f":{style}" if style else "")
     for style in ("torch", "", "name")
@@ -86,7 +85,7 @@ _MOST = 256  # readings to try for a message
 
 EXAMPLES = TABLES / "examples.json"
 GPU_EXAMPLES = TABLES / "examples_gpu.json"
-"""Calls of the attention kernels that only GPUs have; this file is written by hand."""
+"""Calls of the attention kernels of GPUs; this file is written by hand."""
 
 _TORCH_NAMES = {"rocm": "cuda"}  # device kind -> torch's name of it
 _LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # variables that lower a CPU's instruction set
@@ -102,7 +101,7 @@ class Outcome:
 
 
 def combinations(recorded: str, doubles: bool) -> list[str]:
-    """Return the combinations of dtype letters to measure. `recorded` has the letters of a call's float operands (`"fbb"`)."""
+    """Return the combinations of dtype letters to measure. `recorded` has those of a call's float operands (`"fbb"`)."""
     letters = "fbhd" if doubles else "fbh"
     count = len(recorded)
     if count <= 4:
@@ -118,7 +117,7 @@ def combinations(recorded: str, doubles: bool) -> list[str]:
 
 
 def overload(op: str) -> OpOverload:
-    """Return the operator with this name (`aten.mm.default`). Import bitsandbytes if the operator belongs to it."""
+    """Return the operator with this name (`aten.mm.default`). For an operator of bitsandbytes, import bitsandbytes."""
     if op.startswith("bitsandbytes."):
         import bitsandbytes  # noqa: F401 - registers its operators
     operator: OpOverload = attrgetter(op)(torch.ops)
@@ -128,9 +127,8 @@ def overload(op: str) -> OpOverload:
 def measure_operator(op: str, examples: Sequence[Json], device: torch.device) -> dict[str, Any]:
     """Measure `op` for every combination of dtypes.
 
-    Returns:
-        `patterns` maps a pattern to the letters of the results or to a list with the error message. `broken` has the
-        errors of the examples that this device rejects even in the recorded dtypes.
+    Returns: `patterns`: pattern -> letters of the results, or a list with the error message. `broken`: the errors of
+        examples that this device rejects even in the recorded dtypes.
     """
     doubles = any(tensor["t"] == "float64" for tensor in tensors_in(examples))
     outcomes: dict[str, list[Outcome]] = {}
@@ -150,7 +148,7 @@ def measure_operator(op: str, examples: Sequence[Json], device: torch.device) ->
 
 
 def _merged(outcomes: Sequence[Outcome]) -> str | list[str] | None:
-    """Return one outcome for all examples of a pattern; None if only some of the examples raise."""
+    """Return one outcome for all examples of a pattern; None if only some of them raise errors."""
     errors = [outcome.error for outcome in outcomes if outcome.error]
     if errors:
         return errors[:1] if len(errors) == len(outcomes) else None
@@ -159,12 +157,12 @@ def _merged(outcomes: Sequence[Outcome]) -> str | list[str] | None:
 
 
 def _calls(op: str, example: Json, device: torch.device, doubles: bool) -> Iterator[Outcome]:
-    """Replay an example with every combination of dtypes, the recorded one first, and yield the outcomes."""
+    """Replay an example with all combinations of dtypes, the recorded one first. Yield the outcomes."""
     function, layout = overload(op), layout_of(op)
     tensors = list(tensors_in(example))
     operands = [LETTERS.get(getattr(torch, tensor["t"]), "i") for tensor in tensors]
     recorded = "".join(letter for letter in operands if letter != "i")
-    # The result of a pointwise operator on mixed dtypes depends on which operands have no dimensions.
+    # A pointwise operator's result on mixed dtypes depends on which operands have no dimensions.
     loose = layout.by_element or has_dtype_argument(example)
     pointwise = torch.Tag.pointwise in function.tags
     for letters in combinations(recorded, doubles):
@@ -191,7 +189,7 @@ def _calls(op: str, example: Json, device: torch.device, doubles: bool) -> Itera
 
 
 def measure(examples: Mapping[str, Sequence[Json]], device: str) -> dict[str, Any]:
-    """Measure every operator of `examples`, and return the content of the JSON file with the table of `device`."""
+    """Measure every operator of `examples`, and return the content of the JSON file of `device`."""
     measured, died = _measured_in_children(examples, device)
     messages: dict[str, int] = {}
     operators: dict[str, dict[str, str | int]] = {}
@@ -214,10 +212,9 @@ def measure(examples: Mapping[str, Sequence[Json]], device: str) -> dict[str, An
 
 
 def difference(table: Mapping[str, Any], base: str, *, same_torch: bool = True) -> dict[str, Any]:
-    """Return the part of a table that differs from the table `base` (`cpu-avx2`); `read_table` merges the two.
+    """Return what differs between a table and the table `base` (`cpu-avx2`). `read_table` merges both again.
 
-    Raises:
-        ValueError: the base has other operators or, if `same_torch` is True, was measured with another version of torch.
+    Raises: ValueError: the base has other operators or, with `same_torch`, another version of torch.
     """
     other = read_table(TABLES / f"{base}.json")
     another = same_torch and other.torch_version != table["torch"]
@@ -251,7 +248,7 @@ def difference(table: Mapping[str, Any], base: str, *, same_torch: bool = True) 
 def _measured_in_children(
     examples: Mapping[str, Sequence[Json]], device: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Measure in a child process, and in a new one after each crash. Return the results and the crashed operators' errors."""
+    """Measure in a child process; after each crash, in a new one. Return the results, and the errors of crashed operators."""
     measured: dict[str, Any] = {}
     died: dict[str, str] = {}
     remaining = dict(sorted(examples.items()))
@@ -280,7 +277,7 @@ def _device_name(device: str) -> str:
 
 
 def read_examples(device: str, path: Path | None = None) -> dict[str, list[Json]]:
-    """Return the calls to replay on a device kind, from the file `path` or, by default, from isotype's own files."""
+    """Return the calls to replay on a device kind, from the file `path` (default: isotype's own files)."""
     files = [path] if path is not None else [EXAMPLES] if device == "cpu" else [EXAMPLES, GPU_EXAMPLES]
     calls: dict[str, list[Json]] = {}
     for file in files:
@@ -289,7 +286,7 @@ def read_examples(device: str, path: Path | None = None) -> dict[str, list[Json]
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object with a line for each entry of its dicts and lists, so that a diff shows the changed entries."""
+    """Write a JSON object with a line for each entry of its dicts and lists, so that a diff shows entries."""
     tight = partial(json.dumps, separators=(",", ":"))
     lines = []
     for key, value in content.items():
@@ -345,10 +342,10 @@ def main() -> None:
 
 
 def templates(messages: Mapping[str, str]) -> dict[str, str]:
-    """Return a message template for each pattern; a greedy choice keeps the number of different templates small.
+    """Return a message template for each pattern. A greedy choice keeps the number of different templates small.
 
-    A dtype in a message may be the dtype of several operands, so several templates are possible. The template that gives
-    the largest number of messages is chosen. `fill(template, letters_in(pattern))` gives each message exactly.
+    A dtype in a message may be that of several operands. Then several templates are possible, and the one that gives the
+    most messages is chosen. `fill(template, letters_in(pattern))` gives each message exactly.
     """
     readings = {pattern: list(_readings(pattern, message)) for pattern, message in messages.items()}
     chosen: dict[str, str] = {}
@@ -363,7 +360,7 @@ def templates(messages: Mapping[str, str]) -> dict[str, str]:
 def _readings(pattern: str, message: str) -> Iterator[str]:
     """Yield every template from which the dtypes of `pattern` make `message`."""
     letters = letters_in(pattern)
-    # With one group, re.split returns text and names of dtypes alternately.
+    # With one group, re.split returns text and dtype names in turn.
     parts = _WORD.split(message.replace("{", "{{").replace("}", "}}"))
     choices = [[part] if at % 2 == 0 else _fields(part, letters) for at, part in enumerate(parts)]
     for reading in itertools.islice(itertools.product(*choices), _MOST):

@@ -1,9 +1,9 @@
-"""Patterns: the keys of the contract tables. A pattern is a short string for the operand dtypes of a call.
+"""Patterns, the keys of the contract tables: a short string for the operand dtypes of a call.
 
-A pattern has one letter for each operand, in argument order: `f` float32, `b` bfloat16, `h` float16, `d` float64, and
-`i` for any integer or bool. Adjacent letters `i` become one, so that the number of index tensors does not matter.
+A pattern has a letter for each operand, in argument order: `f` float32, `b` bfloat16, `h` float16, `d` float64, and `i`
+for any integer or bool. Several `i` in a row become one, so the number of index tensors does not matter.
 
-Patterns of operators with lists of tensors do not depend on the lengths of the lists:
+For operators with lists of tensors, the lengths of the lists do not matter:
 
 - `cat` and `stack` have one result; their pattern is the *set* of letters in the list, in braces: `{bf}`.
 - `_foreach_*`, `_fused_*` and `_amp_foreach_*` have a result or an update for each element of the lists. Each element
@@ -24,7 +24,7 @@ import torch
 from isotype.compat.torch import operator_schema
 
 CORRUPTS = "nothing: it returns wrong values without an error"
-"""The message for an operator that accepts operands of a dtype but misreads their bytes."""
+"""The message for an operator that accepts operands of a dtype and misreads their bytes."""
 
 # The names of a dtype in C++ messages: the type, and the scalar type.
 _CPP: dict[torch.dtype, tuple[str, str]] = {
@@ -69,12 +69,12 @@ RESULT_LETTERS: dict[torch.dtype, str] = {dtype: letter for letter, dtype in RES
 LETTERS: dict[torch.dtype, str] = {
     dtype: RESULT_LETTERS[dtype] if dtype.is_floating_point or dtype.is_complex else "i" for dtype in _CPP
 }
-"""Letters of operand dtypes; other dtypes (float8) are in no table."""
+"""Letters of operand dtypes. Other dtypes (float8) are in no table."""
 
 
 @dataclass(frozen=True)
 class Spelled:
-    """A dtype that `str.format` spells: `{0}` as the C++ type, `{0:name}` as the scalar type, `{0:torch}` as in torch."""
+    """A dtype that `str.format` writes: `{0}` as the C++ type, `{0:name}` as the scalar type, `{0:torch}` as in torch."""
 
     dtype: torch.dtype
 
@@ -92,7 +92,7 @@ def letters_in(pattern: str) -> str:
 
 
 def fill(template: str, letters: Sequence[str], integer: torch.dtype = torch.int64) -> str:
-    """Fill a message template with the operands' dtypes. The letter `i` stands for the dtype `integer`."""
+    """Fill a message template with the operands' dtypes. `i` stands for the dtype `integer`."""
     return template.format(*(Spelled(RESULT_DTYPES.get(letter, integer)) for letter in letters))
 
 
@@ -138,7 +138,7 @@ def layout_of(op: str) -> Layout:
 
 
 def patterns_of(layout: Layout, letters: Sequence[str]) -> tuple[str, ...]:
-    """Return the distinct patterns of a call whose operands have these letters: one, or several if `layout.by_element`."""
+    """Return the distinct patterns of a call whose operands have these letters. Without `layout.by_element`, there is one."""
     if not layout.lists:
         return (re.sub("i+", "i", "".join(letters)),)
     as_set = ("{" + "".join(sorted(set(letters))) + "}",)

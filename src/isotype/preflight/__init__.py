@@ -1,1 +1,1 @@
-"""Checks one training step of a model, a trainer, a function or a script: traces it, reports findings, tries fixes."""
+"""Checks one training step of a model, a trainer, a function or a script: traces it, reports findings, and tries fixes."""

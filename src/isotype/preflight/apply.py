@@ -31,7 +31,7 @@ Undo = Callable[[], object]
 def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
     """Apply the actions that change the model. Return the functions that undo them, in the order of the actions.
 
-    Raises UsageError if the target of an action does not exist in the model; actions before it are undone.
+    If the target of an action does not exist in the model, the earlier actions are undone and UsageError is raised.
     """
     undos: list[Undo] = []
     for action in actions:
@@ -54,7 +54,7 @@ def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
 
 
 def take_back(undos: list[Undo]) -> None:
-    """Call the functions of `undos`, the last one first, and remove them from the list."""
+    """Call the functions of `undos` from last to first, and empty the list."""
     while undos:
         undos.pop()()
 
@@ -67,7 +67,7 @@ def _targets(model: nn.Module, action: Action) -> Iterator[Any]:
     for name, module in model.named_modules():
         parameters = {key: tensor for key, tensor in own_parameters(module).items() if tensor is not None}
         if action.kind not in _TENSORS:
-            # A pattern with layer numbers also matches layers without weights, which get no boundary.
+            # A pattern with layer numbers may match layers without weights, which get no boundary.
             if pattern.fullmatch(name) and (action.kind != "boundary" or parameters):
                 yield module
             continue
@@ -81,7 +81,7 @@ def _targets(model: nn.Module, action: Action) -> Iterator[Any]:
 
 
 def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
-    """Return the dictionary or list that contains the tensor `name` of `module`, and the tensor's key in it."""
+    """Return the dictionary or list that contains the tensor `name` of `module`, and the tensor's key."""
     first, *rest = name.split(".")
     holder, key = _entry(module, first)
     for step in rest:
@@ -90,7 +90,7 @@ def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
 
 
 def _entry(holder: Any, step: str) -> tuple[Any, Any]:
-    """Return the dictionary or list that contains an item of a module, dictionary or list, and the item's key in it."""
+    """Return the dictionary or list with an item of a module, dictionary or list, and the item's key."""
     if isinstance(holder, list):
         return holder, int(step)
     if not isinstance(holder, nn.Module):
@@ -100,7 +100,7 @@ def _entry(holder: Any, step: str) -> tuple[Any, Any]:
 
 
 def _cast_in_place(parameter: Any, value: str) -> list[Undo]:
-    """Cast a parameter's data. The parameter object stays the same, because optimizers and other modules refer to it."""
+    """Cast a parameter's data. The parameter object stays, because optimizers and other modules refer to it."""
     dtype = parse_dtype(value)
     if parameter.dtype == dtype:
         return []
@@ -131,7 +131,7 @@ def _cast_buffer(target: Any, value: str) -> list[Undo]:
     return [partial(holder.__setitem__, key, before)]
 
 
-# The hooks are no local functions, so that a model with hooks can be pickled.
+# Hooks are module-level functions, so that a model with hooks can be pickled.
 def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
     return cast_floats(output, dtype)
 
@@ -179,7 +179,7 @@ def _with_boundary(module: nn.Module, settings: BoundarySettings) -> list[Undo]:
 
 
 def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
-    """Add the casts that `enforce_model` adds for a float32 residual stream and around modules that are exceptions."""
+    """Add the casts of `enforce_model` for a float32 residual stream, and around modules that are exceptions."""
     choice = RangeBoundaries.of(value)
     policy = PrecisionPolicy(
         parse_dtype(choice.compute),
@@ -204,7 +204,7 @@ def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
 
 
 def _exceptions(model: nn.Module, choice: RangeBoundaries) -> Iterable[ModuleException]:
-    """Return the exceptions. A traced layer that represents several layers gets the exceptions of all of them."""
+    """Return the exceptions. A traced layer that represents several layers gets the exceptions of all these layers."""
     present = dict.fromkeys(base_name(name) for name, _ in model.named_modules())
     standing = tuple(f"{base_name(name)}." for name, count in stands_for(model).items() if count > 1)
     excepted = {module for module, _, _ in choice.exceptions}

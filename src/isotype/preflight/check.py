@@ -65,19 +65,20 @@ def check(
 ) -> Report:
     """Run one training step on fake tensors, report every dtype problem, and try the fixes.
 
-    The model, the inputs and the random states stay unchanged, and no weights are copied. Only for a float16 step does
-    `check` read weights, one block after another, to measure the values of the step.
+    The model, the inputs and the random states stay unchanged, and no weights are copied. For a float16 step, `check`
+    reads weights block by block, to measure the values of the step.
 
     Args:
         model: any `nn.Module`, real or on the meta device; or a transformers or TRL trainer, or a `StepRequest`. A
             trainer provides its first batch and its arguments. For a trainer or a request, the other arguments of
             `check` are optional; they replace the values that the trainer or the request provides.
         inputs: the keyword arguments of a call of the model (labels included), or a callable model -> loss.
-        policy: the model's intended policy; by default the policy that is attached to the model, if there is one.
+        model: any `nn.Module`, real or on the meta device; or a transformers or TRL trainer, or a `StepRequest`. For
+            the latter two, the other arguments are optional, and replace what the trainer or request has.
         device: a device profile (`"t4"`) or a real device; by default the policy's device, else the best device
             of this machine.
-        autocast: dtype of autocast around forward and loss; False disables autocast. By default the policy's autocast is
-            used; without a policy there is no autocast.
+        autocast: dtype of autocast around forward and loss; False disables autocast. The default is the policy's
+            autocast; without a policy, there is none.
         scaler: whether a GradScaler is used; by default only with float16 autocast.
         optimizer: a name (`"adamw"`, `"adamw_fused"`, `"sgd"`, …), an optimizer, a list of optimizers, or a
             callable parameters -> optimizer; by default AdamW.
@@ -86,42 +87,38 @@ def check(
         **options: by keyword:
 
             - `learning_rate`: the learning rate of the optimizer, for the rules about lost updates.
-            - `fsdp`: 0, or the version of FSDP that shards the training.
+            - `learning_rate`: the learning rate of the optimizer, for the rules on lost updates.
             - `devices`: number of devices that train together (default 1); the report shows the memory of one device.
-              Without `fsdp` each device holds all weights (DDP); with `fsdp` each device holds a share of them.
+              With `fsdp`, each device holds a share of the weights; without it, all of them (DDP).
             - `reshard`: whether FSDP frees a block's gathered weights after its forward (default True).
             - `shard_integers`: whether FSDP shards frozen weights that are stored as integers (default True). isotype
               shards these weights; accelerate does not.
-            - `gradient_checkpointing`: True, or the arguments of the model's `gradient_checkpointing_enable`; by default
-              the step uses gradient checkpointing if the model has enabled it.
+            - `gradient_checkpointing`: True, or the arguments of the model's `gradient_checkpointing_enable`. By
+              default, the model's own setting is used.
             - `generate`: the function of the model that the phase `"generate"` runs.
             - `autocast_eval`: whether autocast is also active in the phase `"generate"`.
-            - `fold`: whether layers that differ only in their values are traced once; a finding about one of them then
-              applies to all.
-            - `evaluation`: a batch that is evaluated between steps, given like `inputs`; the report shows its memory as
-              a separate phase.
+            - `fold`: whether layers that differ only in their values are traced once. A finding about one of them is
+              then about all.
+            - `evaluation`: a batch that is evaluated between steps, as `inputs`. The report shows its memory as a
+              separate phase.
             - `accumulates`: number of micro-batches in an optimizer step, or True for several (default False).
             - `room`: how much of the device's memory the step may use (`isotype.precision.devices.room.Room`); by default
               a share of the memory.
-            - `ranges`: the result of `isotype.measure_ranges`, for the rules about float16 overflow. By default `check`
-              measures the values of a float16 step on these inputs, if the model has its weights and the measurement
-              takes little time.
-            - `wiring`: whether `check` runs a small copy of the model to measure which inputs influence which predictions
-              (default True). The measurement covers packed rows, padding, later tokens, labels, images and adapters. It
-              needs labels, and token ids whose values are known.
+            - `ranges`: the result of `isotype.measure_ranges`, for the rules on float16 overflow. By default, `check`
+              measures the values of a float16 step on these inputs, if the model has its weights and the measurement is
+              short.
+            - `wiring`: whether `check` measures on a small copy of the model which inputs change which predictions
+              (default True): packed rows, padding, later tokens, labels, images and adapters. It needs labels, and token
+              ids with known values.
             - `verify`: whether every fix is tried by a second trace (default True).
-            - `seconds`: time limit of the trace; trials of fixes do not count. If the trace reaches the limit, the report
-              covers the part of the step before the limit.
+            - `seconds`: time limit of the trace, without the trials of fixes. At the limit, the trace ends, and the
+              report is about the part before it.
 
-    Returns:
-        The report: findings with their causes, fixes that a second trace has verified, memory and FLOPs of the
-        step. If a part of the step cannot be traced, the report has the finding IST199, besides the findings of the other
-        parts.
+    Returns: The report: findings with their causes, fixes that another trace has verified, memory and FLOPs of the step.
+        If a part of the step cannot be traced, one of the findings is IST199.
 
-    Raises:
-        UsageError: arguments are incompatible (the error lists all of them), or `model` is no model, trainer or request.
-        PrecisionError: an unknown device or dtype.
-        TypeError: an option that does not exist.
+    Raises: UsageError: arguments exclude each other (the error lists all of them), or `model` is no model, trainer or
+        request. PrecisionError: an unknown device or dtype. TypeError: an option that does not exist.
     """
     verify, seconds = options.pop("verify", True), options.pop("seconds", math.inf)
     _refuse_unknown(options)
@@ -145,7 +142,7 @@ def check(
 
 
 def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
-    """Return a changed request. A new autocast resets the scaler; a new optimizer object resets the learning rate."""
+    """Return a changed request. Another autocast resets the scaler; another optimizer object resets the learning rate."""
     if "autocast" in changes:
         changes = {"scaler": None, **changes}
     if optimizers_in(changes.get("optimizer")):
@@ -154,7 +151,7 @@ def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
 
 
 def _with_inputs(request: StepRequest, inputs: Any) -> StepRequest:
-    """Return a request with other inputs. If the request has a loss function, the function takes the new batch."""
+    """Return a request with other inputs. A loss function of the request is called with the new batch."""
     if inputs is None:
         return request
     over = isinstance(request.inputs, LossOf) and isinstance(inputs, Mapping)
@@ -178,8 +175,8 @@ _RETURNS = "(model, inputs), or a dict with model, inputs and other arguments of
 def function_arguments(text: str) -> dict[str, Any]:
     """Call the function `package.module:function` and return its result as arguments of `isotype.check`.
 
-    Raises UsageError if the module or function does not exist, or if the function raises an error or returns other
-    values.
+    Raises UsageError if the module or function does not exist, or if the function raises an error or returns something
+    else.
     """
     module, attribute = _module(text), text.partition(":")[2]
     function = getattr(module, attribute, None)
@@ -227,7 +224,7 @@ def _failed(text: str, doing: str, error: Exception) -> UsageError:
 
 
 def _line(error: Exception) -> str:
-    """Return a message with the innermost line of the user's code in the traceback; "" if there is none."""
+    """Return a line with the innermost line of the user's code in the traceback; "" if there is none."""
     if isinstance(error, SyntaxError):  # the message of a SyntaxError names the line
         return ""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]

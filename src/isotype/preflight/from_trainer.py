@@ -1,4 +1,4 @@
-"""Builds a request to check one step of a trainer, from the trainer's model, first batch, loss and arguments."""
+"""Builds a request for one step of a trainer: with its model, first batch, loss and arguments."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from isotype.records.request import LossOf, StepRequest, batches_ahead
 
 
 def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
-    """Return the request for a trainer's first step, before `train()` is called, with the trainer's loss and arguments.
+    """Return the request for a trainer's first step with its loss and arguments. Call this before `train()`.
 
-    The trainer, its data order and the random states stay unchanged. If the data set has only prompts (GRPO, RLOO), the
-    step is a forward and a backward over the first prompts, with completions of the greatest length and without
-    rewards. Unless vLLM generates the completions, the memory of a rollout is counted, and the step generates one
-    token. With PEFT, it does so outside of autocast, as the trainer does.
+    The trainer, its data order and the random states stay unchanged. For a data set with only prompts (GRPO, RLOO), the
+    step is a forward and a backward over the first prompts, with completions of the greatest length and without rewards.
+    Unless vLLM generates the completions, the rollout's memory is counted and one token is generated. With PEFT, this
+    runs outside of autocast, as in the trainer.
 
     Args:
         trainer: a trainer of transformers or TRL.
@@ -71,7 +71,7 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
 
 
 def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch, with the number of labels in two such micro-batches if the trainer passes it to the model.
+    """Return the batch. If the trainer passes `num_items_in_batch`, add the number of labels in two such batches.
 
     `fused_lm_head` is added if TRL's fused head computes the loss.
     """
@@ -84,7 +84,7 @@ def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _between_steps(trainer: Any, first: Any) -> LossOf | None:
-    """Return the loss over an evaluation batch; without one, the rollout if `first` has rows with prompts, else None."""
+    """Return the loss over an evaluation batch. Without one, return the rollout if `first` has rows with prompts, else None."""
     rows = getattr(trainer, "eval_dataset", None)
     if trainer.args.eval_strategy == "no" or rows is None:
         return None if isinstance(first, Mapping) else _rollout(trainer, first)
@@ -94,7 +94,7 @@ def _between_steps(trainer: Any, first: Any) -> LossOf | None:
         batch = next(iter(loader), None)
     if not isinstance(batch, Mapping):
         return None if isinstance(first, Mapping) else _rollout(trainer, max(first, batch or [], key=len))
-    # A function that shortens the predictions keeps as good as nothing, and generated tokens are small.
+    # A function that shortens the predictions keeps almost nothing of them, and generated tokens are small.
     small = trainer.preprocess_logits_for_metrics or getattr(trainer.args, "predict_with_generate", False)
     if trainer.compute_metrics is None or trainer.args.prediction_loss_only or small:
         return _loss_of_trainer(trainer, batch)
@@ -125,11 +125,11 @@ def _predictions(trainer: Any, twin: nn.Module, inputs: Any) -> list[Any]:
 def request_of_first_step(
     model: nn.Module, call: tuple[Sequence[Any], Mapping[str, Any]], arguments: Any, optimizer: Any
 ) -> StepRequest:
-    """Return the request for the first step of a running trainer, which has just called its model for the first time.
+    """Return the request for the first step of a running trainer, at the first call of its model.
 
     Args:
         call: positional and keyword arguments with which the model was called.
-        optimizer: accelerate's wrapper of the optimizer, which has the GradScaler.
+        optimizer: accelerate's wrapper of the optimizer. It has the GradScaler.
     """
     args, kwargs = call
     named = {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
@@ -155,8 +155,8 @@ def _request(model: nn.Module, loss: Any, arguments: Any) -> StepRequest:
 def _processes_of(model: nn.Module, arguments: Any) -> dict[str, Any]:
     """Return the fields of a request that describe FSDP, DeepSpeed and DDP.
 
-    If the model is sharded already, the fields describe its sharding; otherwise they describe how accelerate will shard
-    it. accelerate 1.15 does not shard frozen integer weights (`fsdp2_prepare_model` in accelerate/utils/fsdp_utils.py).
+    For a sharded model, the fields describe its sharding; else, how accelerate will shard it. accelerate 1.15 does not
+    shard frozen integer weights (`fsdp2_prepare_model` in accelerate/utils/fsdp_utils.py).
     """
     sharded: Any = next(filter(is_sharded, model.parameters()), None)
     if sharded is not None:
@@ -167,7 +167,7 @@ def _processes_of(model: nn.Module, arguments: Any) -> dict[str, Any]:
             "shard_integers": all(map(is_sharded, integers)),
         }
     config = arguments.fsdp_config if isinstance(getattr(arguments, "fsdp_config", None), Mapping) else {}
-    # `_build_accelerator_args` and `_wrap_model` in transformers/trainer.py have the same rule.
+    # The rule is that of `_build_accelerator_args` and `_wrap_model` in transformers/trainer.py.
     unused = getattr(arguments, "ddp_find_unused_parameters", None)
     return {
         "fsdp": fsdp_version(arguments),
@@ -181,7 +181,7 @@ def _processes_of(model: nn.Module, arguments: Any) -> dict[str, Any]:
 
 
 def _zero3(arguments: Any) -> str:
-    """Return the installed version of DeepSpeed if its ZeRO-3 shards the training, else ""."""
+    """Return the installed version of DeepSpeed if its ZeRO-3 shards the training; else ""."""
     plugin = getattr(arguments, "deepspeed_plugin", None)
     return version("deepspeed") if plugin is not None and int(plugin.zero_stage) == 3 else ""
 
@@ -209,7 +209,7 @@ def _loss_of_trainer(trainer: Any, batch: Any) -> LossOf:
 
 
 def _over_completions(trainer: Any, rows: Sequence[Any]) -> LossOf:
-    """Return the loss over the rows' prompts, each with a completion of the greatest length."""
+    """Return the loss over the rows' prompts, each followed by a completion of the greatest length."""
     length = _completion(trainer)
     prompts = prompts_of(trainer, rows[: trainer.args.per_device_train_batch_size])
     if prompts is None:
@@ -238,7 +238,7 @@ def _completion(trainer: Any) -> int:
 
 
 def _rollout(trainer: Any, rows: Sequence[Any]) -> LossOf | None:
-    """Return the generation of completions for the rows; None if vLLM or the user's function generates them."""
+    """Return the generation of completions for the rows; None if vLLM or a function of the user generates them."""
     prompts = None if trainer.args.use_vllm else prompts_of(trainer, rows)
     if prompts is None:
         return None
@@ -253,9 +253,9 @@ def _rollout(trainer: Any, rows: Sequence[Any]) -> LossOf | None:
 
 
 def _generates_under_autocast(trainer: Any) -> bool:
-    """Return whether completions are generated under the trainer's autocast. Only the outermost model's forward turns it on.
+    """Return whether completions are generated under the trainer's autocast, which only the outermost model's forward enables.
 
-    PEFT generates with the base model, whose forward accelerate does not change.
+    PEFT generates with the base model. accelerate does not change the forward of this model.
     """
     return not hasattr(trainer.model, "peft_config")
 
@@ -277,7 +277,7 @@ def _prompts_and_completions(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def _shadow(trainer: Any, twin: nn.Module) -> Any:
-    """Return a copy of the trainer with `twin` as its model; the trainer's metrics and state are copied too."""
+    """Return a copy of the trainer with the model `twin`, and with copies of its metrics and state."""
     shadow = copy.copy(trainer)
     shadow.model = shadow.model_wrapped = twin
     for name in ("_metrics", "_stored_metrics", "state"):
@@ -289,7 +289,7 @@ def _shadow(trainer: Any, twin: nn.Module) -> Any:
 # Errors of accelerate for a data stream without a batch, and of torch for an empty data set.
 _NO_DATA = ("does not contain any data", "num_samples should be a positive integer")
 _PROCESSES = 8
-"""Number of batches to compare if several processes train. The batches are of different processes or steps."""
+"""Number of batches to compare if several processes train. They are of different processes or steps."""
 
 
 def _first_batches(trainer: Any, most: int) -> list[Any]:

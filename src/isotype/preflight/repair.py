@@ -1,4 +1,4 @@
-"""`isotype.repair`: applies to the real model the fixes that a second trace has verified."""
+"""`isotype.repair`: applies fixes to the real model that another trace has verified."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from isotype.report.check.report import Report
 
 @dataclass(frozen=True)
 class Repairs:
-    """The fixes that `repair` chose, and the findings that remain. Iterating over this object yields the fixes.
+    """The fixes that `repair` has chosen, and the remaining findings. Iteration yields the fixes.
 
     Attributes:
-        fixes: the fixes that together resolve the findings, in the order in which they were chosen.
+        fixes: the fixes that resolve the findings together, in the order of the choice.
         settings: argument of the step (`autocast`, `scaler`, …) -> the new value that the caller has to set.
-        lines: `file:line` in code -> the dtype that the caller has to use in that line.
+        lines: `file:line` in code -> the dtype that the caller has to write in that line.
         left: findings that no fix resolves, each with the reason.
         resolved: findings that the repaired model no longer has.
-        pending: findings that disappear only when the caller has changed `settings` and `lines`.
+        pending: findings that disappear when the caller has changed `settings` and `lines`.
     """
 
     fixes: tuple[Fix, ...]
@@ -42,7 +42,7 @@ class Repairs:
 
     @property
     def to_do(self) -> tuple[Fix, ...]:
-        """The fixes that the caller has to apply, or to complete by changing a setting or a line."""
+        """The fixes that the caller has to apply or complete, by changing a setting or a line."""
         return tuple(fix for fix in self.fixes if needs_the_caller(fix))
 
     def undo(self) -> None:
@@ -75,16 +75,15 @@ class Repairs:
 def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
     """Apply verified fixes to `model` in place, the cheapest first, until the report's findings are resolved.
 
-    `repair` chooses a fix for each finding in turn, errors first. After each choice it traces the step with all chosen
-    fixes. So `repair` never fixes a finding twice, and never combines fixes that work only one at a time.
+    `repair` chooses a fix for one finding after another, errors first. After each choice, it traces the step with all
+    chosen fixes. So no finding is fixed twice, and no fixes are combined that work only alone.
 
     Args:
         model: the model that was checked.
         report: from `isotype.check(model, …)`.
-        unsafe: whether `repair` also applies fixes that change stored digits or the meaning of the step.
+        unsafe: whether fixes are allowed that change stored digits or the meaning of the step.
 
-    Raises:
-        UsageError: the report has no step to trace again, or is about another model. The model stays unchanged.
+    Raises: UsageError: the report has no step to trace again, or it is about another model. The model stays unchanged.
     """
     if report.again is None:
         what, fix = f"a report of {report.trace.model} without its step", "call isotype.check again"
@@ -110,20 +109,20 @@ def _gone(report: Report, actions: Sequence[Action]) -> tuple[Finding, ...]:
 
 
 def faults(findings: Iterable[Finding]) -> set[tuple[str, str]]:
-    """Return (code, cause) of each finding. The pair identifies the finding in other traces of the same model."""
+    """Return (code, cause) of each finding. The same pair is the same finding in other traces of the model."""
     return {(finding.code, finding.cause) for finding in findings}
 
 
 def plan(
     report: Report, unsafe: bool = False, *, command: bool = False
 ) -> tuple[list[Fix], list[tuple[Finding, str]]]:
-    """Return the fixes that together resolve the most findings of `report`, and (finding, reason) for the others.
+    """Return the fixes that resolve the most findings of `report` together, and (finding, reason) for the other findings.
 
-    After each fix, the step is checked again, because one cause can hide another. A fix for a finding is searched only
-    once: the finding is then resolved, or it remains.
+    After each fix, the step is checked again, because one cause can hide another. For each finding, a fix is searched
+    once.
 
     Args:
-        command: whether the fixes are for the arguments of a training command instead of a model.
+        command: whether the fixes are for the arguments of a training command. A command's model cannot be changed.
     """
     assert report.again is not None
     chosen: list[Fix] = []

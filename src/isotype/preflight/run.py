@@ -47,17 +47,17 @@ def run(
     measure: bool = True,
     traced: Trace | None = None,
 ) -> Report:
-    """Return the report on a step. `isotype.preflight.check.check` describes the report and the other arguments.
+    """Return the report on a step. `isotype.preflight.check.check` describes the report and its arguments.
 
     Args:
         measure: whether the values of a float16 step may be measured.
-        traced: the result of `trace_of` for this request, or None if the step is not traced yet.
+        traced: the result of `trace_of` for this request; None if the step has not been traced.
     """
     started = time.perf_counter()
     setup = setup_of(request)
     try:
         step = _Step(_code_of(request), setup)
-        # No other code runs between these traces: the objects that the step can reach are saved once for all traces.
+        # No other code runs between these traces. So the objects that the step can reach are saved once for all of them.
         untouched = step.code.reached()
         tried = replace(step, untouched=untouched)
         trace = traced or tried.trace(deadline=time.monotonic() + seconds)
@@ -168,10 +168,10 @@ class _Step:
     def _with(
         self, actions: tuple[Action, ...], finding: Finding, findings: Sequence[Finding]
     ) -> tuple[Finding, ...] | None:
-        """Return the findings of the step with `actions`, or None if these cannot be applied or do not resolve `finding`.
+        """Return the findings of the step with `actions`; None if the actions cannot be applied or do not resolve `finding`.
 
-        The trace stops after the forward if it shows a new error, or still the error of `finding`. The actions are then
-        no fix.
+        The trace stops after the forward if the forward has a new error, or still that of `finding`. Then the actions
+        are no fix.
         """
         if actions in self.tried:
             return self.tried[actions]
@@ -215,10 +215,10 @@ def _roots(
     tried: Mapping[tuple[Action, ...], Sequence[Finding] | None],
     order: Mapping[tuple[str, str, str], int],
 ) -> tuple[Finding, ...]:
-    """Return the findings. If one error causes another, the second error becomes a note of the first.
+    """Return the findings. An error that another error causes becomes a note of the other error.
 
-    Error B counts as caused by error A if B comes later in the step, a fix of A resolves both, and no fix of B resolves
-    A. Only fixes that change the model count, because a change of an argument or a line may fix several causes at once.
+    Error A causes error B if B is later in the step, a fix of A resolves both, and no fix of B resolves A. Only fixes of
+    the model count: a change of an argument or a line may fix several causes at once.
     """
     errors = [finding for finding in findings if finding.severity == "error"]
     position = {finding.key: order.get(_place(finding), len(order)) for finding in errors}
@@ -258,7 +258,7 @@ def _downstream(errors: Sequence[Finding]) -> str:
     return f"{plural(len(places), 'downstream error')}: {listed(places)}"
 
 
-# Most fixes that a finding shows, in order of preference: more alternatives would not help, and each needs a trace.
+# Number of preferred fixes that a finding shows. More alternatives would not help, and each needs a trace.
 _FIXES_SHOWN: Mapping[Severity, int] = {"error": 3, "warning": 3, "note": 1}
 
 
@@ -295,15 +295,15 @@ def setting_value(value: str) -> Any:
 
 
 COPIED = 64 << 20
-"""Bytes that `measure_reach` may always use to copy layers of the model, even if the step takes little memory."""
+"""Bytes that `measure_reach` may always use for a copy of layers, even if the step needs little memory."""
 
 
 def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
     """Return which inputs of the step influence which predictions.
 
-    Returns None if the request disables this measurement, or if the inputs lack token ids or labels. The measurement
-    runs a copy of the model's layers with at most `most_bytes`. A larger model is replaced by a smaller one of its
-    class, if one can be built.
+    Returns None if the request disables this measurement, or if the inputs have no token ids or labels. The measurement
+    runs a copy of the model's layers, in at most `most_bytes`. In place of a larger model, it runs a small model of the
+    same class, if one can be built.
     """
     if request.wiring is False or "forward" not in request.phases:
         return None
@@ -319,25 +319,25 @@ def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
         )
     if "fused_lm_head" not in batch or reach is None or reach.labels is None or reach.labels.shift != 0:
         return reach
-    # The measured forward is the model's own. The fused head of the step shifts the labels, which BartForCausalLM does not.
+    # The model's own forward is measured. The fused head of the step shifts the labels; BartForCausalLM does not.
     return replace(reach, labels=replace(reach.labels, shift=1))
 
 
 logger = logging.getLogger("isotype")
 
 SECONDS = 20.0
-"""A check measures value ranges only if it expects to need at most this many seconds. `measure_ranges` has no limit."""
+"""A check measures value ranges if this takes at most this many seconds, by an estimate. `measure_ranges` has no limit."""
 
 _FLOPS_A_SECOND = {"cpu": 3e10, "cuda": 3e12}
 """Device type -> float32 FLOP/s of a slow device of this type: two CPU cores with AVX2, and a T4 GPU."""
 _WEIGHTS_A_SECOND = 2e8
 """Number of weights that are cast to float32 in a second."""
 _AGAIN = 4 / 3
-"""FLOPs of a measurement, relative to a step: the measurement's backward also computes each block's forward again."""
+"""FLOPs of a measurement, relative to a step. Its backward computes each block's forward again."""
 
 
 def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[str, ...]]:
-    """Return the measured ranges, or None, and notes that say why something was not measured."""
+    """Return the measured ranges or None, and notes on what was not measured and why."""
     model, inputs = request.model, named_inputs(request.inputs)
     if not _measurable(model, inputs, trace):
         return None, ()

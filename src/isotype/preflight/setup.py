@@ -1,4 +1,4 @@
-"""The settings of a requested step, with all defaults filled in, and the errors of invalid arguments."""
+"""The settings of a requested step, with all defaults, and the errors about invalid arguments."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _checkpointing_words(request: StepRequest) -> str:
 
 
 def _padding_words(inputs: Any) -> Iterator[str]:
-    """Yield a clause about columns that are padding in every row, if more than a tenth of all columns are."""
+    """Yield a clause about columns that are padding in every row, if they are more than a tenth of all columns."""
     mask = named_inputs(inputs).get("attention_mask")
     if type(mask) is torch.Tensor and mask.ndim == 2 and not mask.is_meta:
         empty = int((mask == 0).all(0).sum())
@@ -137,5 +137,5 @@ def _padding_words(inputs: Any) -> Iterator[str]:
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the weight dtype of most computing modules. If dtypes tie, the one with more elements is returned."""
+    """Return the weight dtype of most modules that compute. In a tie, the dtype with more elements wins."""
     return whole(tallies(unread_weights(model))) or torch.float32

@@ -1,1 +1,1 @@
-"""Frozen data that all parts of isotype share: step requests, traces, findings."""
+"""Frozen data for all parts of isotype: step requests, traces, findings."""

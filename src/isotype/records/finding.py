@@ -49,7 +49,7 @@ ActionKind = Literal[
 
 Scope = Literal["model", "setting", "line", "library", "advice"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-"""Parts that a fix can change, in order of preference. `repair` changes only the model; the caller changes the others."""
+"""Parts that a fix can change, in order of preference. `repair` changes the model; the caller changes the rest."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Action:
 
 @cache
 def in_library(source: str) -> bool:
-    """Return True if `file:line` is in an installed package or the standard library, where an update removes edits."""
+    """Return True if `file:line` is in an installed package or the standard library. An update would undo edits there."""
     path = Path(source.rpartition(":")[0])
     installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
     return installed or path.is_relative_to(sysconfig.get_path("stdlib"))
@@ -88,12 +88,12 @@ def in_library(source: str) -> bool:
 
 @dataclass(frozen=True)
 class RangeBoundaries:
-    """The value of a `ranges` action: a policy's decisions that follow from measured value ranges.
+    """The value of a `ranges` action: decisions of a policy that follow from measured value ranges.
 
     Attributes:
         compute: name of the matmuls' dtype.
         wide_residual: whether the residual stream is in float32.
-        exceptions: name in the base model, treatment and exponent of each `isotype.precision.policy.ModuleException`.
+        exceptions: for each `isotype.precision.policy.ModuleException`: name in the base model, treatment and exponent.
     """
 
     compute: str
@@ -101,7 +101,7 @@ class RangeBoundaries:
     exceptions: tuple[tuple[str, str, int], ...] = ()
 
     def action(self) -> Action:
-        """Return the action with which a fix applies these decisions to a whole model."""
+        """Return the action by which a fix applies these decisions to a whole model."""
         return Action("ranges", "", json.dumps(asdict(self)))
 
     @classmethod
@@ -119,10 +119,10 @@ class Fix:
         description: the change as an instruction ("return each norm's output in bfloat16").
         safety: `"safe"` if the fix keeps the meaning of the model and all digits of its weights; `"unsafe"` if it may
             change them.
-        verified: whether a second trace of the whole step with the fix has neither the finding nor new findings.
+        verified: whether the whole step was traced with the fix, without the finding and without new findings.
         actions: the changes; empty if no actions can express the fix.
-        outcome: result of a second trace with the fix, in words; "" before that trace.
-        command: a command that applies the fix, as a program and its arguments; empty if there is no such command.
+        outcome: what another trace with the fix showed, in words; "" before that trace.
+        command: a command that applies the fix, as a program and its arguments; empty without one.
     """
 
     description: str
@@ -134,7 +134,7 @@ class Fix:
 
     @property
     def works(self) -> bool:
-        """True if a second trace with the fix, which may have ended early, has neither the finding nor new findings."""
+        """True if another trace with the fix (which may have ended early) has neither the finding nor new ones."""
         return self.verified or bool(self.outcome)
 
     @property
@@ -144,26 +144,25 @@ class Fix:
 
     @property
     def scope(self) -> Scope:
-        """The scope of an action that comes last in `SCOPES`. A fix that changes a model and a setting has `setting`."""
+        """The scope of the action that is last in `SCOPES`. A fix of a model and a setting has `setting`."""
         return max((action.scope for action in self.actions), key=SCOPES.index, default="advice")
 
 
 def marked(fix: Fix) -> str:
-    """Return a fix's description, with a remark if the fix changes a library's code."""
+    """Return a fix's description, with a remark if it changes a library's code."""
     return f"{fix.text} (in a library's code)" if fix.scope == "library" else fix.text
 
 
 def by_preference(fixes: Iterable[Fix], *, unsafe: bool = False, command: bool = False) -> tuple[Fix, ...]:
-    """Return fixes in order of preference; fixes of equal rank keep the order that the rule gave them.
+    """Return fixes in order of preference. Fixes of equal rank keep the rule's order.
 
-    Fixes of the model come first, then fixes of settings, of the user's code, and of library code. Safe fixes come
-    before unsafe fixes of the same scope. If `unsafe` is False, unsafe fixes come after all safe fixes, but before
-    fixes of library code.
+    First come fixes of the model, then of settings, of the user's code, and of library code. Within a scope, safe fixes
+    come first. If `unsafe` is False, unsafe fixes come after all safe ones, but before library code.
 
     Args:
         fixes: fixes of one finding.
         unsafe: whether unsafe fixes are requested.
-        command: whether the fixes are for an isotype command: its settings can be changed, its model cannot.
+        command: whether the fixes are for an isotype command. Its settings can be changed, its model cannot.
     """
     scopes: Sequence[Scope] = ("setting", *(s for s in SCOPES if s != "setting")) if command else SCOPES
 
@@ -179,11 +178,11 @@ class Cost:
     """The cost of a silent finding in one step.
 
     Attributes:
-        flops_share: fraction (0 to 1) of the step's FLOPs that run in a slower dtype because of the finding.
+        flops_share: fraction (0 to 1) of the step's FLOPs that the finding moves to a slower dtype.
         cast_bytes: bytes that the finding's casts read and write.
         memory_bytes: bytes that the finding adds to the memory peak.
-        slowdown: estimated time of the step on the profile's device, divided by its estimated time without the finding;
-            None if unknown.
+        slowdown: estimated time of the step on the profile's device, divided by the time without the finding; None if
+            unknown.
     """
 
     flops_share: Share = 0.0
@@ -194,7 +193,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Finding:
-    """A fact that a rule derives from a trace; all operators with the same cause share a finding.
+    """A fact that a rule finds in a trace. All operators with the same cause share a finding.
 
     Attributes:
         severity: `"error"` crashes or corrupts; `"warning"` silently costs speed, memory or precision; `"note"` does
@@ -204,7 +203,7 @@ class Finding:
         op: the operator; "" if there is none.
         phase: phase of the step.
         source: `file:line` of the code that called the operator.
-        cause: name of the module, or source line of the code, that introduced the dtype, and how it did so.
+        cause: name of the module, or source line, that introduced the dtype, and how it did so.
         evidence: the dtype's path from its cause to the operator, one line per step.
         notes: further facts, such as the number of places or an assumption.
         fixes: fixes in order of preference, see `by_preference`.
@@ -233,7 +232,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """The values that identify the finding in every trace of the same model."""
+        """The values by which the finding is found again in other traces of the same model."""
         return (self.code, self.cause, self.module)
 
 
@@ -243,7 +242,7 @@ def places(of: Iterable[Call | Weight]) -> tuple[str, ...]:
 
 
 def finding_at(severity: Severity, message: str, calls: Sequence[Call], **more: Any) -> Finding:
-    """Return a finding about operator calls with one cause; its place and operands are those of the first call."""
+    """Return a finding about calls with one cause. Its place and operands are those of the first call."""
     call = calls[0]
     return Finding(
         severity,

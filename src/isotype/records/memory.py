@@ -13,7 +13,7 @@ Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "evaluate
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 BETWEEN_STEPS: tuple[Phase, ...] = ("evaluate", "rollout")
-"""Phases without gradients between steps. `StepRequest.evaluation` adds them; a trace has no calls of them."""
+"""Phases without gradients between steps. `StepRequest.evaluation` adds them; a trace has no calls in them."""
 
 MemoryKind = Literal[
     "weights",
@@ -49,8 +49,9 @@ class Memory:
 
     Attributes:
         phases: phase -> kind -> bytes at that phase's peak.
-        timeline: the step in about 500 intervals or fewer, each with the moment at which most bytes were in use.
-        saved: phase -> bytes of activations that layers (`model.layers.0`) had saved for the backward before that phase's peak.
+        timeline: at most about 500 intervals of the step, each with the moment of the most bytes in use.
+        saved: phase -> bytes of activations that layers (`model.layers.0`) saved for the backward, up to that phase's
+            peak.
         layers: number of layers whose forward saved activations.
     """
 
@@ -77,8 +78,8 @@ class Products:
     Attributes:
         flops: FLOPs of a step; attention counts half, as with a causal mask.
         flops_per_second: the device's dense peak rate.
-        emulated_in: the dtype in which the device computes if it has no units for the operands' dtype; else None. The
-            rate `flops_per_second` is then that of `emulated_in`.
+        emulated_in: the dtype in which the device computes if it has no units for the operands' dtype; else None.
+            `flops_per_second` is the rate of `emulated_in`.
     """
 
     flops: float
@@ -96,14 +97,14 @@ class StepTime:
     """The minimum time of one step. A product is a matmul-like operator.
 
     Attributes:
-        seconds: minimum seconds of the products. A product takes the time of its compute or of its memory traffic,
-            whichever is longer. Fusing other operators cannot make a step faster than `seconds`.
-        traced_seconds: minimum seconds of all traced operators. If the profile has `DeviceProfile.steps`, kernel fusion
-            and launches are included.
+        seconds: minimum seconds of the products. A product takes the longer of two times: that of its compute, or of its
+            memory traffic. Fusing other operators cannot make a step faster.
+        traced_seconds: minimum seconds of all traced operators. With `DeviceProfile.steps`, this includes kernel fusion
+            and launches.
         products: dtype -> products.
         bytes: bytes that all operators read and write.
         bytes_per_second: the device's memory bandwidth.
-        launches: number of operators that run on the device; each launches at least one kernel.
+        launches: number of operators on the device; each launches at least one kernel.
         tokens: tokens of the step's batch on one device; None if the batch has no tokens.
         host_seconds: seconds that the host needs for the kernel launches; 0 if unknown.
     """
@@ -129,7 +130,7 @@ class StepTime:
 
     @property
     def bound(self) -> Literal["products", "memory traffic", "launches"]:
-        """The kind of work that takes most of the time of the traced step."""
+        """The kind of work that takes most of the traced step's time."""
         if self.host_seconds >= self.traced_seconds:
             return "launches"
         return "products" if self.products_seconds > self.traced_seconds / 2 else "memory traffic"
@@ -141,5 +142,5 @@ class StepTime:
 
     @property
     def launch_seconds(self) -> float:
-        """The device's mean seconds per launched kernel. If the host takes longer to launch one, the device waits."""
+        """The device's mean seconds for a launched kernel. If the host needs longer for a launch, the device waits."""
         return self.traced_seconds / self.launches

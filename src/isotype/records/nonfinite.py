@@ -58,21 +58,21 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The first operator with a non-finite result whose operands are finite or come from outside of the step.
+    """The first operator with a non-finite result from finite operands, or from operands from outside of the step.
 
     Attributes:
         op: name of the operator, such as `aten.mm.default`.
-        module: fully qualified name of the innermost module; in the backward, the module of the forward call. "" is
-            the model itself or the loss.
+        module: fully qualified name of the innermost module; in the backward, that of the forward call. "" is the model
+            itself or the loss.
         phase: forward, backward, or unscale for the gradient norm.
         source: `file:line` of the call; "" if unknown.
         operands: float operands before the operator ran.
-        culprit: the operand that was already not finite; None if all operands were finite.
-        exact: largest magnitude of the result in the next wider dtype (float32 for 16 bits, else float64). None if that
-            result is not finite either, or if the operator does not support that dtype.
-        entries: the operands' values at the first element that is not finite, for an element-wise operator; empty for
-            cause `"row"`.
-        rows: indices of the batch's rows whose result is not finite; empty if the result has no row for each of them.
+        culprit: the operand that was not finite before; None if all were finite.
+        exact: largest magnitude of the result in the next wider dtype (float32 for 16 bits, else float64). None if it is
+            not finite there either, or if the operator refuses that dtype.
+        entries: operand values of an element-wise operator at the first element that is not finite; empty for the cause
+            `"row"`.
+        rows: indices of the batch's rows with a non-finite result; empty if the result has no such rows.
         batch: number of rows in the batch; 0 if unknown.
         scale: loss scale of the backward; None without a loss scale.
     """

@@ -1,4 +1,4 @@
-"""Frozen data that says which inputs and weights change which predictions and gradients of a step."""
+"""Frozen data on which inputs and weights change which predictions and gradients of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Source = Literal[
 """Kinds of inputs on which a prediction must not depend."""
 
 Unused = Literal["input", "picture", "adapter", "weight", "ungraded", "count"]
-"""Kinds of inputs and parameters that should change predictions but do not. The loss's graph lacks `ungraded` ones."""
+"""Kinds of inputs and parameters that should change predictions but do not. `ungraded` ones are not in the loss's graph."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Leak:
         changed: number of changed predictions.
         of: number of compared predictions.
         largest: the largest change of a logit, relative to the largest logit.
-        module, kind: name and class of the first module with equal inputs and changed outputs; "" if there is none.
-        without: an input of the model; if it is left out, the leak disappears. "" if there is no such input.
+        module, kind: name and class of the first module with equal inputs and other outputs; "" without one.
+        without: an input of the model without which the leak disappears; "" if there is none.
     """
 
     source: Source
@@ -64,9 +64,9 @@ class Labels:
 
     Attributes:
         learned: number of predictions on which the loss depends.
-        shift: number of tokens from a prediction to its label (1 in a causal model); None if the labels do not repeat
-            the inputs.
-        at_padding: number of labels of tokens that the attention mask leaves out.
+        shift: number of tokens from a prediction to its label (1 in a causal model); None if labels do not repeat the
+            inputs.
+        at_padding: number of labels at tokens that the attention mask leaves out.
         at_pictures: number of labels of image tokens.
     """
 
@@ -78,12 +78,12 @@ class Labels:
 
 @dataclass(frozen=True)
 class Matrix:
-    """For one row of the batch: the tokens on which each prediction depends.
+    """For one row of the batch: the tokens that each prediction depends on.
 
     Attributes:
         row: index of the row in the batch.
         sequences: index of each token's sequence; -1 for padding.
-        reached: (column of a prediction, columns of the tokens that change this prediction).
+        reached: (column of a prediction, columns of the tokens that change it).
     """
 
     row: int
@@ -91,7 +91,7 @@ class Matrix:
     reached: tuple[tuple[int, tuple[int, ...]], ...]
 
     def meant(self, column: int, token: int) -> bool:
-        """Return True if the prediction at `column` may depend on the token in a causal model."""
+        """Return True if, in a causal model, the prediction at `column` may depend on the token."""
         return token <= column and self.sequences[token] == self.sequences[column]
 
 
@@ -111,7 +111,7 @@ class Collective:
 
     @property
     def alike(self) -> tuple[str, int]:
-        """A key of the call. The calls of two processes can complete together only if their keys are equal."""
+        """A key of the call. Calls of two processes complete together only if their keys are equal."""
         return self.move, self.elements
 
     def __str__(self) -> str:
@@ -120,12 +120,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class Parting:
-    """The first place in a step at which two processes call different collectives.
+    """The first place in a step where two processes call different collectives.
 
     Attributes:
-        process: index of the process (and of its batch) whose collectives differ from the first process's.
+        process: index of the process (and its batch) that differs from the first process.
         at: index of the collective in the step.
-        first, other: the collectives that the two processes call; None if a process has no further collective.
+        first, other: the collectives of the two processes; None if a process has no further one.
     """
 
     process: int
@@ -136,16 +136,16 @@ class Parting:
 
 @dataclass(frozen=True, slots=True)
 class Unreached:
-    """A trainable parameter that the forward uses but that gets no gradient.
+    """A trainable parameter that the forward uses and that gets no gradient.
 
     Attributes:
         weight: name of the parameter.
         module, source: place of the parameter's first use.
         function: the `torch.autograd.Function` whose forward uses the parameter; "" if there is none.
-        behind: modules that ran with gradients on and ended before the first use of the parameter, in order.
-        ignored: whether the parameter is used with gradients on, but the loss does not depend on that result.
-        cut: `file:line` of the code that drops the graph of a result (`detach()`, `.data`, `item()`); "" if none does.
-        cleared: whether the backward computed the gradient, but code removed it before the optimizer's step.
+        behind: modules that ran with gradients on and ended before the first use, in order.
+        ignored: whether the parameter is used with gradients on, and the loss does not depend on the result.
+        cut: `file:line` that drops the graph of a result (`detach()`, `.data`, `item()`); "" if there is none.
+        cleared: whether the backward computed the gradient, and code removed it before the optimizer's step.
     """
 
     weight: str
@@ -160,20 +160,20 @@ class Unreached:
 
 @dataclass(frozen=True)
 class Reach:
-    """Dependences of predictions and gradients on inputs and weights, as measured on one batch.
+    """The dependences of predictions and gradients on inputs and weights, measured on one batch.
 
     Attributes:
         copy: the measured copy of the model, in words.
         rows, tokens: shape of the measured batch.
         labels: the labels in the loss; None if the model returns no logits.
-        leaks: predictions that change with inputs on which they must not depend.
+        leaks: predictions that change with inputs that they must not depend on.
         unused: inputs and parameters that change no prediction.
-        undecided: dependences that were not measured; each clause names one, with the reason.
-        matrix: the tokens on which some predictions of one row depend; None if not measured.
-        skipped: modules with weights that run for the batches of some processes, but not of all.
-        parting: the first place at which processes call different collectives of FSDP. None if no calls differ, if
-            there is only one batch, or if this process already has a process group.
-        ungraded: trainable parameters that get no gradient from the loss of at least one batch.
+        undecided: clauses on dependences that were not measured, each with the reason.
+        matrix: the tokens that some predictions of one row depend on; None if not measured.
+        skipped: modules with weights that run for the batches of some processes only.
+        parting: the first place where processes call different collectives of FSDP. None if none differ, if there is one
+            batch, or if this process has a process group.
+        ungraded: trainable parameters that get no gradient from the loss of some batch.
     """
 
     copy: str

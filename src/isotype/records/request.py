@@ -19,10 +19,10 @@ DEFAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimize
 
 @dataclass(frozen=True)
 class LossOf:
-    """A loss function (model, inputs) -> loss, and its inputs by name. A trace replaces the input tensors by fake tensors.
+    """A loss function (model, inputs) -> loss, and its inputs by name. A trace has fake tensors in place of the inputs.
 
-    Two attributes describe an evaluation's function. If `generates` is True, it generates tokens, and its phase is
-    `rollout`. If `kept` is not 0, it returns predictions, and `kept` times their bytes stay in memory.
+    Two attributes are for evaluations. With `generates`, the function generates tokens, and its phase is `rollout`. With
+    `kept` other than 0, it returns predictions, and `kept` times their bytes stay in memory.
     """
 
     function: Callable[[nn.Module, Any], Any]
@@ -42,17 +42,17 @@ class StepSettings:
 
     Attributes:
         fsdp: version of FSDP (1 or 2); 0 without FSDP.
-        devices: number of devices that train together; with `fsdp` they share the weights, else each has all weights
-            (DDP). Memory is counted for one device.
+        devices: number of devices that train together. With `fsdp`, they share the weights; else each has all (DDP).
+            Memory is that of one device.
         reshard: whether FSDP frees a block's gathered weights after the block's forward.
         zero3: version of DeepSpeed if the run uses its ZeRO-3; else "".
         find_unused: whether DDP looks for parameters without a gradient (`find_unused_parameters`).
         shard_integers: whether FSDP shards frozen weights stored as integers (isotype does so, accelerate does not).
         autocast_eval: whether autocast is also on in evaluation and in the phase `"generate"`.
-        ahead: number of batches that are in the device's memory in addition to the current batch.
+        ahead: number of batches in the device's memory besides the current batch.
         room: device memory that the step may take; None for the device's limit.
-        ranges: measured value ranges. If `ranges` is None, `run` measures the ranges of a float16 step, provided that the
-            weights are available and the measurement is short.
+        ranges: measured value ranges. With None, `run` measures those of a float16 step, if the weights are there and
+            the measurement is short.
     """
 
     fsdp: int = 0
@@ -69,7 +69,7 @@ class StepSettings:
 
 @dataclass(frozen=True, eq=False)
 class StepRequest(StepSettings):
-    """A training step to check, with all its settings. Fields that are not listed are those of `StepSettings`.
+    """A training step to check, with all its settings. `StepSettings` describes the fields that are not listed.
 
     Attributes:
         model: any `nn.Module`, real or on the meta device.
@@ -80,16 +80,16 @@ class StepRequest(StepSettings):
         scaler: whether a GradScaler is used; None to use it only under float16 autocast.
         optimizer: a name, an optimizer, a list of optimizers, or a callable parameters -> optimizer.
         phases: phases of the step, in any order; `"generate"` adds a forward without labels and gradients.
-        learning_rate: learning rate of the optimizer; None if `optimizer` has its own rate.
-        gradient_checkpointing: True, or arguments of the model's `gradient_checkpointing_enable`; None or False keeps
+        learning_rate: learning rate of the optimizer; None for that of `optimizer` itself.
+        gradient_checkpointing: True, or arguments of the model's `gradient_checkpointing_enable`; None and False keep
             the model's setting.
         generate: function of the model that the phase `"generate"` runs.
-        fold: whether equal layers are traced once; a finding in one layer then applies to all equal layers.
+        fold: whether equal layers are traced once. A finding in one of them is then about all.
         evaluation: an evaluation batch between steps, given like `inputs`; None without evaluation.
         reference: kind of the frozen reference copy that the loss uses (`weights` or `adapters`); None without a copy.
         accumulates: number of micro-batches in an optimizer step, or True for several.
-        wiring: whether to run a small copy of the model to measure which predictions depend on which inputs. If a
-            wrapper calls the model with other inputs, `wiring` contains them instead of True.
+        wiring: whether to measure on a small copy of the model which predictions depend on which inputs. If a wrapper
+            calls the model with other inputs, these are given in place of True.
         others: batches that other processes get at the same time.
     """
 
@@ -113,15 +113,15 @@ class StepRequest(StepSettings):
 
 
 def named_inputs(inputs: Any) -> Mapping[str, Any]:
-    """Return a step's inputs by name; an empty mapping if `inputs` is a callable, which creates its inputs itself."""
+    """Return a step's inputs by name; an empty mapping for a callable, which creates its inputs."""
     named: Mapping[str, Any] = inputs.inputs if isinstance(inputs, LossOf) else inputs
     return {} if callable(named) else named
 
 
 def batches_ahead(micro_batches: int, kind: str) -> int:
-    """Return the number of batches that a `Trainer` has in a device's memory in addition to the current batch.
+    """Return how many batches a `Trainer` has in a device's memory besides the current one.
 
-    A `Trainer` first fetches all micro-batches of an optimizer step. accelerate's loader fetches one more batch, which
-    stays in the host's memory. `kind` is the kind of the device.
+    A `Trainer` first fetches all micro-batches of an optimizer step. accelerate's loader fetches one more, which stays
+    in the host's memory. `kind` is the device's.
     """
     return micro_batches - 1 + (kind == "cpu")

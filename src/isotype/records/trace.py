@@ -31,7 +31,7 @@ CASTS = frozenset({"aten._to_copy.default", "aten.copy_.default", "prims.convert
 CAST_FUNCTIONS = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
 )
-"""Python names of `.to(dtype)` and similar calls. A cast in a function with another name is made by autocast."""
+"""Python names of `.to(dtype)` and similar calls. A cast with another function name is autocast's."""
 
 OriginKind = Literal[
     "parameter",  # `name` is its fully qualified name
@@ -52,19 +52,19 @@ OriginKind = Literal[
 ]
 
 FROM_NUMPY = "a tensor from NumPy"
-"""Name in the origin of a tensor that shares its memory with an array. The origin's source is the first line that uses it."""
+"""Origin name of a tensor that shares its memory with an array. The source is the first line that uses it."""
 SHARED = ("outside", "scratch")
-"""Values of `Origin.kind` for tensors that a model shares with other code."""
+"""Values of `Origin.kind` for tensors that the model and other code share."""
 
 COPY_OF_WEIGHT = "a tensor with the shape of a trained weight"
-"""Name of a tensor outside of the model that the script changes between two steps, such as a moving average."""
+"""Name of a tensor outside of the model that the script changes between steps, such as a moving average."""
 
 UNSAFE = "is unsafe to autocast"
 """Part of a `Breach`'s message if autocast forbids the function."""
 
 ATTENTION = "torch.scaled_dot_product_attention"
 NO_ATTENTION_KERNEL = "No available kernel. Aborting execution."
-"""A `Breach`'s message if no enabled kernel accepts a call of `ATTENTION`."""
+"""Message of a `Breach` if no enabled kernel accepts a call of `ATTENTION`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,9 +77,9 @@ class Origin:
         name: name of the parameter, buffer or argument; else the operator.
         module: fully qualified name of the module that set the dtype ("" is the model itself).
         source: `file:line` of the code; "" if there is none.
-        before: origin of the operand of a cast, or of the operand from which a promotion or conversion took the dtype.
-        like: origin of the tensor from which a cast or a new tensor gets its dtype (`x` in `y.to(x.dtype)`); None if
-            the code names the dtype itself.
+        before: origin of a cast's operand, or of the operand whose dtype a promotion or conversion chose.
+        like: origin of the tensor whose dtype a cast or new tensor gets (`x` in `y.to(x.dtype)`); None if the code names
+            the dtype.
     """
 
     kind: OriginKind
@@ -99,10 +99,10 @@ class Origin:
 
     @property
     def cause(self) -> Origin:
-        """The origin that chose the dtype. If several on the path did, it is the nearest.
+        """The origin that chose the dtype: the nearest one on the path.
 
-        The cause of a promotion is that of the operand whose dtype it chose. The cause of a cast to another tensor's
-        dtype is that of the other tensor. A parameter, an input, and a cast to an explicit dtype are their own causes.
+        A promotion has the cause of the operand whose dtype won. A cast to another tensor's dtype has that tensor's
+        cause. A parameter, an input, and a cast to a written dtype are their own causes.
         """
         cause = self
         while earlier := cause.like or (cause.before if cause.kind in ("promotion", "gradient") else None):
@@ -133,9 +133,9 @@ class Breach:
 
     Attributes:
         message: the real device's error message.
-        assumed: whether the contract is an assumption, because it was not measured on the device.
-        converted: the dtype to which the recorder converted the operands to continue; None without a conversion.
-        consequence: whether the same call had already broken a contract in the forward, with the same cause.
+        assumed: whether the contract was not measured on the device.
+        converted: the dtype to which the operands were converted to go on; None without a conversion.
+        consequence: whether the same call has broken a contract in the forward, for the same cause.
     """
 
     message: str
@@ -150,22 +150,22 @@ class Call:
 
     Attributes:
         op: `aten.mm.default`, or `GradScaler.unscale_` and similar calls that are no torch operators.
-        module: fully qualified name of the module that runs the call; in the backward, the module of the forward call.
+        module: fully qualified name of the module that runs the call; in the backward, that of the forward call.
         source: `file:line` in the model's (or the user's) code.
         operands: tensor arguments of all dtypes, before any conversion.
         results: (dtype, shape) of each returned tensor.
         flops: FLOPs of a matmul-like operator, two per multiply-add; 0 for other operators.
         repeats: number of calls in the real step (more than 1 inside a folded layer).
         recomputed: whether gradient checkpointing runs this forward call again in the backward.
-        off: error in radians of a sine's or cosine's argument that was rounded to 16 bits; 0 if unknown.
-        rounded_at: `file:line` that rounded the argument of the sine or cosine, or the name of a 16-bit input.
-        emptied: number of finite rows in which a cast turned every value into minus infinity; 0 if values are unknown.
+        off: error in radians of a sine's or cosine's argument after rounding to 16 bits; 0 if unknown.
+        rounded_at: `file:line` where that argument was rounded, or the name of a 16-bit input.
+        emptied: number of finite rows that a cast turned into minus infinity; 0 if values are unknown.
         numbers: names and values of Python float arguments: `(("min", 1e-12),)`.
-        outside: an index out of range that makes the operator fail, and the size of the table that it indexes.
-        undefined: number of results that are NaN whatever the weights are: softmax rows with every element masked, or a
-            mean over no label. -1 for a sum over no label, which is 0.
-        by_script: True if the user's script made this call (such as clipping) after the backward of a live step.
-        by_default: True if the call creates a tensor without a dtype argument: torch's default dtype decides.
+        outside: an index out of range with which the operator fails, and the size of its table.
+        undefined: number of results that are NaN with any weights: softmax rows that are masked everywhere, or a mean
+            over no label. -1 for a sum over no label, which is 0.
+        by_script: True if the script itself made this call (such as clipping) after the backward of a live step.
+        by_default: True if the call creates a tensor without a dtype argument, in torch's default dtype.
     """
 
     op: str
@@ -222,9 +222,9 @@ class Quantization:
         absmax: dtype of the scales.
         packed: current dtype of the packed bytes.
         storage: dtype of the packed bytes when they were packed.
-        repacking: the error that follows because an evaluation on a CPU repacks 4-bit weights; "" if repacking works; None
-            if an evaluation keeps the layout.
-        repacked: whether bitsandbytes has repacked the weight for this CPU: the new layout has no backward.
+        repacking: the error that follows if an evaluation on a CPU repacks 4-bit weights; "" if none follows; None if
+            nothing is repacked.
+        repacked: whether bitsandbytes has repacked the weight for this CPU. The new layout has no backward.
     """
 
     format: str
@@ -246,19 +246,19 @@ class Weight:
         name: fully qualified name, without the parts that wrappers add.
         shape: stored shape (packed, for 4-bit weights).
         trainable: whether the parameter requires a gradient.
-        adapter: whether the parameter belongs to a PEFT adapter or to a trained copy of a module.
+        adapter: whether the parameter is one of a PEFT adapter, or of a trained copy of a module.
         kind: kind of the module, see `isotype.model.walk.Place.kind`.
         pinned: whether the model's author keeps the parameter in float32.
         quantization: quantization state of the layer; None if the weight is not quantized.
         tied: other names of the same tensor.
-        repeats: number of weights, one per equal layer, that this weight represents if equal layers are traced once.
+        repeats: number of weights, one in each equal layer, for which this weight stands if equal layers are traced once.
         largest: largest absolute value; None if values are unknown.
         median_magnitude: median absolute value of the nonzero values; None if values are unknown.
-        exact_in: a 16-bit dtype that represents every value of a float32 weight; None if unknown or if there is none.
-        unit: the module with which FSDP2 gathers the weight, "" for the whole model; None if the weight is not sharded.
+        exact_in: a 16-bit dtype that has every value of a float32 weight; None if unknown or without one.
+        unit: the module with which FSDP2 gathers the weight ("" for the model); None if the weight is not sharded.
         gathered: the dtype in which FSDP2 gathers the weight for a forward; None if FSDP2 casts no weights.
-        was: the weight's dtype before the step's code cast the weight; None without such a cast.
-        set_on: an attribute that was set without effect, and its value (`encoder.requires_grad`, False); else None.
+        was: the weight's dtype before the step's code cast it; None without such a cast.
+        set_on: an attribute without effect that was set, and its value (`encoder.requires_grad`, False); else None.
     """
 
     name: str
@@ -290,28 +290,28 @@ class Weight:
 
 @dataclass(frozen=True)
 class Setup(StepSettings):
-    """Settings of the step. Fields that are not listed are those of `isotype.records.request.StepSettings`.
+    """Settings of the step. `isotype.records.request.StepSettings` describes the fields that are not listed.
 
     Attributes:
         profile: profile of the device.
         autocast: autocast dtype around forward and loss, or None.
         optimizer: name of the optimizer.
         learning_rate: learning rate of the optimizer; None if unknown.
-        updates: parameter -> (its optimizer, its learning rate); empty if all have `optimizer` and `learning_rate`.
+        updates: parameter -> (optimizer, learning rate); empty if all have `optimizer` and `learning_rate`.
         phases: the requested phases, in order.
         policy: the intended policy; None if the compute dtype was derived from the model.
-        compute: dtype to which the recorder converts operands that break a contract, unless a part of the model decides
-            otherwise. `compute` is the policy's dtype, autocast's dtype, or the dtype of most modules.
+        compute: dtype to which the recorder converts operands that break a contract, unless a part of the model has
+            another. It is the policy's dtype, autocast's dtype, or the dtype of most modules.
         gradient_checkpointing: arguments of the model's `gradient_checkpointing_enable`; None keeps the model's setting.
         checkpoint_dtype: dtype of the checkpoint according to the model's config; None if the config names none.
         attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None if unknown.
-        accumulates: number of micro-batches in an optimizer step; from the second one on, gradients are in memory.
+        accumulates: number of micro-batches in an optimizer step. From the second one on, gradients are in memory.
         batch: shapes of the inputs by argument name, for the report.
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
-        towers: names of the parts of the model that process only images or audio.
-        data: known facts about the data set's rows in words; "" if no data set was opened.
+        towers: names of the parts of the model for images or audio only.
+        data: what is known about the data set's rows, in words; "" without a data set.
         incompatible: incompatible versions of installed libraries; empty if the device is not in this machine.
-        family_ranges: published facts about value ranges in the model's family, with the source; "" if unknown.
+        family_ranges: what is published about value ranges in the model's family, with the source; "" if unknown.
     """
 
     profile: DeviceProfile
@@ -348,9 +348,9 @@ class Failure:
         phase, module, source: place of the error.
         error: class name and message of the error.
         dtype_related: whether operands of different dtypes were involved.
-        operands: float tensors in local variables of the code that raised the error, by name.
+        operands: float tensors in the local variables of the code that raised the error, by name.
         recomputed: whether gradient checkpointing was recomputing the forward.
-        condition: the code of the condition that failed, from an `assert` or the line above a `raise`; else "".
+        condition: the code of the condition that failed (of an `assert`, or above a `raise`); else "".
     """
 
     phase: Phase
@@ -364,10 +364,10 @@ class Failure:
 
 
 GRADIENTLESS = ("torch.autograd.backward", "GradScaler.step")
-"""Calls that raise an error if there are no gradients, whatever the dtypes are."""
+"""Calls that raise an error without gradients, for any dtypes."""
 NO_GRADIENT = "element 0 of tensors does not require grad and does not have a grad_fn"
 NOTHING_UNSCALED = "No inf checks were recorded for this optimizer."
-"""Error messages of the calls in `GRADIENTLESS` if there are no gradients."""
+"""Error messages of the calls in `GRADIENTLESS` without gradients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -381,27 +381,27 @@ class Trace:
         modules: fully qualified name -> class name.
         memory: memory peaks of the phases.
         failure: the error that ended the trace early; None if the step was traced to its end.
-        notes: the parts that were not traced and why, and other facts, such as the effect of a setting.
+        notes: which parts were not traced and why, and other facts, such as the effect of a setting.
         left: sentences about state that the trace could not restore.
         model: name or class of the model.
         input_dtypes: dtypes of the step's float inputs by name.
-        by_ranges: modules whose values do not fit into plain float16: name in the base model -> exponent. A layer with
-            a nonzero exponent multiplies its values by 2^-exponent; with exponent 0 it computes in float32.
+        by_ranges: modules whose values do not fit into float16: name in the base model -> exponent. With an exponent, a
+            layer multiplies its values by 2^-exponent; with 0, it computes in float32.
         reached: number of trainable parameters with a gradient; None if no backward finished.
-        unreached: trainable parameters that the forward uses, but that get no gradient.
-        without_effect: inputs from which no chain of operators leads to the loss.
+        unreached: trainable parameters that the forward uses and that get no gradient.
+        without_effect: inputs that reach the loss by no chain of operators.
         reach: dependence of predictions on inputs; None if not measured.
-        stale_casts: whether a forward used weights that autocast had cast, and cached, before an optimizer step.
-        repeated: the lines of two optimizer steps on the same gradients, without a backward between them; else None.
-        scaled: whether the optimizer stepped with gradients that were still multiplied by a GradScaler's loss scale.
-        unscaled: whether a GradScaler divided gradients by its scale, although no loss scale had multiplied the loss.
-        unmoved: 16-bit parameters that the optimizer's step did not change, although their gradient is not zero.
-        spoiled: 16-bit parameters in which the optimizer's step made values NaN or infinite.
+        stale_casts: whether a forward used casts of weights that autocast had cached before an optimizer step.
+        repeated: the lines of two optimizer steps with the same gradients and no backward between them; else None.
+        scaled: whether the optimizer used gradients that were still multiplied by a loss scale.
+        unscaled: whether a GradScaler divided gradients by its scale, although the loss had not been multiplied by it.
+        unmoved: 16-bit parameters with a gradient that the optimizer's step did not change.
+        spoiled: 16-bit parameters in which the optimizer's step made NaN or infinity.
         lost_terms: terms of the loss without a graph, as (line that drops the graph, line that adds the term).
-        unheld: trainable parameters that have a gradient, but are in no optimizer of the script.
-        orphans: number of the optimizer's parameters that have no gradient and belong to no called module.
+        unheld: trainable parameters with a gradient that are in no optimizer of the script.
+        orphans: number of the optimizer's parameters without a gradient that belong to no called module.
         unmatched: names in PEFT's `target_modules` and `modules_to_save` that match no module.
-        no_autocast: the reason why this step should run under autocast, if it does not; else "".
+        no_autocast: the reason why this step should run under autocast and does not; else "".
     """
 
     setup: Setup

@@ -1,7 +1,6 @@
-"""Functions that render HTML reports from Jinja2 templates, and place the ticks, bars and areas of their charts.
+"""Renders HTML reports from Jinja2 templates, and computes ticks, bars and areas of their charts.
 
-Every text on a page is escaped. The only exceptions are the style sheets and scripts of this package, which the
-templates mark as `safe`.
+Every text on a page is escaped, except the style sheets and scripts of this package: templates mark them as `safe`.
 """
 
 from __future__ import annotations
@@ -40,20 +39,20 @@ def package_file(name: str) -> str:
 
 
 PALETTE = {name: Swatch(*colours) for name, colours in table(__file__, "palette.json").items()}
-"""The colours of each storage and compute dtype. All float8 formats have the same colours."""
+"""The colours of each storage and compute dtype. All float8 formats share theirs."""
 
 OTHER = PALETTE.pop("other")
-"""The colours of all names that `PALETTE` does not list, such as integer and boolean dtypes."""
+"""The colours of names that are not in `PALETTE`, such as integer dtypes."""
 
 
 def dtype_class(name: str) -> str:
-    """Return the CSS class that has a dtype's colour, such as `"dtype-bfloat16"`; for unknown names, `"dtype-other"`."""
+    """Return the CSS class with a dtype's colour, such as `"dtype-bfloat16"`; `"dtype-other"` for an unknown name."""
     key = "float8" if name.startswith("float8") else name
     return f"dtype-{key}" if key in PALETTE else "dtype-other"
 
 
 def palette_css() -> str:
-    """Return the CSS rules that set the variable `--dtype` to the colour of each dtype, on light and on dark pages."""
+    """Return the CSS rules that set the variable `--dtype` to each dtype's colour, on light and dark pages."""
     swatches = {**PALETTE, "other": OTHER}
     light = "".join(f".dtype-{name}{{--dtype:{swatch.light}}}" for name, swatch in swatches.items())
     dark = "".join(f".dtype-{name}{{--dtype:{swatch.dark}}}" for name, swatch in swatches.items())
@@ -61,7 +60,7 @@ def palette_css() -> str:
 
 
 def render(template: str, **content: object) -> str:
-    """Fill a template of `report/templates` with `content`; raise UndefinedError if a variable of the template is missing."""
+    """Fill a template of `report/templates` with `content`. Raise UndefinedError if a variable is missing."""
     return environment().get_template(template).render(content)
 
 
@@ -88,17 +87,17 @@ def environment() -> Environment:
 
 
 def _fit(value: Any) -> Any:
-    """Replace each character that XML forbids with U+FFFD. Text of the class `Markup` is clean already."""
+    """Replace each character that XML forbids by U+FFFD. Text of the class `Markup` has none."""
     return _NOT_XML.sub("\ufffd", value) if type(value) is str else value
 
 
 def _digest(text: str) -> str:
-    """Return the hash of a style sheet or script; a page that lists this hash in its content security policy allows it."""
+    """Return the hash of a style sheet or script. A content security policy with this hash allows it."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def write_report(path: Path, text: str) -> Path:
-    """Write a report to `path` atomically, and return `path`. Raise SaveError if the file cannot be written."""
+    """Write a report to `path` atomically, and return `path`. Raise SaveError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_whole(path, text)
@@ -128,9 +127,9 @@ def format_number(value: float, digits: int = 4) -> str:
 
 
 def axis(high: float, target: int = 5, unit: str = "") -> list[tuple[float, str]]:
-    """Return (place, label) for each tick of an axis from 0 to `high`. A place is a fraction of the axis, 0 to 1.
+    """Return (place, label) for each tick of an axis from 0 to `high`. A place is a fraction of the axis.
 
-    The distance between ticks is 1, 2 or 5 times a power of ten. There are at most `target` such distances.
+    The distance of ticks is 1, 2 or 5 times a power of ten. There are at most `target` distances.
     """
     exponent = math.floor(math.log10(high / target))
     distances = [Decimal(f"{digit}e{exponent}") for digit in (1, 2, 5)]
@@ -142,7 +141,7 @@ def axis(high: float, target: int = 5, unit: str = "") -> list[tuple[float, str]
 def stacked(
     amounts: Iterable[tuple[str, float]], words: Callable[[Any], str], whole: float
 ) -> list[tuple[str, str, float, float]]:
-    """Return (name, amount as text, left end, width) for each part of a bar. Ends and widths are fractions of `whole`."""
+    """Return (name, amount as text, left end, width) for each part of a bar, as fractions of `whole`."""
     parts, left = [], 0.0
     for name, amount in amounts:
         if amount > 0:
@@ -157,9 +156,9 @@ def percent(share: float) -> str:
 
 
 def stacked_areas(areas: Sequence[tuple[str, Sequence[float]]], high: float) -> list[tuple[str, str]]:
-    """Return (name, SVG path) for areas that are stacked from the bottom up in a square of 1000 units.
+    """Return (name, SVG path) for areas, one above the other, in a square of 1000 units.
 
-    Each area has an amount (at least 0) for each point. `high` is the amount at the top of the square.
+    Each area has an amount (at least 0) at each point. `high` is the amount at the top of the square.
     """
     count = len(areas[0][1])
     floor, paths = [0.0] * count, []
@@ -173,5 +172,5 @@ def stacked_areas(areas: Sequence[tuple[str, Sequence[float]]], high: float) -> 
 
 
 def _stairs(values: Sequence[float]) -> list[tuple[int, float]]:
-    """Return the corners of a curve that keeps each value constant until the next point."""
+    """Return the corners of a curve in which each value is constant until the next point."""
     return [corner for i, value in enumerate(values) for corner in ((i, value), (i + 1, value))]

@@ -1,4 +1,4 @@
-"""Reports of `isotype inspect` (content of a checkpoint, plan of a load, fit of an adapter) and of `isotype merge`."""
+"""Reports of `isotype inspect` (a checkpoint, a load plan, the fit of an adapter) and of `isotype merge`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _PLAN_KEYS = {
     "initialised=plan.match.initialised buffers=plan.match.buffers",
     TensorHeader: "name dtype=dtype_name shape file begin bytes",
 }
-"""The keys of a load plan in JSON; `isotype.core.json_records.Names` explains the format."""
+"""The keys of a load plan in JSON, see `isotype.core.json_records.Names`."""
 _DROPPED = ("shape", "bytes", "share", "count")
-"""Columns that a table of tensors omits, in this order, if the console is too narrow."""
+"""Columns of a table of tensors that a narrow console omits, in this order."""
 
 
 def render_inspection(inspection: Inspection, console: Console) -> None:
@@ -83,7 +83,7 @@ def render_fit(fit: Fit, console: Console) -> None:
 
 
 def mismatch_lines(inspection: Inspection) -> list[str]:
-    """Return a line for each group in which tensors have another dtype than the rest, and a line for each note."""
+    """Return a line for each group with tensors in another dtype than the rest, and for each note."""
     lines = [
         f"mismatched: {listed([tensor.name for tensor in tensors], _NAMES_SHOWN)} {'is' if len(tensors) == 1 else 'are'} {dtype}, "
         f"the other {group.count - len(group.mismatched)} {group.dtype}"
@@ -131,7 +131,7 @@ def _total_table(inspection: Inspection) -> Table:
 
 
 def shapes_of(group: Group | PlanGroup) -> str:
-    """Format the first shape in a group of tensors, followed by the number of other shapes in the group."""
+    """Format the first shape in a group of tensors, and the number of its other shapes."""
     first = " × ".join(map(str, group.shapes[0])) or "scalar"
     others = len(group.shapes) - 1
     return f"{first} (+{plural(others, 'other')})" if others else first
@@ -179,7 +179,7 @@ def plan_lines(inspection: PlanInspection) -> list[str]:
 
 
 def storage_lines(inspection: PlanInspection) -> list[str]:
-    """Return a line about 3-D weights that are not quantized, and a line about mxfp4 weights that are dequantized."""
+    """Return a line about 3-D weights that are not quantized, and one about mxfp4 weights that are dequantized."""
     lines = []
     policy, tensors = inspection.policy, inspection.plan.tensors
     wide = [tensor for tensor in tensors if len(tensor.shape) == 3 and tensor.storage not in ASKED]
@@ -224,7 +224,7 @@ def _plan_table(inspection: PlanInspection) -> Table:
 
 
 def _all_renamed(inspection: PlanInspection) -> bool:
-    """Return True if every tensor is renamed. One line then says so instead of every row of the table."""
+    """Return True if every tensor is renamed. Then one line says so, instead of every row."""
     return all(group.how.startswith("renamed") for group in inspection.groups)
 
 
@@ -235,9 +235,9 @@ def _how(group: PlanGroup, renamed: bool) -> str:
 
 
 def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()) -> None:
-    """Print the result of a merge: its rounding error, the path of the merged model, and the commands to run next.
+    """Print the result of a merge: rounding error, path of the merged model, and next commands.
 
-    `export` is the command, as a list of words, that writes a GGUF file; this function appends the words for the format.
+    `export` has the words of the command that writes a GGUF file; the words for the format are appended.
     """
     console.print(fitting(pair_table(_rows(report)), console), highlight=False, markup=False)
     say_labelled(console, "note", "dim", report.notes)
@@ -247,7 +247,7 @@ def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()
         show_commands(console, chat_commands(report.model or report.output, pictures=pictures))
     if report.exportable and export:
         form = shlex.split("" if report.cheapest is None else report.cheapest.arguments)
-        # If the smallest format is a float dtype, 8 bits were tried and keep too little.
+        # If the smallest format is a float dtype, 8 bits were tried and keep too few digits.
         wide = form[1].replace("float", "f") if form[:1] == ["--dtype"] else "q8_0"
         chosen = form if "--gguf" in form else ("--gguf", wide)
         description = "write a GGUF file for llama.cpp and programs built on it"

@@ -1,4 +1,4 @@
-"""Describes the first NaN or infinity in a step: the operator that computed it, the module, the source line, the cause and the fix."""
+"""Describes the first NaN or infinity of a step: its operator, module, source line, cause and fix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from isotype.report.text import short_source
 
 _ROWS_NAMED = 6
 _CAUSES: Mapping[Cause, Mapping[str, str]] = table(__file__)
-"""Maps a cause to the reason in the headline, the expected values and the fix."""
+"""Cause -> the reason in the headline, the expected values, and the fix."""
 _INFIX = {"div": "/", "mul": "*", "add": "+", "sub": "-", "pow": "**"}
 
 

@@ -74,16 +74,16 @@ def short_source(source: str) -> str:
 
 
 NARROW = 60
-"""On a console with fewer columns than this, each cell of a table gets its own line."""
+"""On a console with fewer columns, each cell of a table gets its own line."""
 
 _LABEL = re.compile(r" *(?:(?:[-=|]|-->) +)?(?:\S+(?: \S+)? {2,})?")
-"""The start of a line: spaces, a bullet, and a label of one or two words. A wrapped line is indented by its width."""
+"""The start of a line: spaces, a bullet, a label of one or two words. Its width indents wrapped lines."""
 
 _COMMAND = re.compile(r" {4}(?=(?:env|isotype|torchrun) )")
 
 
 def table_of(*heads: str, numbers: Container[str] = (), folded: Container[str] = ()) -> Table:
-    """Return a table with these columns. Columns in `numbers` are right-aligned; cells in `folded` columns may break."""
+    """Return a table with these columns. Cells in `numbers` are right-aligned; cells in `folded` may break."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for head in heads:
         table.add_column(
@@ -96,7 +96,7 @@ def table_of(*heads: str, numbers: Container[str] = (), folded: Container[str] =
 
 
 def pair_table(rows: Iterable[Sequence[str | Text]], style: str = "bold", **options: Any) -> Table:
-    """Return a table without column heads. Each row has a label in the given style, and a text that may break."""
+    """Return a table without column heads. A row has a label in the given style, and a text that may break."""
     table = Table(box=None, show_header=False, pad_edge=False, **options)
     table.add_column(style=style, no_wrap=True)
     table.add_column(overflow="fold")
@@ -106,10 +106,10 @@ def pair_table(rows: Iterable[Sequence[str | Text]], style: str = "bold", **opti
 
 
 def fitting(table: Table, console: Console, indent: int = 0, dropped: Sequence[str] = ()) -> RenderableType:
-    """Return the indented table. On a console narrower than `NARROW`, return a list instead: a line for each cell.
+    """Return the indented table. On a console narrower than `NARROW`, return a list with a line for each cell.
 
-    If `dropped` names columns and the table is too wide, first the gaps between columns shrink. Then these columns are
-    omitted one by one. If the remaining columns are still too wide, the table becomes a list.
+    If a table with `dropped` columns is too wide, its gaps shrink first. Then these columns are omitted one by one. If
+    it is still too wide, it becomes a list.
     """
     if console.width >= NARROW and not dropped:
         return Padding(table, (0, 0, 0, indent), expand=False)
@@ -144,7 +144,7 @@ def _without(table: Table, dropped: Sequence[str]) -> Table:
 
 
 def _least_width(table: Table, console: Console) -> int:
-    """Return the minimum width at which the table breaks no words and, in columns with `no_wrap`, no lines."""
+    """Return the least width at which the table breaks no words, and no lines in columns with `no_wrap`."""
     _, right, _, left = table.padding
     widths = [
         max(
@@ -157,15 +157,15 @@ def _least_width(table: Table, console: Console) -> int:
 
 
 def width_of(console: Console) -> int | None:
-    """Return the maximum width of a line in columns; None if the output goes to a log file or a pipe."""
+    """Return the maximum width of a line in columns; None for a log file or a pipe."""
     return console.width if console.is_terminal or "COLUMNS" in os.environ else None
 
 
 def wrapped(text: str, console: Console) -> str:
-    """Break lines that are too long for the console. Each continuation line is indented as far as the line's first word.
+    """Break lines that are too long for the console. Later lines are indented as far as the first word.
 
-    Lines break at spaces only, so paths stay whole. A command, which is indented by four spaces, stays valid for a
-    shell. Text for a log file or a pipe is returned unchanged.
+    Lines break at spaces, so paths stay whole. A command (indented by four spaces) stays valid in a shell. Text for a
+    log file or a pipe is unchanged.
     """
     width = width_of(console)
     if width is None:
@@ -184,19 +184,19 @@ def say_labelled(console: Console, label: str, style: str, texts: Iterable[str])
 
 
 def show_commands(console: Console, commands: Mapping[str, Sequence[str]]) -> None:
-    """Print commands that the user can run next, each below its description, so that they can be pasted into a shell."""
+    """Print the next commands for the user, each below its description, so that they can be pasted into a shell."""
     for description, tokens in commands.items():
         say(console, f"\n{description}:\n{printed_command(tokens, indent=4)}")
 
 
 def chat_commands(model: Path, *, pictures: bool) -> dict[str, tuple[str, ...]]:
-    """Return the command that chats with a model as `{description: words}`, which `show_commands` prints."""
+    """Return the command that chats with a model as `{description: words}`, for `show_commands`."""
     description = "try it, with the path of an image for FILE" if pictures else "try it"
     return {description: chat_command(model, pictures=pictures)}
 
 
 def chat_command(model: Path, *, pictures: bool) -> tuple[str, ...]:
-    """Return the words of the command that chats with a model. If `pictures` is true, the command ends in `--image FILE`."""
+    """Return the words of the command that chats with a model. With `pictures`, they end in `--image FILE`."""
     return ("isotype", "chat", str(model), *(("--image", "FILE") if pictures else ()))
 
 
@@ -217,7 +217,7 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 def _at_dots(name: str, width: int) -> str:
-    """Break a module's name after its dots, into lines of at most `width` columns."""
+    """Break a module's name after dots, into lines of at most `width` columns."""
     if len(name) <= width or " " in name:
         return name
     lines = [""]

@@ -1,1 +1,1 @@
-"""Scripts under `isotype run`: how isotype watches their imports, processes and steps, and what it prints about them."""
+"""Scripts under `isotype run`: isotype watches their imports, processes and steps, and prints what it finds."""

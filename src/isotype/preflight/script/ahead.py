@@ -1,4 +1,4 @@
-"""Builds the request for a script's step before the step runs; the request is checked at once or after a crash."""
+"""Builds the request for a script's step before the step runs. It is checked at once, or after a crash."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import Beginning
 
 TRIED_BEFORE = 2.0
-"""Fixes are tried before the first step only if the trials are expected to take at most this many seconds."""
+"""Fixes are tried before the first step if this takes at most this many seconds, by an estimate."""
 
 TRIED_AFTER = 60.0
-"""Fixes are tried after a crash only if the trials are expected to take at most this many seconds."""
+"""Fixes are tried after a crash if this takes at most this many seconds, by an estimate."""
 
 
 def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math.inf) -> Report:
     """Return the report on a script's step without changing the script's state.
 
-    The trace takes at most `seconds`. Fixes are tried only if the trials are expected to take at most `trial_seconds`.
+    The trace takes at most `seconds`. Fixes are tried if this takes at most `trial_seconds`, by an estimate.
     """
     with _unnoticed():
         fake_mode()  # the first fake mode imports parts of torch for seconds, which would count as time of the trace
@@ -54,7 +54,7 @@ def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math
 
 
 def without_tensors(request: StepRequest) -> partial[StepRequest]:
-    """Return a function model -> request. The function keeps neither the request's model nor the values of its inputs."""
+    """Return a function model -> request. It keeps neither the request's model nor the values of the inputs."""
 
     def without_values(leaf: Any) -> Any:
         return leaf.detach().to("meta") if isinstance(leaf, torch.Tensor) else leaf
@@ -72,7 +72,7 @@ def request_of_script(
     Args:
         loss: (model, inputs) -> loss.
         device: the device profile to simulate, or None for the model's device.
-        phases: the phases of the step; for a forward without gradients, only `"generate"`.
+        phases: the phases of the step; only `"generate"` for a forward without gradients.
     """
     model = unwrapped(beginning.model)
     here = device_of(model)
@@ -134,7 +134,7 @@ def rank() -> int:
 
 @contextlib.contextmanager
 def _unnoticed() -> Iterator[None]:
-    """Inside the `with` block, disable the script's function modes, dispatch modes, output and warnings."""
+    """In the `with` block, the script's function modes, dispatch modes, output and warnings are off."""
     output = contextlib.redirect_stdout(io.StringIO())
     with no_modes(), fake_errors_unlogged(), output, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -159,7 +159,7 @@ def _helpers(model: nn.Module) -> tuple[list[torch.optim.Optimizer], bool]:
 
 
 def _has_masters(model: nn.Module) -> bool:
-    """Return whether an optimizer of this process has copies of all trainable parameters, with 16-bit ones among them."""
+    """Return whether an optimizer of this process has copies of all trainable parameters, and some parameters have 16 bits."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     elements = sum(parameter.numel() for parameter in trained)
     held = (sum(p.numel() for p in parameters_of(optimizer)) for optimizer in living(torch.optim.Optimizer))
@@ -169,8 +169,7 @@ def _has_masters(model: nn.Module) -> bool:
 def autocast_of(model: nn.Module, device: str) -> torch.dtype | None:
     """Return the dtype of the current autocast, or of accelerate's autocast for `model`; None without autocast.
 
-    accelerate enables its autocast inside of the forward. A trace runs accelerate's own code for autocast only on a
-    CPU.
+    accelerate turns its autocast on inside of the forward. A trace runs accelerate's code for this only on a CPU.
     """
     low = autocast_dtype(device)
     if low is not None:

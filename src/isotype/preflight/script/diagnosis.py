@@ -69,7 +69,7 @@ from isotype.trace.live.watch import MANY_SKIPPED, Beginning, Watch
 AGAIN_SECONDS = 60.0
 """Time limit in seconds for tracing the step again after a crash."""
 MENTIONED_FROM = 5.0
-"""A trace before the first step that takes more seconds than this is reported, even if nothing was found."""
+"""If the trace before the first step takes more seconds, its result is printed even without findings."""
 _UNSCALE_REFUSED = "Attempting to unscale FP16 gradients"
 _ALL_SKIPPED = (
     "no step was checked after it ran, because the optimizer took no step: the GradScaler skipped every step (infinite or "
@@ -77,7 +77,7 @@ _ALL_SKIPPED = (
 )
 _SKIPPED = "the gradients are infinite or NaN, so the GradScaler skipped"
 _ABOUT_GRADIENTS = (_UNSCALE_REFUSED, NO_GRADIENT, NOTHING_UNSCALED)
-# Words by which torch and its libraries describe incompatible dtypes in errors.
+# Words for incompatible dtypes in errors of torch and its libraries.
 _ABOUT_DTYPES = re.compile(
     r"dtype|scalar type|data type|not implemented for '|\b(c10::)?(B?Float16|Half|BFloat16|FP16|float32|Double)\b",
     re.IGNORECASE,
@@ -127,7 +127,7 @@ class Diagnosis:
 
     @property
     def _speaks(self) -> bool:
-        """True if this process reports on the first step; False in forks of this process."""
+        """True if this process reports on the first step. In a fork of this process, it is False."""
         return self._speaker == os.getpid()
 
     def _before(self, beginning: Beginning) -> None:
@@ -164,7 +164,7 @@ class Diagnosis:
             self._say(f"the first step could not be traced: {type(error).__name__}: {first_line(error)}")
             return None
         self._loss_traced = all(self._returned.get() for _ in range(self._returned.qsize()))
-        # `_say_ahead` reports an error that ended the trace, and findings only if they explain this error.
+        # `_say_ahead` reports an error that ended the trace. Then it reports only findings that explain the error.
         raised = "" if report.trace.failure is None else report.trace.failure.error
         explaining = tuple(f for f in report.findings if f.kind != "untraced" or raised not in f.cause)
         report = replace(report, findings=explaining)
@@ -174,7 +174,7 @@ class Diagnosis:
     def _say_ahead(self, report: Report, seconds: float) -> None:
         title, failure = report.trace.setup.profile.title, report.trace.failure
         spent = failure is not None and failure.error.startswith(TimeSpentError.__name__)
-        # Warnings need the cost of the whole step; errors hold for a part of it, too.
+        # Warnings need the cost of the whole step. Errors also hold for a part of it.
         findings = [*report.errors, *(() if spent else report.warnings)]
         if findings:
             untried = "" if tried(report) else "; fixes were not tried yet"
@@ -202,7 +202,7 @@ class Diagnosis:
             if not self._loss_traced or setup.scaler or by_script:
                 traced.discard("")  # the script's own code, which computes the loss and clips gradients
             findings = [f for f in judge(trace) if f.severity != "note"]
-            # Before the step, a GradScaler that the script has created counts as one that it uses.
+            # Before the step, a GradScaler of the script counts as one that the script uses.
             assert self._request is not None
             late = [ist107_recomputation, ist808_counting]
             late += [ist303_no_scaler] if trace.spoiled or self._request.keywords["scaler"] else []
@@ -227,7 +227,7 @@ class Diagnosis:
             self._averages.stepped(self.watch.roots)
 
     def _trace(self, setup: Setup) -> Trace:
-        """Return the trace of the step that has just run. If it should have run under autocast, the trace says why."""
+        """Return the trace of the step that has just run. If autocast is missing, the trace says why it should be on."""
         recorder = self.watch.recorder
         assert recorder is not None
         asked, products, why = mixed_precision(), recorder.products(), ""
@@ -258,7 +258,7 @@ class Diagnosis:
             self._brief(new)
 
     def _setup(self) -> Setup | None:
-        """Return the recorded settings of the watched step; None if the step's model has been deleted."""
+        """Return the recorded settings of the watched step; None if its model is gone."""
         watch, model = self.watch, self.watch.model
         if model is None or watch.recorder is None:
             return None
@@ -280,9 +280,9 @@ class Diagnosis:
         )
 
     def left(self, code: Any, reason: BaseException | None) -> bool:
-        """Print findings at the end of a script that has exited; return whether an error was explained. Call `stop` first.
+        """Print findings after a script has exited, and return whether an error was explained. Call `stop` first.
 
-        `code` is the argument of `sys.exit`. `reason` is the exception that the script handled when it exited, or None.
+        `code` is the argument of `sys.exit`. `reason` is the exception that was handled at the exit, or None.
         """
         recorder = self.watch.recorder
         explained = reason is not None and self.crashed(reason)
@@ -324,7 +324,7 @@ class Diagnosis:
     # -------------------------------------------------------------------------------------------------- after a crash
 
     def crashed(self, error: BaseException) -> bool:
-        """Explain the exception that ended the script, and return whether there is an explanation. Call `stop` first."""
+        """Explain the exception that ended the script, and return whether there was an explanation. Call `stop` first."""
         explained = False
         for link in causes(error):
             text, recorder = str(link), self.watch.recorder
@@ -352,7 +352,7 @@ class Diagnosis:
         return explained
 
     def _explain_once(self, explain: Callable[[], None]) -> bool:
-        """Call `explain` unless another process of the run has explained the error. Return True if the error is explained."""
+        """Call `explain`, unless another process of the run has explained the error. Return True if one of them has."""
         if self._family.knows("explained"):
             if self._family.is_top:
                 self._say("explained above, by the process that raised it")
@@ -374,7 +374,7 @@ class Diagnosis:
             self._say(f"{call.op}{at} ({call.phase}) raised this; dtypes are not the cause:")
             self._output.call(call)
             return
-        # The script has caught the errors of other operators, so these are no breaches.
+        # The script has caught the errors of other operators. So these are no breaches.
         recorder.calls[:] = [c if c is call else replace(c, breach=None) for c in recorder.calls]
         first, _, _ = text.strip().partition("\n")
         self._diagnose(call, f"{name}: {first}")
@@ -452,12 +452,12 @@ class Diagnosis:
             self._output.call(call)
 
     def _traced_again(self, trains: bool = False, generates: bool = True) -> Report | None:
-        """Trace the step again on fake tensors, try the fixes, and return the report; None if this is not possible."""
+        """Trace the step again on fake tensors, and try the fixes. Return the report, or None if this is not possible."""
         model = self.watch.model
         if model is None or self._request is None:
             return None
         request = self._request(model)
-        # The request may be for an evaluation before the training; if a backward raised, a training step is traced.
+        # The request may be for an evaluation before the training. If a backward raised, a training step is traced.
         phases = DEFAULT_PHASES if trains else request.phases
         request = replace(request, phases=(*phases, *(["generate"] if generates else [])))
         try:
@@ -476,7 +476,7 @@ class Diagnosis:
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
-    """Return the report with the finding about `call` (or with the cause of a `live` finding) first; None if it has none."""
+    """Return the report with the finding about `call` (or with the cause of the `live` finding) in front; None without one."""
     if report is None:
         return None
     codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}

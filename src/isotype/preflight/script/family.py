@@ -1,7 +1,7 @@
-"""Communication between the processes of one `isotype run`, by empty files in a shared folder.
+"""Messages between the processes of one `isotype run`: empty files in a shared folder.
 
-A training may run in this process, in a process of multiprocessing, or in many processes of a launcher. Only one of the
-processes reports on the first step, and only one explains a crash.
+A training may run in this process, in processes of multiprocessing, or in the processes of a launcher. Only one of them
+reports on the first step, and only one explains a crash.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Literal
 
 VARIABLE = "ISOTYPE_RUN"
-"""Environment variable with the path of the shared folder. Every process of a run inherits this variable."""
+"""Environment variable with the path of the shared folder. All processes of a run inherit it."""
 
 Fact = Literal["speaks", "explained", "seen"]
 
 
 @dataclass(frozen=True)
 class Family:
-    """The processes of one run, which share `folder`. `top` is this process's id if the user started it, else None."""
+    """The processes of one run. They share `folder`. `top` is this process's id if the user has started it, else None."""
 
     folder: Path
     top: int | None
@@ -32,7 +32,7 @@ class Family:
         return self.top == os.getpid()
 
     def claim(self, fact: Fact) -> bool:
-        """Claim `fact`, and return True if no process of the run has claimed it before."""
+        """Claim `fact`. Return True if no other process of the run has claimed it before."""
         try:
             (self.folder / fact).touch(exist_ok=False)
         except FileExistsError:
@@ -51,7 +51,7 @@ class Family:
 
 
 def family() -> Family:
-    """Return the family of this process's run; a new family if the user started this process."""
+    """Return the family of this process's run; a new one if the user has started this process."""
     if VARIABLE in os.environ:
         return Family(Path(os.environ[VARIABLE]), None)
     folder = Path(tempfile.mkdtemp(prefix="isotype-run-"))
@@ -60,7 +60,7 @@ def family() -> Family:
 
 
 PREFLIGHT_SECONDS = 10.0
-"""Time limit in seconds for tracing the first step before it runs: enough for thousands of operators."""
+"""Time limit in seconds for the trace of the first step. It is enough for thousands of operators."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Options:
     Attributes:
         target: path of the script, or name of the module.
         module: whether `target` is a module (`-m`).
-        seconds: time limit for tracing the first step before it runs; 0 disables this trace.
+        seconds: time limit for the trace of the first step before it runs; 0 for no trace.
     """
 
     target: str

@@ -1,4 +1,4 @@
-"""Runs a script's code for a GPU on a machine without this GPU: the CPU computes in its place if `--device` names it."""
+"""Runs a script's code for a GPU on a machine without it. With `--device`, the CPU computes in its place."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _INSTEAD = "with --device NAME (t4, h100, …), isotype runs the script's code f
 
 
 class MissingGpu:
-    """Lets the CPU stand for the GPU of `profile` in a script, if this machine has no GPU of this kind.
+    """Lets the CPU stand for the GPU of `profile`, if this machine has no such GPU.
 
-    Without a profile, the script runs unchanged, and only its first question for a GPU is recorded.
+    Without a profile, the script runs unchanged. Only its first question for a GPU is recorded.
 
     Attributes:
         kind: device type of the device for which the step is checked.
-        stands: the CPU's default autocast dtype -> the device's, if the script opens autocast without a dtype.
-        question: `file:line` of the script's first question whether a GPU is available; "" if there is none.
+        stands: default autocast dtype of the CPU -> that of the device, if the script names no dtype.
+        question: `file:line` where the script first asks for a GPU; "" if it does not.
     """
 
     def __init__(self, profile: DeviceProfile | None) -> None:
@@ -69,18 +69,18 @@ class MissingGpu:
 
     @property
     def sentence(self) -> str:
-        """The sentence that the CPU stands for the GPU; "" if the script has not named the GPU, or runs on it."""
+        """A sentence that the CPU stands for the GPU; "" if the script has not named the GPU, or runs on it."""
         if self._profile is None or not self._named:
             return ""
         return f"this machine has no {self._profile.title}: the script runs its code for this GPU on the CPU"
 
     def why_nothing(self) -> str:
-        """Return why a script without a training step may need a GPU; "" if it never asks for one."""
+        """Return why a script without a training step may need a GPU; "" if it has not asked for one."""
         asks = "asks whether a GPU is available, and this machine has none"
         return f"{short_source(self.question)} {asks}; {_INSTEAD}" if self.question else ""
 
     def explained(self, error: BaseException) -> str:
-        """Return a sentence on an error that is raised because this machine has no GPU; "" for another error."""
+        """Return a sentence on an error that is due to the missing GPU; "" for another error."""
         if not self._absent or isinstance(error, _ABOUT_NAMES) or not _ABOUT_GPUS.search(str(error)):
             return ""
         place = short_source(line_of(error))

@@ -1,8 +1,8 @@
 """`isotype run --watch`: stops a script before the first update with a non-finite loss or gradient.
 
-A hook on the model keeps references to the inputs of the current step's forwards. Another hook runs before each
-optimizer's step. The watch wraps two functions of torch: `backward`, to read the loss, and `GradScaler.step`, to notice
-skipped steps. Values are read once per step, just before the update.
+A hook on the model keeps references to the inputs of the step's forwards. Another hook runs before each optimizer's
+step. Two functions of torch are wrapped: `backward`, to read the loss, and `GradScaler.step`, to notice skipped steps.
+Values are read once in a step, just before the update.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STOPPED = 1
 """Exit status of a script that the watch stops."""
 
 _FORWARDS = 64
-"""Maximum number of stored forwards. It limits memory if a script never calls an optimizer of torch."""
+"""Maximum number of stored forwards. It limits the memory if a script never calls an optimizer of torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class _Forward:
 
 
 class Numbers:
-    """Watches the values in a script's training, from `attach` until `detach`.
+    """Watches the values of a script's training, from `attach` to `detach`.
 
-    `say` prints a line; `stop` removes all hooks of isotype from the script.
+    `say` prints a line. `stop` removes all of isotype's hooks from the script.
     """
 
     def __init__(self, say: Callable[[str], None], stop: Callable[[], None]) -> None:
@@ -72,7 +72,7 @@ class Numbers:
     # ------------------------------------------------------------------------------------------ start and end
 
     def attach(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Record the forward of `model` that has begun with these arguments, and watch from here on."""
+        """Record the forward of `model` that has begun with these arguments. From now on, values are watched."""
         if self._model is not None:
             return
         self._model, self._device = model, torch.device(device_of(model))

@@ -1,4 +1,4 @@
-"""Dtype errors outside of watched steps: the line that raised the error, the tensors in the variables there, and advice."""
+"""Dtype errors outside of watched steps: the line that raised the error, the tensors in its variables, and advice."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Outside:
     """The description of a dtype error.
 
     Attributes:
-        source: `file:line` of the code that raised the error, in the script or a library.
-        tensors: variable, dtype, shape, and name in the model (or "") of each float tensor in a variable of this code.
+        source: `file:line` of the code that raised the error: the script's or a library's.
+        tensors: variable, dtype, shape and name in the model (or "") of each float tensor in the variables there.
         help: advice, or "".
         cause: the cause in words, or "" if the tensors show it.
     """
@@ -48,7 +48,7 @@ class Outside:
 
 
 def outside(error: BaseException, model: nn.Module, step: Trace) -> Outside:
-    """Describe an error that was raised outside of `step`, a training step of `model` that ran without errors."""
+    """Describe an error outside of `step`, a training step of `model` that ran without errors."""
     held = (*model.named_parameters(), *model.named_buffers())
     names = {id(tensor): name for name, tensor in held}
     source, variables = line_of(error), dict(tensors_at_hand(error))
@@ -80,7 +80,7 @@ def _help(
 
 
 def _without_gradients(error: BaseException, names: Mapping[int, str]) -> str:
-    """Return advice for an error about missing gradients; "" for other errors."""
+    """Return advice for an error about missing gradients; "" for another error."""
     how = "compute the loss outside of torch.no_grad(), and not from detached values"
     if NO_GRADIENT in str(error):
         return how
@@ -92,7 +92,7 @@ def _without_gradients(error: BaseException, names: Mapping[int, str]) -> str:
 
 
 def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:
-    """Return a list with the optimizer from the innermost traceback frame that has one in a variable; [] if none has."""
+    """Return a list with the optimizer in a variable of the innermost such traceback frame; [] without one."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     variables = (value for frame in frames for value in frame.f_locals.values())
     return [value for value in variables if isinstance(value, torch.optim.Optimizer)][-1:]
@@ -115,7 +115,7 @@ def _owners(error: BaseException, method: str = "") -> Iterator[object]:
 
 
 def _of_copy(error: BaseException, model: nn.Module) -> Outside | None:
-    """Describe an error of a module that averages the model's parameters (`AveragedModel`) in another dtype; else None."""
+    """Describe an error of a module that averages the model's parameters (`AveragedModel`) in another dtype, or return None."""
     trained = dict(model.named_parameters())
     no_update = {id(model), *map(id, _owners(error, "forward"))}  # a forward raises errors of other operands
     for owner in _owners(error):
@@ -146,7 +146,7 @@ def _of_copy(error: BaseException, model: nn.Module) -> Outside | None:
 
 
 def _of_optimizer(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
-    """If an optimizer raised the error, yield the parameter, gradient and state whose dtypes differ."""
+    """If an optimizer raised the error, yield the parameter, the gradient and the state with different dtypes."""
     optimizers = (owner for owner in _owners(error) if isinstance(owner, torch.optim.Optimizer))
     for optimizer in optimizers:
         for parameter in parameters_of(optimizer):

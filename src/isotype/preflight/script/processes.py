@@ -1,8 +1,8 @@
 """Watches the processes that a watched script starts.
 
-Launchers (accelerate, torchrun, Lightning) start `python SCRIPT` by `subprocess`, and `isotype run` replaces this
-command. Processes of multiprocessing, forked or spawned, start the watch themselves. Other programs (a shell, another
-environment's Python) are not watched: the run reports their names.
+Launchers (accelerate, torchrun, Lightning) start `python SCRIPT` by `subprocess`. `isotype run` changes this command.
+Processes of multiprocessing, forked or spawned, start the watch themselves. Other programs (a shell, another
+environment's Python) are not watched; the run reports their names.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Processes:
     """Watches the processes that a script starts, from `watch` until `leave`.
 
     Attributes:
-        unwatched: names of programs that may have trained and were not watched.
+        unwatched: names of programs that were not watched and may have trained.
         watched: number of watched processes.
 
     Args:
         session: the session that watches this process.
-        join: starts the watch in a spawned process; a function that can be pickled.
+        join: starts the watch in a spawned process; it can be pickled.
     """
 
     def __init__(self, session: Session, join: Callable[[Options], None]) -> None:
@@ -102,7 +102,7 @@ class Processes:
         start(process)
 
     def _bootstrap(self, bootstrap: Callable[..., int], process: Any, *args: Any, **kwargs: Any) -> int:
-        """Call `Process._bootstrap` in the new process, report at its end, and return its exit status."""
+        """Call `Process._bootstrap` in the new process, report at the end, and return its exit status."""
         run, session = process.run, self._session
         ends: list[Callable[[], None]] = []
 
@@ -125,7 +125,7 @@ class Processes:
 
 
 class _Joins:
-    """An object that is pickled for a spawned process. When the new process unpickles the object, the watch starts."""
+    """An object that is pickled for a spawned process. Unpickling it in the new process starts the watch."""
 
     def __init__(self, join: Callable[[Options], None], options: Options) -> None:
         self._join, self._options = join, options
@@ -135,21 +135,21 @@ class _Joins:
 
 
 _RUN = ("-m", "isotype.cli.run")
-# Under `isotype run` a script could not import from its folder with -I or -P, nor installed packages with -S; with -c, -h
-# and -V no script is run.
+# Under `isotype run`, a script could not import from its folder with -I or -P, nor installed packages with -S. With -c,
+# -h and -V, no script runs.
 _NOT_OURS = frozenset("IPSchV?")
 _WITH_VALUE = frozenset("WX")
 
 
 def watched_command(words: Sequence[str], flags: Sequence[str]) -> list[str] | None:
-    """Return the command that runs `words` under `isotype run`; None unless `words` runs a script with this Python."""
+    """Return the command that runs `words` under `isotype run`; None if `words` does not run a script with this Python."""
     program = shutil.which(words[0])
     if program is None:
         return None
     if is_python_script(Path(program)):
         return [sys.executable, *_RUN, *flags, "--", program, *words[1:]]
     path, here = Path(program), Path(sys.executable)
-    # The Python of a virtual environment is a link: a link in another folder belongs to another environment.
+    # A virtual environment's Python is a link. A link in another folder belongs to another environment.
     if path.absolute().parent != here.parent or not path.samefile(here):
         return None
     split = _split_python(words)
@@ -163,15 +163,15 @@ def watched_command(words: Sequence[str], flags: Sequence[str]) -> list[str] | N
 
 
 def is_python_script(path: Path) -> bool:
-    """Return whether a file's `#!` line names this environment's Python, as in pip's script `torchrun`."""
+    """Return whether a file's `#!` line names this environment's Python, as in pip's script for `torchrun`."""
     with path.open("rb") as file:
         head = file.read(1024).split(b"\n")
-    # If the path of Python is too long for a `#!` line, pip writes it into a shell command in the second line.
+    # If Python's path is too long for a `#!` line, pip writes it into a shell command in the second line.
     return head[0].startswith(b"#!") and any(os.fsencode(sys.executable) in line for line in head[:2])
 
 
 def _split_python(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Split a command at its script or `-m module`. Return None if it has neither, or if it has an option of `_NOT_OURS`."""
+    """Split a command at its script or `-m module`. Return None without one, or with an option of `_NOT_OURS`."""
     position = 1
     while position < len(words):
         word = words[position]

@@ -1,4 +1,4 @@
-"""Watches one process of an `isotype run`, from the import of torch to the report at the script's end."""
+"""Watches one process of an `isotype run`, from the import of torch to the report at the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOTHING_SEEN = "no training step was seen"
 class Session:
     """Watches one process.
 
-    If the watch itself fails, one line says so. The script continues, and its exit status does not change.
+    If the watch fails, one line says so. The script continues, and its exit status stays the same.
     """
 
     def __init__(self, options: Options) -> None:
@@ -46,7 +46,7 @@ class Session:
         self._failed = False
 
     def watch(self) -> None:
-        """Begin the watch when this process imports torch, and watch processes that the script starts."""
+        """Begin the watch when this process imports torch, and watch the processes that the script starts."""
         self._processes.watch()
         self._waits = when_imported("torch", lambda: self.safely(self._begin))
 
@@ -67,12 +67,12 @@ class Session:
             self.safely(self._diagnosis.stop)
 
     def failed(self, error: BaseException) -> BaseException:
-        """Remove the hooks, and return the script's `error`, with the traceback that it would have without the watch."""
+        """Remove the hooks, and return the script's `error` with the traceback that it would have without the watch."""
         self.stop()
         return cleaned(error)
 
     def crashed(self, error: BaseException) -> None:
-        """Explain the error that ended the script, under its traceback; call `failed` first."""
+        """Explain the error that ended the script below its traceback. Call `failed` first."""
 
         def explain() -> None:
             if self._diagnosis is None or not self._diagnosis.crashed(error):
@@ -81,7 +81,7 @@ class Session:
         self.safely(explain)
 
     def left(self, code: Any, leaving: SystemExit | None = None) -> None:
-        """Print findings at the end of a script that has exited. `code` is the argument of `sys.exit`."""
+        """Print findings after a script has exited. `code` is the argument of `sys.exit`."""
         reason = None if leaving is None or code in (None, 0) else leaving.__context__
 
         def end() -> None:
@@ -113,7 +113,7 @@ class Session:
         )
 
     def safely(self, act: Callable[[], T]) -> T | None:
-        """Return the result of `act`, or print a line and return None if `act` raises."""
+        """Return the result of `act`. If it raises an error, print a line and return None."""
         try:
             return act()
         except Exception as error:  # noqa: BLE001 - an error of the watch must not change how the script ends
@@ -128,7 +128,7 @@ class Session:
 
 
 def _errors(family: Family) -> Console:
-    # If the user's launcher starts `isotype run`, every rank is a run of its own; only rank 0 reports.
+    # If a launcher starts `isotype run`, every rank is a run of its own. Only rank 0 reports.
     return TerminalConsole(stderr=True, quiet=family.is_top and os.environ.get("RANK", "0") != "0")
 
 
@@ -141,7 +141,7 @@ def show(error: BaseException) -> None:
 
 
 def join(options: Options) -> None:
-    """Start the watch in this process with the options of the process that spawned it."""
+    """Start the watch in this process, with the options of the process that has spawned it."""
     Session(options).watch()
 
 
@@ -152,7 +152,7 @@ _Entry = tuple[FrameType, int, int]
 
 
 def cleaned(error: BaseException) -> BaseException:
-    """Remove isotype's frames from the tracebacks of an exception and of its causes, and return the exception."""
+    """Remove isotype's frames from the tracebacks of an exception and its causes, and return it."""
     visited: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -215,7 +215,7 @@ def _leads_to_modes(entry: _Entry) -> bool:
 
 def _is_bare(frame: FrameType) -> bool:
     """Return whether the frame's module has no hooks. Then torch has called `inner` only because of the watch's hooks."""
-    # Imported here, because a script without torch must not import it. Such a script has no frames of modules.
+    # Imported here, because this must not import torch into a script without it. Such a script has no frames of modules.
     from isotype.compat.torch import ALL_HOOKS
 
     module = frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""Explains errors of set-ups: while a script loads, moves or quantizes a model, adds an adapter or builds a trainer."""
+"""Explains errors while a script loads, moves or quantizes a model, adds an adapter, or builds a trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from isotype.core.tables import table
 from isotype.preflight.script.outside import Outside
 
 _KNOWN: list[dict[str, str]] = table(__file__)
-"""Pattern of an error, the weights that its cause names ("codes", "meta" or ""), cause and help."""
+"""(Pattern of an error, kind of the weights in its cause ("codes", "meta" or ""), cause, help)."""
 
 
 def explained(error: BaseException) -> Outside | None:
@@ -29,7 +29,7 @@ def explained(error: BaseException) -> Outside | None:
 
 
 def _weight_words(error: BaseException, kind: str) -> dict[str, str] | None:
-    """Return name, dtype and count of the weights of a kind, in the largest model of the traceback's variables.
+    """Return name, dtype and count of the weights of a kind, in the largest model in the traceback's variables.
 
     Returns {} for the kind "", and None if the model has no such weight.
     """
@@ -39,7 +39,7 @@ def _weight_words(error: BaseException, kind: str) -> dict[str, str] | None:
     modules = [value for value in variables if isinstance(value, nn.Module)]
     model = max(modules, key=lambda module: sum(1 for _ in module.parameters()), default=nn.Module())
     names = {id(module): name for name, module in model.named_modules()}
-    # PEFT's copy of a layer is not in the model yet, but the original layer is.
+    # PEFT's copy of a layer is not in the model yet; the original layer is.
     inner = (getattr(module, "original_module", module) for module in reversed(modules))
     inside = next((names[id(module)] for module in inner if id(module) in names), "")
     fits = {

@@ -1,4 +1,4 @@
-"""Functions that describe a training step in words: its devices, set-up, memory, FLOPs and least time."""
+"""A training step in words: its devices, set-up, memory, FLOPs and least time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from isotype.report.text import format_duration, format_flops, format_kinds, for
 
 
 def device_words(setup: Setup) -> str:
-    """Return the device of the step, with the number of devices if there are several: `"8 × NVIDIA T4"`."""
+    """Return the device of the step; for several devices, with their number: `"8 × NVIDIA T4"`."""
     return f"{setup.devices} × {setup.profile.title}" if setup.devices > 1 else setup.profile.title
 
 
 def sharding_words(setup: Setup) -> str:
-    """Describe how several devices train together (`"FSDP2 over 8 devices"`); "" if one device trains without FSDP."""
+    """Describe how several devices train together (`"FSDP2 over 8 devices"`); "" for one device without FSDP."""
     if setup.devices == 1:
         return f"FSDP{setup.fsdp}" if setup.fsdp else ""
     if not setup.fsdp:
@@ -26,7 +26,7 @@ def sharding_words(setup: Setup) -> str:
 
 
 def autocast_words(trace: Trace) -> str:
-    """Return the autocast dtype, also if only the code of the model or the loss turns autocast on; "" without autocast."""
+    """Return the autocast dtype, even if the code of the model or loss turns autocast on; "" without autocast."""
     if trace.setup.autocast is not None:
         return dtype_name(trace.setup.autocast)
     inside = next((call.autocast for call in trace.calls if call.autocast), None)
@@ -45,7 +45,7 @@ def optimizer_words(setup: Setup) -> str:
 
 
 def setup_words(trace: Trace, whole: bool = True) -> str:
-    """Describe the set-up of the step. If `whole` is False, name only the step's first input, and do not name adapted layers."""
+    """Describe the set-up of the step. If not `whole`, only the first input is named, and no adapted layers."""
     setup, dtype = trace.setup, autocast_words(trace)
     autocast = f"autocast {dtype}" if dtype else ""
     scaler = "GradScaler" if setup.scaler else ""
@@ -63,7 +63,7 @@ def setup_words(trace: Trace, whole: bool = True) -> str:
 
 
 def step_words(report: Record) -> str:
-    """Describe the step's peak memory if it fits on the device, and the step's least time. Return "" if both are unknown."""
+    """Describe the step's peak memory, if it fits on the device, and its least time; "" if both are unknown."""
     memory, limit, time, setup = report.memory, report.trace.setup.limit, report.time, report.trace.setup
     words = []
     if memory.peak_phase is not None and report.fits is not False:
@@ -106,7 +106,7 @@ def flops_words(report: Record) -> str:
 
 
 def seconds_words(report: Record) -> str:
-    """Describe the least time that the device's data sheet allows for the step; "" if the device has no published rates."""
+    """Describe the step's least time by the device's data sheet; "" if the device has no published rates."""
     time, setup = report.time, report.trace.setup
     if time is None:
         return ""
@@ -121,7 +121,7 @@ def seconds_words(report: Record) -> str:
 
 
 def roofline_words(report: Record) -> str:
-    """Describe the parts of the step's least time: products, memory traffic, launches; "" if no rates are published."""
+    """Describe the parts of the least time: products, memory traffic, launches; "" without published rates."""
     time = report.time
     if time is None:
         return ""

@@ -1,4 +1,4 @@
-"""The report of a check as JSON and as SARIF. The command `python -m tools.schemas` writes `schema.json`."""
+"""The report of a check as JSON and SARIF. `python -m tools.schemas` writes `schema.json`."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ _SOURCE = re.compile(r"(?P<path>.+):(?P<line>[1-9]\d*)")
 
 
 def to_sarif(report: Record) -> str:
-    """Return a check as a SARIF log with one run: the findings, their rules, and the error that ended the trace, if any."""
+    """Return a check as a SARIF log with one run: the findings, their rules, and the error that ended the trace."""
     known = {rule.code: rule for rule in all_rules()}
     codes = sorted({finding.code for finding in report.findings})
     index = {code: position for position, code in enumerate(codes)}
@@ -128,7 +128,7 @@ def to_sarif(report: Record) -> str:
 
 
 def _rule(code: str, rule: Rule | None) -> dict[str, Any]:
-    """Describe a rule for SARIF: by the text of its page, or only by its code if it belongs to another package."""
+    """Describe a rule for SARIF, by the text of its page. A rule of another package has only its code."""
     described: dict[str, Any] = {"id": code}
     if rule is not None:
         page = rule.page.strip()
@@ -176,7 +176,7 @@ def _result(finding: Finding, index: Mapping[str, int], report: Record) -> dict[
         "level": finding.severity,
         "message": {"text": "\n".join(lines)},
         "locations": [_location(finding)],
-        # Code scanning matches findings of two commits by this key: lines move, but cause and place stay.
+        # Code scanning matches findings of two commits by this key. Lines move, but cause and place stay.
         "partialFingerprints": {"isotype/v1": "|".join(finding.key)},
         "properties": properties,
     }

@@ -1,7 +1,7 @@
-"""The dtype map of a model: a table of the model's parts, with the dtypes in which each part stores and computes.
+"""The dtype map of a model: a table of its parts, with the dtypes in which they store and compute.
 
-Modules whose names are equal up to the first number form a stack of layers. Later numbers in a name, such as the number
-of an expert, become `*`. Consecutive equal layers share rows: one row for each part of a layer.
+Modules with equal names up to the first number form a stack of layers. A later number in a name, such as an expert's,
+becomes `*`. Equal layers in a row share rows of the table, one for each part of a layer.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _LAYER = re.compile(r"(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.(?P<part>.+)")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the dtype map: a part of the model, or the same part of several equal layers.
+    """A row of the dtype map: a part of the model, or of several equal layers.
 
     Attributes:
         part: name within the layer, or within the model for a part outside of layers; numbers are written as `*`.
-        stack: name that the layers have in common, such as `model.layers`; "" for a part outside of layers.
-        first, last: numbers of the first and the last layer in this row; None for a part outside of layers.
+        stack: name of the layers without their number, such as `model.layers`; "" for a part outside of layers.
+        first, last: numbers of the row's first and last layer; None for a part outside of layers.
         layers: number of layers, in the real model, that this row describes.
         module_class: class of the module; "" for a part without weights.
-        count: number of modules in one layer that this row describes, such as the number of experts.
+        count: number of such modules in one layer, such as the number of experts.
         stored: storage dtypes of the base weights, the most frequent first.
-        runs: dtypes of the matmuls, the one with the most FLOPs first; dtypes of the outputs if there are no matmuls.
+        runs: dtypes of the matmuls, that with the most FLOPs first; without matmuls, dtypes of the outputs.
         adapters, adapter_runs: dtypes of the adapters' weights, and dtypes of the adapters' matmuls.
         bytes: bytes of the weights, adapters and buffers in all layers of the row.
         findings: indices in `Report.findings` of the findings about this part.
@@ -65,24 +65,24 @@ class Row:
 
 
 def split_layer(name: str) -> tuple[str, int, str] | None:
-    """Split `model.layers.3.mlp.up_proj` into `("model.layers", 3, "mlp.up_proj")`; return None if the name has no layer number."""
+    """Split `model.layers.3.mlp.up_proj` into `("model.layers", 3, "mlp.up_proj")`; None for a name without a layer number."""
     match = _LAYER.fullmatch(name)
     return match and (match["stack"] or "", int(match["number"]), match["part"])
 
 
 def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
-    """Return how many layers of the real model each traced layer represents: (stack, number) -> count."""
+    """Return for how many layers of the real model each traced layer stands: (stack, number) -> count."""
     counts: dict[tuple[str, int], int] = {}
     for weight in trace.weights:
         split = split_layer(plain_name(weight.module))
         if split is not None:
-            # Experts inside of a layer may be folded as well and then repeat more often than the layer.
+            # Experts in a layer may be folded, too. Then they repeat more often than the layer.
             counts[split[:2]] = min(weight.repeats, counts.get(split[:2], weight.repeats))
     return counts
 
 
 def dtype_map(trace: Trace, findings: Sequence[Finding]) -> tuple[Row, ...]:
-    """Return a row for each part of a layer in order of execution, then rows for findings of a whole layer."""
+    """Return a row for each part of a layer in order of execution, and then rows for findings of whole layers."""
     parts = _gather(trace)
     for call in trace.calls:
         _add_call(parts, call)
@@ -127,7 +127,7 @@ class _Part:
 
 
 def _host(module: str, parts: Mapping[str, _Part]) -> str | None:
-    """Return the part that contains a module: the module itself, or its nearest ancestor that is a part."""
+    """Return the part that contains a module: itself, or its nearest parent that is a part."""
     return next((name for name in with_parents(plain_name(module)) if name in parts), None)
 
 
@@ -138,7 +138,7 @@ def _gather(trace: Trace) -> dict[str, _Part]:
             first.setdefault(plain_name(call.module), position)
     parts: dict[str, _Part] = {}
     before = -1
-    # A module that is never called stays behind the module that precedes it in the model.
+    # A module that is never called stays behind its predecessor in the model.
     for position, weight in enumerate(weight for weight in trace.weights if not weight.adapter):
         name = plain_name(weight.module)
         before = first.get(name, before)
@@ -181,7 +181,7 @@ def _add_call(parts: dict[str, _Part], call: Call) -> None:
 
 
 def _marks(findings: Sequence[Finding], parts: Mapping[str, _Part]) -> dict[str, list[int]]:
-    """Map each part to the indices of its findings; a finding that belongs to no part is listed under its layer."""
+    """Return for each part the indices of its findings. A finding without a part is listed under its layer."""
     marks: dict[str, list[int]] = {}
     for position, finding in enumerate(findings):
         for place in dict.fromkeys((finding.module, *finding.places)):

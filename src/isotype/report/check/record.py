@@ -1,4 +1,4 @@
-"""The result of a check as data. Other modules write this data as text, JSON, SARIF and HTML."""
+"""The result of a check as data, which other modules write as text, JSON, SARIF and HTML."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class Record:
         trace: trace of the step on fake tensors, before any fix.
         findings: findings of the rules, sorted by severity (errors first) and then by code.
         seconds: wall-clock time of the whole check, in seconds.
-        again: function that applies fixes, traces the step again and returns the findings; None if the report was
-            read from a file.
+        again: applies fixes, traces the step again and returns the findings; None for a report read from a file.
     """
 
     trace: Trace
@@ -42,32 +41,32 @@ class Record:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """Findings about problems that crash the step or make its result wrong."""
+        """Findings about a step that crashes or has a wrong result."""
         return self._of("error")
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """Findings about problems that cost speed, memory or precision without an error message."""
+        """Findings about lost speed, memory or precision without an error message."""
         return self._of("warning")
 
     @property
     def notes(self) -> tuple[Finding, ...]:
-        """Findings that are worth knowing but cost no speed, memory or precision."""
+        """Findings worth knowing that cost no speed, memory or precision."""
         return self._of("note")
 
     @property
     def ok(self) -> bool:
-        """True if no finding is an error. This can be True even if the trace ended early, see `complete`."""
+        """True if no finding is an error. The trace may have ended early, see `complete`."""
         return not self.errors
 
     @property
     def complete(self) -> bool:
-        """True if the step was traced to its end. If an error ended the trace, no rule saw the later operators."""
+        """True if the step was traced to its end. After an error that ended the trace, no rule saw the later operators."""
         return self.trace.failure is None
 
     @property
     def memory(self) -> Memory:
-        """Allocated bytes of each kind of tensor at the memory peak of each phase."""
+        """Allocated bytes of each kind of tensor at each phase's memory peak."""
         return self.trace.memory
 
     @property
@@ -82,12 +81,12 @@ class Record:
 
     @property
     def time(self) -> StepTime | None:
-        """Least time that the data sheet allows for the step; None if the device has no rates or the trace ended early."""
+        """Least time of the step by the data sheet; None without rates, or if the trace ended early."""
         return step_time(self.trace)
 
     @property
     def fits(self) -> bool | None:
-        """True if the step's peak memory is within the device's limit; None if the peak or the limit is unknown."""
+        """True if the step's peak memory is within the device's limit; None if one of them is unknown."""
         limit, peak = self.trace.setup.limit, self.memory.peak
         return None if limit.size is None or not peak else limit.holds(peak)
 
@@ -108,17 +107,17 @@ class Record:
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """Vision and audio towers that the step does not use, because its inputs contain no image or no audio."""
+        """Vision and audio towers that the step does not use, because its inputs have no image or audio."""
         return unseen_towers(self.trace)
 
     @property
     def miswired(self) -> bool:
-        """True if the step runs and all its errors are about wiring, such as tokens that reach the wrong labels."""
+        """True if the step runs and all its errors are about wiring, such as tokens with the wrong labels."""
         return bool(self.errors) and all(finding.kind == "wiring" for finding in self.errors)
 
     @property
     def ranges(self) -> Known | None:
-        """Source of the float16 values' ranges: measured, known for the model's family, or unknown; None without float16."""
+        """Source of the ranges of float16 values: measured, known for the model's family, or unknown; None without float16."""
         if not computes_float16(self.trace):
             return None
         if self.trace.setup.ranges is not None:
@@ -127,12 +126,12 @@ class Record:
 
     @property
     def largest(self) -> Held | None:
-        """The largest measured value that the forward computes in float16; None if no values were measured."""
+        """The largest measured value that the forward computes in float16; None without a measurement."""
         return largest(self.trace)
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Unmeasured operators whose operands break the rule of their operator family."""
+        """Operators without a measurement whose operands break the rule of their family."""
         breaches = ((call.op, call.breach) for call in self.trace.breaches())
         return tuple(sorted({op for op, breach in breaches if breach is not None and breach.assumed}))
 
@@ -143,9 +142,9 @@ Outlook = Literal["repair", "unsafe", "untried", "caller", "left"]
 def repair_outlook(report: Record) -> dict[Outlook, tuple[Finding, ...]]:
     """Group the errors and warnings by their first fix.
 
-    `isotype.repair` applies the fixes in group `repair`, and with `unsafe=True` it also applies the fixes in group
-    `unsafe`. The user has to apply the fixes in group `caller`. The fixes in group `untried` were not verified by a
-    second trace. The findings in group `left` have no known fix.
+    `isotype.repair` applies the fixes in the group `repair`, and with `unsafe=True` also those in `unsafe`. The user has
+    to apply those in `caller`. Those in `untried` were not verified by another trace. Findings in `left` have no known
+    fix.
     """
     outlooks: dict[Outlook, list[Finding]] = {kind: [] for kind in get_args(Outlook)}
     for finding in (*report.errors, *report.warnings):

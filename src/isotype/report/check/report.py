@@ -1,4 +1,4 @@
-"""The public report of a check: its data, and methods that write it as text, JSON, SARIF and HTML."""
+"""The public report of a check: its data, also as text, JSON, SARIF and HTML."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from isotype.report.html import write_report
 
 @dataclass(frozen=True)
 class Report(Record):
-    """The report of a check of one training step. The class `Record` describes the report's data."""
+    """The report of a check of one training step. The class `Record` describes its data."""
 
     def raise_for_errors(self) -> None:
         """Raise an error if the report has error findings.
 
-        Raises:
-            PrecisionError: the report is not `ok`. The message lists each finding of severity "error" with its first fix.
+        Raises: PrecisionError: the report is not `ok`. The message has each error with its first fix.
         """
         error = self.error()
         if error is not None:
             raise error
 
     def error(self) -> PrecisionError | None:
-        """Return the error that `raise_for_errors` raises, or None if the report is `ok`."""
+        """Return the error of `raise_for_errors`; None if the report is `ok`."""
         if not self.errors:
             return None
         problems = [_problem(finding, self.trace.setup) for finding in self.errors]
@@ -46,7 +45,7 @@ class Report(Record):
         return to_sarif(self)
 
     def to_html(self, path: str | Path) -> Path:
-        """Write the report as one self-contained HTML file and return the path. The write is atomic.
+        """Write the report as one HTML file without external parts, atomically, and return its path.
 
         Raises:
             SaveError: the file cannot be written.

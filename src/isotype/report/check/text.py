@@ -1,7 +1,7 @@
-"""The report of a check as text: the verdict, the findings as a compiler prints them, next steps, and the cost.
+"""The report of a check as text: verdict, findings in the style of compilers, next steps, and cost.
 
-A line is a sequence of pairs (text, style); plain text has the same lines without styles. If a text is too long for a
-line, each further line starts below the text's first word.
+A line consists of pairs (text, style); plain text has the same lines without styles. In a text of several lines, the
+later ones start below its first word.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ STATUS: Mapping[Status, tuple[str, str]] = {
     "partial": ("interrupted", "? text alone"),
     "clean": ("finished", "✓ runs clean"),
 }
-"""For each status of a check: its style on an HTML page, and its label."""
+"""Status of a check -> its style on an HTML page, and its label."""
 _COLOURS = {"failed": "bold red", "interrupted": "bold yellow", "finished": "bold green"}
 _PATTERNS_SHOWN = 8
 # The space between a number and its unit, where a line must not break.
@@ -57,13 +57,13 @@ _UNIT = re.compile(r"(?<=\d) (?=[KMGT]?i?B\b|%|[PTGM]?FLOP|s\b)")
 
 
 def counts(report: Record) -> str:
-    """Return the number of findings of each severity, as in `"1 error, 2 warnings"`; return "" if there are no findings."""
+    """Return the number of findings of each severity, as in `"1 error, 2 warnings"`; "" without findings."""
     numbers = ((report.errors, "error"), (report.warnings, "warning"), (report.notes, "note"))
     return ", ".join(plural(len(findings), noun) for findings, noun in numbers if findings)
 
 
 def verdict(report: Record) -> str:
-    """Return one sentence that says whether the step runs on the device, with the number of findings."""
+    """Return one sentence on whether the step runs on the device, with the number of findings."""
     title, peak = device_words(report.trace.setup), format_bytes(report.memory.peak)
     failure, counted = report.trace.failure, counts(report)
     per_device = " each" if report.trace.setup.devices > 1 else ""
@@ -105,7 +105,7 @@ def _where(phase: str, module: str) -> str:
 
 
 def cost_clauses(cost: Cost, title: str) -> list[str]:
-    """Return a phrase for each cost of a finding: slowdown, FLOPs in a slower dtype, casts and memory."""
+    """Return a phrase for each cost of a finding: slowdown, FLOPs in a slow dtype, casts, memory."""
     clauses = []
     times = "" if cost.slowdown is None else f"{cost.slowdown:.{0 if cost.slowdown >= 10 else 1}f}"
     if times not in ("", "1.0"):
@@ -129,7 +129,7 @@ _SCOPES: Mapping[Scope, str] = {
 
 
 def fix_scope(fix: Fix) -> str:
-    """Return the thing that the user has to change, such as `"a setting"`; "" if `isotype.repair` applies the fix."""
+    """Return what the user has to change, such as `"a setting"`; "" if `isotype.repair` applies the fix."""
     return _SCOPES[fix.scope]
 
 
@@ -141,10 +141,10 @@ def fix_standing(fix: Fix) -> str:
 
 
 def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) -> list[tuple[str, str, int]]:
-    """Group the modules that differ only in their layer number, and return a tuple for each group.
+    """Group the modules that differ only in their layer number. Return a tuple for each group.
 
-    The modules `model.layers.0.mlp` … `model.layers.29.mlp` become the tuple `("model.layers.0-29", "mlp", 30)`. The last
-    item counts the modules of the real model. For modules outside of layers, the first item is "".
+    `model.layers.0.mlp` … `model.layers.29.mlp` become the tuple `("model.layers.0-29", "mlp", 30)`. Its last item
+    counts modules of the real model. Its first item is "" for modules outside of layers.
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for place in dict.fromkeys(map(plain_name, places)):
@@ -153,7 +153,7 @@ def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) ->
     folded = []
     for (stack, part), numbers in groups.items():
         counts = [layers.get((stack, number), 1) for number in numbers]
-        # In a folded model the last traced layer stands for all layers after the first ones.
+        # In a folded model, the last traced layer stands for all layers after the first ones.
         shown = ranges(sorted(numbers)) if sum(counts) == len(counts) else f"{min(numbers)}-{max(numbers)}"
         folded.append((f"{stack}.{shown}".strip("."), named(part), sum(counts) or 1))
     return folded
@@ -171,7 +171,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def elide(name: str, width: int) -> str:
-    """If a name is longer than `width` columns, replace its middle with `…` so that it fits."""
+    """If a name is longer than `width` columns, return it with `…` in place of its middle."""
     if len(name) <= width:
         return name
     head = max(0, (width - 1) // 3)
@@ -179,7 +179,7 @@ def elide(name: str, width: int) -> str:
 
 
 def ranges_words(report: Record) -> str:
-    """Describe the largest measured float16 value, with the measurement's date and data; "" if nothing was measured."""
+    """Describe the largest measured float16 value with date and data of the measurement; "" if nothing was measured."""
     largest, ranges = report.largest, report.trace.setup.ranges
     if ranges is None or largest is None:
         return ""
@@ -190,7 +190,7 @@ def ranges_words(report: Record) -> str:
 
 
 def trust(report: Record) -> list[tuple[str, str]]:
-    """Return a pair (label, sentence) for each reason why the verdict may be wrong or incomplete."""
+    """Return (label, sentence) for each reason why the verdict may be wrong or incomplete."""
     rows = []
     title, failure = report.trace.setup.profile.title, report.trace.failure
     if report.assumed:
@@ -212,7 +212,7 @@ def trust(report: Record) -> list[tuple[str, str]]:
 
 
 def sharding_notes(setup: Setup) -> Iterator[str]:
-    """Yield the assumptions that the memory figures of an FSDP step depend on."""
+    """Yield the assumptions behind the memory figures of an FSDP step."""
     if setup.fsdp and setup.devices == 1:
         yield "the number of devices: without --devices N (devices=N), the memory figures are those of one device that holds all weights"
     elif setup.fsdp == 1:
@@ -220,9 +220,9 @@ def sharding_notes(setup: Setup) -> Iterator[str]:
 
 
 def next_steps(report: Record, commands: bool = True) -> list[tuple[str, str]]:
-    """Return a pair (label, sentence) for each thing that the user can do next.
+    """Return (label, sentence) for each thing that the user can do next.
 
-    If `commands` is true, the sentence about a fix contains the command of the fix.
+    With `commands`, a sentence about a fix has the fix's command.
     """
     outlook = repair_outlook(report)
     every = plural(sum(map(len, outlook.values())), "finding")
@@ -253,7 +253,7 @@ _ORDERS_SHOWN = 3
 
 
 def _orders(findings: Sequence[Finding], commands: bool) -> list[str]:
-    """Return a line for each fix that the user has to apply, with the code of a finding that it fixes."""
+    """Return a line for each fix that the user has to apply, with the code of one of its findings."""
     orders: dict[str, str] = {}
     for finding in findings:
         fix = finding.fixes[0]
@@ -286,13 +286,13 @@ def lines(
     command_width: int | None = None,
     whole: bool = True,
 ) -> list[Line]:
-    """Return the report as styled lines: the verdict, the findings, the next steps for the user, and the cost of the step.
+    """Return the report as styled lines: verdict, findings, next steps, and the cost of the step.
 
     Args:
         width: maximum columns of a line; only very long words exceed it.
         in_script: True if a script ran the step under `isotype run`.
         command_width: maximum columns of a command; None writes each command on one line.
-        whole: True to include all details of findings, and memory and time in detail.
+        whole: True for all details of findings, memory and time.
     """
     setup, layers = report.trace.setup, layer_counts(report.trace)
     command = (("isotype run" if in_script else "isotype check", "bold"), ("   ", ""))
@@ -345,7 +345,7 @@ def _left_out(report: Record) -> str:
 
 
 def to_text(report: Record, width: int = LOG_WIDTH) -> str:
-    """Return the whole report as text without styles; the last line ends with a line break."""
+    """Return the whole report as text without styles. The last line ends with a line break."""
     return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines(report, width))
 
 
@@ -354,12 +354,12 @@ def render(report: Record, console: Console, *, in_script: bool = False, whole: 
     from rich.text import Text
 
     for line in lines(report, console.width, in_script, width_of(console), whole):
-        # The lines are wrapped already, and a module's name may look like rich's markup.
+        # The lines are wrapped already, and a module's name may look like markup of rich.
         console.print(Text.assemble(*line), soft_wrap=True, highlight=False)
 
 
 _NOTES_SHOWN, _FIXES_SHOWN = 2, 3
-"""Without `-v`, a report shows at most two notes and three fixes for each finding."""
+"""Without `-v`, a report shows at most two notes and three fixes of a finding."""
 
 
 def _finding(
@@ -444,7 +444,7 @@ def _rows(rows: Sequence[tuple[str, str]], width: int) -> list[Line]:
 
 
 def _hang(head: Line, text: str, width: int, style: str = "") -> list[Line]:
-    """Return lines that start with `head`; further lines of `text` are indented by the width of `head`."""
+    """Return lines that start with `head`. Further lines of `text` are indented by the width of `head`."""
     indent = sum(len(part) for part, _ in head)
     unbroken = _UNIT.sub("\N{NO-BREAK SPACE}", text)
     wrapped = textwrap.wrap(unbroken, max(24, width - indent), break_long_words=False, break_on_hyphens=False)

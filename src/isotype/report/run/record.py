@@ -36,8 +36,8 @@ class StepRecord:
         tokens: number of tokens, without padding, in the sequences of the step's loss, summed over all processes.
             A completion that GRPO or RLOO uses in several steps is counted in each of these steps.
         seconds: duration of the step in seconds, including the generation of completions.
-        memory_bytes: peak bytes in use by this process; 0 if not measured. On a GPU, bytes in use are those that torch
-            allocated. On a CPU, they are the process's resident size, sampled every 20 ms, so short peaks can be missed.
+        memory_bytes: peak bytes in use by this process; 0 if not measured. On a GPU, these are the bytes allocated by
+            torch. On a CPU, they are the resident size of the process, read every 20 ms: short peaks may be missed.
         loss_scale: scale that the GradScaler used in the step; None without loss scaling.
         skipped: true if the GradScaler skipped the optimizer step.
         metrics: names and values of the other metrics that the trainer logged after the step, such as `rewards/margins`.
@@ -95,9 +95,9 @@ class DataSummary:
         held_back: number of rows that are used only to compute the held-back loss.
         effective_batch: number of rows (or packs) in one optimizer step, over all micro-batches and processes.
         epochs: number of times that the run passes over the rows.
-        lengths: the 50, 90 and 99 % quantiles of the number of tokens per row, before rows are cut; None if unknown.
+        lengths: 50, 90 and 99 % quantiles of the tokens per row, before rows are cut; None if unknown.
         cut_rows: number of rows that are longer than the length limit.
-        cut_share: share of all tokens that are cut off because of the length limit, 0 to 1.
+        cut_share: share of all tokens that are beyond the length limit, 0 to 1.
         padding_share: share of padding among the tokens of a batch, 0 to 1; None if unknown.
         packs: number of packs that `--packing` makes, each of `--max_length` tokens; None if rows are not packed.
     """
@@ -142,7 +142,7 @@ class RunRecord:
         method: the training method: "sft", "dpo", "grpo", …
         command: the shell command that started the run.
         started: time at which the command started, ISO 8601.
-        finished: time at which the run ended, ISO 8601, with a UTC offset if `started` has one; None if unknown.
+        finished: time of the end, ISO 8601, with a UTC offset if `started` has one; None if unknown.
         status: how the run ended, or `"running"`.
         error: the error that ended a failed run.
         policy: the precision policy.
@@ -151,9 +151,9 @@ class RunRecord:
         parameters_trainable: number of trained parameters.
         weight_bytes: (storage dtype, bytes of the weights in it), such as `("nf4", n)`.
         settings: names and values of the hyperparameters.
-        resumed_from: step of the checkpoint from which the run was resumed; None if the run was not resumed.
+        resumed_from: step of the checkpoint at which the run was resumed; None for a new run.
         data: the training data; None if unknown.
-        headroom: the largest output values of the blocks in a float16 run; None if the run used another dtype.
+        headroom: the blocks' largest output values in a float16 run; None in another dtype.
         earlier_seconds: for a resumed run, the total duration in seconds of the commands before this one.
 
     Raises:
@@ -212,13 +212,12 @@ class RunSummary:
         steps: number of recorded optimizer steps.
         skipped: number of steps that the GradScaler skipped.
         tokens: tokens of all steps, without padding.
-        seconds: wall-clock time of the run and of the commands that it resumes. If the run's end is unknown, the
-            duration of all steps.
+        seconds: wall-clock time of the run and the commands that it resumes; the time of all steps if the end is unknown.
         first_loss: mean training loss of the first `window` steps.
-        final_loss: mean training loss of the last `window` steps; NaN if the loss of one of these steps is NaN.
-        window: number of steps over which `first_loss` and `final_loss` are means: a tenth of the run, from 1 to 10.
+        final_loss: mean training loss of the last `window` steps; NaN if one of these losses is NaN.
+        window: number of steps in `first_loss` and `final_loss`: a tenth of the run, from 1 to 10.
         tokens_per_second: median throughput of the steps.
-        peak_memory_bytes: largest `memory_bytes` of a step; does not include loading, evaluation and saving.
+        peak_memory_bytes: largest `memory_bytes` of a step, without loading, evaluation and saving.
     """
 
     steps: int
@@ -261,9 +260,9 @@ def tokens_per_second(step: StepRecord) -> float | None:
 
 
 def loss_sentences(record: RunRecord) -> tuple[tuple[str, ...], ...]:
-    """Return sentences about the training loss, the held-back loss and, if there are any, the rewards.
+    """Return sentences about the training loss, the held-back loss and, with GRPO or RLOO, the rewards.
 
-    A sentence is a tuple of strings: text, number, text, number, and so on.
+    A sentence is a tuple of strings: text, number, text, number, …
     """
     rewards = _reward_sentence(record.steps)
     return (_training_sentence(record), _held_back_sentence(record.evals), *([rewards] if rewards else []))
@@ -313,13 +312,13 @@ def _held_back_sentence(evals: Sequence[EvalRecord]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Rewards:
-    """Statistics that GRPO's or RLOO's trainer logged about the rewards of all completions since its previous log.
+    """Statistics of the rewards of all completions since the last log, from GRPO's or RLOO's trainer.
 
     Attributes:
         step: step after which the trainer logged the rewards.
         mean, spread: mean and standard deviation of the rewards.
-        equal: fraction of groups in which all rewards are equal. A group contains the completions of one prompt;
-            without different rewards, it has no gradient.
+        equal: fraction of groups with equal rewards. A group has the completions of one prompt. With equal rewards, it
+            has no gradient.
     """
 
     step: int
@@ -349,7 +348,7 @@ def equal_rewards(steps: Sequence[StepRecord]) -> float | None:
 
 
 def reward_warnings(steps: Sequence[StepRecord]) -> tuple[str, ...]:
-    """Return a warning if all rewards were equal in every group; otherwise return an empty tuple."""
+    """Return a warning if the rewards were equal in every group; else an empty tuple."""
     if equal_rewards(steps) != 1:
         return ()
     return (
@@ -372,16 +371,16 @@ def _reward_sentence(steps: Sequence[StepRecord]) -> tuple[str, ...]:
 
 
 _FEWEST = 10
-"""Minimum number of training losses to detect a trend. Losses are noisy, because each step trains on other rows."""
+"""Minimum number of training losses for a trend. Losses are noisy, because each step has other rows."""
 _SAME = 1e-3
-"""Losses count as equal if their relative difference is below this limit."""
+"""Losses count as equal below this relative difference."""
 
 
 def _noise(losses: Sequence[float], window: int) -> float:
-    """Return two standard errors of the difference between the mean of the first and of the last `window` losses.
+    """Return two standard errors of the difference between the means of the first and last `window` losses.
 
-    The noise is estimated from the differences between successive losses, which a trend hardly changes. For normal
-    noise, the median magnitude of these differences is 0.954 times the standard deviation of the noise.
+    A trend hardly changes the differences of successive losses. For normal noise, their median magnitude is 0.954 times
+    the standard deviation of the noise.
     """
     steps = [abs(b - a) for a, b in pairwise(losses) if math.isfinite(a) and math.isfinite(b)]
     spread = 2 * math.sqrt(2 / window) * statistics.median(steps) / 0.954 if steps else 0.0
@@ -403,7 +402,7 @@ def _change(first: float, last: float, noise: float) -> tuple[str, ...]:
 
 
 def format_loss(loss: float) -> str:
-    """Format a loss with three decimals, or with an exponent if the loss is below 0.001 or is 1e6 or more."""
+    """Format a loss with three decimals; with an exponent below 0.001 and from 1e6."""
     if not math.isfinite(loss):
         return format_number(loss)
     plain = loss == 0 or 0.001 <= abs(loss) < 1e6
@@ -424,5 +423,5 @@ def to_json(record: RunRecord) -> str:
 
 
 def from_json(text: str) -> RunRecord:
-    """Read a run from the JSON of `to_json`; raise ValueError for any other text or another version."""
+    """Read a run from the JSON of `to_json`. Raise ValueError for other text or another version."""
     return record_of(text, RunRecord, SCHEMA_VERSION)
