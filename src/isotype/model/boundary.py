@@ -38,12 +38,11 @@ class BoundarySettings:
       2^exponent, and adds the bias.
     - `"residual"`: for embeddings and blocks, whose hidden states are the residual stream. The forward runs under
       autocast to `compute`. The first float input and all float outputs are cast to `result`.
-    - `"autocast"`: for the whole model, and for modules outside of the model's blocks. The forward runs under autocast
-      to `compute`, also in evaluation and generation, because every matmul in a float32 residual stream needs autocast.
-    - `"inputs"`: for towers that encode images or audio. Float inputs, which have the processor's dtype, are cast to
-      `result`.
+    - `"autocast"`: for the whole model, and for modules outside of the blocks. The forward runs under autocast to
+      `compute`, also in evaluation and generation: with a float32 residual stream, every matmul needs autocast.
+    - `"inputs"`: for towers of images or audio. Float inputs have the processor's dtype, and are cast to `result`.
 
-    With a boundary of any kind, a copied 8-bit layer keeps its row scales (see `_init_8bit_state`).
+    With any boundary, a copied 8-bit layer keeps its row scales (see `_init_8bit_state`).
 
     Attributes:
         result: dtype of float outputs; None means `compute`.
@@ -67,9 +66,9 @@ class Boundary(Swapped):
 
 
 def set_boundary(module: nn.Module, settings: BoundarySettings | None) -> bool:
-    """Set a module's boundary. If `settings` is None, remove the boundary. Return True if this changed the module."""
+    """Set a module's boundary; None removes it. Return True if this changed the module."""
     if hasattr(module, "set_reshard_after_forward"):
-        # FSDP2's class is a subclass of the module's class: nothing can be inserted between the two.
+        # FSDP2's class is a subclass of the module's class. Nothing can be put between the two.
         if boundary_of(module) != settings:
             what = f"{type(module).__name__}, which FSDP2 has sharded, under another policy"
             expected = "the policy that it was sharded under"
@@ -93,7 +92,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def exponent_by_ranges(module: nn.Module) -> int | None:
-    """Return the exponent of a module's `"scale"` boundary, 0 if value ranges require float32, or else None."""
+    """Return the exponent of a module's `"scale"` boundary, 0 if value ranges require float32, else None."""
     match boundary_of(module):
         case BoundarySettings("scale", exponent=exponent):
             return exponent
@@ -105,7 +104,7 @@ def exponent_by_ranges(module: nn.Module) -> int | None:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Return a copy of a nested structure in which all float tensors are cast to `dtype`."""
+    """Return a copy of a nested structure with all float tensors cast to `dtype`."""
 
     def cast_leaf(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
@@ -114,7 +113,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def sharing(module: nn.Module, parameters: dict[str, Any]) -> Any:
-    """Return a shallow copy of `module` with other `parameters`. `module` itself stays unchanged for other threads."""
+    """Return a shallow copy of `module` with other `parameters`. `module` itself stays the same for other threads."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__, **{PARAMETERS: {**own_parameters(module), **parameters}})
     return twin
@@ -151,7 +150,7 @@ def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_codes(self: Any) -> Any:
-    """Return an 8-bit layer whose weight is an `Int8Params` again. FSDP2 gathers codes into a plain parameter."""
+    """Return an 8-bit layer with an `Int8Params` as its weight. FSDP2 gathers the codes into a plain parameter."""
     if hasattr(self.weight, "CB"):
         return self
     from bitsandbytes.nn import Int8Params
@@ -162,8 +161,8 @@ def _with_codes(self: Any) -> Any:
 
 def _forward_int8(self: Any, x: torch.Tensor) -> torch.Tensor:
     rows = x.to(self.boundary_settings.compute).reshape(-1, x.shape[-1])
-    # On a CPU without AVX512 a float32 matmul emulates the int8 matmul (bitsandbytes 0.50.2, backends/default/ops.py).
-    # Autocast would compute it in 16 bits: sums of int8 products overflow in float16 and lose digits in bfloat16.
+    # Without AVX512, a CPU emulates the int8 matmul by a float32 matmul (bitsandbytes 0.50.2, backends/default/ops.py).
+    # Autocast would compute it in 16 bits: sums of int8 products overflow in float16, and lose digits in bfloat16.
     with torch.autocast(_device_type(self), enabled=False):
         out = _forward_bias(_with_codes(self), rows).reshape(*x.shape[:-1], -1)
     return cast("torch.Tensor", cast_floats(out, self.boundary_settings.returns))
@@ -214,8 +213,8 @@ def _forward_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _init_8bit_state(self: Any) -> None:
-    # bitsandbytes moves the row scales of an Int8Params to `state`. If `Module.to` or PEFT's DoRA copies the weight after
-    # that, the copy lacks the scales, and bitsandbytes 0.50.2 would overwrite those in `state` by None.
+    # bitsandbytes moves an Int8Params' row scales to `state`. A later copy of the weight (`Module.to`, PEFT's DoRA) has
+    # no scales, and bitsandbytes 0.50.2 would overwrite those in `state` by None.
     scales = self.state.SCB if self.weight.SCB is None else self.weight.SCB
     self.original.init_8bit_state(self)
     self.state.SCB = None if scales is None else scales.to(self.weight.device)

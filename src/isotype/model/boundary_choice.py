@@ -1,6 +1,6 @@
-"""Chooses the boundaries that a policy requires, which cast the inputs and outputs of modules.
+"""Chooses the boundaries of a policy: the modules whose inputs and outputs are cast.
 
-A module needs a boundary in three cases: value ranges require one (a float32 residual stream, an exception), its own
+A module needs a boundary in three cases: value ranges require it (a float32 residual stream, an exception), its own
 weights are float32, or it returns float32.
 """
 
@@ -23,13 +23,13 @@ from isotype.precision.policy import ModuleException, PrecisionPolicy, is_pinned
 
 _PLAIN = (bool, int, float, str, torch.dtype)
 _ANSWERS: dict[Hashable, bool] = {}
-"""Cache of `returns_float32`, because a model has a hundred norms with the same key."""
+"""Cache of `returns_float32`: a model has a hundred norms with the same key."""
 
 
 def range_boundaries(
     model: nn.Module, all_places: Sequence[Place], policy: PrecisionPolicy
 ) -> dict[str, BoundarySettings]:
-    """Return the boundaries that `policy` requires because of value ranges or float32 routers, by module name."""
+    """Return the boundaries of `policy` that follow from value ranges or float32 routers, by module name."""
     if not policy.wide_residual and not policy.exceptions and not policy.routers:
         return {}
     exceptions = {exception.module: exception for exception in policy.exceptions}
@@ -46,7 +46,7 @@ def range_boundaries(
             continue
         settings = _of_exceptions(place, exceptions, policy.compute)
         if settings is None and policy.routers and not policy.keep_frozen and is_router(place.module):
-            # The router's scores stay float32: all implementations of experts cast the products with them.
+            # The router's scores stay float32: all implementations of experts cast their products to this dtype.
             settings = BoundarySettings("float32", policy.compute, torch.float32)
         if settings is None and policy.wide_residual:
             kind = _kind_in_stream(place, id(place.module) in blocks, place.name == root, bool(inside))
@@ -57,7 +57,7 @@ def range_boundaries(
 
 
 def tower_boundaries(model: nn.Module, policy: PrecisionPolicy) -> dict[str, BoundarySettings]:
-    """Return the boundaries that cast inputs of vision towers, audio towers and speech encoders, by module name."""
+    """Return the boundaries for the inputs of vision towers, audio towers and speech encoders, by module name."""
     names = {id(module): name for name, module in model.named_modules()}
     boundaries = {}
     for tower in entrances(without_peft(model)):
@@ -76,7 +76,7 @@ def computes_float32(settings: BoundarySettings | None) -> bool:
 
 
 def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
-    """Return the names of the parameters that `policy` keeps in float32 because of value ranges."""
+    """Return the names of the parameters that `policy` keeps in float32 for their value ranges."""
     all_places = tuple(places(model))
     wanted = range_boundaries(model, all_places, policy)
     wide = (place for place in all_places if computes_float32(wanted.get(place.name)))
@@ -84,7 +84,7 @@ def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
 
 
 def _kind_in_stream(place: Place, block: bool, root: bool, inside_block: bool) -> str | None:
-    """Return the kind of boundary that a float32 residual stream requires for a module; None if it requires none."""
+    """Return the kind of boundary that a module needs in a float32 residual stream; None without one."""
     if place.tuner:
         return None
     if root:
@@ -93,7 +93,7 @@ def _kind_in_stream(place: Place, block: bool, root: bool, inside_block: bool) -
         return "float32"
     if block or place.kind == "embedding":
         return "residual"
-    # `generate` calls encoders, vision towers and projectors without the model around them.
+    # `generate` calls encoders, vision towers and projectors without the model.
     if not inside_block and place.kind in ("linear", "other") and own_float_parameters(place.module):
         return "autocast"
     return None
@@ -104,7 +104,7 @@ def _of_exceptions(
 ) -> BoundarySettings | None:
     name, wide = base_name(place.name), torch.float32
     if place.tuner:
-        # lora_A has the same inputs as the layer: adapters are small enough to compute in float32.
+        # lora_A has the layer's inputs. Adapters are small enough for float32.
         owner = name.rpartition(".")[0]
         return BoundarySettings("compute", wide) if place.kind == "linear" and owner in exceptions else None
     exception = exceptions.get(name)
@@ -123,12 +123,12 @@ def _of_exceptions(
 
 
 def boundary_of_dtypes(place: Place, policy: PrecisionPolicy) -> BoundarySettings | None:
-    """Return the boundary that the dtypes of a module's own parameters require, or None if they require none."""
+    """Return the boundary that the dtypes of a module's own parameters need; None without one."""
     kind = _kind_of_boundary(place, policy)
     if kind is None:
         return None
-    # The next modules get a boundary's outputs. Their float weights have the policy's plain dtype, which differs from the
-    # compute dtype only under autocast, where just the kind "float32" is used.
+    # The next modules read a boundary's outputs. Their float weights have the policy's plain dtype. It differs from the
+    # compute dtype only under autocast, and there only the kind "float32" is used.
     return BoundarySettings(kind, policy.plain if kind == "float32" else policy.compute)
 
 
@@ -151,15 +151,15 @@ def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
     if place.kind == "other":
         # The author's code of such a module handles its pinned parameters.
         return "compute" if trained else None
-    # A frozen linear layer that is float32 without a pin (`keep_frozen`) computes in the compute dtype, as others do.
+    # A frozen linear layer that is float32 without a pin (`keep_frozen`) computes in the compute dtype, like the others.
     return "compute" if place.kind == "linear" and (trained or not pinned) else "float32"
 
 
 def returns_float32(norm: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a norm itself, without a boundary, returns float32 for an input of the 16-bit `dtype`.
+    """Return whether a norm without a boundary returns float32 for a 16-bit input of the dtype `dtype`.
 
-    The norm runs on the meta device. The result is False if the norm has no weight of shape `[n]`, or if it raises an
-    error for an input of shape `[1, n]`.
+    The norm runs on the meta device. Return False if it has no weight of shape `[n]`, or raises an error for an input of
+    shape `[1, n]`.
     """
     weights = {name: weight for name, weight in own_parameters(norm).items() if weight is not None}
     if all(weight.dim() != 1 for weight in weights.values()):

@@ -1,4 +1,4 @@
-"""Restores a precision policy on a model in memory, after other code may have changed dtypes."""
+"""Restores a precision policy on a model in memory, after other code has changed dtypes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ROUNDED = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Change:
-    """A change by `enforce`: the name of the parameter, buffer or module, and the change in words, mostly `before -> after`."""
+    """A change by `enforce`: name of the parameter, buffer or module, and words, mostly `before -> after`."""
 
     name: str
     what: str
@@ -49,17 +49,16 @@ class Change:
 def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ...]:
     """Restore `policy` on `model` in place, and return the changes. A second call changes nothing.
 
-    - Trainable parameters get the master dtype, frozen weights the storage dtype, and pinned weights float32. Under
-      `keep_frozen` all frozen weights keep their dtypes.
+    - Trainable parameters get the master dtype, frozen weights the storage dtype, and pinned weights float32. With
+      `keep_frozen`, frozen weights keep their dtypes.
     - Quantization states and quantized layers get the compute dtype. Float32 buffers that other code has cast to 16 bits
-      become float32 again. Their values stay rounded; only rotary frequencies are recomputed.
-    - Modules with float32 weights, and norms that always return float32, get a boundary that casts outputs to the
-      compute dtype.
-    - Quantized experts run isotype's function. Methods that Liger-Kernel has set on the experts are removed.
+      become float32 again. Their values stay rounded, except rotary frequencies, which are computed again.
+    - Modules with float32 weights, and norms that always return float32, get a boundary: it casts outputs to the compute
+      dtype.
+    - Quantized experts run isotype's function. Liger-Kernel's methods on the experts are removed.
 
-    Raises:
-        PrecisionError: the model's storage format is not the policy's, or a quantized layer has lost its quantization
-            state.
+    Raises: PrecisionError: the model is stored in another format than the policy's, or a quantized layer has lost its
+        quantization state.
     """
     if policy.quantized or policy.trainable == "lora":
         keep_weights(model)
@@ -86,11 +85,11 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
 
 
 def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPolicy) -> None:
-    """Raise PrecisionError if the model is not stored in the policy's format: a cast cannot change this format."""
+    """Raise PrecisionError if the model is not stored in the policy's format. A cast could not change that."""
     quantized = [place for place in all_places if place.kind in _FORMATS]
     formats = ((place.name, _FORMATS[place.kind](place.module)) for place in quantized)
     other = sorted({f for name, f in formats if f is not None and f != policy.code_book_of(base_name(name))})
-    # If a model with a quantization config has no quantized layers, the config has skipped all layers.
+    # A model with a quantization config and no quantized layers has skipped all layers.
     configured = getattr(getattr(model, "config", None), "quantization_config", None) is not None
     dense = any(place.kind == "linear" and not place.adapter for place in all_places)
     if not other and not (dense and policy.quantized and not quantized and not configured):
@@ -100,7 +99,7 @@ def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPol
 
 
 def contradiction(what: str, policy: PrecisionPolicy) -> PrecisionError:
-    """Return the error for weights that are not stored in the policy's format. `what` describes the model or checkpoint."""
+    """Return the error for weights in another format than the policy's. `what` names the model or checkpoint."""
     return PrecisionError.of(
         "the policy is for other weights",
         f"{what} under a policy with storage {policy.storage}",
@@ -111,7 +110,7 @@ def contradiction(what: str, policy: PrecisionPolicy) -> PrecisionError:
 
 
 _FORMATS: dict[str, Callable[[Any], str | None]] = {
-    # None if the weight has lost its quantization state, for which `align_4bit` raises.
+    # None if the weight has lost its quantization state: `align_4bit` raises an error for it.
     "linear4bit": lambda layer: getattr(quantization_state(layer) or layer.weight, "quant_type", None),
     "linear8bit": lambda layer: "int8",
 }
@@ -123,7 +122,7 @@ def policy_of(model: Any) -> PrecisionPolicy | None:
 
 
 def summarize(changes: tuple[Change, ...]) -> list[str]:
-    """Return one line for each kind of change, with its count. The most frequent kind comes first."""
+    """Return a line for each kind of change with its count, the most frequent kind first."""
     counts = Counter(change.what for change in changes)
     return [f"{what} ({plural(count, 'place')})" for what, count in counts.most_common()]
 
@@ -131,7 +130,7 @@ def summarize(changes: tuple[Change, ...]) -> list[str]:
 def dtypes_to_load(
     model: nn.Module, all_places: Sequence[Place], policy: PrecisionPolicy
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype in which to load each unquantized float parameter under `policy`."""
+    """Return the dtype under `policy` of each unquantized float parameter, for loading it."""
     by_ranges = range_boundaries(model, all_places, policy)
     return _wanted_dtypes(all_places, policy, by_ranges, frozen=policy.trainable == "lora")
 
@@ -167,7 +166,7 @@ def _own_dtypes(
             wanted[parameter], pinned = torch.float32, True
         else:
             wanted[parameter] = policy.plain
-    # The kernel of a norm needs weight and bias in one dtype; a pinned linear layer computes in float32.
+    # A norm's kernel needs weight and bias in one dtype. A pinned linear layer computes in float32.
     alike = place.kind == "norm" or (place.kind == "linear" and pinned)
     by_range = computes_float32(by_ranges) and not policy.keep_frozen
     if by_range or (alike and torch.float32 in wanted.values()):
@@ -192,7 +191,7 @@ def _parameters(place: Place, wanted: dict[nn.Parameter, torch.dtype]) -> list[C
 
 
 def exchange(parameter: Any, name: str, value: Any, dtype: torch.dtype) -> Callable[[], None]:
-    """Set a parameter's attribute `data` or `grad_dtype`, and cast its gradient. Return a function that undoes both."""
+    """Set a parameter's `data` or `grad_dtype`, and cast its gradient. Return a function that undoes both."""
     before, gradient = getattr(parameter, name), parameter.grad
 
     def put(value: Any, gradient: torch.Tensor | None) -> None:
@@ -217,7 +216,7 @@ def _quantization(place: Place, policy: PrecisionPolicy, by_ranges: BoundarySett
 
 
 def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
-    """Cast rotary frequencies and pinned buffers from 16 bits to float32. Only rotary frequencies get exact values."""
+    """Cast rotary frequencies and pinned buffers from 16 bits to float32. Rotary frequencies get exact values."""
     rounded = {n: b for n, b in place.module.named_buffers(recurse=False) if b.dtype in _ROUNDED}
     rotary = {name for name in rounded if "inv_freq" in name}
     fresh = dict(fresh_rotary(place.name, place.module).named_buffers(recurse=False)) if rotary else {}
@@ -236,7 +235,7 @@ def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
 
 
 def fresh_rotary(name: str, module: nn.Module) -> nn.Module:
-    """Return a new rotary module with exact frequencies, from the config of `module`. Error messages contain `name`."""
+    """Return a new rotary module with exact frequencies, by the config of `module`. `name` is for error messages."""
     config = getattr(module, "config", None)
     if config is None:
         what = f"{name} ({type(module).__name__}) has 16-bit inv_freq, and no config from which to compute it again"

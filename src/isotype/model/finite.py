@@ -1,4 +1,4 @@
-"""Finds NaN and infinity in weights, which would make every result of the model NaN."""
+"""Finds NaN and infinity in weights. They would make every result of the model NaN."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _MOST = 12
 
 
 def require_finite(source: object, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise CheckpointError if a weight, or a constant of a quantized weight, is not finite. The message names `source`."""
+    """Raise CheckpointError if a weight, or a constant of a quantized one, is not finite. The message names `source`."""
     refuse(source, not_finite(named))
 
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return name -> counts of NaN and infinity in words, for each tensor that contains one of them."""
+    """Return name -> counts of NaN and infinity in words, for each tensor with one of them."""
     return {name: _words(part) for name, weight in named for part in _values(weight) if not only_finite(part)}
 
 
 def refuse(source: object, broken: Mapping[str, str]) -> None:
-    """Raise CheckpointError if `broken`, the result of `not_finite`, is not empty."""
+    """Raise CheckpointError if `broken` (from `not_finite`) is not empty."""
     if not broken:
         return
     which = listed((f"{name} ({words})" for name, words in broken.items()), _MOST)
@@ -40,7 +40,7 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _values(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the weight if it is a float tensor, or else the float constants of the quantized weight."""
+    """Yield the weight if it has a float dtype, else the float constants of the quantized weight."""
     state: Any = getattr(weight, "quant_state", None)
     scales: Any = getattr(weight, "SCB", None)
     if state is not None:

@@ -1,10 +1,10 @@
-"""Quantizes weights to 4 bits in bitsandbytes' format, and fits the block constants to a layer's inputs.
+"""Quantizes weights to 4 bits in bitsandbytes' format, with block constants that are fitted to a layer's inputs.
 
-bitsandbytes takes a block's largest magnitude as its constant, but can dequantize with any constant. In most language
-models a few input channels are much larger than the others, and errors of their weights dominate the output error. If
-the channels of a block are nearly independent, the weights' errors d give E[(x, d)²] = Σ E[x²] d². For codes c with
-values v(c), the best constant is s = Σ E[x²] w v(c) / Σ E[x²] v(c)². The codes nearest to w / s are at least as good as
-c. AWQ searches such constants on a grid (https://arxiv.org/abs/2306.00978, section 3.2).
+In bitsandbytes, a block's constant is its largest magnitude, but dequantization works with any constant. In most
+language models, a few input channels are much larger than the others, and the errors of their weights dominate the
+output's error. If the channels of a block are nearly independent, the weights' errors d lead to E[(x, d)²] = Σ E[x²] d².
+For codes c with the values v(c), the best constant is s = Σ E[x²] w v(c) / Σ E[x²] v(c)². The codes nearest to w / s are
+at least as good as c. AWQ searches such constants on a grid (https://arxiv.org/abs/2306.00978, section 3.2).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from isotype.model.quantize import quantize_4bit, state_4bit
 
 _STARTS = (1.0, 0.85, 0.7)
-"""Constants to start from, as fractions of the block's largest magnitude."""
+"""Constants at the start, as fractions of the block's largest magnitude."""
 _PIECE = 1 << 18
-"""Number of elements that are processed at once, few enough for the caches in float32."""
+"""Number of elements that are processed at once: few enough for the caches in float32."""
 _LEAST = 1e-38
 _HALF_RANGE = 32767
 _MIDDLE = torch.tensor(_HALF_RANGE + 0.5)  # makes the conversion to int round to nearest
@@ -30,7 +30,7 @@ _MIDDLE = torch.tensor(_HALF_RANGE + 0.5)  # makes the conversion to int round t
 def quantize_by(
     moments: torch.Tensor | None, weight: torch.Tensor, form: str, *, first: int = 0, **settings: Any
 ) -> tuple[torch.Tensor, Any]:
-    """Return the codes and the state from `quantize_fitted`, or from `quantize_4bit` if `moments` is None."""
+    """Return codes and state by `quantize_fitted`; by `quantize_4bit` if `moments` is None."""
     if moments is None:
         return quantize_4bit(weight, form, **settings)
     return quantize_fitted(weight, form, moments, first=first, **settings)
@@ -46,16 +46,15 @@ def quantize_fitted(
     storage: torch.dtype = torch.uint8,
     first: int = 0,
 ) -> tuple[torch.Tensor, Any]:
-    """Quantize a weight as `isotype.model.quantize.quantize_4bit` does, but with constants that suit the layer's inputs.
+    """Quantize a weight like `isotype.model.quantize.quantize_4bit`, with constants that suit the layer's inputs.
 
     Args:
-        weight: a layer's weight, or a part of its flat weight; float32, bfloat16 or float16 of any shape.
-        moments: E[x²] of each input channel of the layer, times any common factor; `[in]`.
-        first: column of the layer's weight to which the first element of `weight` belongs.
+        weight: a layer's weight or a part of it, flat; float32, bfloat16 or float16 of any shape.
+        moments: E[x²] of each input channel, times any common factor; `[in]`.
+        first: column of the layer's weight with the first element of `weight`.
 
-    Returns:
-        Packed codes and the `QuantState`. As in bitsandbytes, codes are the nearest ones for the constants before double
-        quantization rounds the constants.
+    Returns: Packed codes and the `QuantState`. As in bitsandbytes, codes are the nearest ones for the constants before
+        double quantization.
     """
     flat = weight.detach().reshape(-1)
     count = math.ceil(flat.numel() / blocksize)
@@ -76,10 +75,10 @@ def quantize_fitted(
 def nearest_values(
     weight: torch.Tensor, form: str, moments: torch.Tensor | None, *, blocksize: int
 ) -> torch.Tensor:
-    """Return the values of a float32 weight after rounding to 4 bits, without computing codes.
+    """Return the values of a float32 weight after rounding to 4 bits. Codes are not computed.
 
-    If `moments` is None, constants are the blocks' largest magnitudes. Near the midpoint between two 4-bit values
-    (within 1/32767), bitsandbytes may round to the other value.
+    Without `moments`, constants are the blocks' largest magnitudes. Near the midpoint of two 4-bit values (within
+    1/32767), bitsandbytes may choose the other value.
 
     Args:
         weight: a weight `[rows, columns]`, or some of its whole blocks.
@@ -99,7 +98,7 @@ def nearest_values(
 def _blocks(
     flat: torch.Tensor, blocksize: int, moments: torch.Tensor | None, first: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-    """Yield pieces as (index of the first block, values, moments); float32 `[blocks, blocksize]`, padded with zeros."""
+    """Yield pieces as (first block's index, values, moments); float32 `[blocks, blocksize]`, padded with zeros."""
     columns = 1 if moments is None else moments.numel()
     repeated = None
     if moments is not None:  # repeated, because a piece can begin at any column
@@ -137,19 +136,19 @@ def _constants(values: torch.Tensor, weights: torch.Tensor | None, form: str) ->
 
 
 def _finite(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
-    """Replace NaN and infinity in the blocks' values by 0 if a constant is not finite."""
+    """Replace NaN and infinity in blocks with a constant that is not finite by 0."""
     return values if constants.max() < torch.inf else values.nan_to_num(0, 0, 0)
 
 
 def _cell(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
-    """Divide values by their block's constant. Return the index `[elements]` of each in the tables of `_cells`."""
+    """Divide values by their block's constant. Return the index `[elements]` of each value in the tables of `_cells`."""
     scaled = values * constants.clamp_min(_LEAST).reciprocal_().unsqueeze(1)
     return torch.add(_MIDDLE, scaled.clamp_(-1, 1), alpha=_HALF_RANGE).int().view(-1)
 
 
 @functools.cache
 def _cells(name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tables of the nearest 4-bit value, and of its code, for 65535 cells of [-1, 1]. A search would be slower."""
+    """Return tables for 65535 cells of [-1, 1]: the nearest 4-bit value, and its code. A search would be slower."""
     from bitsandbytes.functional import get_4bit_type
 
     values, codes = get_4bit_type(name, device=device).sort()

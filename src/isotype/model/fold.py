@@ -1,6 +1,6 @@
-"""Removes equal layers from a model before a trace. For example, two of 80 equal layers stay and represent all 80.
+"""Removes equal layers from a model before a trace. Of 80 equal layers, two stay and stand for all of them.
 
-Folding changes the model in place: use it only for models without weights and for copies.
+Folding changes the model in place. Use it only for copies, and for models without weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from isotype.core.names import grouped
 from isotype.model.walk import FoldedList, lists_of_blocks
 
 STANDS_FOR = "_stands_for"
-"""Attribute of a layer in a folded model: the number of layers that it represents."""
+"""Attribute of a layer in a folded model: the number of layers for which it stands."""
 
 _FEWEST = 4  # for up to 3 equal layers folding saves little
 _POSITION = re.compile(r"(^|_)(idx|layer|(layer|block|depth)_?(idx|id|index|number|num|i))$")
@@ -35,16 +35,16 @@ _ALL = re.compile(r"^[\s\w.]*(n|num)_(hidden_)?layers?\s*$")
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 _NUMBERS_OF_LAYERS = re.compile(r"layers$|indexes$|indices$|_idxs?$")
 _TOKENS = re.compile(r"token_ids?$")
-# Gemma 3n and 4 have an embedding outside of the layers with a slice for each layer, which folding cannot shorten.
+# Gemma 3n and 4 have an embedding outside of the layers with a slice for each layer. Folding cannot shorten it.
 _NOT_FOLDED = ("hidden_size_per_layer_input",)
 
 calls_represented: ContextVar[int] = ContextVar("calls_represented", default=1)
-"""The number of equal calls that a call represents in a trace, in addition to the repeats of its module."""
+"""For how many equal calls a call stands in a trace, besides the repeats of its module."""
 
 
 @contextmanager
 def representing(count: int) -> Iterator[None]:
-    """In this context, each operator represents `count` equal calls in a trace."""
+    """In the `with` block, each operator stands for `count` equal calls in a trace."""
     token = calls_represented.set(count)
     try:
         yield
@@ -54,12 +54,12 @@ def representing(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Fold:
-    """The plan to fold a list of layers: the layers that stay, and the layers that each of these represents.
+    """The plan to fold a list: the layers that stay, and the layers for which each of them stands.
 
     Attributes:
         kept: the original numbers of the layers that stay.
-        stands_for: for each layer that stays, the number of layers that it represents.
-        represents: for each original layer, its representing layer's position in the folded list.
+        stands_for: for how many layers each layer that stays stands.
+        represents: for each original layer, the position of the layer in the folded list that stands for it.
     """
 
     kept: tuple[int, ...]
@@ -70,11 +70,11 @@ class _Fold:
 def fold(model: nn.Module) -> nn.Module:
     """Remove layers of a model that equal other layers, in place. Return the model.
 
-    Only lists of at least 4 layers are folded. Layers are equal if their modules have the same classes and, except for
-    the layer's number, the same plain attributes. The parameters and buffers of equal layers have the same names,
-    shapes, dtypes, devices and `requires_grad`. The first and the last layer of each kind stay, with their names
-    (`model.layers.0`, `model.layers.79`). The first layer represents only itself, so that its extra work is counted
-    once. The last layer represents all others (attribute `_stands_for`). Layer numbers and configs are updated.
+    Only lists of at least 4 layers are folded. Layers are equal if their modules have equal classes and plain attributes
+    (except the layer's number), and if their parameters and buffers have equal names, shapes, dtypes, devices and
+    `requires_grad`. The first and last layer of each kind stay, with their names (`model.layers.0`, `model.layers.79`).
+    The first layer stands only for itself, so that its extra work counts once. The last one stands for all others
+    (attribute `_stands_for`). Layer numbers and configs are updated.
     """
     folded: list[tuple[nn.Module, nn.Module, _Fold]] = []
     for owner, layers in lists_of_blocks(model, _FEWEST):
@@ -101,7 +101,7 @@ def fold(model: nn.Module) -> nn.Module:
 
 
 def _is_sliced(around: Sequence[nn.Module], layers: nn.Module) -> bool:
-    """Return whether a forward uses a slice of the list, for example to run its middle layers several times.
+    """Return whether a forward uses a slice of the list, for example to run the middle layers several times.
 
     `around` has the owner of the list and the modules around it.
     """
@@ -113,7 +113,7 @@ def _is_sliced(around: Sequence[nn.Module], layers: nn.Module) -> bool:
 
 @functools.cache
 def _source(forward: Callable[..., Any]) -> str:
-    """Return the source code of a forward, or "" if it is not on this machine."""
+    """Return the source code of a forward; "" if it is not on this machine."""
     try:
         return inspect.getsource(forward)
     except (OSError, TypeError):
@@ -121,12 +121,12 @@ def _source(forward: Callable[..., Any]) -> str:
 
 
 def stands_for(model: nn.Module) -> dict[str, int]:
-    """Return full name -> number of represented layers, for each layer in a folded list."""
+    """Return full name -> number of layers for which it stands, for each layer in a folded list."""
     return {n: getattr(m, STANDS_FOR) for n, m in model.named_modules() if hasattr(m, STANDS_FOR)}
 
 
 def repeats_of(model: nn.Module) -> dict[str, int]:
-    """Return module name -> number of modules of the original model that this module represents."""
+    """Return module name -> for how many modules of the original model it stands."""
     repeats: dict[str, int] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         repeats[name] = repeats.get(name.rpartition(".")[0], 1) * int(getattr(module, STANDS_FOR, 1))
@@ -134,7 +134,7 @@ def repeats_of(model: nn.Module) -> dict[str, int]:
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
-    """Return all properties of a layer that can change its trace, apart from the layer's number."""
+    """Return all properties of a layer that can change its trace, without the layer's number."""
     return tuple((n, type(m), _tensors(m), _attributes(m), _hooks(m)) for n, m in layer.named_modules())
 
 
@@ -156,7 +156,7 @@ def _state(state: Any) -> tuple[Any, ...] | None:
 
 
 def _attributes(module: nn.Module) -> tuple[Any, ...]:
-    """Return (name, value) of a module's plain attributes. A float's value is True if it is nonzero, else False."""
+    """Return (name, value) of a module's plain attributes. Floats become True if nonzero, else False."""
     return tuple(
         (name, bool(value) if isinstance(value, float) else value)
         for name, value in sorted(vars(module).items())
@@ -165,7 +165,7 @@ def _attributes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:
-    """Return (names of a module's own attributes, names of its forward hooks' functions or classes)."""
+    """Return (names of a module's own attributes, names of its hooks' functions or classes)."""
     run = (*forward_pre_hooks(module).values(), *forward_hooks(module).values())
     names = (getattr(hook, "__qualname__", type(hook).__qualname__) for hook in run)
     return frozenset(vars(module)), tuple(names)

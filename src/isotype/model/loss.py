@@ -12,7 +12,7 @@ from isotype.compat.torch import node_number
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss in a model's output, or else the mean of its first float tensor. Without one, raise TypeError."""
+    """Return the loss in a model's output, or the mean of its first float tensor. Raise TypeError without one."""
     loss = find_loss(output)
     if loss is not None:
         return loss
@@ -23,16 +23,16 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def is_partial(output: Any) -> bool:
-    """Return whether `loss_of` picks one of several differentiable tensors; the real loss may then depend on more parameters."""
+    """Return whether `loss_of` picks one of several differentiable tensors: the real loss may need more parameters."""
     return sum(leaf.requires_grad for leaf in _floats(output)) > 1 and find_loss(output) is None
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """Return the field `loss` of a model's output, or else a scalar that must be the loss, or else None.
+    """Return the field `loss` of a model's output, or a scalar that must be the loss, or None.
 
-    A scalar is the loss if it depends on all parameters on which the output depends, like the loss in nanoGPT's output
-    `(logits, loss)`, and unlike CLIP's temperature. If only all scalars of a mapping together depend on all parameters,
-    like a detector's losses, return their sum.
+    A scalar is the loss if it depends on all parameters that the output depends on. The loss in nanoGPT's output
+    `(logits, loss)` does; CLIP's temperature does not. If only all scalars of a mapping do so together, like a
+    detector's losses, return their sum.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
@@ -54,9 +54,9 @@ def find_loss(output: Any) -> torch.Tensor | None:
 
 
 def ends_behind(tensor: torch.Tensor, visited: set[int]) -> Iterator[Any]:
-    """Yield the nodes that accumulate parameters' gradients, at the ends of the autograd graph of `tensor`.
+    """Yield the nodes at the ends of the autograd graph of `tensor`, which accumulate parameters' gradients.
 
-    Nodes whose numbers are in `visited` are left out. The numbers of inner nodes are added to `visited`.
+    Nodes with numbers in `visited` are left out. The numbers of inner nodes are added to it.
     """
     waiting: list[Any] = [tensor.grad_fn]
     while waiting:

@@ -24,7 +24,7 @@ from isotype.compat.torch import (
 from isotype.core.operators import BFLOAT16_WITHOUT_MEMORY, operator_name, schema_of
 from isotype.core.random_states import random_states_kept
 
-# Functions by which layers and transformers' `init_weights` draw values. All write into their first argument, and return it.
+# Functions by which layers and transformers' `init_weights` draw values. Each writes to its first argument and returns it.
 _DRAWS = (
     *(nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_),
     *(torch.Tensor.uniform_, torch.Tensor.normal_),
@@ -32,7 +32,7 @@ _DRAWS = (
 
 
 class NoDraws(TorchFunctionMode):
-    """Mode that skips the random initialization of meta tensors, which would take half a second for a thousand layers."""
+    """Mode without random initialization of meta tensors. It would take half a second for a thousand layers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -44,7 +44,7 @@ class NoDraws(TorchFunctionMode):
 
 
 class KeepsValues(TorchFunctionMode):
-    """Mode in which `Tensor.to("meta")` does not move tensors with values. PEFT would move the adapters of a meta model."""
+    """Mode in which `Tensor.to("meta")` leaves tensors with values. PEFT would move the adapters of a meta model."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -59,9 +59,9 @@ class KeepsValues(TorchFunctionMode):
 _CONTAINERS = (dict, OrderedDict, list, set)
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _NUMBERS = (_ITEM, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default)
-"""Operators that return a Python number, which a tensor without memory cannot provide."""
+"""Operators that return a Python number. A tensor without memory has none."""
 _PLACED = (PARAMETERS, CHILDREN)
-"""Attributes that are not restored: FSDP2 changes them during a forward, together with the state of its hooks."""
+"""Attributes that are not restored: a forward of FSDP2 changes them together with the state of its hooks."""
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that saves parameters and buffers before operators overwrite them. A number read from a meta tensor is 1."""
+    """Mode that saves parameters and buffers before operators overwrite them. Numbers read from meta tensors are 1."""
 
     supports_higher_order_operators = True
 
@@ -132,7 +132,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def result_of(call: Callable[..., Any], *operands: torch.Tensor) -> Any:
-    """Return `call(*operands)`, run without autograd and autocast, or None if it raises an error."""
+    """Return `call(*operands)`, run without autograd and autocast; None if it raises an error."""
     device = operands[0].device.type
     try:
         with torch.no_grad(), torch.autocast("cpu" if device == "meta" else device, enabled=False):
@@ -142,7 +142,7 @@ def result_of(call: Callable[..., Any], *operands: torch.Tensor) -> Any:
 
 
 def is_close(result: Any, wanted: torch.Tensor, rtol: float, atol: float) -> bool:
-    """Return whether `result` has the shape and, within the tolerances, the values of `wanted` (float64, on a CPU)."""
+    """Return whether `result` has the shape of `wanted` (float64, on a CPU) and, within the tolerances, its values."""
     return (
         isinstance(result, torch.Tensor)
         and result.shape == wanted.shape

@@ -14,13 +14,13 @@ PARTS = (LANGUAGE, PROJECTOR, VISION, AUDIO)
 """The parts of a multimodal model, in the order in which reports list them."""
 ALL = "all"
 _TOWERS = {VISION: "image", AUDIO: "audio"}
-"""Maps a part to transformers' name for its input. The model's config has `vision_config` or `audio_config`."""
+"""Part -> transformers' name of its input. The model's config has `vision_config` or `audio_config`."""
 _MERGER = re.compile(r"(^|\.)\w*merger\w*(\.|$)")
-"""Names of the projector that follows the blocks of Qwen's and GLM's towers, and returns the language model's width."""
+"""Names of the projector behind the blocks of Qwen's and GLM's towers. It returns the language model's width."""
 
 
 class Parts:
-    """The parts of a transformers model (not of PEFT's wrapper). A model without towers has only the part `language`."""
+    """The parts of a transformers model (without PEFT's wrapper). Without towers, the only part is `language`."""
 
     def __init__(self, base: Any) -> None:
         self._base = base
@@ -38,7 +38,7 @@ class Parts:
         return LANGUAGE if inside else PROJECTOR
 
     def outside_of_language(self) -> Iterator[str]:
-        """If there are towers, yield the outermost modules that have weights and are not in the language model, by name."""
+        """With towers, yield the names of the outermost modules with weights that are not in the language model."""
         last = ""
         for name, module in self._base.named_modules() if self.towers else ():
             around = any(in_module(inner, name) for inner in self._language)
@@ -50,7 +50,7 @@ class Parts:
 
 
 def read_parts(parts: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the parts in a list or a text such as `language,projector` or `all`. Raise ValueError for an unknown part."""
+    """Return the parts in a list or a text such as `language,projector` or `all`. Raise ValueError for an unknown one."""
     words = {word.strip() for word in (parts.split(",") if isinstance(parts, str) else parts)}
     if unknown := sorted(words - {*PARTS, ALL}):
         raise ValueError(unknown[0])
@@ -77,7 +77,7 @@ def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
 
 
 def entrances(base: Any) -> Iterator[Any]:
-    """Yield the modules to which a model passes float inputs: its towers, and the encoder of a speech model (Whisper)."""
+    """Yield the modules with float inputs of the model: its towers, and a speech model's encoder (Whisper)."""
     yield from (tower for _, tower in towers_of(base))
     if getattr(base, "main_input_name", "input_ids") == "input_features" and hasattr(base, "get_encoder"):
         encoder = base.get_encoder()
@@ -86,7 +86,7 @@ def entrances(base: Any) -> Iterator[Any]:
 
 
 def towers_of(base: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (part, module) of each tower of a transformers model, none for a text model or for a tower itself."""
+    """Yield (part, module) of each tower of a transformers model. Text models and towers themselves have none."""
     config = getattr(base, "config", None)
     for part, modality in _TOWERS.items():
         if getattr(config, f"{part}_config", None) is None or not hasattr(base, "get_encoder"):

@@ -1,11 +1,11 @@
-"""Quantizes to nf4, fp4 and int8 on a CPU, several times faster than bitsandbytes and with bitwise equal results.
+"""Quantizes to nf4, fp4 and int8 on a CPU. It is several times faster than bitsandbytes, and bitwise equal.
 
-On CPUs bitsandbytes (0.50.2, `backends/default/ops.py`) processes the whole tensor at once, and spends most time in a
-binary search for each element. This file processes pieces that fit into the caches, and reads codes from a table.
+On CPUs, bitsandbytes (0.50.2, `backends/default/ops.py`) processes the whole tensor at once, and mostly does a binary
+search for each element. This file processes pieces that fit into the caches, and reads codes from a table.
 
-An element is divided by its block's absmax. The result is in [-1, 1], and gets the code of the nearest 4-bit value. The
-boundaries between codes are the midpoints between neighbouring values. The table has a code for each of 65536 equal
-cells of [-1, 1]. If a boundary is in a cell, a search with bitsandbytes' arithmetic finds the code.
+An element divided by its block's absmax is in [-1, 1]. It gets the code of the nearest 4-bit value, so codes change at
+the midpoints of neighbouring values. The table has a code for each of 65536 equal cells of [-1, 1]. In a cell with a
+midpoint, a search with bitsandbytes' arithmetic finds the code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LEAST = 1e-38  # bitsandbytes' smallest divisor; a block of zeros has a smaller
 
 @dataclass(frozen=True)
 class _Format:
-    """A 4-bit format: 15 boundaries, the codes of the 16 intervals that they bound, and the codes of the 65536 cells."""
+    """A 4-bit format: 15 boundaries, the codes of the 16 intervals between them, and the codes of the 65536 cells."""
 
     bounds: torch.Tensor
     codes: torch.Tensor
@@ -50,11 +50,11 @@ def quantize_4bit(
 
     Args:
         weight: float32, bfloat16 or float16, any shape.
-        double_quant: True to quantize the absmax constants too, to 8 bits in blocks of 256
-            (https://arxiv.org/abs/2305.14314, section 3).
+        double_quant: True to quantize absmax, too: to 8 bits in blocks of 256 (https://arxiv.org/abs/2305.14314, section
+            3).
 
-    Returns:
-        (codes `[ceil(elements / 2) / storage.itemsize, 1]` in the dtype `storage`, `QuantState`). A byte has two codes.
+    Returns: (codes `[ceil(elements / 2) / storage.itemsize, 1]` in the dtype `storage`, `QuantState`). Two codes are in
+        a byte.
     """
     from bitsandbytes import functional
 
@@ -73,9 +73,9 @@ def quantize_4bit(
 
 
 def state_4bit(absmax: torch.Tensor, *, double_quant: bool, **settings: Any) -> Any:
-    """Return the `QuantState` of `quantize_4bit` in bitsandbytes 0.50.2 for float32 `absmax` `[blocks]`.
+    """Return the `QuantState` of bitsandbytes 0.50.2's `quantize_4bit` for float32 `absmax` `[blocks]`.
 
-    `settings` are the weight's `shape` and `dtype`, and `blocksize` and `quant_type`.
+    `settings` are the weight's `shape`, `dtype`, `blocksize` and `quant_type`.
     """
     from bitsandbytes import functional
 
@@ -90,8 +90,8 @@ def state_4bit(absmax: torch.Tensor, *, double_quant: bool, **settings: Any) -> 
 def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 codes `[rows, columns]` and float32 row scales `[rows]`, as in `bitsandbytes.nn.Int8Params`.
 
-    code = round(127 x / absmax of the row), where x is the weight in float16 (https://arxiv.org/abs/2208.07339, section
-    2). In a row of zeros, all codes are 0.
+    code = round(127 x / absmax of the row) for the weight x in float16 (https://arxiv.org/abs/2208.07339, section 2). In
+    a row of zeros, the codes are 0.
     """
     if not _on_cpu(weight):
         from bitsandbytes import functional
@@ -113,7 +113,7 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _on_cpu(weight: torch.Tensor) -> bool:
-    # `_codes_4bit` packs two codes by way of an int16, which depends on the machine's byte order.
+    # `_codes_4bit` packs two codes as an int16. This depends on the machine's byte order.
     return weight.device.type == "cpu" and sys.byteorder == "little"
 
 
@@ -133,7 +133,7 @@ def _codes_4bit(weight: torch.Tensor, form: str, blocksize: int) -> tuple[torch.
         single = _piece(table, flat[begin:end].view(-1, blocksize), absmax[blocks], work)
         if single is None:
             return None
-        # 4097 (low + 256 high) has 16 low + high in its high byte
+        # Return packed codes [ceil(n / 2)] and absmax [blocks] of a weight; None if a value is not finite.
         codes[begin // 2 : end // 2] = single.view(torch.int16).mul_(4097).bitwise_right_shift_(8)
     if whole < total:
         absmax[-1], rest = _last_block(flat[whole:].float(), table)
@@ -144,9 +144,9 @@ def _codes_4bit(weight: torch.Tensor, form: str, blocksize: int) -> tuple[torch.
 def _piece(
     form: _Format, blocks: torch.Tensor, absmax: torch.Tensor, work: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the codes of `blocks` [blocks, blocksize], one per byte. Write each block's largest magnitude to `absmax`.
+    """Return the codes of `blocks` [blocks, blocksize], one in a byte. Write the largest magnitudes to `absmax`.
 
-    Returns None if a value is not finite. `work` is scratch memory: float32 `[3, n]` for n or fewer elements.
+    Return None if a value is not finite. `work` is scratch memory: float32 `[3, n]` for at most n elements.
     """
     values, sizes, cells = work[:, : blocks.numel()].view(3, *blocks.shape)
     torch.abs(values.copy_(blocks), out=sizes)
@@ -164,12 +164,12 @@ def _piece(
 
 
 def _nearest(form: _Format, scaled: torch.Tensor) -> torch.Tensor:
-    """Search the codes of scaled elements. The midpoint between two 4-bit values gets the lower value's code."""
+    """Search the codes of scaled elements. At a midpoint, the lower value's code wins."""
     return form.codes[torch.bucketize(scaled.clamp(-1, 1), form.bounds)]
 
 
 def _last_block(flat: torch.Tensor, form: _Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (absmax, packed codes) of a block that is not full. As in bitsandbytes, this absmax is never zero."""
+    """Return (absmax, packed codes) of a block that is not full. As in bitsandbytes, absmax is never zero."""
     most = flat.abs().max().clamp(min=_LEAST)
     scaled = torch.nn.functional.pad(flat / most, (0, flat.numel() % 2))
     single = _nearest(form, scaled.nan_to_num())
@@ -192,7 +192,7 @@ def _format(name: str) -> _Format:
 
 
 def quantize_blank(layer: Any, dtype: torch.dtype) -> None:
-    """Replace a bitsandbytes layer's weight by a quantized weight on the meta device."""
+    """Replace a bitsandbytes layer's weight by a quantized one on the meta device."""
     dense = torch.empty(layer.out_features, layer.in_features, dtype=dtype, device="meta")
     old = layer.weight
     settings = {name: value for name, value in vars(old).items() if name not in ("CB", "SCB")}

@@ -1,4 +1,4 @@
-"""Reads quantization states of bitsandbytes layers, sets their dtypes under a policy, and creates them without weights."""
+"""Reads quantization states of bitsandbytes layers, sets their dtypes by a policy, and makes them without weights."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from isotype.precision.policy import PrecisionPolicy
 
 
 def quantization_state(layer: nn.Module) -> Any:
-    """Return the quantization state of a 4-bit layer, or None if it was lost."""
+    """Return a 4-bit layer's quantization state; None if it was lost."""
     return next(iter(quantization_states(layer)), None)
 
 
 def quantization_states(layer: Any) -> list[Any]:
-    """Return a 4-bit layer's quantization states: the weight's, and the layer's, which remains under FSDP2."""
+    """Return a 4-bit layer's quantization states: the weight's, and the layer's, which FSDP2 leaves."""
     states = (getattr(holder, "quant_state", None) for holder in (getattr(layer, "weight", None), layer))
     return list({id(state): state for state in states if state is not None}.values())
 
 
 def row_scales(layer: Any) -> torch.Tensor | None:
-    """Return the float32 row scales `[out_features]` of an int8 layer, or None if they were lost."""
+    """Return an int8 layer's float32 row scales `[out_features]`; None if they were lost."""
     scales = getattr(layer.weight, "SCB", None)
     if scales is None:  # a sharded weight has no attributes
         scales = layer.state.SCB
@@ -39,7 +39,7 @@ def row_scales(layer: Any) -> torch.Tensor | None:
 
 
 def constant_bytes(layer: Any, weight: torch.Tensor) -> int:
-    """Return the bytes of the constants of a layer's quantized weight: absmax for 4 bits, scales for int8."""
+    """Return the bytes of the constants of a quantized weight: absmax for 4 bits, scales for int8."""
     state = getattr(weight, "quant_state", None)
     if state is not None:
         nested = int(state.state2.absmax.nbytes) if state.nested else 0
@@ -52,12 +52,12 @@ def constant_bytes(layer: Any, weight: torch.Tensor) -> int:
 
 
 def is_int8(weight: torch.Tensor) -> bool:
-    """Return whether a parameter's class has the name of bitsandbytes' int8 class, without importing bitsandbytes."""
+    """Return whether a parameter's class has the name of bitsandbytes' int8 class. bitsandbytes is not imported."""
     return type(weight).__name__ == "Int8Params"
 
 
 def holds_turned(layer: Any) -> bool:
-    """Return whether a bitsandbytes layer has replaced a Conv1D of transformers, whose weights in files are `[in, out]`."""
+    """Return whether a bitsandbytes layer has replaced transformers' Conv1D, with weights `[in, out]` in files."""
     source = getattr(layer, "source_cls", None)
     return any(cls.__name__ == "Conv1D" for cls in getattr(source, "__mro__", ()))
 
@@ -65,8 +65,8 @@ def holds_turned(layer: Any) -> bool:
 def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
     """Set the dtypes of a `Linear4bit`, its quantization state and its constants. Return the changes in words.
 
-    A load sets the dtype of dequantized weights to the saved dtype, even if the policy has another
-    (https://github.com/unslothai/unsloth/issues/4005). Raises PrecisionError if the state was lost or the packed codes
+    A load sets the dtype of dequantized weights to the saved one, even if the policy has another
+    (https://github.com/unslothai/unsloth/issues/4005). Raise PrecisionError if the state was lost or the packed codes
     were cast.
     """
     changes = []
@@ -103,7 +103,7 @@ def _align_state(state: Any, compute: torch.dtype) -> list[str]:
 
 
 def align_stack(stack: QuantizedStack, compute: torch.dtype) -> list[str]:
-    """Set the dtype to which stacked expert weights are dequantized. Return the change in words, or an empty list."""
+    """Set the dtype of dequantized stacked expert weights. Return the change in words, or an empty list."""
     if stack.dtype == compute:
         return []
     before, stack.dtype = stack.dtype, compute
@@ -111,7 +111,7 @@ def align_stack(stack: QuantizedStack, compute: torch.dtype) -> list[str]:
 
 
 def align_8bit(name: str, layer: Any) -> list[str]:
-    """Prepare a `Linear8bitLt` for its forward: store float32 row scales on the layer. Return the changes in words.
+    """Prepare a `Linear8bitLt` for its forward: store float32 row scales on it. Return the changes in words.
 
     Raises PrecisionError if the row scales were lost.
     """
@@ -119,7 +119,7 @@ def align_8bit(name: str, layer: Any) -> list[str]:
     if scales is None:
         raise _lost(name, layer, "int8 weight", "row scales")
     if getattr(layer.weight, "CB", None) is not None:
-        # `Module.to` copies a weight without its scales, but keeps scales of the layer.
+        # `Module.to` copies a weight without its scales. Scales on the layer stay.
         layer.init_8bit_state()
         layer.state.SCB = scales.to(layer.weight.device)
     if scales.dtype == torch.float32:
@@ -140,11 +140,11 @@ def _name(dtype: torch.dtype | None) -> str:
 
 
 # ------------------------------------------------------------------------ layout of 4-bit weights on CPUs
-# bitsandbytes repacks 4-bit weights in place on the first evaluation forward on CPUs with AVX512-BF16. The repacked
-# layout has no backward and rounds the absmax constants to bfloat16, so a model that generates and then trains would
-# silently learn from wrong gradients; and for some shapes the repacking raises. The layer's own switch keeps the layout
-# that trains. See Linear4bit.forward in bitsandbytes/nn/modules.py and _convert_weight_packed_for_cpu in
-# bitsandbytes/functional.py (0.50.2); tests/model/test_quantized.py says when this can go.
+# On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights in place in the first evaluation forward. The new layout
+# has no backward and rounds absmax to bfloat16. A model that generates and then trains would silently learn from wrong
+# gradients, and for some shapes, repacking raises an error. The layer's own switch keeps the layout that trains. See
+# Linear4bit.forward in bitsandbytes/nn/modules.py and _convert_weight_packed_for_cpu in bitsandbytes/functional.py
+# (0.50.2); tests/model/test_quantized.py says when this can go.
 
 _SWITCH = "support_avx512bf16_for_cpu"
 _KEPT = "_isotype_keeps_layout"
@@ -168,15 +168,15 @@ def restore_layout(layer: Any, before: tuple[tuple[str, Any], ...]) -> None:
 
 
 def is_repacked(state: Any) -> bool:
-    """Return whether bitsandbytes has repacked the weight of a quantization state for this CPU."""
+    """Return whether bitsandbytes has repacked a weight for this CPU, by its quantization state."""
     return bool(getattr(state, "packing_format_for_cpu", False))
 
 
 def repacking(layer: Any) -> str | None:
-    """Return why a 4-bit layer's first evaluation forward cannot repack the weight on a CPU with AVX512-BF16.
+    """Return why a 4-bit layer's first evaluation forward cannot repack its weight on a CPU with AVX512-BF16.
 
-    Returns "" if repacking works. Returns None if nothing is repacked: the layer keeps its training layout, is already
-    repacked, or this version of bitsandbytes does not repack.
+    Return "" if repacking works. Return None if nothing is repacked: the layer keeps its training layout, is repacked
+    already, or this version of bitsandbytes does not repack.
     """
     state = quantization_state(layer)
     if state is None or getattr(layer, _KEPT, False) or not hasattr(layer, _SWITCH):
@@ -198,7 +198,7 @@ def repacking(layer: Any) -> str | None:
 
 
 # ----------------------------------------------------------------------------------------------- mixed storage
-# transformers' `BitsAndBytesConfig` has one format for all layers (4 or 8 bits) and a list of skipped ones.
+# transformers' `BitsAndBytesConfig` has one format (4 or 8 bits) and a list of skipped layers.
 
 _OUTLIERS = 6.0
 """int8 layers multiply inputs above this magnitude in 16 bits: `llm_int8_threshold`, https://arxiv.org/abs/2208.07339."""
@@ -208,8 +208,8 @@ _BITS = {"linear4bit": 4, "linear8bit": 8}
 def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
     """Change layers in place to the formats in `policy.layers`. Return the names of the weights that become int8.
 
-    The model has bitsandbytes layers, whose weights are on the meta device and not yet quantized. Raises PrecisionError
-    if the model lacks a layer that the policy names.
+    The model has bitsandbytes layers on the meta device that are not quantized yet. Raise PrecisionError if it lacks a
+    layer of the policy.
     """
     modules = dict(model.named_modules())
     names = [choice.module for choice in policy.layers]
@@ -232,7 +232,7 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
 
 
 def leave_dense(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) -> None:
-    """Replace the quantized layers of these weights, which the checkpoint lacks, by dense layers to initialize and train."""
+    """Replace the quantized layers of weights that the checkpoint lacks by dense layers, which are initialized and trained."""
     modules = dict(model.named_modules())
     for name in {weight.rpartition(".")[0] for weight in weights}:
         if name in modules and kind_of(modules[name]) in _BITS:
@@ -250,7 +250,7 @@ def _int8(layer: Any) -> nn.Module:
 
 
 def dense_layer(layer: Any, dtype: torch.dtype) -> nn.Module:
-    """Return an `nn.Linear` or Conv1D to replace a quantized layer: with its bias, and a weight on the meta device."""
+    """Return an `nn.Linear` or Conv1D in place of a quantized layer: with its bias, and a weight on the meta device."""
     with torch.device("meta"):
         if holds_turned(layer):
             linear = layer.source_cls(layer.out_features, layer.in_features)

@@ -1,4 +1,4 @@
-"""Settings of gradient checkpointing, which recomputes activations in the backward instead of saving them."""
+"""Settings of gradient checkpointing: the backward computes activations again, and the forward does not save them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from isotype.compat.peft import why_whole_rows
 
 CHECKPOINTING = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
-"""The arguments of `gradient_checkpointing_enable` that a trainer uses by default."""
+"""A trainer's default arguments of `gradient_checkpointing_enable`."""
 
 
 def checkpointing(arguments: Any) -> dict[str, Any] | None:
-    """Return the arguments that a trainer passes to `gradient_checkpointing_enable`, or None if it does not call it.
+    """Return a trainer's arguments of `gradient_checkpointing_enable`; None if it does not call it.
 
-    The argument `offload` is dropped: a traced step has no second memory to which activations could move.
+    `offload` is dropped: a traced step has no second memory for activations.
     """
     if not arguments.gradient_checkpointing:
         return None
@@ -25,14 +25,14 @@ def checkpointing(arguments: Any) -> dict[str, Any] | None:
 
 
 def needs_input_gradients(arguments: Mapping[str, Any] | None, model: Any) -> bool:
-    """Return whether the embeddings' output must require gradients: for reentrant checkpointing, or for PEFT's aLoRA hooks."""
+    """Return whether the embeddings' output has to require gradients: for reentrant checkpointing and PEFT's aLoRA hooks."""
     return bool((arguments or {}).get("use_reentrant") or why_whole_rows(model))
 
 
 def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: bool) -> None:
     """Enable gradient checkpointing as isotype's trainers do, if the model supports it.
 
-    `settings` are arguments of `gradient_checkpointing_enable`. `adapters` is True if only adapters are trained.
+    `settings` are arguments of `gradient_checkpointing_enable`. With `adapters`, only adapters are trained.
     """
     if not getattr(model, "supports_gradient_checkpointing", True):
         return
@@ -47,7 +47,7 @@ def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: b
 
 
 def checkpointing_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return fields of TrainingArguments that enable checkpointing with `arguments`, or disable it if these are None."""
+    """Return fields of TrainingArguments that enable checkpointing with `arguments`, or disable it for None."""
     names = ("gradient_checkpointing", "activation_checkpointing")  # the newer name, in transformers 5.23
     if arguments is None:
         return dict.fromkeys(names, False)

@@ -1,4 +1,4 @@
-"""Generates as grpo and rloo do: a forward of the prompts, then one of each row's last token."""
+"""Generates like grpo and rloo: a forward of the prompts, and one of each row's last token."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from isotype.compat.peft import without_peft
 from isotype.records.request import LossOf
 
 CACHES = ("cache", "past_key_values")
-"""Names of the argument and the output with keys and values: of transformers from 5.24 on, and before."""
+"""Names of the argument and output with keys and values: from transformers 5.24 on, and before."""
 
 
 def rollout(prompts: Mapping[str, torch.Tensor], completion: int) -> LossOf:
-    """Return code that runs the part of `generate` with the most memory, for these prompts and `completion` tokens per row.
+    """Return code for the part of `generate` with the most memory: these prompts, and `completion` tokens in each row.
 
     TRL generates all rows of an optimizer step at once.
     """
@@ -26,14 +26,14 @@ def rollout(prompts: Mapping[str, torch.Tensor], completion: int) -> LossOf:
 
 
 def _generate(model: Any, batch: Mapping[str, torch.Tensor], completion: int) -> torch.Tensor:
-    # PEFT passes this argument on to the model's forward, but its own forward does not name it.
+    # PEFT's own forward does not name this argument, but passes it on to the model's.
     takes = inspect.signature(without_peft(model).forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
     output = model(**batch, use_cache=True, **last)
     name = next((name for name in CACHES if getattr(output, name, None) is not None), "")
     cache: Any = getattr(output, name, None) if name else None
-    # A folded layer counts the caches of the layers that it represents when it ends. So all caches are counted before a
-    # forward computes the activations beside them, here and for the last token.
+    # A folded layer counts the caches of the layers for which it stands when it ends. So all caches are counted before
+    # a forward computes the activations beside them, here and for the last token.
     output = model(**batch, use_cache=False, **last)
     if hasattr(cache, "layers"):
         ids, mask = batch["input_ids"][:, -1:], batch["attention_mask"][:, :1]

@@ -1,9 +1,9 @@
-"""Shards a model under a policy with FSDP2, so that every tensor keeps its dtype.
+"""Shards a model under a policy by FSDP2. Every tensor keeps its dtype.
 
-FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers and reduces a group of parameters together. All trained parameters
-of a group must have one dtype. A model under a policy has several dtypes: float32 norms among bfloat16 weights, integer
-codes, float32 adapters. FSDP2 must cast nothing when it gathers (`param_dtype=None`). Parameters that are trained in
-another dtype than the rest of their block become a separate group.
+FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers and reduces a group of parameters together. The trained parameters
+of a group need one dtype. But under a policy, a model has several dtypes: float32 norms among bfloat16 weights, integer
+codes, float32 adapters. So FSDP2 casts nothing when it gathers (`param_dtype=None`), and parameters trained in another
+dtype than the rest of their block are a group of their own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def is_gathered(module: nn.Module) -> bool:
 
 
 def gathered_by(model: nn.Module) -> dict[str, tuple[Any, list[str]]]:
-    """Return the `MixedPrecisionPolicy` of each module that FSDP2 has sharded, and the names of its own parameters.
+    """Return the `MixedPrecisionPolicy` of each module that FSDP2 has sharded, and its own parameters' names.
 
     Parameters that FSDP2 ignores are left out.
     """
@@ -53,30 +53,30 @@ def gathered_by(model: nn.Module) -> dict[str, tuple[Any, list[str]]]:
 
 
 def gathering(model: nn.Module) -> dict[str, tuple[str, torch.dtype | None]]:
-    """Return, by name, the module that FSDP2 gathers each parameter for, and the dtype that its policy sets or None."""
+    """Return parameter name -> (module for which FSDP2 gathers it, dtype that its policy sets or None)."""
     groups = gathered_by(model).items()
     return {name: (unit, policy.param_dtype) for unit, (policy, names) in groups for name in names}
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free the gathered parameters that some groups keep after a forward without a backward."""
+    """Free gathered parameters that some groups keep after a forward without a backward."""
     for module in filter(is_gathered, model.modules()):
         module.reshard()  # type: ignore[operator]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a sharded tensor, or `tensor` itself if it is not sharded."""
+    """Return this process's part of a sharded tensor; for another tensor, `tensor` itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def device_of(policy: PrecisionPolicy) -> torch.device:
-    """Return the device for this process's part of a model: a CPU if the policy says so or no accelerator exists."""
+    """Return the device of this process's part of a model: a CPU if the policy says so or there is no accelerator."""
     accelerator = torch.accelerator.current_accelerator() if policy.device != "cpu" else None
     return accelerator or torch.device("cpu")
 
 
 def mesh_over_all(device: torch.device) -> Any:
-    """Return a one-dimensional `DeviceMesh` of all processes. Raise UsageError if there is no process group."""
+    """Return a one-dimensional `DeviceMesh` of all processes. Raise UsageError without a process group."""
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -93,23 +93,22 @@ def mesh_over_all(device: torch.device) -> Any:
 
 
 def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshard: bool = True) -> Any:
-    """Shard a model under `policy` by FSDP2, in place. Each process keeps some rows of every parameter.
+    """Shard a model under `policy` by FSDP2, in place. Each process keeps some rows of each parameter.
 
-    Each block is a group, and so are frozen input embeddings whose weight no other module shares. All other parameters
-    (final norm, head) form a group that stays gathered from the forward to the end of the backward. Gradients are summed
-    in the policy's reduce dtype.
+    Each block is a group, and so is a frozen input embedding whose weight no other module shares. All other parameters
+    (final norm, head) are one group, which stays gathered until the end of the backward. Gradients are summed in the
+    policy's reduce dtype.
 
     Args:
         model: any module; its parameters may be on the meta device.
         mesh: a one-dimensional `DeviceMesh`; by default all processes.
-        reshard: True to free a block's gathered weights after its forward, and to gather them again for its backward.
+        reshard: True to free a block's gathered weights after its forward, and to gather them again in its backward.
 
     Returns:
         The same model; FSDP2 has changed its class.
 
-    Raises:
-        PrecisionError: one module has trained parameters of different dtypes.
-        UsageError: there is no process group, or the mesh has more than one dimension.
+    Raises: PrecisionError: a module has trained parameters of several dtypes. UsageError: there is no process group, or
+        the mesh has several dimensions.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -129,7 +128,7 @@ def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshar
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that FSDP2 gathers together before the forward of `module`, and whose gradients it reduces together."""
+    """Parameters that FSDP2 gathers before the forward of `module` and whose gradients it reduces together."""
 
     module: nn.Module
     parameters: tuple[nn.Parameter, ...]
@@ -139,10 +138,10 @@ class Group:
 def groups_of(
     model: nn.Module, *, reshard: bool = True, more_blocks: Iterable[nn.Module] = ()
 ) -> tuple[Group, ...]:
-    """Return the groups that `shard_model` creates. Inner groups come first, and the rest of the model comes last.
+    """Return the groups of `shard_model`: inner groups first, the rest of the model last.
 
-    `more_blocks` are other modules that also become groups, such as the layers of folded lists. Raises PrecisionError if
-    one module has trained parameters of different dtypes.
+    `more_blocks` are other modules that are groups, such as the layers of folded lists. Raise PrecisionError if a module
+    has trained parameters of several dtypes.
     """
     all_blocks = {id(block): block for block in (*blocks_in(model), *more_blocks)}
     inner = {id(part) for block in all_blocks.values() for part in block.modules() if part is not block}
@@ -165,7 +164,7 @@ def groups_of(
 
 @contextmanager
 def integers_named() -> Iterator[None]:
-    """Replace the error of torch releases that cannot shard integers, such as 2.10, by a PrecisionError."""
+    """Replace the error of torch releases that cannot shard integers (2.10) by a PrecisionError."""
     try:
         yield
     except RuntimeError as error:
@@ -178,9 +177,9 @@ def integers_named() -> Iterator[None]:
 
 
 def _plain_codes(model: nn.Module) -> None:
-    """Make codes plain parameters, and store their constants on the layer, because FSDP2 drops a parameter's attributes.
+    """Make codes plain parameters with their constants on the layer, because FSDP2 drops a parameter's attributes.
 
-    bitsandbytes (`fix_4bit_weight_quant_state_from_module`) and the boundary of 8-bit layers read these constants.
+    bitsandbytes (`fix_4bit_weight_quant_state_from_module`) and the boundary of 8-bit layers read them there.
     """
     for place in places(model):
         layer: Any = place.module
@@ -194,7 +193,7 @@ def _plain_codes(model: nn.Module) -> None:
 
 
 def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) -> list[nn.Module]:
-    """Return the modules whose trained parameters do not have the most common dtype, except modules inside of `outside`."""
+    """Return the modules outside of `outside` whose trained parameters do not have the most common dtype."""
     excluded = {id(part) for block in outside or () for part in block.modules()}
     owners = [module for module in model.modules() if id(module) not in excluded]
     trained = {
@@ -218,7 +217,7 @@ def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) 
 
 
 def _lone_embedding(model: Any) -> nn.Module | None:
-    """Return the input embedding if it is frozen and not shared, so that its weight can be freed after the lookup."""
+    """Return the input embedding if it is frozen and not shared: its weight can be freed after the lookup."""
     embedding: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     if embedding is None or kind_of(embedding) != "embedding" or embedding.weight.requires_grad:
         return None

@@ -1,8 +1,8 @@
-"""Chooses the layers that `all-linear` adapts, and says which weights get no adapters.
+"""Chooses the layers for `all-linear`, and says which weights get no adapters.
 
-`all-linear` leaves out routers. A layer whose weight the model uses without calling the layer (`F.linear(x,
-self.out_proj.weight)`, Mamba's fused scans) is left out too, because an adapter on the layer would have no effect. If
-the user names targets, all named layers get adapters.
+`all-linear` leaves out routers, and layers whose weight the model uses without calling the layer (`F.linear(x,
+self.out_proj.weight)`, Mamba's fused scans): there, an adapter would have no effect. Layers that the user names all get
+adapters.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _ENDS = {
     "ForQuestionAnswering": "QUESTION_ANS",
     "Model": "FEATURE_EXTRACTION",
 }
-"""Maps the end of a transformers class's name to PEFT's task type."""
+"""End of a transformers class's name -> PEFT's task type."""
 TRAINED_WHOLE = {
     "SEQ_CLS": ("classifier", "score"),
     "TOKEN_CLS": ("classifier", "score"),
     "QUESTION_ANS": ("qa_outputs",),
 }
-"""Maps PEFT's task type to the names of modules that PEFT trains and saves with every adapter."""
+"""PEFT's task type -> names of the modules that PEFT trains and saves with every adapter."""
 
 
 def task_of(config: Any) -> str | None:
@@ -50,7 +50,7 @@ def task_of(config: Any) -> str | None:
 
 
 def task_type_of(model: Any) -> str | None:
-    """Return PEFT's task type for a model's class, or None if the model takes no `input_ids` (speech, images)."""
+    """Return PEFT's task type for a model's class; None for a model without `input_ids` (speech, images)."""
     cls = type(model)
     takes = inspect.signature(cls.forward).parameters.keys()
     if not cls.__module__.startswith("transformers.") or not {"input_ids", "inputs_embeds"} <= takes:
@@ -64,15 +64,15 @@ def task_type_of(model: Any) -> str | None:
 
 
 def remember_drawn(model: Any, names: Collection[str]) -> None:
-    """Store the names of parameters that are in no checkpoint file in `model.drawn_parameters`, so that adapters save them."""
+    """Store the names of parameters without a checkpoint file in `model.drawn_parameters`, so that adapters save them."""
     in_files = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name not in names}
     model.drawn_parameters = tuple(n for n, p in model.named_parameters() if id(p) not in in_files)
 
 
 def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
-    """Add modules whose weights are in no checkpoint file to `modules_to_save`. Return a sentence about these modules.
+    """Add modules with weights in no checkpoint file to `modules_to_save`. Return a sentence on these modules.
 
-    Raises UsageError if such a module also has weights from files, or if adapters of this kind cannot save modules.
+    Raise UsageError if such a module also has weights from files, or if adapters of this kind cannot save modules.
     """
     drawn = getattr(model, "drawn_parameters", ())
     saved = list(getattr(config, "modules_to_save", None) or ())
@@ -99,7 +99,7 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
 
 
 def _module_of(model: Any, name: str, drawn: set[str]) -> str:
-    """Return the name of the largest module that contains the parameter `name`, and only parameters in `drawn`; else ""."""
+    """Return the name of the largest module with the parameter `name` and only parameters in `drawn`; "" without one."""
     path, best = name.rpartition(".")[0], ""
     while path:
         module = model.get_submodule(path)
@@ -113,18 +113,18 @@ def _module_of(model: Any, name: str, drawn: set[str]) -> str:
 _UNABLE = ("use_dora", "lora_bias", "init_lora_weights")
 """Settings that PEFT does not support for adapters on parameters (`ParamWrapper`); of the last, only `_OF_WEIGHTS`."""
 _OF_WEIGHTS = ("orthogonal", "olora", "pissa")
-"""Initialisations for which PEFT (0.21) reads the `weight` of a layer, which stacked experts lack."""
+"""Initialisations in which PEFT (0.21) reads a layer's `weight`. Stacked experts have none."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The chosen targets of an adapter's config, and why other layers are no targets.
+    """The targets in an adapter's config, and why other layers are none.
 
     Attributes:
         wide: True if the config's targets are `all-linear`.
-        unable: settings of the config that keep PEFT from adapting stacked experts among the targets.
-        reads: for a layer without an adapter, the class that uses the layer's weight without calling the layer.
-        excluded: for a layer in a part of the model without adapters, the reason.
+        unable: settings of the config with which PEFT cannot adapt stacked experts among the targets.
+        reads: layer without an adapter -> the class that uses its weight without calling it.
+        excluded: layer in a part of the model without adapters -> the reason.
     """
 
     wide: bool = False
@@ -135,7 +135,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Adapt:
-    """The parts of a model that get adapters (names from `isotype.model.parts`), and why other parts get none."""
+    """The parts of a model with adapters (names in `isotype.model.parts`), and why other parts have none."""
 
     parts: tuple[str, ...] = PARTS
     why: str = "adapt= leaves their part out"
@@ -147,7 +147,7 @@ def _is_unable(config: Any, name: str) -> bool:
 
 
 def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targets:
-    """Set the targets of a config to the layers that get adapters. Raise UsageError if `adapt` leaves no target."""
+    """Set a config's targets to the layers that get adapters. Raise UsageError if `adapt` leaves none."""
     if not getattr(config, "target_modules", None):
         return Targets()
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -195,7 +195,7 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
 
 
 def _excluded(base: Any, adapt: Adapt | None) -> dict[str, str]:
-    """Return layer name -> reason, for layers in parts without adapters, and for layers that a loss cannot train."""
+    """Return layer name -> reason, for layers in parts without adapters and layers that a loss cannot train."""
     parts, untrained = Parts(base), {**dict(unread_layers(base)), **dict(_without_gradients(base))}
     chosen = Adapt() if adapt is None else adapt
     if not parts.towers and LANGUAGE not in chosen.parts:
@@ -212,7 +212,7 @@ def _excluded(base: Any, adapt: Adapt | None) -> dict[str, str]:
 
 
 def _without_gradients(base: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, reason) of each module whose forward turns gradients off for its layers, such as an attention indexer."""
+    """Yield (name, reason) of each module whose forward turns its layers' gradients off, such as an attention indexer."""
     for name, module in base.named_modules():
         if module._modules and runs_without_gradients(type(module).forward):
             yield name, f"{type(module).__name__} runs without gradients, so an adapter would not be trained"
@@ -260,12 +260,12 @@ class _Weight:
 
 
 ADAPTED = "adapters are on "
-"""The sentence in `adapter_notes` about the weights with adapters begins with these words."""
+"""First words of the sentence in `adapter_notes` on the weights with adapters."""
 _LINEAR, _STACKED, _ROUTER = "linear layer", "stacked expert weight", "router"
 
 
 def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...]:
-    """Return sentences about weights with and without adapters. If every named weight has an adapter, return none."""
+    """Return sentences on weights with and without adapters; none if every named weight has an adapter."""
     weights = list(_weights(model, targets)) if targets.wide or targets.unable else []
     total = sum(weight.size * weight.count for weight in weights)
     without = [w for w in weights if not w.adapted and (targets.wide or w.kind == _STACKED)]
@@ -280,7 +280,7 @@ def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...
 
 
 def _size_on_experts(model: Any) -> tuple[str, ...]:
-    """Return a sentence about the size of experts' adapters, which often have more values than all other adapters."""
+    """Return a sentence on the size of experts' adapters. They often have more values than all others."""
     values, experts, layers, base = 0, 0, 0, model.get_base_model()
     ranks: set[int] = set()
     repeats = repeats_of(base)
@@ -323,7 +323,7 @@ def _counted(weights: list[_Weight], total: int) -> str:
 
 
 def _weights(model: Any, targets: Targets) -> Iterator[_Weight]:
-    """Yield the weights of linear layers, routers and experts, but not of the head or of modules that PEFT copied."""
+    """Yield the weights of linear layers, routers and experts. Those of the head and of modules copied by PEFT are left out."""
     base, adapted = model.get_base_model(), set()
     repeats = repeats_of(base)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
@@ -362,7 +362,7 @@ def _kind(base: Any, name: str, module: Any, key: str, value: Any) -> str | None
 
 
 def _routes(base: Any, name: str) -> bool:
-    """Return whether a layer is a router: its name or a parent's says so, or it has one output for each expert."""
+    """Return whether a layer is a router: by its name or a parent's, or because it has an output for each expert."""
     around = [*map(base.get_submodule, with_parents(name))]
     experts = [m for m in around[1:4] if any("expert" in child.lower() for child, _ in m.named_children())]
     words = [type(module).__name__ for module in around] + name.split(".")
@@ -382,12 +382,12 @@ def _counts(block: Any) -> set[int]:
 # ------------------------------------------------------------------------------ weights that the model reads itself
 
 _RESULTS = ("t", "T", "mT", "type", "to", "float", "view", "reshape", "transpose", "squeeze", "unsqueeze")
-"""Attributes and methods of a tensor that return a tensor with the same values."""
+"""A tensor's attributes and methods that return a tensor with the same values."""
 _QUERIES = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|_tie")
 
 
 def _reads(base: Any) -> dict[str, str]:
-    """Return layer name -> parent's class, for linear layers whose weight a method of a parent module reads."""
+    """Return layer name -> parent's class, for linear layers whose weight a method of a parent reads."""
     reads, modules = {}, dict(base.named_modules(remove_duplicate=False))
     for name, module in base.named_modules():
         cls: Any = type(module)

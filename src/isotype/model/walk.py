@@ -25,10 +25,9 @@ class Place:
     """A module of a model, and facts about it.
 
     Attributes:
-        kind: `"linear4bit"`, `"linear8bit"`, `"linear"` (also convolutions), `"embedding"`, `"norm"` or
-            `"other"`.
-        tuner: True if the module is inside of one of PEFT's tuner layers, which cast their own inputs.
-        adapter: True if the module is in a tuner layer, or in a whole module that PEFT copied to train it.
+        kind: `"linear4bit"`, `"linear8bit"`, `"linear"` (with convolutions), `"embedding"`, `"norm"` or `"other"`.
+        tuner: True if the module is in one of PEFT's tuner layers, which cast their own inputs.
+        adapter: True if the module is in a tuner layer, or in a module that PEFT has copied for training.
     """
 
     name: str
@@ -43,7 +42,7 @@ LINEAR_KINDS = ("linear", "linear4bit", "linear8bit")
 _TUNER = "BaseTunerLayer"  # PEFT's base class of layers that wrap another one
 _COPIES = re.compile(r"\.(modules_to_save|ln_tuning_layers)\.")  # PEFT's trained copies of whole modules
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
-# Layers of bitsandbytes, and transformers' Conv1D: by name, to import neither library.
+# Layers of bitsandbytes, and transformers' Conv1D. Names are enough, so neither library is imported.
 _BY_CLASS_NAME = {"Linear4bit": "linear4bit", "Linear8bitLt": "linear8bit", "Conv1D": "linear"}
 
 
@@ -70,7 +69,7 @@ def _kind_of(cls: Any) -> str:
 
 
 def is_tuner_layer(module: nn.Module) -> bool:
-    """Return whether a module is a tuner layer of PEFT, which wraps a layer of the model."""
+    """Return whether a module is a tuner layer of PEFT: it wraps a layer of the model."""
     return any(cls.__name__ == _TUNER for cls in type(module).__mro__)
 
 
@@ -90,7 +89,7 @@ _BLOCK_PARTS = re.compile(
 
 
 class FoldedList(nn.ModuleList):
-    """A ModuleList from which `isotype.model.fold` has removed layers. The layers that stay keep their numbers as names."""
+    """A ModuleList without some layers, which `isotype.model.fold` has removed. The others keep their numbers as names."""
 
     def __getitem__(self, index: Any) -> Any:
         layers = list(self._modules.values())[index]
@@ -98,7 +97,7 @@ class FoldedList(nn.ModuleList):
 
 
 def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield (module that has the list, list) of each list of at least `fewest` blocks. Lists of experts are left out."""
+    """Yield (module with the list, list) of each list of at least `fewest` blocks. Lists of experts are left out."""
     for owner in model.modules():
         for child in owner.children():
             plain = type(child) in (nn.ModuleList, nn.Sequential, FoldedList)
@@ -108,12 +107,12 @@ def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, 
 
 
 def blocks_in(model: nn.Module, fewest: int = 1) -> list[nn.Module]:
-    """Return all blocks in lists of at least `fewest` blocks, including lists that are inside of another block."""
+    """Return all blocks in lists of at least `fewest` blocks, also in lists inside of other blocks."""
     return [block for _, layers in lists_of_blocks(model, fewest) for block in layers.children()]
 
 
 def outermost_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and module of each block that is in no other block, in the model's order."""
+    """Yield name and module of each block that is in no other block, in the model's order."""
     # A ModuleList has no forward, also as an element of another list.
     blocks = {id(block) for block in blocks_in(model) if not isinstance(block, nn.ModuleList)}
     last = None
@@ -124,14 +123,14 @@ def outermost_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_block(layer: nn.Module) -> bool:
-    """Return whether a layer is a block: it has attention, a mixer or an MLP inside."""
+    """Return whether a layer is a block: with attention, a mixer or an MLP inside."""
     parts = ((name, type(part).__name__) for name, part in layer.named_modules() if part is not layer)
     return any(_BLOCK_PARTS.search(name) or _BLOCK_PARTS.search(kind) for name, kind in parts)
 
 
 def places(model: nn.Module) -> Iterator[Place]:
     """Yield the place of each module once. The model itself comes first, and parents come before children."""
-    # Names of the tuner layers around the current module, innermost last: modules come depth first.
+    # Names of the tuner layers around the current module, the innermost last: modules come depth first.
     tuners: list[str] = []
     for name, module in model.named_modules():
         while tuners and not in_module(name, tuners[-1]):
@@ -144,8 +143,8 @@ def places(model: nn.Module) -> Iterator[Place]:
 
 
 def own_float_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the unquantized float parameters of `module` without those of its children, by name."""
-    # A sharded weight has lost its class, and quantized codes may have a float dtype.
+    """Return the unquantized float parameters of `module` by name, without those of its children."""
+    # A sharded weight has lost its class. Quantized codes may have a float dtype.
     codes = "weight" if getattr(module, "quant_state", None) is not None else None
     return {
         name: parameter
@@ -161,10 +160,10 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of float tensors that are plain attributes of `module`, which `.to()` does not move.
+    """Yield (name, tensor) of float tensors in plain attributes of `module`, which `.to()` does not move.
 
-    The name of a tensor in a dict or list consists of the attribute and the key (`meta.scale`, `blocks.0.weight`). If an
-    attribute is the parent of `module`, the parent's weights are also yielded.
+    In a dict or list, the name is the attribute and the key (`meta.scale`, `blocks.0.weight`). If an attribute is the
+    parent of `module`, the parent's weights are yielded, too.
     """
     visited = {id(module)}
     for name, value in _unregistered(module):
@@ -202,13 +201,13 @@ _LISTENS = "_isotype_listens"
 
 
 def listening(hook: _Hook) -> _Hook:
-    """Mark a hook that only observes, so that fused code may skip the hook."""
+    """Mark a hook that only observes. Fused code may skip it."""
     hook.__dict__[_LISTENS] = True
     return hook
 
 
 def must_be_called(hooks: Mapping[int, Any]) -> bool:
-    """Return whether one of the hooks may change inputs or outputs: `listening` has not marked it."""
+    """Return whether a hook may change inputs or outputs: one that `listening` has not marked."""
     return any(not getattr(hook, _LISTENS, False) for hook in hooks.values())
 
 
@@ -218,7 +217,7 @@ _SHARED = (types.ModuleType, type, torch.Generator)
 
 
 def empty_copies(model: nn.Module, memo: dict[int, Any]) -> None:
-    """For each module of `model` that `memo` lacks, add an empty module of the same class to `memo`."""
+    """Add an empty module of the same class to `memo` for each module of `model` that is not in it."""
     for module in model.modules():
         # A scripted module is a C++ object, which the copy shares.
         scripted = isinstance(module, torch.jit.ScriptModule)
@@ -226,7 +225,7 @@ def empty_copies(model: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def fill_copies(model: nn.Module, memo: dict[int, Any], leave: Collection[int] = ()) -> None:
-    """Copy the attributes of each module of `model` to its copy in `memo`. Modules whose `id` is in `leave` are skipped.
+    """Copy the attributes of each module of `model` to its copy in `memo`, except modules with an `id` in `leave`.
 
     `memo` maps ids to copies, as in `copy.deepcopy`. Attributes that cannot be copied (a lock, a file) are shared.
     """
@@ -246,7 +245,7 @@ def _fill_slots(copy: Any, original: Any, memo: dict[int, Any]) -> None:
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of an attribute, or the attribute itself if it cannot be copied."""
+    """Return a deep copy of an attribute; if it cannot be copied, the attribute itself."""
     if isinstance(value, _SHARED) or type(value) in _ATOMS:
         return value
     if type(value) in _HOLDERS and not value:  # as are most attributes of a module: faster than deepcopy

@@ -1,4 +1,4 @@
-"""Mixed storage: chooses each linear layer's format, so that all fit a memory limit with the least damage to the output."""
+"""Mixed storage: chooses a format for each linear layer, so that they fit a memory limit and damage the output least."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from isotype.precision.decide import PrecisionRequest
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
 
 _SUMS = 1 << 15
-"""Default number of totals of bytes that `choose` compares. Rounding a layer's size up wastes at most 1/32768 of the room."""
+"""Default number of byte totals that `choose` compares. Rounding up a layer's size wastes at most 1/32768 of the room."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A way to store a layer: the bytes that the layer takes, and how much it damages the model's output."""
+    """A way to store a layer: its bytes, and its damage to the model's output."""
 
     bytes: int
     damage: float
 
 
 def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) -> list[int] | None:
-    """Choose an option for each layer, so that all layers fit into `room` bytes with the least total damage.
+    """Choose an option for each layer. Together, the layers fit into `room` bytes and do the least damage.
 
-    If more than `sums` (at least 1) different totals of bytes are possible, sizes are rounded up.
+    If more than `sums` (at least 1) byte totals are possible, sizes are rounded up.
 
-    Returns:
-        The index of each layer's option; None if even the smallest options do not fit.
+    Returns: The index of each layer's option; None if the smallest options do not fit.
     """
     least = [min(option.bytes for option in options) for options in layers]
     spare = room - sum(least)
@@ -51,7 +50,7 @@ def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) 
 
 
 def _table(layers: Sequence[Sequence[Option]], steps: Sequence[Sequence[int]], room: int) -> list[int]:
-    """Return the index of each layer's best option, by dynamic programming. `room` and `steps` have the same unit."""
+    """Return the index of each layer's best option, by dynamic programming. `room` and `steps` have one unit."""
     best = torch.zeros(room + 1, dtype=torch.float64)
     choices = []
     for options, sizes in zip(layers, steps, strict=True):
@@ -74,16 +73,16 @@ _TENTH = 10
 
 
 def first_request(request: PrecisionRequest) -> PrecisionRequest:
-    """Return the request with all layers in nf4. The policy for this request decides everything but the layers' formats.
+    """Return the request with all layers in nf4. Its policy decides everything but the layers' formats.
 
-    If the request does not set `double_quant`, it is enabled, which costs little accuracy.
+    Without `double_quant` in the request, it is turned on: it costs little accuracy.
     """
     nested = True if request.double_quant is None else request.double_quant
     return replace(request, quantization="nf4", double_quant=nested, base_memory=None)
 
 
 def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionRequest:
-    """Return the request with the storage formats that `policy` decided, layer by layer if they are mixed."""
+    """Return the request with the formats that `policy` has decided, for each layer if they are mixed."""
     return replace(
         request,
         quantization=policy.quantization,
@@ -96,9 +95,9 @@ def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionR
 
 
 def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
-    """Return `policy` with the moments of input channels from `saved`, if both policies have the same layer formats.
+    """Return `policy` with the moments of input channels in `saved`, if both have the same layer formats.
 
-    A resumed run thus keeps the 4-bit constants of its first start, even if the moments have been measured again.
+    So a resumed run keeps the 4-bit constants of its first start, even after another measurement of the moments.
     """
     if saved is None or policy.layer_formats != saved.layer_formats:
         return policy
@@ -108,21 +107,20 @@ def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) ->
 def mix(
     damages: Damages, policy: PrecisionPolicy, parameters: int, request: PrecisionRequest
 ) -> tuple[PrecisionRequest, str]:
-    """Return (request with the layer formats that do the least total damage within a memory limit, reason in words).
+    """Return (request with the layer formats of the least damage within a memory limit, reason in words).
 
-    Each layer gets nf4 with fitted constants (in blocks of 64 or 32), int8, or the float dtype of unquantized weights.
+    Each layer gets nf4 with fitted constants (in blocks of 64 or 32), int8, or the float dtype of other weights.
 
     Args:
         policy: the policy with all layers in nf4.
-        request: `base_memory` limits the bytes of all base weights; if it is None, the linear layers may take 10 % more
-            bytes than in nf4.
+        request: `base_memory` limits the bytes of all base weights. With None, the linear layers may take 10 % more than
+            in nf4.
 
-    Returns:
-        The request, with `quantization` for the whole model (libraries expect one format: nf4 if any layer has 4 bits) and the layers in other formats; and a sentence with
-        the number of layers in each format, their bytes, and the estimated damage in nats per token.
+    Returns: The request, with one `quantization` for the model, as libraries expect (nf4 if any layer has 4 bits), and
+        the layers in other formats. And a sentence: the number of layers in each format, their bytes, and the estimated
+        damage in nats per token.
 
-    Raises:
-        PrecisionError: even the smallest formats exceed `base_memory`.
+    Raises: PrecisionError: the smallest formats exceed `base_memory`.
     """
     memory = request.base_memory
     plain = dtype_name(policy.plain)
@@ -173,7 +171,7 @@ def mix(
 
 
 def base_bytes(damages: Damages, policy: PrecisionPolicy, parameters: int) -> int:
-    """Return the bytes that all base weights take under a policy; `base_memory` limits this number."""
+    """Return the bytes of all base weights under a policy. `base_memory` limits them."""
     weights = sum(layer.rows * layer.columns for layer in damages.layers)
     double = policy.double_quant
     layers = sum(x.bytes(policy.storage_of(x.module), double_quant=double) for x in damages.layers)

@@ -1,4 +1,4 @@
-"""Decides three things for float16 from measured ranges: residual stream's dtype, exceptions, initial loss scale."""
+"""Decisions for float16 by measured ranges: dtype of the residual stream, exceptions, initial loss scale."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from isotype.precision.facts import ModelFacts
 
 MARGIN = 2.0
-"""65504 (the largest float16 number) divided by the largest accepted magnitude; docs/ranges.md derives this ratio."""
+"""65504 (the largest float16 number), divided by the largest accepted magnitude. docs/ranges.md derives it."""
 LIMIT = FLOAT16_LARGEST / MARGIN
 
 _UNSEEN = (
@@ -37,9 +37,9 @@ _UNSEEN = (
 )
 
 _SUBNORMAL = 2.0**-15
-"""Weights whose median magnitude is below this lose digits: a float16 number below 2^-14 has fewer significant bits."""
+"""Weights with a smaller median magnitude lose digits: float16 numbers below 2^-14 have fewer significant bits."""
 _PRODUCTS = 64.0
-"""A layer's largest gradient times its largest input may be this many times 65504: one token rarely has both."""
+"""A layer's largest gradient times its largest input may be this many times 65504, because a token rarely has both."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class RangeDecision:
 def decide_by_ranges(
     facts: ModelFacts, profile: DeviceProfile, compute: torch.dtype, storage: str, ranges: Ranges | None
 ) -> RangeDecision:
-    """Return the decisions that keep all values in the range of the dtype `compute`.
+    """Return the decisions that keep all values within the range of the dtype `compute`.
 
-    float32 and bfloat16 need no exceptions. In float16, a module whose values are too large is scaled or runs in
-    float32, whichever is faster on the device of `profile`. If `ranges` is None, the ranges were not measured.
+    float32 and bfloat16 need no exceptions. In float16, a module with large values is scaled or runs in float32; the
+    device of `profile` decides which is faster. `ranges` is None if they were not measured.
     """
     if compute != torch.float16:
         why = "as everything else" if compute == torch.float32 else "as the weights"
@@ -89,7 +89,7 @@ def decide_by_ranges(
 
 
 def with_ranges_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
-    """Return a float16 `policy` with the range decisions of `saved`, so that a resumed run need not measure again."""
+    """Return a float16 `policy` with the range decisions of `saved`. So a resumed run does not measure again."""
     if saved is None or not policy.compute == saved.compute == torch.float16:
         return policy
     roles = {role: saved.reasons[role] for role in ("residual", "loss_scaling") if role in saved.reasons}
@@ -115,7 +115,7 @@ def number(value: float) -> str:
 
 @cache
 def known_families() -> Mapping[str, Mapping[str, str]]:
-    """Return model_type -> a dict with the published ranges in words (`reaches`) and the publication (`source`)."""
+    """Return model_type -> {`reaches`: the published ranges in words, `source`: the publication}."""
     families: Mapping[str, Mapping[str, str]] = table(__file__, "families.json")
     return families
 
@@ -143,7 +143,7 @@ def _without_measurement(facts: ModelFacts) -> RangeDecision:
 
 
 def _largest(ranges: Ranges) -> tuple[str, float]:
-    """Return (module, value) of the largest magnitude that a float16 forward would store in float16."""
+    """Return (module, value) of the largest magnitude that a float16 forward would store."""
     values = [
         *((module.name, module.input) for module in ranges.modules if module.kind == "linear"),
         *((module.name, module.output) for module in ranges.modules),
@@ -154,7 +154,7 @@ def _largest(ranges: Ranges) -> tuple[str, float]:
 
 
 def _forward_operators(ranges: Ranges) -> Iterator[tuple[OperatorRange, float]]:
-    """Yield (operator, largest magnitude) for a forward's operators outside of norms, without the fill values of masks."""
+    """Yield (operator, largest magnitude) for the forward's operators outside of norms; fill values of masks do not count."""
     kinds = {module.name: module.kind for module in ranges.modules}
     for operator in ranges.operators:
         if operator.phase == "forward" and kinds.get(operator.module) != "norm":
@@ -163,7 +163,7 @@ def _forward_operators(ranges: Ranges) -> Iterator[tuple[OperatorRange, float]]:
 
 
 def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterator[ModuleException]:
-    """Yield a `ModuleException` for each module that cannot run in float16 even if the residual stream is float32."""
+    """Yield a `ModuleException` for each module that cannot run in float16, even with a float32 residual stream."""
     # Blocks and all their parents only pass on the residual stream.
     paths = [name.split(".") for name in ranges.stream]
     stream = {"", *(".".join(path[: end + 1]) for path in paths for end in range(len(path)))}
@@ -177,7 +177,7 @@ def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterato
             if exception is not None:
                 yield exception
         elif module.kind == "embedding" and (module.weight > FLOAT16_LARGEST or module.output > LIMIT):
-            # Some models scale the looked-up rows in the dtype of the embedding's weight.
+            # Some models scale the looked-up rows, in the dtype of the embedding's weight.
             largest, what = max((module.weight, "weights"), (module.output, "results"))
             yield ModuleException(module.name, "float32", reason=f"its {what} reach {number(largest)}")
         elif module.kind == "other" and module.name in worst and module.name not in stream:
@@ -199,7 +199,7 @@ def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> Module
     if largest <= LIMIT or not math.isfinite(largest):
         return None
     reason = f"its {end} reach {number(largest)}"
-    # Scaling costs two casts and two elementwise products of activations, float32 a slower matmul.
+    # Scaling costs two casts and two elementwise products. float32 costs a slower matmul.
     slower = profile.slower(torch.float16, torch.float32)
     fast = torch.float16 in profile.native if slower is None else slower < 1
     if not quantized and not fast:
@@ -208,7 +208,7 @@ def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> Module
 
 
 def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
-    """Yield a `ModuleException` for each linear layer whose adapters' scaled gradients can exceed float16's range.
+    """Yield a `ModuleException` for each linear layer with adapters whose scaled gradients may exceed float16.
 
     Each token adds a product to the gradients (https://arxiv.org/abs/2106.09685, equation 3). For lora_A, it is the
     layer's input times the gradient of lora_A's output; for lora_B, lora_A's output times the gradient of the layer's output.
@@ -220,7 +220,7 @@ def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
 
 
 def _loss_scale(ranges: Ranges) -> tuple[float, str]:
-    """Return (loss scale, reason). With this scale, the largest measured gradient is at most a sixteenth of 65504."""
+    """Return (loss scale, reason). With this scale, the largest measured gradient is at most 65504 / 16."""
     products = (op for op in ranges.operators if op.phase == "backward" and op.matmul)
     gradients = [*(module.gradient for module in ranges.modules), *(product.output for product in products)]
     largest = max((value for value in gradients if math.isfinite(value)), default=0.0)

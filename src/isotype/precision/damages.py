@@ -1,4 +1,4 @@
-"""Measured damage to a model's output if a linear layer is stored in fewer bits. Mixed storage is based on this damage."""
+"""The measured damage to a model's output if a linear layer is stored in fewer bits, the basis of mixed storage."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SHOWN = 12
 
 
 def stored_bytes(rows: int, columns: int, form: str, *, double_quant: bool = False) -> int:
-    """Return the bytes of a weight `[rows, columns]` in a format, including the quantization constants.
+    """Return the bytes of a weight `[rows, columns]` in a format, with its quantization constants.
 
-    A 4-bit weight has a float32 constant per block. With double quantization (https://arxiv.org/abs/2305.14314,
-    section 3), these constants take a byte per block, a float32 number per 256 blocks, and one more float32 number. An
-    int8 weight has a float32 constant per row.
+    A 4-bit weight has a float32 constant in each block. Double quantization (https://arxiv.org/abs/2305.14314, section
+    3) stores these constants in a byte for each block, a float32 number for 256 blocks, and one more float32 number. An
+    int8 weight has a float32 constant in each row.
     """
     values = rows * columns
     if form in _FLOATS:
@@ -35,14 +35,14 @@ def stored_bytes(rows: int, columns: int, form: str, *, double_quant: bool = Fal
 
 @dataclass(frozen=True, slots=True)
 class LayerDamage:
-    """The damage to a model's output if one linear layer is stored in a format, for each format.
+    """The damage to a model's output by storing one linear layer in each of several formats.
 
     Attributes:
         rows, columns: shape of the layer's dense weight, `[out, in]`.
-        damage: format -> nats per token if only this layer is stored in the format. Damage is the Kullback-Leibler
-            divergence of the next token's distribution from the float32 model's, to first order in the loss.
+        damage: format -> nats per token with only this layer in the format: the Kullback-Leibler divergence of the next
+            token's distribution from that of the float32 model, to first order in the loss.
         error: format -> squared norm of the weight's error.
-        moments: second moments of the layer's input channels, as the text that `policy.write_moments` returns.
+        moments: second moments of the layer's input channels, as text of `policy.write_moments`.
     """
 
     module: str
@@ -66,8 +66,8 @@ class Damages(Measurement):
     """A damage measurement of one model.
 
     Attributes:
-        layers: all linear layers that quantization covers, in the model's order.
-        measured: format -> nats per token with all layers in the format, measured on the same tokens.
+        layers: all linear layers that can be quantized, in the model's order.
+        measured: format -> nats per token with all layers in the format, on the same tokens.
     """
 
     subject: ClassVar = "damages"
@@ -78,16 +78,16 @@ class Damages(Measurement):
     notes: tuple[str, ...] = ()
 
     def total(self, form: str) -> float:
-        """Return the damage in nats per token if all layers have a format: as measured, or else summed over the layers."""
+        """Return the damage in nats per token of a format for all layers: as measured, or else the sum over the layers."""
         if form in self.measured:
             return self.measured[form]
         return self._sum((layer, form) for layer in self.layers)
 
     def estimate(self, storage: Mapping[str, str], otherwise: str) -> float:
-        """Estimate the damage in nats per token if each module has its format in `storage`, or else the format `otherwise`.
+        """Estimate the damage in nats per token: each module has its format in `storage`, or else `otherwise`.
 
-        The estimate is the sum of the layers' damages in their formats, times a correction. The correction is the measured
-        damage with all layers in `otherwise`, divided by the sum of their damages in that format.
+        The estimate is the sum of the layers' damages, times a correction: the measured damage with all layers in
+        `otherwise`, divided by the sum of the layers' damages in that format.
         """
         mixed = self._sum((layer, storage.get(layer.module, otherwise)) for layer in self.layers)
         plain = self._sum((layer, otherwise) for layer in self.layers)

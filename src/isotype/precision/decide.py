@@ -1,4 +1,4 @@
-"""Decides the precision policy from the model's facts, a device profile and the user's request only."""
+"""Decides the precision policy from nothing but the model's facts, a device profile and the user's request."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class PrecisionRequest:
     """The user's request; None and "auto" leave the decision to isotype.
 
     Attributes:
-        layers: linear layers that are stored in another format than `quantization`.
-        base_memory: limit for the bytes of the base weights if the quantization is `"mixed"`; `precision.by_damage`
-            then chooses the formats.
-        quantized_parts: `"language"` quantizes the language model; `"all"` also the towers and projectors of other media.
+        layers: linear layers in another format than `quantization`.
+        base_memory: limit of the base weights' bytes for the quantization `"mixed"`. `precision.by_damage` chooses the
+            formats.
+        quantized_parts: `"language"` for the language model only; `"all"` also for the towers and projectors of other
+            media.
     """
 
     dtype: str | torch.dtype = "auto"
@@ -57,11 +58,11 @@ def decide(
 
     Args:
         facts: the model's dtypes, from the checkpoint's headers and config.
-        obstacles: problems with library versions; the error lists them together with the request's conflicts.
+        obstacles: problems with library versions. The error lists them beside the request's conflicts.
         ranges: measured magnitudes of this model's values; None if they were not measured.
 
-    Raises:
-        PrecisionError: the request has conflicts; the error lists them with their fixes, and the nearest policy that works.
+    Raises: PrecisionError: the request has conflicts. The error lists them with their fixes, and the nearest policy that
+        works.
     """
     draft = _Draft(facts, profile, request)
     compute, master, storage = draft.roles()
@@ -120,7 +121,7 @@ def decide(
 
 @dataclass(frozen=True)
 class _Draft:
-    """An unfinished policy decision: the problems and warnings so far, and the reason for each role."""
+    """An unfinished decision on a policy: problems and warnings so far, and the reason for each role."""
 
     facts: ModelFacts
     profile: DeviceProfile
@@ -130,7 +131,7 @@ class _Draft:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def roles(self) -> tuple[torch.dtype, torch.dtype, str]:
-        """Return (compute dtype, master dtype, storage). The values are only valid if `problems` is empty."""
+        """Return (compute dtype, master dtype, storage). They are valid only if `problems` is empty."""
         storage_format = self._storage_format()
         compute = self._compute(storage_format)
         master = self._master(compute)
@@ -290,7 +291,7 @@ class _Draft:
 
 
 def kept_experts(facts: ModelFacts, request: PrecisionRequest) -> str:
-    """Return the format that stacked experts keep from the checkpoint; "" if they keep none."""
+    """Return the format that stacked experts keep from the checkpoint; "" without one."""
     saved = facts.quantization
     if saved is None or not saved.experts or request.trainable == "full":
         return ""
@@ -314,7 +315,7 @@ def _auto_compute(facts: ModelFacts, profile: DeviceProfile, form: str | None) -
 
 
 def _packing(facts: ModelFacts, request: PrecisionRequest, storage: str) -> tuple[bool, torch.dtype]:
-    """Return (whether the constants of 4-bit weights are quantized, dtype of the packed bytes)."""
+    """Return (whether constants of 4-bit weights are quantized, dtype of the packed bytes)."""
     if storage not in FOUR_BITS:
         return False, torch.uint8
     saved, packed = facts.quantization, request.quant_storage
@@ -333,7 +334,7 @@ _DENSE = (
 def _nearest(
     facts: ModelFacts, profile: DeviceProfile, request: PrecisionRequest, obstacles: Sequence[Problem]
 ) -> str | None:
-    """Return a line about the nearest policy that works if parts of the request are dropped; None if there is none."""
+    """Return a line on the nearest policy that works without parts of the request; None without one."""
     if obstacles:
         return None
     changes: tuple[Mapping[str, Any], ...] = (
@@ -362,7 +363,7 @@ def _nearest(
 
 
 def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str]) -> dict[str, str]:
-    """Return role -> reason, for roles that depend only on the compute dtype, the float weights' dtype or pinned parameters."""
+    """Return role -> reason, for roles that the compute dtype, the float weights' dtype or pinned parameters decide."""
     name = dtype_name(compute)
     low = compute != torch.float32
     return {
@@ -391,7 +392,7 @@ def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str
 
 
 def autocast_reasons(compute: str, plain: torch.dtype) -> dict[str, str]:
-    """Return role -> reason if autocast casts the float weights. The argument is the reason for the compute dtype."""
+    """Return role -> reason if autocast casts the float weights. The argument is the compute dtype's reason."""
     name = dtype_name(plain)
     return {
         "compute": (

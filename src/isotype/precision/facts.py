@@ -17,11 +17,11 @@ class QuantizationFacts:
 
     Attributes:
         method: the library or method: `"bitsandbytes"`, `"mxfp4"`, `"gptq"`, `"awq"`, `"fp8"`, …
-        format: `"nf4"`, `"fp4"`, `"int8"`, `"mxfp4"`; for another method its name and bits, as `"gptq-4bit"`.
+        format: `"nf4"`, `"fp4"`, `"int8"`, `"mxfp4"`; for another method, its name and bits: `"gptq-4bit"`.
         compute_dtype: dtype to which weights are dequantized; None if unknown.
-        double_quant: whether the quantization constants are quantized too; None if the method has no such option.
+        double_quant: whether the quantization constants are quantized, too; None if the method has no such option.
         quant_storage: dtype of the packed bytes; None if unknown.
-        experts: `"mxfp4"` if stacked experts can keep this format although linear layers are dequantized; else "".
+        experts: `"mxfp4"` if stacked experts can keep it while linear layers are dequantized; else "".
         in_memory: whether the weights are in memory, not in a checkpoint.
     """
 
@@ -42,20 +42,20 @@ class QuantizationFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a model's dtypes; for a PEFT model, those of the base model.
+    """Facts about a model's dtypes; for a PEFT model, about its base model.
 
     Attributes:
         source: the model, in words: a path, a hub id or a class name.
         model_type: model type in config.json (`"llama"`); None without a config.
-        trained_dtype: dtype in which the model was trained: the dtype of most unquantized elements, else the dtype in the
-            config; None if unknown.
-        pinned: patterns of parameters that stay float32 if float16 is requested (`_keep_in_fp32_modules`).
+        trained_dtype: dtype of the model's training: that of most unquantized elements, else that in the config; None if
+            unknown.
+        pinned: patterns of parameters that stay float32 in float16 (`_keep_in_fp32_modules`).
         pinned_strict: patterns of parameters that always stay float32 (`_keep_in_fp32_modules_strict`).
         parameters: number of parameters of the dequantized model; a shared parameter counts once.
         parameter_bytes: stored bytes, including quantization constants.
-        dense: names of modules that are quantized only on request; empty for a text model. `dense` has vision and audio
-            towers with their projectors, and the modules that transformers leaves unquantized.
-        routers: whether the experts are chosen by router modules like those in transformers.
+        dense: names of modules that are quantized only on request: vision and audio towers with their projectors, and
+            modules that transformers leaves unquantized. Empty for a text model.
+        routers: whether router modules like those of transformers choose the experts.
     """
 
     source: str
@@ -71,13 +71,13 @@ class ModelFacts:
 
     @property
     def saved_format(self) -> str | None:
-        """The quantization format of the loaded weights if they stay quantized; else None."""
+        """The quantization format of the loaded weights if they stay in it; else None."""
         quantization = self.quantization
         return None if quantization is None or quantization.dequantized else quantization.format
 
 
 def unreadable(facts: ModelFacts) -> Problem | None:
-    """Return a description of the problem if isotype cannot read a model's quantization format; else None."""
+    """Return the problem in words if isotype cannot read a model's quantization format; else None."""
     if facts.saved_format is None or facts.saved_format in QUANTIZATIONS:
         return None
     expected = f"float weights, {', '.join(DEQUANTIZED)}, or bitsandbytes {alternatives(QUANTIZATIONS)}"

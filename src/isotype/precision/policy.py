@@ -1,4 +1,4 @@
-"""The precision policy: the dtype of every role of a training run, with reasons."""
+"""The precision policy: the dtypes of all roles in a training run, with reasons."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from isotype.core.json_records import FormatVersionError, decoded, encoded, requ
 from isotype.core.names import grouped, plural, starred
 
 POLICY_FILE = "precision_policy.json"
-"""Name of the file, in a saved adapter's folder, that has the policy with which the adapter was trained."""
+"""File in a saved adapter's folder with the policy of the adapter's training."""
 FORMAT_VERSION = 1
-"""Version of the file's format; the number increases if older releases of isotype would misread a new file."""
+"""Version of the file's format. It increases if older releases of isotype would misread a new file."""
 
 _ROLES = (
     ("storage", "frozen base weights"),
@@ -49,9 +49,9 @@ class ModuleException:
     """A module whose measured values exceed float16's range.
 
     Attributes:
-        how: `"scale"`, `"float32"` or `"adapters"`. `"scale"` multiplies a linear layer's input by 2^-exponent, and the
-            layer's output, cast to float32, by 2^exponent. Scaling is exact except for subnormal numbers. `"float32"` runs
-            the module's own operators in float32; `"adapters"` runs only the adapters of a linear layer in float32.
+        how: `"scale"`, `"float32"` or `"adapters"`. `"scale"` multiplies a linear layer's input by 2^-exponent, and its
+            output (cast to float32) by 2^exponent; this is exact except for subnormal numbers. `"float32"` runs the
+            module's own operators in float32, and `"adapters"` only the adapters of a linear layer.
         exponent: exponent of `"scale"`, at least 0.
         reason: the measured value, in words.
     """
@@ -67,10 +67,9 @@ class LayerStorage:
     """A linear layer whose format differs from the policy's `storage`.
 
     Attributes:
-        storage: `"nf4"`, `"nf4-32"` (blocks of 32 weights instead of 64), `"nf4-fitted"` and
-            `"nf4-32-fitted"` (constants fitted to the layer's inputs), `"fp4"`, `"int8"`, or the name of the
-            float dtype of unquantized weights.
-        moments: text of `write_moments` with the second moments of the layer's input channels, for fitted constants.
+        storage: `"nf4"`, `"nf4-32"` (blocks of 32 weights, not 64), `"nf4-fitted"` and `"nf4-32-fitted"` (constants
+            fitted to the layer's inputs), `"fp4"`, `"int8"`, or the float dtype of unquantized weights.
+        moments: second moments of the layer's input channels for fitted constants, as text of `write_moments`.
     """
 
     module: str
@@ -84,24 +83,24 @@ class PrecisionPolicy:
 
     Attributes:
         compute: dtype of matmul operands.
-        storage: how a frozen base weight is stored: a float dtype's name, `"nf4"`, `"fp4"` or `"int8"`.
+        storage: how frozen base weights are stored: the name of a float dtype, `"nf4"`, `"fp4"` or `"int8"`.
         master: dtype of trainable parameters, which the optimizer updates.
         reduce: dtype in which ranks sum their gradients; it equals `master`.
-        loss_scaling: whether a GradScaler is needed; only float16 compute with float32 masters needs one.
+        loss_scaling: whether a GradScaler is needed: only for float16 compute with float32 masters.
         trainable: `"lora"` (adapters on a frozen base) or `"full"` (every weight).
         device: name of the device profile for which the policy was decided.
-        pinned: patterns of parameter names. A parameter whose name contains a match stays float32.
-        double_quant: whether the quantization constants are quantized too (nf4 and fp4 only).
+        pinned: patterns of parameter names. A parameter stays float32 if its name contains a match.
+        double_quant: whether the quantization constants are quantized, too (nf4 and fp4 only).
         quant_storage: dtype of the packed 4-bit bytes; with FSDP it has to be the compute dtype.
-        wide_residual: whether the residual stream is float32 although matmuls run in 16 bits.
+        wide_residual: whether the residual stream is float32 while matmuls run in 16 bits.
         layers: linear layers whose format is not `storage` (a mixed base).
-        dense: names of modules that stay unquantized: the value of transformers' `llm_int8_skip_modules`. Without names
-            (`dense` is empty), transformers uses its default.
+        dense: names of modules that stay unquantized, for transformers' `llm_int8_skip_modules`. Without names,
+            transformers has its own default.
         exceptions: modules whose values exceed the compute dtype's range.
         loss_scale: the initial loss scale of a GradScaler.
-        keep_frozen: whether frozen float weights keep their dtype regardless of `storage`. True for a policy that
+        keep_frozen: whether frozen float weights keep their dtype, whatever `storage` says. True for a policy that
             `PrecisionCallback` derives from a model.
-        experts: storage format of stacked experts: `"mxfp4"` if they keep the checkpoint's format, else "".
+        experts: storage format of stacked experts: `"mxfp4"` if they keep that of the checkpoint, else "".
         routers: whether routers compute scores and choose experts in float32.
         reasons: role -> reason.
         warnings: disadvantages of what the user explicitly requested.
@@ -130,17 +129,17 @@ class PrecisionPolicy:
 
     @property
     def quantized(self) -> bool:
-        """True if linear layers of the base are stored in a quantization format."""
+        """True if the base's linear layers are stored in a quantization format."""
         return self.storage in QUANTIZATIONS
 
     @property
     def quantization(self) -> str | None:
-        """The value of `quantization` that requests this storage, apart from `layers`; None for float storage."""
+        """The value of `quantization` that requests this storage, without `layers`; None for float storage."""
         return self.storage if self.quantized else self.experts or None
 
     @property
     def form(self) -> str:
-        """The storage in one word: `mixed` if some layers have another format, else the quantization or the float dtype."""
+        """The storage in one word: `mixed` with other formats for some layers, else the quantization or the float dtype."""
         return MIXED if self.layers else self.quantization or self.storage
 
     @cached_property
@@ -148,22 +147,22 @@ class PrecisionPolicy:
         return {layer.module: layer for layer in self.layers}
 
     def storage_of(self, module: str) -> str:
-        """Return the storage of the quantized linear layer that has this name in the base model."""
+        """Return the storage of the quantized linear layer with this name in the base model."""
         layer = self._layers_by_name.get(module)
         return self.storage if layer is None else layer.storage
 
     def code_book_of(self, module: str) -> str:
-        """Return the name of bitsandbytes' code book for a layer; for float storage, return the name of the dtype."""
+        """Return bitsandbytes' name of a layer's code book; for float storage, the name of the dtype."""
         storage = self.storage_of(module)
         return FORMATS[storage].code if storage in FORMATS else storage
 
     @property
     def layer_formats(self) -> dict[str, str]:
-        """Module name -> format, for each layer that is not stored in the format `storage`."""
+        """Module name -> format, for each layer in another format than `storage`."""
         return {layer.module: layer.storage for layer in self.layers}
 
     def moments_of(self, module: str) -> torch.Tensor | None:
-        """Return the second moments `[in]` to which a linear layer's constants are fitted; None if they are not fitted."""
+        """Return the second moments `[in]` for a linear layer's constants; None if these are not fitted."""
         layer = self._layers_by_name.get(module)
         return read_moments(layer.moments) if layer is not None and layer.moments else None
 
@@ -191,7 +190,7 @@ class PrecisionPolicy:
         return torch.float32 if self.wide_residual else self.plain
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
-        """Return (role, dtype, reason) for every role, in the order of the printed table."""
+        """Return (role, dtype, reason) for every role, in the order of the table that is printed."""
         count = len(self.exceptions)
         dtypes = {
             "storage": self.storage_words(),
@@ -211,13 +210,13 @@ class PrecisionPolicy:
         return tuple((title, dtypes[r], self.reasons.get(r, "")) for r, title in _ROLES if r in dtypes)
 
     def storage_words(self) -> str:
-        """Return the storage in words, for example `nf4 (double quantization), mixed, experts mxfp4`."""
+        """Return the storage in words: `nf4 (double quantization), mixed, experts mxfp4`."""
         nested = " (double quantization)" if self.double_quant else ""
         experts = f", experts {self.experts}" if self.experts else ""
         return f"{self.storage}{nested}{', mixed' if self.layers else ''}{experts}"
 
     def layer_lines(self) -> tuple[str, ...]:
-        """Return a line for each format and kind of module in `layers`, with the numbers of these layers."""
+        """Return a line for each format and kind of module in `layers`, with the numbers of the layers."""
         kinds: dict[tuple[str, str], list[str]] = {}
         for layer in self.layers:
             number = next((part for part in layer.module.split(".") if part.isdigit()), "")
@@ -243,12 +242,12 @@ class PrecisionPolicy:
         return "\n".join(lines)
 
     def exception_lines(self) -> tuple[str, ...]:
-        """Return a line for each kind of module in `exceptions`, with the reason of the first module of the kind."""
+        """Return a line for each kind of module in `exceptions`, with the first module's reason."""
         groups = grouped(self.exceptions, lambda exception: (starred(exception.module), exception.how))
         return tuple(_exception_line(name, group) for (name, _), group in groups.items())
 
     def summary(self) -> dict[str, Any]:
-        """Return JSON values of the fields for display, without moments, which have a character for each input channel."""
+        """Return the fields as JSON values for display, without moments, which have a character for each input channel."""
         return {**encoded(replace(self, layers=()), {}), "layers": self.layer_formats}
 
     def to_dict(self) -> dict[str, Any]:
@@ -260,8 +259,7 @@ class PrecisionPolicy:
     def from_dict(cls, values: Mapping[str, Any]) -> PrecisionPolicy:
         """Return the policy from the values of `to_dict`.
 
-        Raises:
-            FormatVersionError: the values have another format version. A file that isotype 0.1.0 wrote counts as version 1.
+        Raises: FormatVersionError: the values have another format version. Files of isotype 0.1.0 count as version 1.
         """
         require_version(values.get("format_version", 1), FORMAT_VERSION)
         moments, layers = values.get("moments", {}), values.get("layers", {}).items()
@@ -271,7 +269,7 @@ class PrecisionPolicy:
         return policy
 
     def save(self, directory: str | Path) -> Path:
-        """Write the policy as JSON to a temporary file in `directory`, then rename the file."""
+        """Write the policy as JSON to a temporary file in `directory`, and rename the file."""
         return write_whole(Path(directory) / POLICY_FILE, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
@@ -308,21 +306,21 @@ def _exception_line(name: str, group: list[ModuleException]) -> str:
 
 
 def is_pinned(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a pattern matches any part of the parameter's name, as in transformers; `*` matches any text."""
+    """Return whether a pattern matches a part of the parameter's name, as in transformers. `*` matches any text."""
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
 _LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _OCTAVE = 2
-"""Number of levels between a moment and its double; a single level would be as good (benchmarks/quality.py)."""
+"""Number of levels between a moment and its double. One level would be as good (benchmarks/quality.py)."""
 _PRIOR = 8
-"""The mean over channels counts as much as this many tokens, because an expert may see only a few tokens."""
+"""The mean over channels counts as this many tokens, because an expert may see only a few."""
 
 
 def write_moments(squares: torch.Tensor, tokens: int) -> str:
-    """Return second moments of input channels as text with one character per channel; `_` is the largest moment.
+    """Return second moments of input channels as text: one character for each channel, `_` for the largest moment.
 
-    `squares` `[in]` has, for each channel, the sum of squares over `tokens`, times any factor that all channels share.
+    `squares` `[in]` has each channel's sum of squares over `tokens`, times any common factor.
     """
     squares = squares.cpu().double()  # some devices lack float64
     moments = squares + _PRIOR * squares.mean() / max(1, tokens)
@@ -331,6 +329,6 @@ def write_moments(squares: torch.Tensor, tokens: int) -> str:
 
 
 def read_moments(text: str) -> torch.Tensor:
-    """Return float32 moments `[in]` relative to the largest one; raises ValueError for an invalid character."""
+    """Return float32 moments `[in]`, relative to the largest one. Raise ValueError for an invalid character."""
     levels = torch.tensor([_LEVELS.index(character) for character in text], dtype=torch.float32)
     return torch.exp2((levels - (len(_LEVELS) - 1)) / _OCTAVE)

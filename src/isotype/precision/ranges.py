@@ -1,4 +1,4 @@
-"""Measured value ranges of a model, from which float16 policies are decided."""
+"""Measured value ranges of a model. They decide a float16 policy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Measurement:
 
     Attributes:
         subject: the measured quantity, in a word.
-        layout: key and version of the file layout; isotype does not read a file with another version.
+        layout: key and version of the file layout. A file with another version is not read.
         source: the model, in words.
         key: fingerprint of the checkpoint's headers and file sizes; "" for a model in memory.
         when: date and time of the measurement, ISO 8601 in UTC.
@@ -46,7 +46,7 @@ class Measurement:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the measurement that `to_json` wrote; raises ValueError for other text or another layout."""
+        """Return the measurement that `to_json` has written. Raise ValueError for other text or another layout."""
         key, number = cls.layout
         try:
             values: dict[str, Any] = json.loads(text)
@@ -62,13 +62,13 @@ class Measurement:
         """Raise ValueError if the loaded measurement is incomplete."""
 
     def save(self, path: str | Path) -> Path:
-        """Write the measurement to a temporary file, then rename the file to `path`."""
+        """Write the measurement to a temporary file, and rename the file to `path`."""
         write_whole(Path(path), self.to_json() + "\n")
         return Path(path)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Return the measurement in the file `path`; raises CheckpointError if the file has no measurement."""
+        """Return the measurement in the file `path`. Raise CheckpointError if it has none."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
@@ -78,18 +78,18 @@ class Measurement:
 
 FLOAT16_LARGEST = 65504.0
 FLOAT16_FLUSHED = 2.0**-25
-"""float16's smallest number is 2^-24; values up to half of it are rounded to zero."""
+"""float16's smallest number is 2^-24. Values up to half of it become zero."""
 _FILL = 1e37
-"""Larger finite magnitudes are fill values of masks (the lowest number of float32 or bfloat16), not activations."""
+"""Larger finite magnitudes are fill values of masks (the lowest number of float32 or bfloat16) and no activations."""
 _LOSS_SCALES = (2.0**0, 2.0**24)
 
 MATMULS = (
     "mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution", "_grouped_mm",
     "_scaled_dot_product",
 )  # fmt: skip
-"""Prefixes of operators that autocast runs in 16 bits: their operands and results are rounded."""
+"""Prefixes of operators that autocast runs in 16 bits. Their operands and results are rounded."""
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn", "_varlen_attn")
-"""Prefixes of attention kernels. The first result of an attention kernel has activations; its other results are statistics."""
+"""Prefixes of attention kernels. The first result has activations, and the others are statistics."""
 
 
 def is_attention(op: str) -> bool:
@@ -103,7 +103,7 @@ def is_fill(value: float) -> bool:
 
 
 def first_loss_scale(gradient: float) -> float:
-    """Return the loss scale, a power of two from 1 to 2^24, that keeps the largest gradient at or below 65504 / 16."""
+    """Return the loss scale, a power of two from 1 to 2^24, with which the largest gradient is at most 65504 / 16."""
     low, high = _LOSS_SCALES
     if not gradient:
         return high
@@ -115,16 +115,16 @@ class OperatorRange:
     """The largest magnitudes, over all batches, of one call of an operator in a step.
 
     Attributes:
-        module: name in the base model of the innermost module that runs the operator; "" is the model itself. For an
-            operator of the backward, this is the module of the corresponding forward call.
-        index: number of this call among the operator's calls in this module and phase, from 0.
+        module: name in the base model of the innermost module of the operator; for a backward operator, of its forward
+            operator. "" is the model itself.
+        index: number of this call among the operator's calls in the module and phase, from 0.
         phase: forward or backward. Gradients are those of the mean loss, before loss scaling.
         inputs: largest magnitude of each float operand, in the order of the arguments.
         output: largest magnitude of the results.
-        flushed: of the nonzero elements of the results, the share that float16 rounds to zero (magnitudes up to 2^-25);
-            the largest share in any batch. Large results are sampled evenly.
+        flushed: share of the results' nonzero elements that float16 rounds to zero (magnitudes up to 2^-25), in the
+            batch with the largest share. Large results are sampled evenly.
         source: `file:line` of the call; "" if there is none.
-        flushed_scaled: like `flushed`, after the results are multiplied by 65536, the initial loss scale of a GradScaler.
+        flushed_scaled: the same for results times 65536, the initial loss scale of a GradScaler.
     """
 
     module: str
@@ -150,10 +150,10 @@ class ModuleRange:
     Attributes:
         name: fully qualified name in the base model.
         kind: `"linear"`, `"embedding"`, `"norm"` or `"other"`, see `isotype.model.walk.Place.kind`.
-        gradient: largest gradient of the outputs, for the mean loss before loss scaling; 0 if there is none.
-        weight: largest magnitude of the module's own float parameters; 0 if there is none.
-        median_weight: median magnitude of the nonzero values of the module's largest parameter; 0 if there is none.
-            A large parameter is sampled evenly.
+        gradient: largest gradient of the outputs, for the mean loss before loss scaling; 0 without one.
+        weight: largest magnitude of the module's own float parameters; 0 without one.
+        median_weight: median magnitude of the nonzero values of the module's largest parameter; 0 without one. A large
+            parameter is sampled evenly.
         weight_gradient: largest gradient of the module's own trainable parameters; 0 if there is none.
     """
 

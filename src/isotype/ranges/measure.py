@@ -1,4 +1,4 @@
-"""Measure the largest values of a module's operators in one forward and backward in float32."""
+"""Measures the largest values of a module's operators in a forward and a backward in float32."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FIRST = 5  # the first token id after the special tokens of most vocabularies
 
 @dataclass(frozen=True)
 class Rows:
-    """Texts on which models are compared, each as (token ids, labels). `source` is None for isotype's texts."""
+    """Texts for comparing models, each as (token ids, labels). `source` is None for isotype's own texts."""
 
     texts: tuple[tuple[Sequence[int], Sequence[int]], ...]
     source: str | None = None
@@ -50,7 +50,7 @@ class Batches:
     """The batches on which a model is measured.
 
     Attributes:
-        rows: number of texts in a batch if they are recorded separately; 0 if a batch is recorded as one text.
+        rows: number of texts in a batch if each is recorded separately; 0 if the whole batch is recorded as one text.
         notes: sentences that say what the batches leave out.
     """
 
@@ -62,7 +62,7 @@ class Batches:
 
 
 def given_batches(batch: Any) -> Batches:
-    """Return the user's batch or batches; raise UsageError unless they are mappings of tensors."""
+    """Return the user's batch or batches. Raise UsageError if they are not mappings of tensors."""
     batches = [batch] if isinstance(batch, Mapping) else list(batch) if isinstance(batch, Sequence) else []
     if not batches or not all(isinstance(item, Mapping) for item in batches):
         kind = f"a {type(batch).__name__}"
@@ -78,7 +78,7 @@ _PICTURES = re.compile(r"vision|visual|image|patch")
 
 
 def positions(model: nn.Module) -> int | None:
-    """Return the largest number of positions of a model; None if its config sets no limit."""
+    """Return the largest number of positions of a model; None if its config has no limit."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = getattr(text, "max_position_embeddings", None)
@@ -87,7 +87,7 @@ def positions(model: nn.Module) -> int | None:
 
 
 def _learned(model: nn.Module) -> list[int]:
-    """Return how many positions each learned table has. OPT counts from 2, RoBERTa from the padding index + 1."""
+    """Return the number of positions of each learned table. OPT counts from 2, RoBERTa from the padding index + 1."""
     limits = []
     for name, table in model.named_modules():
         if _LEARNED.search(name) and not _PICTURES.search(name) and isinstance(table, nn.Embedding):
@@ -97,7 +97,7 @@ def _learned(model: nn.Module) -> list[int]:
 
 
 def require_positions(model: nn.Module, batches: Batches) -> Batches:
-    """Return the batches; raise UsageError if a row is longer than the model's position table."""
+    """Return the batches. Raise UsageError if a row is longer than the model's position table."""
     limit = min(_learned(model), default=None)
     ids = (batch.get("input_ids") for batch in batches.batches)
     longest = max((rows.shape[-1] for rows in ids if isinstance(rows, torch.Tensor)), default=0)
@@ -125,11 +125,11 @@ def passages() -> tuple[str, ...]:
 
 
 def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
-    """Return one batch of this package's texts, or of random token ids, with the other inputs of the model.
+    """Return a batch of isotype's texts, or of random token ids, with the other inputs of the model.
 
     Args:
         model: a transformers model, with or without PEFT adapters, on any device, including the meta device.
-        tokenizer: the checkpoint's tokenizer or processor; if None, token ids are drawn at random.
+        tokenizer: the checkpoint's tokenizer or processor; None for random token ids.
         tokens: total number of tokens, rounded up to whole texts; a text has 64 tokens, or `tokens` if that is less.
 
     Raises:
@@ -155,10 +155,10 @@ def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
 
 
 def token_rows(tokenizer: Any | None, vocabulary: int, rows: int, length: int) -> tuple[torch.Tensor, str]:
-    """Return token ids, int64 `[rows, length]`, and a clause about their source.
+    """Return token ids, int64 `[rows, length]`, and a clause on their source.
 
-    Row r begins with isotype's passage r and continues with the next passages. If there is no tokenizer, or the tokenizer
-    has no token for the passages, ids are drawn with a fixed seed.
+    Row r begins with isotype's passage r and continues with the next passages. Without a tokenizer, or without tokens
+    for the passages, ids are drawn with a fixed seed.
     """
     # Special tokens at the start come once per row.
     pieces = [] if tokenizer is None else [tokenizer(text)["input_ids"] for text in passages()]
@@ -227,7 +227,7 @@ class Measured:
     """The module to measure.
 
     Attributes:
-        read: a function that reads a parameter's values from files; None if the parameters are in memory.
+        read: a function that reads a parameter's values from files; None for parameters in memory.
     """
 
     model: nn.Module
@@ -237,24 +237,24 @@ class Measured:
     notes: tuple[str, ...] = ()
 
     def fitting_dtype(self, device: torch.device) -> torch.dtype:
-        """Return float32, or bfloat16 if the largest block does not fit into the device's memory in float32."""
+        """Return float32; bfloat16 if the largest block does not fit into the device's memory in float32."""
         free = free_memory(device)
         needed = _ROOM * 4 * max(parts(self.model), default=0)
         return torch.bfloat16 if free is not None and needed > free else torch.float32
 
 
 def parts(model: nn.Module) -> list[int]:
-    """Return the weight count of each block and of each module outside of blocks: these are in memory one at a time."""
+    """Return the weight count of each block and each module outside of blocks; one of them is in memory at a time."""
     blocks = blocks_in(model)
     inside = {id(module) for block in blocks for module in block.modules()}
     parts = [sum(weight.numel() for weight in block.parameters()) for block in blocks]
-    # An embedding is not a part: only the rows that are looked up are read.
+    # An embedding is not a part, because only the looked-up rows are read.
     outside = [m for m in model.modules() if id(m) not in inside and kind_of(m) != "embedding"]
     return parts + [sum(w.numel() for w in module.parameters(recurse=False)) for module in outside]
 
 
 def of_module(model: nn.Module) -> Measured:
-    """Return the `Measured` of a model in memory; raise UsageError if this process lacks the values of the weights."""
+    """Return the `Measured` of a model in memory. Raise UsageError if this process does not have the values of the weights."""
     model = unwrapped(model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta or hasattr(parameter, "full_tensor"):
@@ -273,17 +273,17 @@ def measure(
     dtype: torch.dtype | None = None,
     progress: bool = True,
 ) -> Ranges:
-    """Run forward and backward of the mean loss and record the largest magnitude of every value.
+    """Run forward and backward of the mean loss, and record the largest magnitude of each value.
 
-    The model runs in float32 in evaluation mode, without autocast and without the casts that a policy adds. Only one
-    block is in float32 at a time: blocks are recomputed in the backward. The model stays unchanged.
+    The model runs in float32 in evaluation mode, without autocast and without the casts of a policy. One block at a time
+    is in float32: blocks are recomputed in the backward. The model stays unchanged.
 
     Args:
-        dtype: dtype of the computation; by default float32, or bfloat16 if float32 does not fit into free memory.
+        dtype: dtype of the computation; default float32, or bfloat16 if float32 does not fit into free memory.
         progress: whether to show a progress bar on a terminal after three seconds.
 
-    Returns:
-        The measurement with an empty `key`. If float32 overflows, values are infinity or NaN; a note names the operator.
+    Returns: The measurement with an empty `key`. If float32 overflows, values are infinity or NaN, and a note names the
+        operator.
     """
     where = real_device(device) if device is not None else measured.device
     chosen = dtype or measured.fitting_dtype(where)
@@ -358,7 +358,7 @@ def _experts_of(module: Any) -> int:
 def _experts_noted(model: nn.Module, chosen: dict[str, set[int]]) -> Iterator[None]:
     """Add the experts that routers choose to `chosen`: name of an experts module -> numbers of its chosen experts.
 
-    The forward of such a module gets the chosen experts as an int64 argument `[tokens, experts per token]`.
+    The forward of such a module has the chosen experts as an int64 argument `[tokens, experts per token]`.
     """
 
     def note(name: str, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -376,28 +376,28 @@ def _experts_noted(model: nn.Module, chosen: dict[str, set[int]]) -> Iterator[No
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Disable the caller's autocast and inference modes, and restore the random states on exit."""
+    """In the `with` block, turn the caller's autocast and inference modes off. Then restore the random states."""
     no_autocast = torch.autocast(device.type, enabled=False)
     with random_states_kept(device), torch.inference_mode(False), torch.enable_grad(), no_autocast:
         yield
 
 
 def on_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return a batch with its tensors on `device`; float tensors are copied in `dtype` and require gradients."""
+    """Return a batch with its tensors on `device`. Float tensors are copies in `dtype` that require gradients."""
 
     def moved(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if not value.is_floating_point():
             return value.to(device)
-        # Inputs that require gradients pass gradients through modules whose only inputs are images or embeddings.
+        # Inputs that require gradients let gradients reach modules with only images or embeddings as inputs.
         return value.detach().to(device, dtype, copy=True).requires_grad_()
 
     return {name: tree_map(moved, value) for name, value in batch.items()}
 
 
 def _stream(recorder: RangeRecorder, twin: Twin) -> tuple[str, ...]:
-    """Return the names of modules that output the residual stream: each list's blocks, and the embedding before them."""
+    """Return the names of the modules that return the residual stream: each list's blocks, and the embedding before them."""
     order = recorder.order()
     stream: list[str] = []
     start = 0

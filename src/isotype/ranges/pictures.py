@@ -1,7 +1,7 @@
 """Image inputs of a row: token ids in the text, and tensors such as `pixel_values`.
 
-The model's processor makes these inputs from blank images of the wanted sizes. Without a processor, isotype computes
-the inputs from the config, if the config has the necessary values.
+The model's processor makes these inputs from blank images of the given sizes. Without a processor, isotype computes them
+from the config, if the config has the values for that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Size = tuple[int, int]
 """(width, height) in pixels."""
 
 FILL = 5
-"""Id of a text token: most vocabularies begin with special tokens."""
+"""Id of a text token: in most vocabularies, the special tokens come first."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Pictures:
     """The images of one row.
 
     Attributes:
-        ids: int64 `[tokens]`, the tokens of the images in the text, with the tokens around each image.
+        ids: int64 `[tokens]`, the tokens of the images in the text, and those around each image.
         kinds: bool `[tokens]`, True for tokens that represent a part of an image.
         inputs: argument name -> tensor of one row's images.
         source: the processor or the config, as a clause.
@@ -51,7 +51,7 @@ class Pictures:
         return sum(value.numel() for value in self.inputs.values())
 
     def words(self) -> str:
-        """Return `2 images of 1024x768 in each row: 1,540 tokens, by the processor`."""
+        """Return the pictures in words, such as `2 images of 1024x768 in each row: 1,540 tokens, by the processor`."""
         if not self.sizes:
             return "no row has an image"
         shown = sorted({f"{width}x{height}" for width, height in self.sizes})
@@ -64,7 +64,7 @@ class Pictures:
         return {name: torch.cat([value] * rows) for name, value in self.inputs.items()}
 
     def marks(self, ids: torch.Tensor, start: int, model: Any) -> dict[str, torch.Tensor]:
-        """Return the model's `(mm_)token_type_ids` for ids `[rows, length]` whose images begin at column `start`."""
+        """Return the model's `(mm_)token_type_ids` for ids `[rows, length]` with images from column `start` on."""
         takes = inspect.signature(model.forward).parameters
         kinds = torch.zeros_like(ids)
         kinds[:, start : start + self.tokens] = self.kinds.long()
@@ -75,7 +75,7 @@ NONE = Pictures((), torch.tensor([], dtype=torch.long), torch.tensor([], dtype=t
 
 
 def pictures_of(config: Any, processor: Any | None, sizes: Sequence[Size]) -> Pictures | None:
-    """Compute a row's images with the model's processor, or else from its config. Return None if neither suffices."""
+    """Return a row's images by the model's processor, or else by its config. Return None if neither can make them."""
     if processor is not None and hasattr(processor, "image_processor"):
         return _by_processor(processor, sizes)
     return by_config(config, sizes)
@@ -105,8 +105,8 @@ def picture_place(processor: Any) -> str:
     single, double = (str(render_chat(processor, chat, tokenize=False)) for chat in chats)
     longer = len(double) - len(single)
     same = next((at for at, (a, b) in enumerate(zip(single, double, strict=False)) if a != b), len(single))
-    # The text around an image may begin or end like the image's text ("<image><|im_end|>"): of the possible
-    # cuts, take one that splits no special token.
+    # The text around an image may begin or end like the image's text ("<image><|im_end|>"). Of the possible cuts, take
+    # one that splits no special token.
     cuts = [
         double[at : at + longer]
         for at in range(max(0, same - 2 * longer), same + 1)
@@ -117,9 +117,9 @@ def picture_place(processor: Any) -> str:
 
 
 def by_config(config: Any, sizes: Sequence[Size] | None = None) -> Pictures | None:
-    """Compute a row's images from the config. Return None if the config lacks the necessary values.
+    """Return a row's images by the config; None if the config lacks the values for that.
 
-    If `sizes` is None, the row has one image of the only size that the vision tower takes.
+    If `sizes` is None, the row has one image, in the only size that the vision tower takes.
     """
     vision = getattr(config, "vision_config", None)
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
@@ -147,7 +147,7 @@ Counted = tuple[Sequence[bool], dict[str, torch.Tensor]]
 
 
 def _fixed(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted | None:
-    """Gemma 3 and PaliGemma resize each image to one square of the tower's size."""
+    """Gemma 3 and PaliGemma resize each image to a square of the tower's size."""
     tokens = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None)
     side = vision.image_size
     if not isinstance(tokens, int) or not isinstance(side, int):
@@ -162,7 +162,7 @@ def _llava(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """LLaVA-NeXT takes the whole image and its tiles without padding; a token follows each row of patches."""
+    """LLaVA-NeXT takes the whole image, and its tiles without padding. A token follows each row of patches."""
     side, marks, tiles = vision.image_size, [], []
     patches = side // vision.patch_size
     for width, height in sizes:
@@ -181,14 +181,14 @@ def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _wasted(size: Size, into: Size) -> tuple[float, float]:
-    """Scale an image to fit into a rectangle. Return (negative pixel count of the scaled image, pixels of padding)."""
+    """Scale an image so that it fits into a rectangle. Return (negative pixel count of the scaled image, pixels of padding)."""
     scale = min(into[0] / size[0], into[1] / size[1])
     pixels = min(int(size[0] * scale) * int(size[1] * scale), size[0] * size[1])
     return -pixels, into[0] * into[1] - pixels
 
 
 def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Qwen-VL resizes images within the processor's pixel limits; sides are multiples of a merged patch's side."""
+    """Qwen-VL resizes images within the processor's limits of pixels. Sides are multiples of a merged patch's side."""
     patch, merge = vision.patch_size, vision.spatial_merge_size
     least, most = _PIXELS.get(config.model_type, _PIXELS["qwen3_vl"])
     factor, grids = patch * merge, []
@@ -211,7 +211,7 @@ def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _tiles(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Idefics 3 and SmolVLM cut an image into four tiles along its longer side and add one with the whole image."""
+    """Idefics 3 and SmolVLM cut an image into four tiles along its longer side, and add the whole image as a tile."""
     side = vision.image_size
     per_tile = (side // vision.patch_size) ** 2 // config.scale_factor**2
     marks: list[bool] = []
@@ -232,7 +232,7 @@ def _tiles(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _lines(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Pixtral and Mistral 3 shrink only images that exceed the tower's size; a token follows each row of merged patches."""
+    """Pixtral and Mistral 3 shrink only images that exceed the tower's size. A token follows each row of merged patches."""
     patch = vision.patch_size * config.spatial_merge_size
     marks: list[bool] = []
     shapes = []
@@ -254,9 +254,9 @@ _RULES: Mapping[str, Callable[[Any, Any, Sequence[Size]], Counted | None]] = {
     **dict.fromkeys(("idefics3", "smolvlm"), _tiles),
     "mistral3": _lines,
 }
-"""Model type -> rule. Other model types use `_fixed`, if their config has the number of tokens per image."""
+"""Model type -> rule. Other model types use `_fixed`, if their config says how many tokens an image has."""
 _ONE_SIZE = (_fixed, _llava)
 """Rules for towers that take one size only."""
 _OLDER = (56 * 56, 28 * 28 * 1280)
 _PIXELS = {"qwen2_vl": _OLDER, "qwen2_5_vl": _OLDER, "qwen3_vl": (256 * 256, 4096 * 4096)}
-"""Model type -> (minimum, maximum) pixels of an image: from transformers' processor and Qwen3-VL's checkpoints."""
+"""Model type -> (minimum, maximum) pixels of an image, from transformers' processor and Qwen3-VL's checkpoints."""

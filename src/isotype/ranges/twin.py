@@ -1,4 +1,4 @@
-"""The measured model: a copy that shares the original's weights and converts them on demand."""
+"""The measured model: a copy that shares the original's weights, and converts them when they are used."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Watcher(Protocol):
     """A recorder that adds hooks to the modules of a copy, as `RangeRecorder` does."""
 
     def again(self) -> AbstractContextManager[Any]:
-        """Return the context in which a block's forward runs, including its recomputation."""
+        """Return the context for the forward of a block, and for its recomputation."""
 
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int]) -> None: ...
 
 
 @dataclass(frozen=True)
 class Twin:
-    """A copy of a model to measure. `names`: module's id -> plain name; `blocks`: plain names of each list's blocks."""
+    """A copy of a model for a measurement. `names`: module's id -> plain name; `blocks`: plain names of each list's blocks."""
 
     model: nn.Module
     names: dict[int, str]
@@ -77,9 +77,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def twin_of(
     model: nn.Module, weights: Weights, recorder: Watcher, done: Callable[[], None], read: Read | None = None
 ) -> Twin:
-    """Return a copy of `model` to measure, in evaluation mode and without the casts that a policy adds.
+    """Return a copy of `model` for a measurement, in evaluation mode and without the casts of a policy.
 
-    `done` is called after each run of a block, and `read` reads the values of a parameter.
+    `done` is called after each run of a block. `read` reads the values of a parameter.
     """
     memo, dense = _Memo(model, weights), set[int]()
     for module in model.modules():
@@ -113,7 +113,7 @@ def twin_of(
 
 
 class _Memo(dict[int, Any]):
-    """A `deepcopy` memo that casts the parameters in plain attributes, such as the flat weights of recurrent layers."""
+    """A `deepcopy` memo that casts parameters in plain attributes, such as the flat weights of recurrent layers."""
 
     def __init__(self, model: nn.Module, weights: Weights) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def _dense(layer: Any, memo: dict[int, Any]) -> nn.Module:
 
 
 def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
-    """Undo the settings of a training: the policy's casts, accelerate's hooks, compilation, checkpointing, caches."""
+    """Undo what a training has set: the policy's casts, accelerate's hooks, compilation, checkpointing, caches."""
     set_boundary(module, None)
     attributes = vars(module)
     if HOOK in attributes:
@@ -194,7 +194,7 @@ def _checkpointed(
 
 
 def _keep_while_it_runs(module: nn.Module, weights: Weights, inside: bool) -> None:
-    """Keep the weights of a module outside of blocks while it runs; an embedding keeps only rows that are looked up."""
+    """Keep the weights of a module outside of blocks while it runs. An embedding keeps only the looked-up rows."""
     looks_up = kind_of(module) == "embedding"
 
     def enter(*_: Any) -> None:

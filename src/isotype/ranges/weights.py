@@ -1,4 +1,4 @@
-"""Weights in float32 that are created on access and dropped after their block has run."""
+"""Weights in float32 that are created when they are used, and dropped after their block has run."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from isotype.precision.ranges import FLOAT16_FLUSHED
 _SCALED = FLOAT16_FLUSHED / DEFAULT_LOSS_SCALE
 _KNOWN = "_isotype_magnitude"
 FILL = 1e38
-"""A larger value that no operator has computed is a fill value: infinity, or the largest float32 or bfloat16 number."""
+"""A larger value that no operator has computed is a fill value: infinity, or the largest number of float32 or bfloat16."""
 _SAMPLE = 1 << 15
-"""Number of sampled values: shares of them are accurate to a fraction of a percent, and torch needs only one thread."""
+"""Number of sampled values. Shares of them are accurate to a fraction of a percent, and torch needs one thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Magnitude:
-    """The largest magnitude of a tensor, except fill values. `filled` is True if the tensor has fill values, as masks do."""
+    """The largest magnitude of a tensor without fill values. `filled` is True if it has fill values, as masks do."""
 
     value: float
     filled: bool = False
 
 
 def magnitude(tensor: torch.Tensor) -> Magnitude:
-    """Return the largest magnitude of a float tensor; values above 1e38 count as fill values."""
+    """Return the largest magnitude of a float tensor. Values above 1e38 count as fill values."""
     cached = _cached(tensor)
     return remember(tensor, _measured(tensor)) if cached is None else cached
 
@@ -42,7 +42,7 @@ def _cached(tensor: torch.Tensor) -> Magnitude | None:
 
 
 def remember(tensor: torch.Tensor, measured: Magnitude) -> Magnitude:
-    """Cache the magnitude of `tensor` until the tensor is written to. Magnitudes of inference tensors are not cached."""
+    """Cache the magnitude of `tensor` until the next write to it. Magnitudes of inference tensors are not cached."""
     version = version_of(tensor)
     if version is not None:
         setattr(tensor, _KNOWN, (version, measured))
@@ -70,7 +70,7 @@ def _measured(tensor: torch.Tensor) -> Magnitude:
 
 
 def largest_rows(tensor: torch.Tensor) -> list[float]:
-    """Return the largest magnitude in each row of a float tensor; rows are the first dimension."""
+    """Return the largest magnitude in each row of a float tensor. Rows are its first dimension."""
     with one_thread(_is_small(tensor)):
         low, high = torch.aminmax(tensor.detach().reshape(tensor.shape[0], -1), dim=1)
     return [float(largest) for largest in torch.maximum(-low, high)]
@@ -81,7 +81,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def flushed_shares(tensor: torch.Tensor) -> tuple[float, float]:
-    """Return the shares of nonzero (sampled) values that float16 rounds to zero, without and with a loss scale of 65536."""
+    """Return the share of nonzero (sampled) values that float16 rounds to zero, and the share with a loss scale of 65536."""
     values = sampled(tensor).abs()
     nonzero = int(torch.count_nonzero(values))
     if not nonzero:
@@ -92,7 +92,7 @@ def flushed_shares(tensor: torch.Tensor) -> tuple[float, float]:
 
 
 def median(tensor: torch.Tensor) -> float:
-    """Return the median magnitude of the nonzero values of a float tensor; a large tensor is sampled evenly."""
+    """Return the median magnitude of the nonzero values of a float tensor. Of a large tensor, evenly spaced values count."""
     values = sampled(tensor).float().abs()
     nonzero = values[values > 0]
     return float(nonzero.median()) if nonzero.numel() else 0.0
@@ -113,7 +113,7 @@ _LATER = "_isotype_weight"
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A parameter of the measured model. Tied parameters have the same `key`; `read` returns the stored values."""
+    """A parameter of the measured model. Tied parameters share a `key`. `read` returns the stored values."""
 
     key: Hashable
     shape: torch.Size
@@ -132,10 +132,10 @@ class WeightRange:
 
 @dataclass
 class Weights:
-    """The weights of a model, created when they are used, in the dtype and on the device of a measurement.
+    """The weights of a model, created when they are used, in a measurement's dtype and on its device.
 
     Attributes:
-        records: record the magnitudes of the weights, and of the gradients of trainable weights.
+        records: whether magnitudes of weights, and of gradients of trainable weights, are recorded.
         embedding: True while an embedding runs. Then `make` returns a placeholder for a frozen weight, and only the rows
             that the embedding looks up are read.
     """
@@ -150,7 +150,7 @@ class Weights:
     embedding: bool = False
 
     def open(self) -> None:
-        """Keep the weights that are created from now on, until `close` is called."""
+        """Keep the weights that are created from now on until `close`."""
         self._open.append({})
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class Weights:
         return value
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of `weight` at `indices`, without duplicates, and the position of each index among these rows."""
+        """Return the rows of `weight` at `indices` without duplicates, and the position of each index in them."""
         with without_dispatch(), torch.no_grad():
             stored = weight.read().detach()
             wanted, inverse = torch.unique(indices, return_inverse=True)
@@ -191,14 +191,14 @@ class Weights:
         return value, inverse
 
     def _note(self, weight: Weight, stored: torch.Tensor, value: torch.Tensor) -> None:
-        """Record the magnitudes of `stored` once, and cache the largest one for `value`, a part of the stored values."""
+        """Record the magnitudes of `stored` once, and cache the largest for `value`, which has a part of the values."""
         if self.records:
             if weight.key not in self._sizes:
                 self._sizes[weight.key] = (magnitude(stored).value, median(stored))
             remember(value, Magnitude(self._sizes[weight.key][0]))
 
     def stand_in(self, weight: Weight) -> torch.Tensor:
-        """Return a placeholder of the weight's shape that takes no memory."""
+        """Return a placeholder in the weight's shape that takes no memory."""
         with without_dispatch():
             return torch.zeros((), dtype=self.dtype, device=self.device).expand(weight.shape)
 
@@ -215,7 +215,7 @@ class Weights:
         self._gradients.clear()
 
     def range_of(self, weights: Mapping[str, Weight]) -> WeightRange:
-        """Return the range of all parameters of one module; the median is that of its largest parameter."""
+        """Return the range of all parameters of a module. The median is that of its largest parameter."""
         used = [weight for weight in weights.values() if weight.key in self._sizes]
         if not used:
             return WeightRange()
@@ -225,7 +225,7 @@ class Weights:
 
 
 class OnDemand(dict[str, Any]):
-    """Replaces a module's `_parameters`. `[name]` materializes a weight; `items()` and `values()` give placeholders."""
+    """Replaces a module's `_parameters`. `[name]` creates a weight; `items()` and `values()` return placeholders."""
 
     def __init__(self, weights: Weights, by_name: Mapping[str, Weight | None]) -> None:
         super().__init__(by_name)
@@ -256,7 +256,7 @@ class OnDemand(dict[str, Any]):
 
 
 def rows_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an embedding; if its weight is a placeholder, read only the rows at the indices."""
+    """Return the arguments of an embedding. If its weight is a placeholder, read only the looked-up rows."""
     later = getattr(args[0], _LATER, None)
     if later is None:
         return args
@@ -278,14 +278,14 @@ def whole(args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
 
 
 def attached(value: torch.Tensor, sink: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
-    """Return a tensor with the same values that requires a gradient, and that passes its gradient only to `sink`."""
+    """Return a tensor with the same values that requires a gradient and passes it to `sink` only."""
     anchor = torch.empty(0, requires_grad=True)
     tensor: torch.Tensor = _Attached.apply(anchor, value, sink)  # type: ignore[no-untyped-call]
     return tensor
 
 
 def give_gradient(_: Any, __: Any, output: Any) -> torch.Tensor | None:
-    """A forward hook that lets a module's float output require a gradient."""
+    """A forward hook: a module's float output requires a gradient."""
     wanted = isinstance(output, torch.Tensor) and output.is_floating_point() and not output.requires_grad
     return attached(output) if wanted and torch.is_grad_enabled() else None
 
@@ -295,7 +295,7 @@ class _Attached(torch.autograd.Function):
     def forward(ctx: Any, _: torch.Tensor, value: torch.Tensor, sink: Any) -> torch.Tensor:
         ctx.sink = sink
         with without_dispatch():
-            # Models write to embeddings in place, which autograd forbids for an input returned as output.
+            # Models write to embeddings in place. Autograd forbids that for an input that is returned as an output.
             return value.clone() if sink is None else value.detach()
 
     @staticmethod

@@ -1,16 +1,16 @@
 """Computes the experts of one layer and their LoRA adapters in one autograd function.
 
-Each token t goes to experts e with routing weights w. Each product has adapters a with scaling s and dropout drop:
+Each token t goes to experts e with the routing weights w. Each product has adapters a with scaling s and dropout drop:
 
     h = x U_e + b_e + Σ_a s_a (drop_a(x) A_ae) B_ae          gate and up side by side, or up alone
     y = g(h) V_e + c_e + Σ_a s_a (drop_a(g(h)) A'_ae) B'_ae    g: the gated product, or the activation
     out_t = Σ_e w_te y_te
 
-Tokens are sorted by expert once. Activations are multiplied by A and then by B, so no delta of a weight is ever
-computed. Only experts that have tokens are read, a few experts at a time.
+Tokens are sorted by expert once. Activations are multiplied by A and then by B, so no weight's delta is computed. Only
+experts with tokens are read, a few at a time.
 
-The forward saves x, h and the small products with A. The backward recomputes g(h) and the dropout masks. The gradient of
-w needs no y: ∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ + ⟨∂L/∂out, c⟩, where V' is V plus the adapters.
+The forward saves x, h and the small products with A. The backward computes g(h) and the dropout masks again. The
+gradient of w needs no y: ∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ + ⟨∂L/∂out, c⟩. V' is V with the adapters.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from isotype.model.fold import representing
 from isotype.precision.devices.simulated import simulates_cpu
 
 _DENSE_BYTES = 1 << 27
-"""If experts are stored quantized, at most this many bytes of weights are dense at the same time."""
+"""Of quantized experts, at most this many bytes of weights are dense at a time."""
 _ROWS = 512
-"""Rows of a grouped product on a CPU. Fewer rows make the calls themselves too slow; more rows exceed the caches."""
+"""Rows of a grouped product on a CPU. With fewer rows, calls are too slow; more rows exceed the caches."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Product:
 
     Attributes:
         weights: function of (start, stop) that returns the dense weights `[stop - start, d1, d2]` of these experts.
-        inputs_first: True if d1 is the number of inputs, as in x W. False if d2 is, as in x Wᵀ.
-        bytes: size of one expert's dense weight if the weights are quantized, else 0.
+        inputs_first: True if d1 is the number of inputs (x W), False if d2 is (x Wᵀ).
+        bytes: size of an expert's dense weight if weights are quantized, else 0.
         bias: the frozen bias `[experts, out]`, or None.
         sizes: d1 and d2 if the weights are quantized, else empty.
     """
@@ -76,7 +76,7 @@ class Experts:
         up, down: the products with the gate and up weights, and with the down weights.
         gate: the activation or gated product, a function of h `[rows, …]`.
         working: dtype in which products are computed.
-        normed: a norm that is applied to y `[rows, out]` before the routing weights, or None.
+        normed: a norm of y `[rows, out]` before the routing weights, or None.
     """
 
     up: Product
@@ -89,7 +89,7 @@ class Experts:
 
     @property
     def summed(self) -> torch.dtype:
-        """The dtype in which a token's outputs from its experts are summed."""
+        """The dtype in which the outputs of a token's experts are summed."""
         return torch.promote_types(self.working, torch.float32)
 
 
@@ -100,18 +100,17 @@ def experts_output(
     scores: torch.Tensor | None,
     factors: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Return each token's weighted sum of its experts' outputs, `[tokens, out]` in the dtype of `x`.
+    """Return the weighted sum of each token's experts, `[tokens, out]` in the dtype of `x`.
 
     Args:
         x: `[tokens, in]`, any float dtype.
-        index: the numbers of each token's experts, integers `[tokens, k]`. A number of at least `spec.count` means no
-            expert.
+        index: the numbers of each token's experts, integers `[tokens, k]`. From `spec.count` on, a number means no expert.
         scores: `[tokens, k]` routing weights in any float dtype; None if all weights are 1.
-        factors: A `[experts, in, r]` and B `[experts, r, out]` of each adapter, in any float dtype and layout. The
-            adapters of `up` come before the adapters of `down`.
+        factors: A `[experts, in, r]` and B `[experts, r, out]` of each adapter, in any float dtype and layout: first the
+            adapters of `up`, then those of `down`.
     """
     saves = torch.is_grad_enabled()
-    # Gradient checkpointing restores the state of the CPU's generator, which is read without waiting for the device.
+    # Gradient checkpointing restores the CPU's generator. Its state is read without waiting for the device.
     drops = any(adapter.dropout for adapter in (*spec.up.adapters, *spec.down.adapters))
     seed = int(torch.randint(2**31, ()).item()) if drops else 0
     result: torch.Tensor = _Experts.apply(spec, saves, seed, x, index, scores, *factors)  # type: ignore[no-untyped-call]
@@ -120,10 +119,10 @@ def experts_output(
 
 @dataclass(frozen=True)
 class _Group:
-    """The experts `first` to `stop - 1`, with the rows `begin` to `end - 1` of all rows, which are sorted by expert.
+    """The experts `first` to `stop - 1`, with their rows `begin` to `end - 1`; all rows are sorted by expert.
 
-    `offsets` says where each expert's rows end, counted from `begin`, in int32; None if there is only one expert. In a
-    trace, the group represents `times` equal groups.
+    `offsets` (int32) are the ends of the experts' rows, counted from `begin`; None for a single expert. In a trace, the
+    group stands for `times` equal groups.
     """
 
     first: int
@@ -134,13 +133,13 @@ class _Group:
     times: int = 1
 
     def product(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """Multiply each row of `rows` `[n, in]` by its expert's matrix in `matrices` `[experts, in, out]`."""
+        """Multiply `rows` `[n, in]`, each by its expert's matrix in `matrices` `[experts, in, out]`."""
         if self.offsets is None:
             return rows @ matrices[0]
         return functional.grouped_mm(rows, matrices, offs=self.offsets)
 
     def write_outer(self, out: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Write each expert's product leftᵀ right, over the expert's rows, into `out` `[experts of the layer, in, out]`."""
+        """Write the product leftᵀ right of each expert's rows to `out` `[experts of the layer, in, out]`."""
         if out is None:
             return
         if self.offsets is not None:
@@ -151,7 +150,7 @@ class _Group:
             out[self.first] = left.t() @ right
 
     def each_row(self, per_expert: torch.Tensor) -> torch.Tensor:
-        """Return for each row the vector of its expert, `[n, out]`; `[1, out]` if there is only one expert."""
+        """Return the vector of each row's expert, `[n, out]`; `[1, out]` for a single expert."""
         vectors = per_expert[self.first : self.stop]
         if self.offsets is None:
             return vectors
@@ -176,7 +175,7 @@ def _sorted(
 
 
 def _representatives(groups: Sequence[_Group]) -> Iterator[_Group]:
-    """Yield the first group, and then one group for each run of groups with equally many experts and rows."""
+    """Yield the first group, and a group for each run of groups with equal numbers of experts and rows."""
     yield from groups[:1]
     for _, run in groupby(groups[1:], lambda group: (group.stop - group.first, group.end - group.begin)):
         same = list(run)
@@ -193,11 +192,11 @@ def _together(spec: Experts, x: torch.Tensor, rows: int, factors: Sequence[torch
 
 
 _ALIGNED = 8
-"""Strides in torch's grouped product must be multiples of this number of 16-bit values (16 bytes)."""
+"""Strides in torch's grouped product are multiples of this number of 16-bit values (16 bytes)."""
 
 
 def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
-    """Return whether torch's grouped product accepts these operands: all sizes are aligned, and no operand is float64."""
+    """Return whether torch's grouped product accepts these operands: sizes are aligned, and none is float64."""
     sizes = [x.shape[1], *(size for factor in factors for size in factor.shape[1:])]
     for product in (spec.up, spec.down):
         sizes += product.sizes or product.weights(0, 1).shape[1:]
@@ -205,7 +204,7 @@ def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tens
 
 
 def _groups(counts: Sequence[int], together: int) -> Iterator[_Group]:
-    """Yield groups of up to `together` experts, leaving out experts without rows. `counts` has each expert's row count."""
+    """Yield groups of up to `together` experts; experts without rows are left out. `counts` are the experts' row counts."""
     ends = [0, *accumulate(counts)]
     for first in range(0, len(counts), together):
         stop = min(first + together, len(counts))
@@ -263,9 +262,9 @@ class _Low:
         weighted: torch.Tensor | None,
         gradients: list[torch.Tensor | None],
     ) -> None:
-        """Add the adapter's part of the rows' gradient to `d_rows`, and write the gradients of A and B.
+        """Add the adapter's part of the rows' gradient to `d_rows`. Write the gradients of A and B.
 
-        `weighted` has the routing weights of the rows, which are a factor of the gradients of A and B; None for no factor.
+        `weighted` are the rows' routing weights, a factor in the gradients of A and B; None for no factor.
         """
         experts = slice(group.first, group.stop)
         d_hidden = group.product(d_out, self.b[experts].transpose(1, 2)).mul_(self.adapter.scale)
@@ -289,7 +288,7 @@ def _as_matrices(factor: torch.Tensor) -> torch.Tensor:
 
 
 def _gradient_of(factor: torch.Tensor) -> torch.Tensor:
-    """Return zeros for the gradient of a factor, in the memory layout that `_as_matrices` returns."""
+    """Return zeros for the gradient of a factor, in the memory layout of `_as_matrices`."""
     rows_first = factor.stride(1) >= factor.stride(2)
     return factor.new_zeros(factor.shape) if rows_first else factor.new_zeros(factor.mT.shape).mT
 
@@ -310,7 +309,7 @@ def _output(
     lows: Sequence[_Low],
     hidden: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Return rows times weights, plus bias and adapters: `[n, out]`. `hidden` has drop(rows) @ A for each adapter in `lows`."""
+    """Return rows times weights with bias and adapters: `[n, out]`. `hidden` has drop(rows) @ A of each adapter in `lows`."""
     out = group.product(rows, product.matrices(group.first, group.stop, spec.working))
     if product.bias is not None:
         out.add_(group.each_row(product.bias).to(out.dtype))
@@ -432,7 +431,7 @@ def _through_down(
     weight: torch.Tensor | None,
     gradients: list[torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of a group's g(h) and routing weights. `d_y` is the gradient of the group's weighted outputs."""
+    """Return the gradients of a group's g(h) and routing weights. `d_y` is that of its weighted outputs."""
     matrices = spec.down.matrices(group.first, group.stop, spec.working)
     d_a = group.product(d_y, matrices.transpose(1, 2))
     for low, hidden in zip(downs, small, strict=True):

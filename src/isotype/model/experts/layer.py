@@ -1,8 +1,8 @@
-"""Swaps the classes of experts and of their PEFT adapters, so that `isotype.model.experts.compute` computes them.
+"""Swaps the classes of experts and their PEFT adapters, so that `isotype.model.experts.compute` computes them.
 
-PEFT (0.21) wraps an experts module in a `ParamWrapper` for each adapted weight, one around another, and computes the
-delta of every expert (`lora/layer.py`). After the swap, the outermost wrapper reads the adapters of all wrappers, and
-multiplies activations by these adapters.
+PEFT (0.21) wraps an experts module in a `ParamWrapper` for each adapted weight, one around the other, and computes every
+expert's delta (`lora/layer.py`). After the swap, the outermost wrapper reads the adapters of all wrappers and multiplies
+activations by them.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Layout:
 
     Attributes:
         up: name of the weight of the first product.
-        inputs_first: True if weights are stored as `[experts, in, out]`, False if as `[experts, out, in]`.
+        inputs_first: True for weights `[experts, in, out]`, False for `[experts, out, in]`.
         normed: True if a norm is applied to the outputs before the routing weights.
-        routed: True if the module gets the experts and routing weights of each token. Otherwise the module's input has
-            all tokens of the first expert, then as many tokens of the second expert, and so on.
+        routed: True if the module gets each token's experts and routing weights. Otherwise its input has all tokens of
+            the first expert, then equally many of the second, and so on.
     """
 
     up: str
@@ -52,7 +52,7 @@ class Layout:
 
 
 def layout_of(module: nn.Module) -> Layout | None:
-    """Return the layout if the module is Llama 4's or another of transformers' experts (5.23), else None."""
+    """Return the layout of Llama 4's and other experts of transformers (5.23); None for another module."""
     if any(cls.__name__ == "Llama4TextExperts" for cls in type(module).__mro__):
         return Layout(_GATED, inputs_first=True, biases=False, normed=False, routed=False)
     if gate_of(module) is None or not hasattr(module, "has_gate") or has_parallel_experts(module):
@@ -62,7 +62,7 @@ def layout_of(module: nn.Module) -> Layout | None:
 
 
 def _wraps(cls: Any) -> bool:
-    """Return whether a class is named like PEFT's `ParamWrapper` or its subclass, without importing PEFT."""
+    """Return whether a class has the name of PEFT's `ParamWrapper` or a subclass, without importing PEFT."""
     return any(base.__name__ == "ParamWrapper" for base in cls.__mro__)
 
 
@@ -72,7 +72,7 @@ def is_experts_wrapper(module: nn.Module) -> bool:
 
 
 def _with_wrappers(outer: Any) -> list[Any]:
-    """Return the wrappers of an experts module from the outermost to the innermost, and then the module itself."""
+    """Return an experts module's wrappers, the outermost first, and then the module itself."""
     modules = [outer]
     while _wraps(type(modules[-1])):
         modules.append(modules[-1].base_layer)
@@ -80,17 +80,17 @@ def _with_wrappers(outer: Any) -> list[Any]:
 
 
 def wrappers_of(outer: Any) -> list[Any]:
-    """Return the wrappers of an experts module from the outermost to the innermost."""
+    """Return an experts module's wrappers, the outermost first."""
     return _with_wrappers(outer)[:-1]
 
 
 def base_of(outer: Any) -> Any:
-    """Return the experts module inside of its wrappers, or `outer` itself if it has no wrapper."""
+    """Return the experts module in its wrappers; `outer` itself without a wrapper."""
     return _with_wrappers(outer)[-1]
 
 
 def outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module) for all experts modules of a model, or for the outermost wrapper if experts have adapters."""
+    """Yield (name, module) of a model's experts modules; with adapters, of their outermost wrappers."""
     inner: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in inner:
@@ -103,7 +103,7 @@ def outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def why_not(outer: Any) -> str | None:
-    """Return why experts must keep their own forward; None if isotype's function can compute them."""
+    """Return why experts have to keep their own forward; None if isotype's function can compute them."""
     wrappers, base = wrappers_of(outer), base_of(outer)
     layout = layout_of(base)
     if layout is None:
@@ -120,7 +120,7 @@ def why_not(outer: Any) -> str | None:
 
 
 def needs_function(outer: Any) -> bool:
-    """Return True if only isotype's function can compute these experts: quantized ones, or adapters with dropout."""
+    """Return True if these experts need isotype's function: quantized ones, or adapters with dropout."""
     base = base_of(outer)
     stacks = (quantized_stack(base, name) for name in getattr(base, "parametrizations", ()))
     return any(stack is not None for stack in stacks) or _drops(outer)
@@ -130,7 +130,7 @@ def needs_function(outer: Any) -> bool:
 
 
 class FusedExperts(Swapped):
-    """Base class of experts and wrappers that isotype's function computes. `plain` is the class before the swap."""
+    """Base class of experts and wrappers in isotype's function. `plain` is the class before the swap."""
 
     plain: type[nn.Module]
 
@@ -176,7 +176,7 @@ def _swapped(base: Any) -> Any:
 
 
 def put_in(outer: Any) -> None:
-    """Swap the classes of experts and of their wrappers, so that isotype's function is their forward."""
+    """Swap the classes of experts and their wrappers: isotype's function becomes their forward."""
     for module in _with_wrappers(outer):
         cls: Any = type(module)
         if not isinstance(module, FusedExperts):
@@ -184,7 +184,7 @@ def put_in(outer: Any) -> None:
 
 
 def take_out(model: nn.Module) -> None:
-    """Restore the classes of a model's experts and wrappers, unless they need isotype's function."""
+    """Restore the classes of a model's experts and wrappers that do not need isotype's function."""
     for _, outer in outermost(model):
         if not needs_function(outer):
             for module in _with_wrappers(outer):
@@ -193,7 +193,7 @@ def take_out(model: nn.Module) -> None:
 
 
 def use_where_needed(model: nn.Module) -> None:
-    """Let isotype's function compute experts that are quantized, and experts whose adapters have dropout."""
+    """Put isotype's function into experts that are quantized or have adapters with dropout."""
     for _, outer in outermost(model):
         if needs_function(outer) and why_not(outer) is None:
             put_in(outer)
@@ -222,7 +222,7 @@ def _drops(outer: Any) -> bool:
 
 
 def _is_parametrized_by_others(base: nn.Module) -> bool:
-    """Return whether a weight has another parametrization than its quantization, as during a call of PEFT's forward."""
+    """Return whether a weight has a parametrization besides its quantization, as during PEFT's forward."""
     lists = getattr(base, "parametrizations", {}).values()
     return any(not isinstance(part, QuantizedStack) for parts in lists for part in parts)
 
@@ -276,7 +276,7 @@ def _product(base: Any, name: str, layout: Layout, adapters: tuple[Adapter, ...]
 
 
 def _adapters(wrapper: Any, layout: Layout) -> tuple[tuple[Adapter, ...], list[torch.Tensor]]:
-    """Return a wrapper's active adapters, and views of their A `[experts, in, r]` and B `[experts, r, out]`."""
+    """Return a wrapper's active adapters, and views `[experts, in, r]` and `[experts, r, out]` of their A and B."""
     adapters: list[Adapter] = []
     tensors: list[torch.Tensor] = []
     if wrapper is None or wrapper.disable_adapters:
@@ -288,7 +288,7 @@ def _adapters(wrapper: Any, layout: Layout) -> tuple[tuple[Adapter, ...], list[t
         first, second = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
         first = first.reshape(wrapper.num_experts, -1, first.shape[-1])
         second = second.reshape(-1, wrapper.num_experts).t().unflatten(1, (second.shape[0], -1))
-        # The delta is the product `second first`, or its transpose if PEFT assumes weights [in, out].
+        # The delta is the product `second first`. It is transposed if PEFT takes weights as [in, out].
         pair = (second, first) if takes_outputs_first(wrapper) else (first.mT, second.mT)
         tensors += pair if layout.inputs_first else (pair[1].mT, pair[0].mT)
     return tuple(adapters), tensors

@@ -1,7 +1,7 @@
-"""Dequantizes MXFP4 weights of OCP's standard (the experts of gpt-oss). 32 codes along the inputs share an exponent.
+"""Dequantizes MXFP4 weights of OCP's standard (gpt-oss's experts). 32 codes along the inputs share an exponent.
 
-A code is an E2M1 number: a sign, two bits of exponent and one bit of mantissa (OCP MX specification 1.0, 5.3.3). A byte
-holds two codes, the lower half first.
+A code is an E2M1 number: a sign, two exponent bits and a mantissa bit (OCP MX specification 1.0, 5.3.3). A byte has two
+codes, the lower half first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _blank(
 def unpack(
     blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, turned: bool = False
 ) -> torch.Tensor:
-    """Return the dense weights as a new tensor `[experts, out, in]`, or `[experts, in, out]` if `turned` is True.
+    """Return the dense weights as a new tensor `[experts, out, in]`; `[experts, in, out]` if `turned`.
 
     Args:
         blocks: uint8 `[experts, out, in / 32, 16]`.

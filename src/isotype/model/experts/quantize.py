@@ -1,4 +1,4 @@
-"""Quantizes stacked expert weights; the weights may be on the meta device."""
+"""Quantizes stacked expert weights, also on the meta device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from isotype.precision.policy import PrecisionPolicy, is_pinned
 def formats_of_stacks(
     model: nn.Module, policy: PrecisionPolicy, skipped: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return weight name -> format, for each stacked expert weight that the policy quantizes.
+    """Return weight name -> format of each stacked expert weight that the policy quantizes.
 
     The model may be on the meta device. `skipped` names modules that stay dense, as in quantization configs.
     """
@@ -40,7 +40,7 @@ def formats_of_stacks(
         full = f"{path}.{name}".lstrip(".")
         storage = policy.experts or policy.storage_of(full)
         dense = is_pinned(full, policy.pinned) or not should_convert_module(path, list(skipped))
-        # Experts with values beyond float16 use PEFT's path, which is wrong for a parametrized weight.
+        # Experts with values beyond float16 run in PEFT's path, which is wrong for a parametrized weight.
         dense |= computes_float32(by_ranges.get(path))
         if not dense and storage in FORMATS and why_dense(shape_of(module, name), storage) is None:
             formats[full] = storage
@@ -48,7 +48,7 @@ def formats_of_stacks(
 
 
 def store_blank(model: nn.Module, formats: Mapping[str, str], policy: PrecisionPolicy) -> None:
-    """Replace stacked weights by quantized weights on the meta device. `formats` is the result of `formats_of_stacks`."""
+    """Replace stacked weights by quantized ones on the meta device. `formats` is from `formats_of_stacks`."""
     for full, storage in formats.items():
         path, _, name = full.rpartition(".")
         module = model.get_submodule(path)
@@ -65,7 +65,7 @@ def blank_stack(
     transposed: bool = False,
     device: Any = "meta",
 ) -> tuple[torch.Tensor, QuantizedStack]:
-    """Return (codes on the meta device, parametrization) of a stacked weight. For the arguments, see `quantize_parts`."""
+    """Return (codes on the meta device, parametrization) of a stacked weight. `quantize_parts` describes the arguments."""
     form = FORMATS[storage]
     experts, rows, columns = shape
     if storage == MXFP4:
@@ -107,7 +107,7 @@ def quantize_parts(
     transposed: bool = False,
     device: Any = "cpu",
 ) -> tuple[torch.Tensor, QuantizedStack]:
-    """Quantize a stacked weight part by part. Return (its codes, their parametrization).
+    """Quantize a stacked weight part by part. Return (codes, parametrization).
 
     Args:
         parts: dense weights `[any number, d1, d2]` of successive experts.
@@ -115,8 +115,7 @@ def quantize_parts(
         storage: `"nf4"`, `"fp4"` or `"int8"`.
         transposed: True if d1 is the input dimension, False if d2 is.
 
-    Raises:
-        CheckpointError: the format is mxfp4. isotype can load such weights, but cannot quantize to mxfp4.
+    Raises: CheckpointError: the format is mxfp4, which isotype can load, but not make.
     """
     form = FORMATS[storage]
     if storage == MXFP4:
@@ -145,7 +144,7 @@ def quantize_parts(
 def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedStack:
     """Return a new parametrization with the settings of `blank` and these constants.
 
-    For int8 and mxfp4, `constants` are the scales. For nf4 and fp4, `constants` are float32 `[experts, blocks]`, and are
+    `constants` are the scales of int8 and mxfp4. For nf4 and fp4, they are float32 `[experts, blocks]`, and are
     quantized if those of `blank` are.
     """
     held = {"scales": constants}

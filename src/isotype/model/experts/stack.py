@@ -1,10 +1,10 @@
 """Stores stacked expert weights `[experts, d1, d2]` in a quantized format. Each expert is quantized by itself.
 
-A quantized stack uses `torch.nn.utils.parametrize`, as bitsandbytes 0.50 does.
-`module.parametrizations.gate_up_proj.original` is a frozen parameter with the codes. `module.gate_up_proj` returns the
-whole dense weight to any library. isotype calls `QuantizedStack.part`, which dequantizes a few experts.
+A quantized stack uses `torch.nn.utils.parametrize`, like bitsandbytes 0.50.
+`module.parametrizations.gate_up_proj.original` is a frozen parameter with the codes. `module.gate_up_proj` gives any
+library the whole dense weight. isotype calls `QuantizedStack.part`, which dequantizes a few experts.
 
-The codes of an expert are a slice along the first dimension, along which FSDP2 shards the codes. The formats are:
+An expert's codes are a slice along the first dimension. FSDP2 shards the codes along it. The formats are:
 
 - 4 bits: uint8 `[experts, d1 * d2 / 2]`, equal to bitsandbytes' codes of the flat weight. No block may have values of
   two experts: if `d1 * d2` is no multiple of the block size, the weight stays dense (`isotype.core.formats.why_dense`).
@@ -12,10 +12,10 @@ The codes of an expert are a slice along the first dimension, along which FSDP2 
   1, d2]` if `is_transposed(module)` is True. A value is `code * scale / 127`.
 - mxfp4: the same bytes as in the checkpoint, see `isotype.model.experts.mxfp4`.
 
-A state dict has 4-bit codes as `gate_up_proj` `[n, 1]`, with `.absmax`, `.quant_map` and
-`.quant_state.bitsandbytes__nf4`, as bitsandbytes writes and reads them. The names for int8 are `gate_up_proj` for the
-codes and `gate_up_proj.SCB` for the scales. The names for mxfp4 are `gate_up_proj_blocks` and `gate_up_proj_scales`, as
-in gpt-oss. A module with a quantized stack can be copied but not pickled.
+In a state dict, 4-bit codes are `gate_up_proj` `[n, 1]`, with `.absmax`, `.quant_map` and
+`.quant_state.bitsandbytes__nf4`, as in bitsandbytes. int8 codes are `gate_up_proj`, and the scales are
+`gate_up_proj.SCB`. mxfp4 has `gate_up_proj_blocks` and `gate_up_proj_scales`, as in gpt-oss. A module with a quantized
+stack can be copied, but not pickled.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from isotype.model.experts import mxfp4
 from isotype.model.walk import is_tuner_layer, listening, places
 
 NESTED = 256
-"""In double quantization (bitsandbytes' `compress_statistics`), a block has this number of constants of 4-bit codes."""
+"""Number of 4-bit constants in a block of double quantization (bitsandbytes' `compress_statistics`)."""
 
 
 class QuantizedStack(UncastBuffers):
-    """The parametrization of one stacked weight, which contains the weight's constants and dequantizes codes.
+    """The parametrization of a stacked weight: it has the constants, and dequantizes codes.
 
-    The constants are buffers with bitsandbytes' names in a state dict. The constants move with the model, but are never cast.
+    The constants are buffers with bitsandbytes' names in a state dict. They move with the model and are never cast.
 
     Attributes:
         shape: `[experts, d1, d2]` of the dense weight.
         dtype: dtype of dequantized values, which other code may set.
-        nested: True if the constants of a 4-bit weight are themselves quantized to 8 bits.
+        nested: True if a 4-bit weight's constants are quantized to 8 bits.
         transposed: True if d1 is the input dimension, False if d2 is.
     """
 
@@ -67,7 +67,7 @@ class QuantizedStack(UncastBuffers):
         self.blocksize, self.transposed = blocksize, transposed
         self.nested = "nested_absmax" in constants
         for name, value in constants.items():
-            # If the buffers were not persistent, transformers would initialize them after loading the model.
+            # After a load, transformers would initialize buffers that are not persistent.
             self.register_buffer(name, value)
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ class QuantizedStack(UncastBuffers):
             return values.mT if self.transposed else values
         if self.storage == "int8":
             out = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype, device=codes.device)
-            # A CPU casts codes and result in temporary memory: one expert at a time needs less of it.
+            # A CPU casts codes and result in temporary memory. With one expert at a time, it needs less.
             alone = codes.device.type == "cpu" and not isinstance(codes, FakeTensor)
             for first in range(start, stop, 1 if alone else stop - start):
                 last = first + 1 if alone else stop
@@ -92,7 +92,7 @@ class QuantizedStack(UncastBuffers):
         return dequantize_4bit(codes[start:stop].reshape(-1, 1), self._state(start, stop))
 
     def factors(self) -> tuple[torch.Tensor, ...]:
-        """Return the stack's float constants. NaN or infinity in the weight makes one of the constants not finite."""
+        """Return the stack's float constants. If the weight has NaN or infinity, one of them is not finite."""
         constants: Any = self
         if self.nested:
             return constants.nested_absmax, constants.offset
@@ -101,17 +101,17 @@ class QuantizedStack(UncastBuffers):
         return (constants.scales if self.storage == "int8" else constants.absmax,)
 
     def state(self) -> Any:
-        """Return bitsandbytes' `QuantState` of the flat 4-bit weight, with the constants in the same memory."""
+        """Return bitsandbytes' `QuantState` of the flat 4-bit weight. It shares memory with the constants."""
         constants: Any = self
         state = self._state_of(self.shape, constants.absmax.reshape(-1))
         if self.nested:
-            # bitsandbytes saves the value of the offset, which a meta tensor has not.
+            # bitsandbytes saves the value of the offset. A meta tensor has none.
             state.offset = torch.zeros(()) if constants.offset.is_meta else constants.offset
             state.state2, state.nested = self._nested_state(0, None), True
         return state
 
     def _nested_state(self, first: int, last: int | None) -> Any:
-        """Return the `QuantState` by which bitsandbytes dequantizes blocks `first` to `last - 1` of the 8-bit constants."""
+        """Return bitsandbytes' `QuantState` for the 8-bit constants of blocks `first` to `last - 1`."""
         from bitsandbytes.functional import QuantState
 
         constants: Any = self
@@ -146,7 +146,7 @@ class QuantizedStack(UncastBuffers):
 
 
 def constants_4bit(state: Any, experts: int) -> dict[str, torch.Tensor]:
-    """Return the constants for a `QuantizedStack`, which share memory with `state`, the `QuantState` of the whole stack."""
+    """Return a `QuantizedStack`'s constants, which share memory with `state`, the whole stack's `QuantState`."""
     constants = {"absmax": state.absmax.view(experts, -1), "code": state.code}
     if state.nested:
         constants |= {"offset": state.offset, "nested_absmax": state.state2.absmax}
@@ -163,7 +163,7 @@ def _stack_of(state: Any, shape: torch.Size, dtype: torch.dtype, module: nn.Modu
 
 
 def quantized_stack(module: nn.Module, name: str) -> QuantizedStack | None:
-    """Return the parametrization of a module's stacked weight `name`, or None if the weight is dense."""
+    """Return the parametrization of a module's stacked weight `name`; None for a dense weight."""
     parametrizations: Any = getattr(module, "parametrizations", {})
     return held_stack(parametrizations[name]) if name in parametrizations else None
 
@@ -176,7 +176,7 @@ def codes_of(module: nn.Module, name: str) -> nn.Parameter:
 
 
 def stacked_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (module name, module, parameter name) of each stacked expert weight that is not part of an adapter."""
+    """Yield (module name, module, parameter name) of each stacked expert weight outside of adapters."""
     for place in places(model):
         module = place.module
         if place.adapter or is_tuner_layer(module) or not _holds_experts(place.name, module):
@@ -206,7 +206,7 @@ def shape_of(module: nn.Module, name: str) -> torch.Size:
 
 
 def held_stack(holder: object) -> QuantizedStack | None:
-    """Return the quantized stack in `holder`, if `holder` is a `ParametrizationList` with a quantized stack, else None."""
+    """Return the quantized stack of a `ParametrizationList`; None for any other `holder`."""
     first = holder[0] if isinstance(holder, parametrize.ParametrizationList) else None
     return first if isinstance(first, QuantizedStack) else None
 
@@ -221,7 +221,8 @@ def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: Quanti
     own_parameters(module)[name] = nn.Parameter(codes, requires_grad=False)
     parametrize.register_parametrization(module, name, stack, unsafe=True)
     _save_and_load(module, name)
-    # A forward that reads experts one by one dequantizes the stack once. Gradient checkpointing may end it by an exception.
+    # A forward that reads expert after expert dequantizes the stack once. Gradient checkpointing may end it by an
+    # exception.
     module.register_forward_pre_hook(_keep_dense)
     module.register_forward_hook(_drop_dense, always_call=True)
 
@@ -229,7 +230,7 @@ def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: Quanti
 def adopt_stacks(model: nn.Module) -> list[str]:
     """Replace parametrizations of `bitsandbytes.nn.parametrize` by quantized stacks. Return the names of the weights.
 
-    Codes and constants stay in the same memory. If an expert does not fill whole blocks, its weight is not replaced.
+    Codes and constants stay in the same memory. A weight is left if its experts do not fill whole blocks.
     """
     adopted = []
     for path, module in list(model.named_modules()):
@@ -250,17 +251,17 @@ def adopt_stacks(model: nn.Module) -> list[str]:
 
 
 def _save_and_load(module: nn.Module, name: str) -> None:
-    # The hooks get the module as an argument, so that they also work on a copy of the module.
+    # The hooks get the module as an argument. So they also work on a copy of it.
     module.register_state_dict_post_hook(partial(_write_state, name=name))  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(partial(_read_state, name=name))  # type: ignore[no-untyped-call]
 
 
 def take_stack(module: nn.Module, name: str) -> tuple[torch.Tensor, QuantizedStack]:
-    """Replace a stack by a dense weight on the meta device, and return (the stack's codes, its parametrization)."""
+    """Replace a stack by a dense weight on the meta device. Return (codes, parametrization)."""
     stack, codes = quantized_stack(module, name), codes_of(module, name)
     assert stack is not None
     if isinstance(module, Swapped):
-        # torch deletes the weight's property from the module's class, and not from a base class.
+        # torch deletes the weight's property from the module's class, but not from a base class.
         swap(module, module.original)
     parametrize.remove_parametrizations(module, name, leave_parametrized=False)
     blank = torch.empty(stack.shape, dtype=stack.dtype, device="meta")
@@ -292,12 +293,12 @@ def saved_stack(
     dtype: torch.dtype,
     device: Any,
 ) -> tuple[torch.Tensor, QuantizedStack]:
-    """Return (codes, parametrization) of a weight from tensors of a state dict that isotype or bitsandbytes wrote.
+    """Return a weight's (codes, parametrization) from the tensors of isotype's or bitsandbytes' state dict.
 
     Args:
         codes: the entry of the state dict that has the weight's name.
         constants: all other entries whose names begin with the weight's name.
-        module, name: the module that has the weight, and the weight's name in this module.
+        module, name: the weight's module, and its name there.
     """
     shape, codes = shape_of(module, name), codes.to(device)
     scales = next((value for key, value in constants.items() if key.endswith((".SCB", "_scales"))), None)
@@ -314,7 +315,7 @@ def saved_stack(
 def _write_state(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: object, *, name: str
 ) -> None:
-    """In a new state dict, rename a stack's codes and constants to the names that checkpoint files have."""
+    """In a new state dict, give a stack's codes and constants the names in checkpoint files."""
     path = f"{prefix}parametrizations.{name}."
     codes = state.pop(f"{path}original", None)
     for constant in [key for key in state if key.startswith(f"{path}0.")]:
@@ -334,7 +335,7 @@ def _write_state(
 
 
 def _read_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: object, name: str) -> None:
-    """In a state dict to load, undo the renaming of codes and constants by `_write_state`."""
+    """In a state dict to load, undo the renaming by `_write_state`."""
     full = f"{prefix}{name}"
     stack = quantized_stack(module, name)
     if stack is None:
@@ -352,10 +353,10 @@ def _read_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: ob
 
 @contextmanager
 def seen_dense(model: nn.Module) -> Iterator[None]:
-    """In the `with` block, replace a model's quantized stacks by dense parameters that take no memory.
+    """In the `with` block, dense parameters without memory replace a model's quantized stacks.
 
-    For parametrized weights, PEFT (0.21) would nest its wrappers in another order (`_inject_parameters`), which would
-    change the names of tensors in an adapter's file.
+    PEFT (0.21) nests its wrappers of parametrized weights in another order (`_inject_parameters`). That would change the
+    names in an adapter's file.
     """
     held: list[tuple[nn.Module, Any, Any]] = []
     for module in list(model.modules()):

@@ -1,4 +1,4 @@
-"""The attention kernel that torch selects on an NVIDIA GPU in `scaled_dot_product_attention`.
+"""The attention kernel that torch chooses on an NVIDIA GPU in `scaled_dot_product_attention`.
 
 The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.10 to 2.15), in the order of
 `priority_order`:
@@ -31,15 +31,15 @@ _FLASH_HEAD = 256
 _CUDNN_MAJORS = (9, 10)
 _CUDNN_HEAD = 128
 _CUDNN_PAIRS: tuple[tuple[tuple[int, int], Release], ...] = (((192, 128), (2, 10)), ((256, 256), (2, 14)))
-"""More (query, value) head sizes that cuDNN's kernel supports, each with the first torch release that supports them."""
+"""More (query, value) head sizes of cuDNN's kernel, each with the first torch release that supports them."""
 _GROUPED_EFFICIENT: Release = (2, 14)
-"""First release whose memory-efficient kernel supports grouped heads: https://github.com/pytorch/pytorch/pull/191085."""
+"""First release with grouped heads in the memory-efficient kernel: https://github.com/pytorch/pytorch/pull/191085."""
 _ALIGNED = 16
-"""Bytes to which the memory-efficient kernel needs rows to be aligned."""
+"""The memory-efficient kernel needs rows that are aligned to this number of bytes."""
 
 CUDNN_TILE = 128
 _NAN_RELEASES: tuple[Release, Release] = ((2, 11), (2, 14))
-"""First and last torch release with a cuDNN (before 9.26) whose backward may return NaN."""
+"""First and last torch release with a cuDNN before 9.26, whose backward may return NaN."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class AttentionCall:
 
 
 def enabled_attention() -> frozenset[str]:
-    """Return the enabled attention kernels: all, unless `torch.nn.attention.sdpa_kernel` or a similar switch disables some."""
+    """Return the enabled attention kernels; `torch.nn.attention.sdpa_kernel` and similar switches disable some."""
     cuda = torch.backends.cuda
     switches = {
         "cudnn": cuda.cudnn_sdp_enabled,
@@ -72,9 +72,9 @@ def enabled_attention() -> frozenset[str]:
 def attention_kernel(
     profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE, enabled: Set[str] = KERNELS
 ) -> Kernel | None:
-    """Return the kernel that a torch release uses for a call; None unless the device is an NVIDIA GPU.
+    """Return the kernel of a torch release for a call; None for a device other than an NVIDIA GPU.
 
-    `enabled` are the enabled kernels, see `enabled_attention`. Return "none" if no enabled kernel takes the call.
+    `enabled` are the enabled kernels, see `enabled_attention`. Return "none" if none of them takes the call.
     """
     if profile.kind != "cuda":
         return None
@@ -93,22 +93,22 @@ def attention_kernel(
 
 
 def needs_repeated_heads(profile: DeviceProfile, dtype: torch.dtype, release: Release = RELEASE) -> bool:
-    """Return whether torch uses a fused kernel for grouped heads only after keys and values are repeated for each query head."""
+    """Return whether torch has a fused kernel for grouped heads only if keys and values are repeated for each query head."""
     without = profile.kind == "cuda" and dtype not in profile.flash_attention and dtype in _efficient(profile)
     return without and release < _GROUPED_EFFICIENT
 
 
 def has_faulty_cudnn(profile: DeviceProfile, release: Release = RELEASE) -> bool:
-    """Return whether the cuDNN of a torch release has, on this GPU, the error that `may_return_nan` describes."""
+    """Return whether a torch release has, on this GPU, the error of cuDNN that `may_return_nan` describes."""
     first, last = _NAN_RELEASES
     return profile.kind == "cuda" and profile.capability == _HOPPER and first <= release <= last
 
 
 def may_return_nan(profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE) -> bool:
-    """Return whether the queries' gradients may be NaN if the length is 64 more than a multiple of 128.
+    """Return whether the queries' gradients may be NaN for a length of 64 more than a multiple of 128.
 
-    On Hopper, cuDNN before 9.26 returns NaN if the call has a mask and all scores of a row are below -88:
-    https://github.com/pytorch/pytorch/issues/196678. Newer torch releases ship a newer cuDNN.
+    On Hopper, cuDNN before 9.26 returns NaN for a call with a mask if all scores of a row are below -88:
+    https://github.com/pytorch/pytorch/issues/196678. Newer torch releases have a newer cuDNN.
     """
     faulty = call.masked and has_faulty_cudnn(profile, release)
     return faulty and attention_kernel(profile, call, release) == "cudnn"

@@ -1,8 +1,8 @@
 """CPU features, from the operating system and torch's oneDNN.
 
-The CPU decides which kernels run and which dtypes they accept. oneDNN runs convolutions, recurrent layers and 16-bit
-matmuls: bfloat16 needs AVX512 or newer, and float16 needs AVX512-FP16 or AMX. Otherwise torch's own kernels run. So the
-dtypes that oneDNN supports select a CPU's table of operator contracts.
+The CPU decides which kernels run, and which dtypes they accept. oneDNN runs convolutions, recurrent layers and 16-bit
+matmuls. Its bfloat16 needs AVX512 or newer, and its float16 needs AVX512-FP16 or AMX. Without them, torch's own kernels
+run. So oneDNN's dtypes select the table of operator contracts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class CpuFeatures:
     Attributes:
         title: model name.
         flags: Linux names of the instruction-set flags (`avx512_bf16`, `asimdhp`); None if unknown.
-        source: the place from which the flags were read, or why they could not be read.
-        machine: architecture as in `platform.machine()` (`x86_64`, `aarch64`, `arm64`).
+        source: where the flags were read, or why they could not be read.
+        machine: architecture by `platform.machine()` (`x86_64`, `aarch64`, `arm64`).
     """
 
     title: str
@@ -43,27 +43,27 @@ class OneDnn:
     """The 16-bit dtypes that torch's oneDNN supports on a CPU.
 
     Attributes:
-        takes: 16-bit dtypes for which oneDNN has kernels that `ONEDNN_MAX_CPU_ISA` allows.
-        limit: value of `ONEDNN_MAX_CPU_ISA` in capitals; "" if the variable is not set.
+        takes: 16-bit dtypes with kernels in oneDNN that `ONEDNN_MAX_CPU_ISA` allows.
+        limit: value of `ONEDNN_MAX_CPU_ISA` in capitals; "" if it is not set.
     """
 
     takes: frozenset[torch.dtype]
     limit: str = ""
 
     def forbids(self, flag: str) -> bool:
-        """Return whether the limit disables the instructions of an x86 flag (`avx512_bf16`) in oneDNN."""
+        """Return whether oneDNN may not use the instructions of an x86 flag (`avx512_bf16`), by the limit."""
         allowed = _ALLOWED.get(self.limit)
         return allowed is not None and flag not in allowed
 
 
-# Dtype -> Linux flag -> common name; matmuls in the dtype run in hardware if the CPU has any of the flags.
+# Dtype -> Linux flag -> common name. With one of the flags, matmuls in the dtype run in hardware.
 CPU_INSTRUCTIONS: dict[torch.dtype, dict[str, str]] = {
     _BF16: {"amx_bf16": "AMX-BF16", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"},
     _F16: {"amx_fp16": "AMX-FP16", "avx512_fp16": "AVX512-FP16", "asimdhp": "Arm FP16"},
 }
 _SYSCTL_FLAGS = {"FEAT_BF16": "bf16", "FEAT_FP16": "asimdhp"}
 
-# Value of ONEDNN_MAX_CPU_ISA -> allowed flags of 16-bit instructions; other values set no limit.
+# Value of ONEDNN_MAX_CPU_ISA -> allowed flags of 16-bit instructions. Other values are no limit.
 # https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
 _CORE_BF16 = frozenset({"avx512_bf16"})
 _CORE_FP16 = _CORE_BF16 | {"avx512_fp16"}
@@ -78,7 +78,7 @@ _ALLOWED: dict[str, frozenset[str]] = {
 
 
 def _fields(text: str) -> dict[str, str]:
-    """Return key -> value for lines `key : value`. A key's first line counts: cpuinfo repeats the keys for every core."""
+    """Return key -> value for lines `key : value`. cpuinfo repeats the keys for each core; the first line counts."""
     fields_read: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
@@ -88,7 +88,7 @@ def _fields(text: str) -> dict[str, str]:
 
 
 def parse_cpuinfo(text: str) -> CpuFeatures:
-    """Return the features that `/proc/cpuinfo` lists in its field `flags` (x86) or `Features` (Arm)."""
+    """Return the features in the field `flags` (x86) or `Features` (Arm) of `/proc/cpuinfo`."""
     fields = _fields(text)
     title = fields.get("model name") or fields.get("Model") or fields.get("Hardware") or "CPU"
     flags = fields.get("flags", fields.get("Features"))
@@ -111,7 +111,7 @@ def parse_sysctl(text: str) -> CpuFeatures:
 
 
 def parse_capabilities(capabilities: Mapping[str, object]) -> CpuFeatures:
-    """Return the features that `torch.cpu.get_capabilities()` lists; newer torch has this function on every system."""
+    """Return the features of `torch.cpu.get_capabilities()`, which newer torch has on every system."""
     flags = frozenset(key for key, value in capabilities.items() if value is True)
     title = str(capabilities.get("cpu_name", "CPU"))
     machine = str(capabilities.get("architecture", platform.machine()))
@@ -140,7 +140,7 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
 
 
 def compiler_options() -> tuple[str, ...]:
-    """Return the C++ compiler options for this CPU, as limited by `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`."""
+    """Return the C++ compiler options for this CPU, within `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`."""
     capability: str = torch.backends.cpu.get_cpu_capability()
     if capability == "AVX512":
         onednn = this_onednn()
@@ -151,7 +151,7 @@ def compiler_options() -> tuple[str, ...]:
 
 
 def this_onednn() -> OneDnn | None:
-    """Return the 16-bit dtypes that oneDNN supports on this CPU; None if torch was built without oneDNN."""
+    """Return the 16-bit dtypes of oneDNN on this CPU; None if torch was built without oneDNN."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     functions = {
@@ -169,7 +169,7 @@ def multiplies_by_amx() -> bool:
 
 
 def why_not_native(dtype: torch.dtype, name: str, features: CpuFeatures, onednn: OneDnn | None) -> str | None:
-    """Return why matmuls in a 16-bit dtype are slow on a CPU, as a clause; None if they run in hardware."""
+    """Return a clause on why matmuls in a 16-bit dtype are slow on a CPU; None if they run in hardware."""
     instructions = CPU_INSTRUCTIONS[dtype]
     if features.flags is None:
         return f"whether this CPU has {name} instructions is unknown ({features.source})"
@@ -183,7 +183,7 @@ def why_not_native(dtype: torch.dtype, name: str, features: CpuFeatures, onednn:
     return None
 
 
-# oneDNN's dtypes -> (table, required flag). AVX512-FP16 and AVX2-VNNI-2 add float16 too, but only AMX was measured.
+# oneDNN's dtypes -> (table, required flag). AVX512-FP16 and AVX2-VNNI-2 have float16, too, but only AMX was measured.
 _TABLES: dict[frozenset[torch.dtype], tuple[str, str]] = {
     frozenset[torch.dtype](): ("cpu-avx2", ""),
     frozenset({_BF16}): ("cpu-avx512", ""),
@@ -192,7 +192,7 @@ _TABLES: dict[frozenset[torch.dtype], tuple[str, str]] = {
 
 
 def contract_table(features: CpuFeatures, onednn: OneDnn | None) -> tuple[str, str]:
-    """Return (name of the best contract table for a CPU, how the CPU differs from the measured CPU or "")."""
+    """Return (name of the best contract table for a CPU, difference to the measured CPU or "")."""
     if onednn is None:
         return "cpu-avx2", "this torch has no oneDNN, and the tables were measured with oneDNN"
     table, flag = _TABLES.get(onednn.takes, ("cpu-amx", "amx_bf16"))

@@ -17,7 +17,7 @@ from isotype.precision.devices.probe import MatmulRate, measure_all
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.versions import Incompatibility, incompatible_here, installed, missing
 
-# The error of values in [-1, 1] is at most half the widest gap between two nf4 levels, 0.696 and 1.
+# The error of values in [-1, 1] is at most half the widest gap of nf4's levels, that from 0.696 to 1.
 _NF4_BOUND = 0.153
 _ANSWER = "isotype-doctor:"
 _TIMEOUT = 120.0  # seconds
@@ -35,7 +35,7 @@ if sys.argv[1]:  # the device; empty if it is not in this machine
     answer["nf4_error"] = (functional.dequantize_4bit(packed, state) - weight).abs().max().item()
 print("{_ANSWER}" + json.dumps(answer))
 """
-# Wrapper class of bitsandbytes' native library -> the loaded library, in words.
+# Wrapper class of bitsandbytes' native library -> the library in words.
 _LIBRARIES = {
     "BNBNativeLibrary": "its native CPU library",
     "CudaBNBNativeLibrary": "its native GPU library",
@@ -50,8 +50,8 @@ class BitsandbytesStatus:
 
     Attributes:
         works: whether quantization works on the device; None if it was not tried.
-        backend: a clause that names the library that bitsandbytes loaded; None unless quantization works.
-        message: a clause that says why quantization does not work or was not tried; None if it works.
+        backend: a clause that names bitsandbytes' library; None unless quantization works.
+        message: a clause on why quantization does not work or was not tried; None if it works.
     """
 
     version: str | None
@@ -69,7 +69,7 @@ class DoctorReport:
         versions: package -> installed version, None for a missing package.
         toolkits: `cuda` or `rocm` -> toolkit version of the torch build; empty for a CPU build.
         missing: requirements of the `train` extra that are not installed.
-        compiler: on a CPU, a clause with the C++ compiler and what it speeds up, or why there is none; else "".
+        compiler: on a CPU, a clause with the C++ compiler and what it speeds up, or why there is none; "" elsewhere.
     """
 
     profile: DeviceProfile
@@ -84,14 +84,14 @@ class DoctorReport:
 
     @property
     def torch_build(self) -> str:
-        """A phrase for torch's build: `"CUDA 13.0 build"`, `"ROCm 7.1 build"` or `"CPU build"`."""
+        """torch's build: `"CUDA 13.0 build"`, `"ROCm 7.1 build"` or `"CPU build"`."""
         names = {"cuda": "CUDA", "rocm": "ROCm"}
         builds = [f"{names[kit]} {version}" for kit, version in self.toolkits.items()]
         return f"{builds[0] if builds else 'CPU'} build"
 
     @property
     def torch_failure(self) -> str | None:
-        """The error of a float32 matmul on the device; None if it works or the device is not in this machine."""
+        """The error of a float32 matmul on the device; None if it works or the device is not here."""
         rate = self.rates.get(torch.float32)
         return rate.message if rate else None
 
@@ -103,10 +103,10 @@ class DoctorReport:
 
 
 def gather_doctor_report(device: str | torch.device) -> DoctorReport:
-    """Return the state of this machine: the device's measured rates, the installed versions, bitsandbytes and the compiler.
+    """Return the state of this machine: measured rates of the device, installed versions, bitsandbytes and the compiler.
 
     Args:
-        device: a device of this machine, or the name of a profile. Rates are not measured for a profile.
+        device: a device of this machine, or the name of a profile, whose rates are not measured.
 
     Raises:
         PrecisionError: the device is unknown or not in this machine.
@@ -127,7 +127,7 @@ def gather_doctor_report(device: str | torch.device) -> DoctorReport:
 
 
 def compiler_here() -> str:
-    """Return a clause that names the C++ compiler and what it speeds up on a CPU, or says why there is no compiler."""
+    """Return a clause: the C++ compiler and what it speeds up on a CPU, or why there is none."""
     try:
         check_folder()
         compiler = find_compilers()[0][0]
@@ -139,7 +139,7 @@ def compiler_here() -> str:
 def try_bitsandbytes(
     version: str | None, profile: DeviceProfile, timeout: float, script: str = _BITSANDBYTES_SCRIPT
 ) -> BitsandbytesStatus:
-    """Test bitsandbytes in a child process: `script` imports it, and quantizes if this machine has the device."""
+    """Test bitsandbytes in a child process: `script` imports it, and quantizes if the device is in this machine."""
     if version is None:
         return BitsandbytesStatus(None, None, None, "it is not installed")
     command = [sys.executable, "-c", script, profile.name if profile.present else ""]
@@ -159,7 +159,7 @@ def try_bitsandbytes(
 
 
 def read_answer(version: str, answer: Mapping[str, Any]) -> BitsandbytesStatus:
-    """Return the status for a child process's `answer`: `library` (a class name) and `nf4_error` (the largest error)."""
+    """Return the status by the `answer` of a child process: `library` (a class name) and `nf4_error` (the largest error)."""
     error = answer["nf4_error"]
     if not error <= _NF4_BOUND:  # also for NaN
         changed = f"an nf4 round trip changes values in [-1, 1] by up to {error:.3g}"

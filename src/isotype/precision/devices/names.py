@@ -1,6 +1,6 @@
-"""Names of devices: which profile of `profiles.json` a name such as `rtx-4090` or `NVIDIA GeForce RTX 4090` stands for.
+"""Names of devices: the profile in `profiles.json` for a name such as `rtx-4090` or `NVIDIA GeForce RTX 4090`.
 
-This module does not import torch, so that a command can refuse an unknown name before a script imports torch.
+This module does not import torch. So a command can refuse an unknown name before a script imports torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _SPELLING = re.compile(r"[a-z0-9 _+-]*")
 _WORDS = re.compile(r"\d+g\b|[a-z]+\d*[a-z]*|\d+[a-z]*")
 # Words of a series or a board, which alone name no card.
 _SHARED = re.compile(r"rtx|gtx|sxm\d*|pcie|hbm\d*\w*|\d+g")
-# Words that, after a number, name another card: an RTX 5070 is no RTX 5070 Ti.
+# Words that name another card after a number: an RTX 5070 is no RTX 5070 Ti.
 _VARIANTS = frozenset({"ti", "super", "d", "laptop", "max", "server", "xt", "xtx"})
 _ATTACHED = re.compile(r"(\d)(ti|super|d|laptop)")
 _APPLE = re.compile(r"(m\d)-?(pro|max|ultra)?")
-# Bounds of the advertised memory over the usable one, in GiB: the driver takes a share of the advertised memory.
+# Bounds of the advertised memory over the usable memory, in GiB. The driver takes a part of it.
 _LEAST, _MOST = 0.97, 1.12
 
 
@@ -43,29 +43,29 @@ def profile_names() -> tuple[str, ...]:
 
 @cache
 def names() -> dict[str, str]:
-    """Return the names of all records, without separators: name or alias -> key."""
+    """Return name or alias -> key of its record; names have no separators."""
     entries = records().items()
     return {"".join(words_of(name)): key for key, record in entries for name in (key, *record["aliases"])}
 
 
 def require_device(name: str) -> None:
-    """Raise PrecisionError if `name` is neither the name of a profile nor torch's name for one device of a machine."""
+    """Raise PrecisionError unless `name` is the name of a profile, or torch's name of one device."""
     folded = name.strip().lower()
     if not re.fullmatch(r"auto|(cpu|cuda|gpu|xpu|mps)(:\d+)?", folded) and not apple_chip(folded):
         card_of(folded, number="")
 
 
 def apple_chip(name: str) -> tuple[str, ...]:
-    """Return the parts of the name of an Apple chip (`M3 Max`: `m3`, `max`); () for other names, and for chips with a record."""
+    """Return the parts of an Apple chip's name (`M3 Max`: `m3`, `max`); () for another name or a chip with a record."""
     text = "".join(words_of(name))
     chip = None if text in names() else _APPLE.fullmatch(text)
     return tuple(part for part in chip.groups() if part) if chip else ()
 
 
 def card_of(name: str, number: str = " --devices {}") -> str:
-    """Return the key of the record that `name` stands for. Raise PrecisionError if no record or several have this name.
+    """Return the key of the record with the name `name`. Raise PrecisionError if no record or several have it.
 
-    `number` is the argument of the command for several devices, which the fix of `2x4090` gives; "" if it has none.
+    `number` is the command's argument for several devices, for the fix of `2x4090`; "" if it has none.
     """
     cards = _cards(name)
     if len(cards) == 1:
@@ -93,7 +93,7 @@ def _cards(name: str) -> list[str]:
 
 @cache
 def words_of(name: str) -> tuple[str, ...]:
-    """Split a card's name into lower-case words without the maker, with the memory as `80g`; () for any other text."""
+    """Split a card's name into lower-case words without the maker; memory is `80g`. Return () for other text."""
     name = name.lower().replace("(r)", "").replace("(tm)", "")
     if not _SPELLING.fullmatch(name):
         return ()

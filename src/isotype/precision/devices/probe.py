@@ -1,11 +1,11 @@
-"""Measures the matmul rate of each dtype on this machine, within a time budget.
+"""Measures the matmul rate of each dtype on this machine within a time limit.
 
 A dtype without hardware support can be a hundred times slower than another. So the probe enlarges the matrices only if
-the next size surely fits the time budget. After a warm-up, the dtypes take turns, so that a temporary load of the
-machine slows all dtypes.
+the next size surely fits the time limit. After a warm-up, the dtypes take turns, so that other load of the machine slows
+all of them.
 
-A call computes the two products of a frozen linear layer in a LoRA step: the forward x @ w.T and the input gradient
-y @ w. Their rates can differ: a CPU with AVX2 ran bfloat16 forwards at 4.2 GFLOP/s, and input gradients at 1.3.
+A call computes the two products of a frozen linear layer in a LoRA step: the forward x @ w.T and the input gradient y @
+w. Their rates can differ: on a CPU with AVX2, bfloat16 forwards ran at 4.2 GFLOP/s, and input gradients at 1.3.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from isotype.core.errors import PrecisionError, first_line
 from isotype.precision.devices.profile import device_profile
 
 _FIRST_SIDE = 64
-# On an accelerator the launch time is negligible only for large matrices.
+# On an accelerator, the launch time is negligible only for large matrices.
 _ACCELERATOR_SIZE = 4096
 _CPU_SIZE = 1024
 # For smaller matrices the overhead of a call would distort the rate.
@@ -40,7 +40,7 @@ class MatmulRate:
         repeats: number of timed calls at the final size.
         size: side n of the square matrices at the final size.
         message: the operator's error; None if there is a rate.
-        spread: median time divided by fastest time, over the calls at the final size; 1 on an idle machine.
+        spread: median time of a call divided by the fastest time, at the final size; 1 on an idle machine.
     """
 
     dtype: torch.dtype
@@ -68,7 +68,7 @@ def next_side(side: int, size: int, call_seconds: float, remaining: float) -> in
 
 
 def real_device(device: str | torch.device) -> torch.device:
-    """Return a device as a `torch.device`. Raises PrecisionError if the device is not in this machine."""
+    """Return a device as a `torch.device`. Raise PrecisionError if it is not in this machine."""
     profile = device_profile(device)
     if not profile.present:
         headline, actual = "only a device that is here can be measured", f"device {str(device)!r}"
@@ -83,7 +83,7 @@ def _operands(side: int, dtype: torch.dtype, device: torch.device) -> tuple[torc
 
 
 def clock(device: torch.device) -> Callable[[], float]:
-    """Return a clock in seconds. If torch uses a single CPU thread, the clock counts only CPU time of this thread."""
+    """Return a clock in seconds. If torch uses one CPU thread, the clock counts the CPU time of this thread."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if alone else time.perf_counter
 
@@ -118,10 +118,10 @@ class _Probe:
     operands: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def grow(self, size: int) -> None:
-        """Set `side` to the largest side up to `size` that the budget allows, and warm up."""
+        """Set `side` to the largest side up to `size` within the time limit, and warm up."""
         self._prepare(min(_FIRST_SIDE, size))
         while self.message is None:
-            # The faster of two calls: a call that had to wait does not predict the time of the next size.
+            # The faster one of two calls: a call that had to wait says nothing about the next size.
             took = min(self._call(), self._call())
             larger = next_side(self.side, size, took, self.seconds - self.spent)
             if larger == self.side:
@@ -147,7 +147,7 @@ class _Probe:
         return MatmulRate(self.dtype, 4 * self.side**3 / fastest, len(self.times), self.side, spread=spread)
 
     def _prepare(self, side: int) -> None:
-        """Run a first call with new operands, which loads kernels and libraries."""
+        """Make new operands and call the product once, which loads kernels and libraries."""
         self.side, self.operands = side, None
         self._call()
 
@@ -168,8 +168,8 @@ def measure_all(device: str | torch.device, seconds_total: float) -> dict[torch.
     """Return compute dtype -> measured rate of square matmuls on a device of this machine.
 
     Args:
-        seconds_total: time budget for all dtypes together. Each dtype gets an equal share; a slow dtype may exceed its
-            share by a few calls, and gets smaller matrices.
+        seconds_total: time limit for all dtypes. Each gets an equal share. A slow dtype may exceed its share by a few
+            calls, and gets smaller matrices.
 
     Raises:
         PrecisionError: the device is not in this machine.

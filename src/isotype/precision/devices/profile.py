@@ -1,7 +1,7 @@
 """Device profiles: the native dtypes, memory and peak rates of this machine's devices and of devices known by name.
 
-`profiles.json` has the named profiles, from data sheets. The profile of a real device depends only on the text
-or properties that its driver returns, so tests can simulate any machine.
+`profiles.json` has the named profiles, from data sheets. A real device's profile follows from what its driver returns
+(text or properties), so tests can simulate any machine.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class StepRates:
     """Rates of whole training steps on a device.
 
     Attributes:
-        between: the share of the bytes and kernel launches between matmuls that remains after kernel fusion.
+        between: the share of bytes and kernel launches between matmuls that is left after kernel fusion.
         launch: host seconds per kernel launch.
-        spread: factor by which a step may be faster or slower than predicted.
+        spread: factor by which a step may be faster or slower than the prediction.
     """
 
     between: float
@@ -63,21 +63,20 @@ class DeviceProfile:
         native: dtypes whose matmuls run in hardware at full rate.
         emulated: dtype -> why its matmuls run slowly.
         refused: dtype -> why its matmuls do not run at all.
-        memory_bytes: bytes that torch can use; None if the size varies. On a GPU this is the driver's total, which is
-            below the advertised size.
-        peak_flops: dtype -> peak rate of dense matmuls in FLOP/s, with float32 accumulation and without TF32. `peak_flops`
-            has only the dtypes with a published rate, which may be emulated dtypes.
+        memory_bytes: bytes that torch can use; None if this varies. A GPU's driver reports fewer bytes than are
+            advertised.
+        peak_flops: dtype -> peak rate of dense matmuls in FLOP/s, with float32 accumulation and without TF32. Dtypes
+            without a published rate are missing; emulated ones may have one.
         memory_bandwidth: peak bytes per second; None if unknown.
-        flash_attention: dtypes in which scaled_dot_product_attention does not materialize the scores.
-        capability: compute capability as in torch.cuda; on ROCm it is derived from the gfx architecture; None for other
-            devices.
+        flash_attention: dtypes in which scaled_dot_product_attention does not store the scores.
+        capability: compute capability as in torch.cuda; on ROCm, from the gfx architecture; None for other devices.
         speed: dtype -> measured matmul rate, divided by that of float32; empty if not measured.
-        contracts: name of the table of operator contracts if devices of this kind have several (`"cpu-avx2"`); else "".
-        unlike: a clause that says how this device differs from the device of the measured table; "" if it does not differ.
-        repacks_4bit: whether bitsandbytes, in evaluation mode, repacks 4-bit weights on this device.
+        contracts: name of the table of operator contracts if this kind of device has several (`"cpu-avx2"`); else "".
+        unlike: a clause on how this device differs from the measured one; "" if it does not.
+        repacks_4bit: whether bitsandbytes repacks 4-bit weights on this device in evaluation mode.
         random_rate: random values (dropout masks) per second and thread; None if not measured.
-        page_rate: bytes of zeroed pages that a CPU's operating system provides per second; None if not measured.
-        steps: rates of whole steps. If they are unknown (None), a step is predicted as the sum of its operators.
+        page_rate: bytes of zeroed pages that the operating system gives a CPU in a second; None if not measured.
+        steps: rates of whole steps. With None, a step is predicted as the sum of its operators.
     """
 
     name: str
@@ -103,11 +102,11 @@ class DeviceProfile:
 
     @property
     def runs_fp8(self) -> bool:
-        """True if FP8 layers of transformers run; for other devices, `from_pretrained` dequantizes their weights."""
+        """True if transformers' FP8 layers run. For other devices, `from_pretrained` dequantizes their weights."""
         return self.kind == "xpu" or (self.capability or (0, 0)) >= (8, 9)
 
     def supports(self, dtype: torch.dtype) -> Support:
-        """Return how the device runs matmuls in `dtype`; a dtype that the profile lacks counts as refused."""
+        """Return how the device runs matmuls in `dtype`. A dtype that is not in the profile counts as refused."""
         if dtype in self.native:
             return "native"
         return "emulated" if dtype in self.emulated else "refused"
@@ -120,22 +119,22 @@ class DeviceProfile:
         return self.emulated.get(dtype) or self.refused.get(dtype) or unknown
 
     def best_dtype(self) -> torch.dtype:
-        """Return the best compute dtype: bfloat16 if it is native, else float16 if it is native, else float32."""
+        """Return the best compute dtype: bfloat16 if native, else float16 if native, else float32."""
         return next((dtype for dtype in (_BF16, _F16) if dtype in self.native), _F32)
 
     def slower(self, dtype: torch.dtype, other: torch.dtype) -> float | None:
-        """Return how many times slower matmuls in `dtype` are than in `other`, measured or published; None if unknown."""
+        """Return the time of matmuls in `dtype` over that in `other`, measured or published; None if unknown."""
         rates = self.speed or self.peak_flops
         return rates[other] / rates[dtype] if {dtype, other} <= rates.keys() else None
 
 
 # ------------------------------------------------------------------- what follows from a card's architecture
 
-# Compute capabilities with half of float32's rate in float64. All others have 1/32 before 8.0, and then 1/64.
+# Compute capabilities with half of float32's rate in float64. The others have 1/32 before 8.0, and 1/64 from 8.0 on.
 _FAST_FLOAT64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})
 _FAST_FLOAT16 = frozenset({(5, 3), (6, 0), (6, 2)})  # without tensor cores
 _CDNA = frozenset({"gfx90a", "gfx942", "gfx950"})
-# Major version of an RDNA GPU -> float32's rate over float64's, as in AMD's data sheets.
+# Major version of an RDNA GPU -> float32's rate divided by float64's, by AMD's data sheets.
 _RDNA_FLOAT64 = {10: 16, 11: 32, 12: 64}
 
 
@@ -154,8 +153,8 @@ def _support(
 def _cuda_support(major: int, minor: int) -> dict[str, Any]:
     """Return the fields that follow from an NVIDIA GPU's compute capability.
 
-    Sources: CUDA C++ Programming Guide, throughput of arithmetic instructions by compute capability; for bfloat16 before
-    7.0, https://github.com/pytorch/pytorch/issues/57773.
+    Sources: CUDA C++ Programming Guide, throughput of arithmetic instructions by compute capability. For bfloat16 before
+    7.0: https://github.com/pytorch/pytorch/issues/57773.
     """
     emulated, refused, capability = {}, {}, (major, minor)
     if major < 7:
@@ -217,7 +216,7 @@ def _of_record(name: str) -> DeviceProfile:
 
 
 def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn | None) -> DeviceProfile:
-    """Return the profile of a CPU. `onednn` is None if torch has no oneDNN: 16-bit matmuls are then slow."""
+    """Return the profile of a CPU. `onednn` is None if torch has no oneDNN; 16-bit matmuls are then slow."""
     reasons = {d: why_not_native(d, dtype_name(d), features, onednn) for d in CPU_INSTRUCTIONS}
     emulated = {dtype: reason for dtype, reason in reasons.items() if reason is not None}
     support = _support(emulated, flash=frozenset({_F32, _BF16, _F16}))
@@ -246,7 +245,7 @@ def this_cpu_emulates(dtype: torch.dtype) -> bool:
 
 
 def _this_memory() -> int | None:
-    """Return the bytes of the machine's memory, or the container's limit if that is lower; None if unknown."""
+    """Return the bytes of the machine's memory, or of the container's lower limit; None if unknown."""
     names: Mapping[str, int] = getattr(os, "sysconf_names", {})  # missing on Windows
     if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= names.keys():
         return None
@@ -262,7 +261,7 @@ def _this_memory() -> int | None:
 def _accelerator(
     name: str, kind: DeviceKind, title: str, memory_bytes: int, support: Mapping[str, Any]
 ) -> DeviceProfile:
-    """Return a card's profile. Its rates are those of the record with the driver's name and the nearest memory."""
+    """Return a card's profile. The rates are in the record with the driver's name and the nearest memory."""
     cards = [_of_record(key) for key, record in records().items() if title in record["driver_names"]]
     unknown = DeviceProfile(name, title, kind, **support, source="no data sheet known for this card")
     sheet = min(cards, key=lambda card: abs((card.memory_bytes or 0) - memory_bytes), default=unknown)
@@ -340,9 +339,9 @@ def device_profile(device: str | torch.device = "auto") -> DeviceProfile:
     """Return the profile of a device of this machine, or a named profile.
 
     Args:
-        device: `"auto"` (the best accelerator of this machine, else the CPU), a device of this machine (`"cpu"`,
-            `"cuda"`, `"cuda:1"`, `"mps"`, `"xpu"`), or a profile's name in any spelling (`"t4"`, `"NVIDIA T4"`). If this
-            machine has no such device, `"mps"` and `"xpu"` are the names of generic profiles.
+        device: `"auto"` (the machine's best accelerator, else the CPU), a device of this machine (`"cpu"`, `"cuda"`,
+            `"cuda:1"`, `"mps"`, `"xpu"`), or a profile's name in any spelling (`"t4"`, `"NVIDIA T4"`). Without such a
+            device in this machine, `"mps"` and `"xpu"` name generic profiles.
 
     Raises:
         PrecisionError: the name is unknown, or the real device is not in this machine.

@@ -1,6 +1,6 @@
-"""The device that fake tensors simulate, for code that chooses between kernels.
+"""The device that fake tensors simulate. Code that chooses between kernels asks for it.
 
-All fake tensors are on the CPU; the properties of the simulated device are attributes of their `FakeTensorMode`.
+All fake tensors are on the CPU. Their `FakeTensorMode` has the properties of the simulated device.
 """
 
 from __future__ import annotations
@@ -51,5 +51,5 @@ def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
 
 
 def has_value(fake: torch.Tensor) -> bool:
-    """Return whether the trace knows a fake tensor's values, as for small tensors that depend on no weight."""
+    """Return whether the trace knows a fake tensor's values. It does for small tensors that depend on no weight."""
     return hasattr(fake, VALUE)
