@@ -1,1 +1,1 @@
-"""isotype's commands: they parse arguments, call the library and print the result."""
+"""isotype's commands: they parse arguments, call the library, and print the result."""

@@ -1,4 +1,4 @@
-"""`isotype check`: trace one training step on fake tensors, check it and print the report."""
+"""`isotype check`: traces one training step on fake tensors, checks it, and prints the report."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _prints_text(options: Options) -> bool:
 
 
 def _next(options: Options, command: Command | None, report: Report) -> dict[str, tuple[str, ...]]:
-    """Return the command to run next (a training or a plan) as {description: command}; empty if there is none."""
+    """Return the next command (a training or a plan) as {description: command}; empty without one."""
     if command is None:
         return {}
     if options.bare:
@@ -66,7 +66,7 @@ def _next(options: Options, command: Command | None, report: Report) -> dict[str
         devices = () if (options.devices or 1) == 1 else ("--devices", str(options.devices))
         tokens = (*command.environment(), "isotype", "plan", command.method, *arguments, *devices)
         return {"show how fast the model trains, and print the training command": tokens}
-    # A training has no argument for FSDP1, and needs a data set and, for grpo and rloo, a reward.
+    # A training has no argument for FSDP1. It needs a data set and, for grpo and rloo, a reward.
     rewards = {"reward_funcs", "reward_model_name_or_path"}
     unrewarded = METHODS[command.method].loss == "policy" and rewards.isdisjoint(command.values)
     if options.fsdp == 1 or "dataset_name" not in command or unrewarded:
@@ -76,7 +76,7 @@ def _next(options: Options, command: Command | None, report: Report) -> dict[str
 
 
 def exit_status(report: Report, fail_on: str) -> int:
-    """Return 1 if a finding has at least the severity `fail_on`, or if the step does not fit or was not traced; else 0."""
+    """Return 1 if a finding is at least as severe as `fail_on`, or if the step does not fit or was not traced; else 0."""
     failing = report.errors or not report.complete or report.fits is False
     return 1 if failing or (fail_on == "warning" and report.warnings) else 0
 

@@ -36,7 +36,7 @@ COMMANDS = ("plan", "check", "run", "inspect", "quality", "explain", "doctor", "
 
 CRASHED = 1
 _LASTING = [[name] for name in (*METHODS, "demo", "merge")]
-"""Commands whose results are files: they continue if standard output is closed."""
+"""Commands whose results are files. They go on if standard output is closed."""
 
 _LAUNCHERS = {
     **{name: ["run"] for name in ("python", "python3")},
@@ -45,11 +45,11 @@ _LAUNCHERS = {
 """Commands that start a script -> the words of `isotype` in their place."""
 
 _OF_TRL = ("bco", "cpo", "gkd", "nash_md", "online_dpo", "orpo", "ppo", "prm", "simpo", "xpo")
-"""Methods of TRL that isotype lacks. No similar command is suggested for them."""
+"""Methods of TRL without a command in isotype. No similar command is suggested for them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return 0 after success, 1 after a failure, 2 for bad input, 128 + N after signal N."""
+    """Run one command. Return 0 after success, 1 after a failure, 2 for bad input, 128 + N after signal N."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # All arguments after `run`, even --debug, belong to the user's script.
     arguments, debug = (arguments, False) if arguments[:1] == ["run"] else take_debug_flag(arguments)
@@ -57,14 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_the_nearest()
         outlive_output(raises=arguments[:1] not in _LASTING)
         show_warnings_of_libraries()
-    # Only rank 0 of the processes that a launcher started prints to standard output.
+    # Of a launcher's processes, only rank 0 prints to standard output.
     console = TerminalConsole(quiet=os.environ.get("RANK", "0") != "0")
     command, rest = arguments[0] if arguments else "", arguments[1:]
     if threading.current_thread() is threading.main_thread():
         for number in set(stop_signals()) - {signal.SIGINT, *([HANGUP] if command == "run" else [])}:
             signal.signal(number, terminate)
     if argv is None and command in ("check", "plan"):
-        # The process ends after the report. Garbage collection would take a tenth of its time, and as much again at its end.
+        # The process ends after the report. Garbage collection would take a tenth of its time, and again at its end.
         gc.disable()
         atexit.register(leave_garbage)
     if command in (*METHODS, "demo", "chat", "merge", "check", "plan", "inspect", "quality"):
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(error: Exception, arguments: list[str]) -> int:
-    """Print the message of an exception that has ended a command, and return the exit status."""
+    """Print the message of the exception that ended a command. Return the exit status."""
     command = arguments[0] if arguments else ""
     # A script of `isotype run` may open other files and import other libraries than isotype.
     known = error if isinstance(error, IsotypeError) else None
@@ -119,7 +119,7 @@ def _report(error: Exception, arguments: list[str]) -> int:
 
 
 def _parsed(line: list[str]) -> None:
-    """Parse a command without running it. Raise UsageError if an argument is invalid."""
+    """Parse a command without running it. Raise UsageError for an invalid argument."""
     command, *rest = line
     _handler(command)
     if command == "demo":
@@ -148,7 +148,7 @@ def _parsed(line: list[str]) -> None:
 
 
 def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the arguments without isotype's `--debug`, and True if it was given. transformers' `--debug VALUE` stays."""
+    """Return the arguments without isotype's `--debug`, and whether it was there. transformers' `--debug VALUE` stays."""
     rest, debug = [], False
     for position, token in enumerate(arguments):
         following = arguments[position + 1] if position + 1 < len(arguments) else "--"
@@ -204,7 +204,7 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
 
 
 def missing_libraries(command: str, error: ModuleNotFoundError) -> UsageError | None:
-    """Return an error that lists the libraries that a command lacks; None if all of isotype[train] are installed."""
+    """Return an error with the libraries that a command lacks; None if all of isotype[train] are installed."""
     from isotype.checkpoint.opened import EMBEDDED
     from isotype.precision.versions import installed, is_installed, missing
 

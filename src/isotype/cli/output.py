@@ -21,7 +21,7 @@ from isotype.report.text import wrapped
 
 
 def console_of_failure() -> Console:
-    """Return a console on standard error for fatal errors; only the first process that fails prints on it."""
+    """Return a console on standard error for fatal errors. Only the first process that fails prints on it."""
     return TerminalConsole(stderr=True, quiet=not first_to_fail())
 
 
@@ -31,13 +31,13 @@ def print_error(console: Console, text: str) -> None:
 
 
 def speak_up() -> None:
-    """Print isotype's log messages, for example about modules whose dtypes isotype restored."""
+    """Print isotype's log messages, such as those on modules with restored dtypes."""
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("isotype").setLevel(logging.INFO)
 
 
 def quiet_libraries() -> None:
-    """Hide the log messages of libraries; also hide their warnings unless PYTHONWARNINGS is set."""
+    """Hide log messages of libraries and, unless PYTHONWARNINGS is set, their warnings."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -51,7 +51,7 @@ def quiet_libraries() -> None:
 
 
 def show_warnings_of_libraries() -> None:
-    """Print warnings even under PYTHONWARNINGS=error. Otherwise, Python would raise them as errors inside libraries."""
+    """Print warnings even with PYTHONWARNINGS=error. Python would raise them as errors in libraries."""
     if any(option.split(":")[0].startswith("e") for option in sys.warnoptions):
         warnings.simplefilter("default")
 

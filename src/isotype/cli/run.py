@@ -1,7 +1,7 @@
 """`isotype run`: runs a script unchanged and watches its first training steps.
 
-The script runs in this process as `python SCRIPT` would run it. Torch is not imported before the script runs, so that
-the script can set threads and visible devices. Only the script writes to standard output.
+The script runs in this process like `python SCRIPT`. torch is not imported before it, so that the script can set threads
+and visible devices. Only the script writes to standard output.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WITH_VALUE = ("--steps", "--device", "--preflight-seconds", "-m")
 
 
 def run(argv: Sequence[str], console: Console) -> int:
-    """Run the script; return its exit status or raise the script's SystemExit."""
+    """Run the script. Return its exit status, or raise its SystemExit."""
     options = parse(argv)
     if signal.getsignal(signal.SIGTERM) is terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM ends the script as it would without isotype
@@ -58,7 +58,7 @@ def run(argv: Sequence[str], console: Console) -> int:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Parse isotype's options before SCRIPT or `-m MODULE`; the script gets all later arguments."""
+    """Parse isotype's options before SCRIPT or `-m MODULE`. All later arguments are the script's."""
     flags, rest = _split(list(argv))
     parser = Parser.of("run")
     parser.set_defaults(preflight_seconds=PREFLIGHT_SECONDS)
@@ -87,7 +87,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def _script(target: str) -> str:
-    """Return the path of the script if the target is an installed Python command (`torchrun`), else the target."""
+    """Return the script's path if the target is an installed Python command (`torchrun`); else the target."""
     path = None if Path(target).exists() else shutil.which(target)
     return path if path is not None and is_python_script(Path(path)) else target
 
@@ -105,7 +105,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _execute(options: Options) -> None:
-    # Python puts the script's directory first, or the working directory for a module.
+    # Python puts the script's directory first; for a module, the working directory.
     directory = Path.cwd() if options.module else Path(options.target).resolve().parent
     arguments, first = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [options.target, *options.arguments], str(directory)

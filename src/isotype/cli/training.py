@@ -99,7 +99,7 @@ def _planned(command: Command, console: Console) -> Command:
 
 
 def demo(argv: Sequence[str], console: Console) -> int:
-    """Run `isotype demo` and return its exit status; `--pictures` first builds a small vision-language model."""
+    """Run `isotype demo` and return its exit status. `--pictures` first builds a small vision-language model."""
     rest = [argument for argument in argv if argument != "--pictures"]
     pictures = len(rest) < len(argv)
     arguments = [*(PICTURES if pictures else DEMO), *rest]

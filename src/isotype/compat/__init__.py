@@ -1,1 +1,1 @@
-"""Access to private parts of other libraries, one file per library; docs/compat.md lists all of them with reasons."""
+"""Access to private parts of other libraries, a file for each library. docs/compat.md lists them with reasons."""

@@ -1,4 +1,4 @@
-"""accelerate (1.13 to 1.15): attributes that accelerate sets on models and optimizers. This file does not import it."""
+"""accelerate (1.13 to 1.15): attributes that it sets on models and optimizers. This file does not import it."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import sys
 from typing import Any, Final
 
 HOOK: Final = "_hf_hook"
-"""Name of the module attribute with accelerate's hook, which moves weights or inputs to a device."""
+"""Module attribute with accelerate's hook, which moves weights or inputs to a device."""
 PREPARED: Final = "_is_accelerate_prepared"
-"""Name of the attribute, true for what `accelerator.prepare` has returned, that `unwrap_model` does not remove."""
+"""Attribute that is true for results of `accelerator.prepare`, and that `unwrap_model` does not remove."""
 FORWARD_BEFORE: Final = "_old_forward"
-"""Name of the module attribute with the original forward, which accelerate's hook calls."""
+"""Module attribute with the original forward, which accelerate's hook calls."""
 
 
 def mark_as_skipped(optimizer: Any) -> None:
-    """Mark the optimizer step as skipped, so that accelerate does not advance the learning rate schedule."""
+    """Mark the optimizer step as skipped. Then accelerate does not advance the learning rate schedule."""
     optimizer._is_overflow = True
 
 
 def is_prepared(model: Any) -> bool:
-    """Return whether accelerate has wrapped a model's forward in accelerate's autocast."""
+    """Return whether accelerate's autocast wraps a model's forward."""
     return hasattr(model, "_original_forward")
 
 
 def mixed_precision() -> str:
-    """Return accelerate's mixed precision: `fp16`, `bf16`, `no` or (if unset) "None"; "" if accelerate is not imported."""
+    """Return accelerate's mixed precision: `fp16`, `bf16`, `no`, or "None" if unset; "" if accelerate is not imported."""
     state = sys.modules.get("accelerate.state")
     return "" if state is None else str(state.AcceleratorState._shared_state.get("_mixed_precision"))
 
 
 def only_places(hook: Any) -> bool:
-    """Return whether a hook only moves inputs to the device of the weights, as the hook of a device map does."""
+    """Return whether a hook only moves inputs to the weights' device, as that of a device map does."""
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload and not hook.io_same_device

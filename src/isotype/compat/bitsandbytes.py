@@ -1,4 +1,4 @@
-"""bitsandbytes (0.50): private parts of its quantized weights, and a fix of its CPU kernels. Imported on use."""
+"""bitsandbytes (0.50): private parts of quantized weights, and a fix of its CPU kernels. It is imported on use."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from isotype.compat.torch import give_class
 
 QUANTIZED_LAYERS: Final = "bitsandbytes.nn.modules"
 REPACK: Final = "_convert_weight_packed_for_cpu"
-"""Name of the function in `bitsandbytes.nn.modules` that repacks 4-bit weights for CPU kernels."""
+"""Function in `bitsandbytes.nn.modules` that repacks 4-bit weights for CPU kernels."""
 
 
 def quantized_on(parameter: Any, device: str) -> Any:
-    """Return a `Params4bit` or `Int8Params`, quantized on `device`; on the meta device, the result has no values."""
+    """Return a `Params4bit` or `Int8Params`, quantized on `device`. On the meta device, it has no values."""
     from bitsandbytes import functional
 
-    # bitsandbytes caches its map of 8-bit codes on the device that asks first. A map on the meta device has no values,
-    # and every later model would use it.
+    # bitsandbytes caches its map of 8-bit codes on the device that asks first. On the meta device, it has no values,
+    # and later models would use it.
     if "dynamic" not in functional.name2qmap:
         with torch.device("cpu"):
             functional.quantize_blockwise(torch.zeros(1), blocksize=256)
@@ -33,24 +33,23 @@ def quantized_on(parameter: Any, device: str) -> Any:
 
 
 def nothing_repacked() -> AbstractContextManager[None]:
-    """Return a context in which bitsandbytes repacks no 4-bit weights for this CPU, for traces of other devices."""
+    """Return a context in which bitsandbytes repacks no 4-bit weights for this CPU. Traces of other devices need it."""
     modules = sys.modules.get(QUANTIZED_LAYERS)
     return replaced(modules, REPACK, lambda weight, state: (weight, state))
 
 
 # ------------------------------------------------------------- 4-bit weights whose rows end inside a block
-# bitsandbytes quantizes blocks of the flattened weight. Its AVX512 kernel (0.50.2,
-# `dequantizeBlockwise4bitCpu` in csrc/cpu_ops.cpp; other kernels:
-# https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2072) reads constants as if every row began with a new
-# block. If rows are no whole blocks, as the 4,304 columns of SigLIP in Gemma 3, PaliGemma and Idefics, nearly
-# every weight is silently multiplied by the constant of another block. isotype passes the same bytes to the kernel as
-# rows of one block. tests/compat/test_bitsandbytes.py fails once this fix can go.
+# bitsandbytes quantizes blocks of the flat weight. Its AVX512 kernel (0.50.2, `dequantizeBlockwise4bitCpu` in
+# csrc/cpu_ops.cpp; other kernels: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2072) reads constants as
+# if each row began a new block. If rows are no whole blocks, like the 4,304 columns of SigLIP in Gemma 3, PaliGemma and
+# Idefics, nearly every weight is silently multiplied by another block's constant. isotype passes the same bytes as rows
+# of one block. tests/compat/test_bitsandbytes.py fails when this fix can go.
 
 _KERNEL = re.compile(r"cdequantize_blockwise_cpu_(nf4|fp4)_(fp32|bf16|fp16)")
 
 
 def dequantize_4bit(weight: torch.Tensor, state: Any) -> torch.Tensor:
-    """Dequantize a weight with `bitsandbytes.functional.dequantize_4bit`, with correct results for all shapes."""
+    """Dequantize a weight by `bitsandbytes.functional.dequantize_4bit`, with correct results for all shapes."""
     from bitsandbytes import functional
 
     dequantize_by_blocks()
@@ -59,7 +58,7 @@ def dequantize_4bit(weight: torch.Tensor, state: Any) -> torch.Tensor:
 
 
 def with_float32_constants(state: Any) -> Any:
-    """Return a copy of a double-quantized state with float32 block constants, which have the same values."""
+    """Return a copy of a double-quantized state with float32 block constants of the same values."""
     from bitsandbytes import functional
 
     single = copy.copy(state)
@@ -76,7 +75,7 @@ def multiplies(state: Any) -> bool:
 def product_4bit(
     x: torch.Tensor, weight: torch.Tensor, state: Any, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return x Wᵀ + b, `[rows, out]` in x's dtype, from `bitsandbytes::gemm_4bit`; no gradient flows through it.
+    """Return x Wᵀ + b, `[rows, out]` in x's dtype, by `bitsandbytes::gemm_4bit`. No gradient flows through it.
 
     Args:
         x: `[rows, in]` in float32, bfloat16 or float16.
@@ -99,7 +98,7 @@ def product_4bit(
 
 
 def dequantize_by_blocks() -> None:
-    """Make bitsandbytes' CPU kernels treat each block as a row, for correct results; a second call has no effect."""
+    """Make bitsandbytes' CPU kernels take each block as a row, which is correct. A second call has no effect."""
     from bitsandbytes.backends.cpu import ops
 
     if not isinstance(ops.lib, _ByBlocks):
@@ -107,7 +106,7 @@ def dequantize_by_blocks() -> None:
 
 
 class _ByBlocks:
-    """Wraps bitsandbytes' native library, so that its 4-bit CPU kernels get each block as a row."""
+    """Wraps bitsandbytes' native library: its 4-bit CPU kernels get each block as a row."""
 
     def __init__(self, library: Any) -> None:
         self.library = library
@@ -121,7 +120,7 @@ def _by_blocks(kernel: Callable[..., object]) -> Callable[..., None]:
     def run(codes: Any, absmax: Any, out: Any, blocksize: Any, rows: Any, columns: Any) -> None:
         size, total = blocksize.value, rows.value * columns.value
         if columns.value % size:
-            # A kernel's threads divide the rows among them. If the last block is incomplete, all codes are one row.
+            # A kernel's threads share the rows. If the last block is incomplete, all codes are one row.
             columns = ctypes.c_longlong(total if total % size else size)
             rows = ctypes.c_longlong(total // columns.value)
         kernel(codes, absmax, out, blocksize, rows, columns)
@@ -130,7 +129,7 @@ def _by_blocks(kernel: Callable[..., object]) -> Callable[..., None]:
 
 
 def give_quantized_class(layer: Any) -> None:
-    """Turn a quantized layer's fake codes into a weight with bitsandbytes' class and attributes."""
+    """Make a quantized layer's fake codes a weight with bitsandbytes' class and attributes."""
     from bitsandbytes.nn import Int8Params, Linear8bitLt, Params4bit
 
     weight = layer.weight

@@ -1,18 +1,18 @@
-"""Deferred import of torch's compiler: the import takes two seconds, and the check of a checkpoint compiles nothing.
+"""Defers the import of torch's compiler. It takes two seconds, and the check of a checkpoint compiles nothing.
 
-These modules import all of `torch._dynamo` although they compile nothing (torch 2.13, transformers 5.23):
+These modules import all of `torch._dynamo` and compile nothing (torch 2.13, transformers 5.23):
 
 - torch/_subclasses/fake_tensor.py: `FakeTensorMode.__init__` reads `torch._dynamo.config`
 - torch/_compile.py: `torch._disable_dynamo` calls `disable` for each dispatch mode and optimizer,
   https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_compile.py
-- torch/__init__.py: `compile` imports `torch._inductor` first (torch 2.15), which imports parts of
-  `torch._dynamo` before the package itself
-- torch/optim/optimizer.py: `_use_grad_for_differentiable` calls `graph_break`, which has an effect in compiled code only
+- torch/__init__.py: `compile` first imports `torch._inductor` (torch 2.15), which imports parts of `torch._dynamo`
+  before the package
+- torch/optim/optimizer.py: `_use_grad_for_differentiable` calls `graph_break`, which matters in compiled code only
 - transformers/masking_utils.py imports a class from `torch._dynamo._trace_wrapped_higher_order_op`;
   integrations/deepgemm.py and flex_attention.py mark functions for the compiler,
   https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
 
-tests/compat/test_compiler.py fails once this file is no longer needed.
+tests/compat/test_compiler.py fails when this file is no longer needed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from typing import Any
 import torch
 
 _NAME = "torch._dynamo"
-# Functions of `torch._dynamo` that mark a function for the compiler, and return that function.
+# Functions of `torch._dynamo` that mark a function for the compiler and return it.
 _MARKS = ("allow_in_graph", "assume_constant_result")
 
 
 class _Deferred(ModuleType):
-    """Replaces the package `torch._dynamo`: access to anything but a submodule runs the code of the package."""
+    """Replaces the package `torch._dynamo`. Access to anything but a submodule runs the package's code."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)
@@ -61,7 +61,7 @@ class _Deferred(ModuleType):
         return getattr(self, name)
 
     def run(self) -> None:
-        """Execute the real package's code. Then mark the functions for which `_disable` was called before."""
+        """Execute the real package's code. Then mark the functions that `_disable` was called for."""
         attributes = vars(self)
         marked, eager = attributes.pop("marked"), attributes.pop("eager")
         for name in ("disable", "graph_break", *_MARKS):
@@ -77,7 +77,7 @@ class _Deferred(ModuleType):
 
 
 def defer_compiler() -> None:
-    """Let `import torch._dynamo` run the package's code on its first use; do nothing if the package is imported already."""
+    """Let `import torch._dynamo` run the package's code on first use. Do nothing if it is imported already."""
     if _NAME not in sys.modules:
         module: Any = _Deferred()
         sys.modules[_NAME] = module
@@ -102,7 +102,7 @@ def _deferred() -> _Deferred | None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled functions without the compiler inside the `with` block."""
+    """In the `with` block, compiled functions run without the compiler."""
     deferred = _deferred()
     if deferred is None:
         with torch.compiler.set_stance("force_eager"):
@@ -119,9 +119,9 @@ def uncompiled() -> Iterator[None]:
 
 
 def import_uncompiled(name: str) -> None:
-    """Import the package `name` if it is installed; `torch.compile` compiles nothing during the import.
+    """Import the package `name` if it is installed. During the import, `torch.compile` compiles nothing.
 
-    On import bitsandbytes 0.50.2 compiles two operators (backends/default/ops.py), which imports the compiler.
+    On import, bitsandbytes 0.50.2 compiles two operators (backends/default/ops.py), which would import the compiler.
     """
     if name in sys.modules or importlib.util.find_spec(name) is None:
         return
@@ -138,7 +138,7 @@ def _as_written(function: Any = None, **_: Any) -> Any:
 
 
 def _disable(function: Any = None, recursive: bool = True, **options: Any) -> Any:
-    """Replace `torch._dynamo.disable`: return a function that calls `function` itself until the compiler is loaded."""
+    """Replaces `torch._dynamo.disable`: return a function that calls `function` itself until the compiler is loaded."""
     if function is None:
         return lambda decorated: _disable(decorated, recursive, **options)
 
@@ -161,4 +161,4 @@ def _disable(function: Any = None, recursive: bool = True, **options: Any) -> An
 
 
 def _no_break(*_: Any, **__: Any) -> None:
-    """Do nothing, as `torch._dynamo.graph_break` does outside of compiled code."""
+    """Do nothing, like `torch._dynamo.graph_break` outside of compiled code."""

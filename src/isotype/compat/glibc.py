@@ -12,16 +12,16 @@ from contextlib import contextmanager
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 LARGEST_KEPT = 32 << 20
-"""glibc's largest mmap threshold in bytes (mallopt(3)): larger blocks are mapped and zeroed at every allocation."""
+"""glibc's largest mmap threshold in bytes (mallopt(3)). Larger blocks are mapped and zeroed at each allocation."""
 
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Keep freed memory in this process inside the `with` block, so that the next step reuses it.
+    """In the `with` block, freed memory stays in this process, and the next step uses it again.
 
-    A training step frees the activations that it has saved. glibc would return the end of its heap to the system, and the
-    next step would cause tens of thousands of page faults. This function has no effect with another C library, or if the
-    user has set `MALLOC_…` or `GLIBC_TUNABLES`.
+    A training step frees the activations that it has saved. glibc would return the end of its heap to the system, and
+    the next step would cause tens of thousands of page faults. There is no effect with another C library, or if the user
+    has set `MALLOC_…` or `GLIBC_TUNABLES`.
     """
     set_by_user = any(name.startswith("MALLOC_") for name in os.environ)
     set_by_user |= "malloc" in os.environ.get("GLIBC_TUNABLES", "")
@@ -39,6 +39,6 @@ def freed_memory_kept() -> Iterator[None]:
 
 
 def give_back_memory() -> None:
-    """Make glibc return free memory to the system. Freed tensors of some megabytes leave unused holes in its heap."""
+    """Make glibc return free memory to the system. Freed tensors of some megabytes leave holes in its heap."""
     if os.name == "posix" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(ctypes.c_size_t(0))

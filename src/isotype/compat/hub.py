@@ -1,4 +1,4 @@
-"""huggingface_hub: finds out in seconds whether the hub is reachable. The library itself tries for half a minute."""
+"""huggingface_hub: finds out within seconds whether the hub is reachable. The library itself tries for half a minute."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from isotype.compat.replaced import replaced
 
 _SECONDS = 3.0
 _REMEMBERED = 60.0
-"""Seconds without another try after the hub was unreachable, because one command reads from the hub in many places."""
+"""Seconds without another try after a failure, because a command reads from the hub in many places."""
 _silences: dict[str, tuple[float, str]] = {}
-"""URL of the hub -> (time of the last attempt, reason for its failure or "")."""
+"""URL of the hub -> (time of the last try, reason of its failure or "")."""
 
 
 def asking(source: object) -> AbstractContextManager[str]:
-    """Return `offline_if_unreachable()` if `source` is a string (a hub id), else a context manager that yields ""."""
+    """Return `offline_if_unreachable()` if `source` is a string (a hub id); else a context manager that yields ""."""
     return offline_if_unreachable() if isinstance(source, str) else nullcontext("")
 
 
 @contextmanager
 def offline_if_unreachable() -> Iterator[str]:
-    """If the hub is unreachable, set HF_HUB_OFFLINE inside the `with` block, so that only the local cache is read.
+    """In the `with` block, set HF_HUB_OFFLINE if the hub is unreachable. Then only the local cache is read.
 
     Yields the reason why the hub is unreachable; "" if it is reachable or the user has set offline mode. For a minute
-    after a failure, this function does not try the hub again.
+    after a failure, the hub is not tried again.
     """
     from huggingface_hub import constants
 
@@ -66,7 +66,7 @@ def _why_unreachable() -> str:
         else:
             results.append("")
 
-    # The timeout applies to each step of the request, but not to a name server that does not answer.
+    # The timeout is for each step of the request. It does not include a name server that does not answer.
     thread = Thread(target=request, daemon=True)
     thread.start()
     thread.join(2 * _SECONDS)

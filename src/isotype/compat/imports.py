@@ -1,4 +1,4 @@
-"""Callbacks for the import of a module, whichever thread or importer performs the import."""
+"""Callbacks for the import of a module, in any thread and by any importer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from isotype.compat.standard import is_being_imported
 
 
 def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
-    """Call `act` once the module `name` is imported (now if it is already). Return a function that cancels the call."""
+    """Call `act` when the module `name` is imported; now if it is. Return a function that cancels the call."""
     finder = _Finder(name, act)
     if finder.is_imported():
         act()
@@ -25,7 +25,7 @@ def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def code_refused() -> Iterator[None]:
-    """Make transformers refuse to run a checkpoint's code, instead of asking "run the custom code? [y/N]"."""
+    """Make transformers refuse a checkpoint's code. It would ask "run the custom code? [y/N]"."""
     name = "transformers.dynamic_module_utils"
     before: list[int] = []
 
@@ -44,9 +44,9 @@ def code_refused() -> Iterator[None]:
 
 
 class _Finder:
-    """Import finder that leaves the search to the other finders, and calls `act` after the first import of one module.
+    """An import finder that leaves the search to the others, and calls `act` after the first import of a module.
 
-    The finder stays in `sys.meta_path` until the import succeeds, because an import may fail and be repeated.
+    It stays in `sys.meta_path` until the import succeeds, because a failed import may be repeated.
     """
 
     def __init__(self, name: str, act: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ class _Finder:
         loader.exec_module = exec_module
 
     def is_imported(self) -> bool:
-        """Return whether the module's import is complete; the check does not import a lazy module."""
+        """Return whether the module's import is complete. A lazy module is not imported for that."""
         module = sys.modules.get(self._name)
         return type(module) is ModuleType and not is_being_imported(module)
 

@@ -1,4 +1,4 @@
-"""Signals that end a command (Ctrl-C, SIGTERM, SIGHUP), and their exit statuses."""
+"""Signals that end a command (Ctrl-C, SIGTERM, SIGHUP), and exit statuses for them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from types import FrameType
 from typing import Any, Final, NoReturn
 
 HANGUP: Final[int | None] = getattr(signal, "SIGHUP", None)
-"""The signal that a closed terminal sends, for example by a lost ssh connection; None on Windows."""
+"""The signal of a closed terminal, for example after a lost ssh connection; None on Windows."""
 
 
 class Terminated(KeyboardInterrupt):
-    """The exception that ends a command after SIGTERM or SIGHUP, as KeyboardInterrupt does after Ctrl-C."""
+    """The exception that ends a command after SIGTERM or SIGHUP, like KeyboardInterrupt after Ctrl-C."""
 
 
 def terminate(signum: int, frame: FrameType | None) -> NoReturn:
@@ -23,19 +23,19 @@ def terminate(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def stop_signals() -> tuple[int, ...]:
-    """Return the signals that end a command, without SIGHUP if it is ignored (`nohup`)."""
+    """Return the signals that end a command. SIGHUP is left out if it is ignored (`nohup`)."""
     hangs_up = HANGUP is not None and signal.getsignal(HANGUP) is not signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM, *((HANGUP,) if HANGUP is not None and hangs_up else ()))
 
 
 @contextmanager
 def interrupts_kept() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP end the `with` block even if a library catches their exception.
+    """Let Ctrl-C, SIGTERM and SIGHUP end the `with` block, even if a library catches their exception.
 
-    The exception can be raised at any line, and some code catches every exception: datasets 5.2.0 treats an interrupt
-    as a failed hash (a bare `except:` in `update_fingerprint`, fingerprint.py), and torch treats it as a value without
-    a shape. If a library has caught an interrupt, this function raises it at the end of the block, or instead of an
-    error that follows. The function has no effect in other threads, or on signals that are ignored or have the default action.
+    The exception may be raised at any line, and some code catches every exception. datasets 5.2.0 takes an interrupt for
+    a failed hash (a bare `except:` in `update_fingerprint`, fingerprint.py), and torch for a value without a shape. If a
+    library has caught an interrupt, it is raised at the end of the block, or in place of a later error. There is no
+    effect in other threads, or on signals that are ignored or have the default action.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -70,7 +70,7 @@ def interrupts_kept() -> Iterator[None]:
 
 
 def exit_status(number: int) -> int:
-    """Return the shell's exit status for a signal: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
+    """Return the shell's exit status of a signal: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
     return 128 + number
 
 

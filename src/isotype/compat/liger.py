@@ -1,8 +1,8 @@
-"""Liger-Kernel (0.3 to 0.8): removes the methods that Liger-Kernel sets on a model's modules.
+"""Liger-Kernel (0.3 to 0.8): removes its methods from a model's modules.
 
-`_apply_liger_kernel_to_instance` sets `forward`, `extra_repr` and `_get_name` on every norm, MLP and model
-instance (`_bind_method_to_module` in liger_kernel/transformers/monkey_patch.py). A policy and `isotype.fuse` change the
-class of a module; a method on the instance would hide the change. tests/compat/test_liger.py binds methods as Liger does.
+`_apply_liger_kernel_to_instance` sets `forward`, `extra_repr` and `_get_name` on every norm, MLP and model instance
+(`_bind_method_to_module` in liger_kernel/transformers/monkey_patch.py). A policy and `isotype.fuse` change a module's
+class, and a method on the instance would hide this. tests/compat/test_liger.py sets methods as Liger does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PACKAGE = "liger_kernel."
 
 
 def without_liger(model: nn.Module) -> tuple[str, ...]:
-    """Remove Liger's methods from a model's modules; return the names of the modules that had Liger's forward."""
+    """Remove Liger's methods from a model's modules. Return the names of the modules with Liger's forward."""
     names = []
     for name, module in model.named_modules():
         methods = {key: value for key, value in vars(module).items() if type(value) is MethodType}

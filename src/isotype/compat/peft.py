@@ -1,4 +1,4 @@
-"""PEFT (0.21): base models, the layers that `all-linear` selects, and adapters on parameters. PEFT is imported on use."""
+"""PEFT (0.21): base models, layers of `all-linear`, adapters on parameters. PEFT is imported on use."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ DORA_CACHE: Final = "_dora_cache"
 
 
 def without_peft(model: Any) -> Any:
-    """Return the base model of a `PeftModel`, or `model` itself if it is no `PeftModel`."""
+    """Return the base model of a `PeftModel`; another model is returned itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def all_linear(config: Any, model: Any) -> set[str]:
-    """Return the names of the layers of `model` that PEFT adapts for `all-linear`."""
+    """Return the names of the layers in `model` that PEFT adapts for `all-linear`."""
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
     config.target_modules = "all-linear"
@@ -33,7 +33,7 @@ _ACTIVATING = ("alora_invocation_tokens", "token_indices")
 
 
 def activating(config: Any) -> dict[str, list[int]]:
-    """Return a config's fields with token ids. An adapter acts only on texts with these tokens (aLoRA, trainable tokens)."""
+    """Return a config's fields with token ids. The adapter acts only on texts with them (aLoRA, trainable tokens)."""
     return {name: list(ids) for name in _ACTIVATING if (ids := getattr(config, name, None))}
 
 
@@ -41,9 +41,9 @@ _BY_ROW = ("POLY", "SHADOW", "XLORA")
 
 
 def why_whole_rows(model: Any) -> str:
-    """Return why an adapter needs each sequence in a separate row; "" if it does not.
+    """Return why an adapter needs a row for each sequence; "" if it does not.
 
-    aLoRA counts tokens from the end of a row; the other kinds compute a separate value for each row.
+    aLoRA counts tokens from the end of a row. The other kinds compute a value for each row.
     """
     for config in (getattr(model, "peft_config", None) or {}).values():
         kind = "aLoRA" if getattr(config, "alora_invocation_tokens", None) else kind_of_adapter(config)
@@ -53,13 +53,13 @@ def why_whole_rows(model: Any) -> str:
 
 
 def takes_outputs_first(wrapper: Any) -> bool:
-    """Return whether a `ParamWrapper` reads its weight as `[experts, outputs, inputs]`."""
+    """Return whether a `ParamWrapper` takes its weight as `[experts, outputs, inputs]`."""
     return bool(wrapper._did_swap_in_out_features)
 
 
-# PEFT reads torch's cached value of a parametrized weight before it adds the adapter to the weight
-# (`ParamWrapper._activate_lora`), and does not remove the `_LoraFactorsProxy` of a single adapter from the weight
-# (`_remove_parametrizations`). tests/model/experts/test_layer.py fails once the two functions below can go.
+# PEFT reads torch's cached value of a parametrized weight before it adds the adapter (`ParamWrapper._activate_lora`).
+# And it leaves the `_LoraFactorsProxy` of a single adapter on the weight (`_remove_parametrizations`).
+# tests/model/experts/test_layer.py fails when the two functions below can go.
 @contextmanager
 def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
     with self.plain._activate_lora(self, active_adapters):
@@ -79,4 +79,4 @@ PARAMETER_WRAPPER_REPAIRS: Final[Mapping[str, Callable[..., Any]]] = {
     "_activate_lora": _activate_lora,
     "_remove_parametrizations": _remove_parametrizations,
 }
-"""Methods for a subclass of `ParamWrapper`; the subclass has an attribute `plain`, which is `ParamWrapper`."""
+"""Methods for a subclass of `ParamWrapper`. The subclass has an attribute `plain`, which is `ParamWrapper`."""

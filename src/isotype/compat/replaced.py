@@ -1,4 +1,4 @@
-"""Temporarily replaces attributes of other libraries' modules, classes and objects."""
+"""Replaces attributes of other libraries' modules, classes and objects for a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def replace(holder: Any, name: str, new: Any) -> Callable[[], None]:
-    """Set the attribute `name` of `holder` to `new`; return a function that restores it."""
+    """Set the attribute `name` of `holder` to `new`. Return a function that restores it."""
     held = name in vars(holder)  # otherwise `holder` inherits it
     undo = partial(setattr, holder, name, vars(holder)[name]) if held else partial(delattr, holder, name)
     setattr(holder, name, new)
@@ -17,7 +17,7 @@ def replace(holder: Any, name: str, new: Any) -> Callable[[], None]:
 
 
 class Replacements:
-    """Replaces functions and methods by wrappers until `put_back` is called."""
+    """Replaces functions and methods by wrappers until `put_back`."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -40,7 +40,7 @@ class Replacements:
 
 @contextmanager
 def replaced(holder: Any, name: str, new: Any) -> Iterator[None]:
-    """Set `holder.name` to `new` inside the `with` block; do nothing if `holder` is None or lacks the attribute."""
+    """In the `with` block, `holder.name` is `new`. Do nothing if `holder` is None or has no such attribute."""
     if holder is None or not hasattr(holder, name):
         yield
         return

@@ -1,4 +1,4 @@
-"""Uses private parts of Python's standard library and of NumPy: frames, argparse, imports, processes, bit generators."""
+"""Private parts of Python's standard library and of NumPy: frames, argparse, imports, processes, bit generators."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any
 from isotype.compat.replaced import Replacements
 
 frame_above = sys._getframe
-"""Return a frame of the call stack (CPython 3.11 to 3.14). In a function, `frame_above(1)` is the frame of the function's caller."""
+"""Return a frame of the call stack (CPython 3.11 to 3.14). In a function, `frame_above(1)` is the frame of its caller."""
 
 
 def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return the arguments of a parser in order; argparse has no public list of them."""
+    """Return the arguments of a parser in order. argparse has no public list of them."""
     return parser._actions
 
 
 class ValueParser(argparse.ArgumentParser):
-    """A parser with public names for two private methods of argparse, so that a subclass may override them."""
+    """A parser with public names for two private methods of argparse. A subclass may override them."""
 
     def value_of(self, action: argparse.Action, text: str) -> Any:
         """Return the value of an argument that is given as `text`."""
         return super()._get_value(action, text)
 
     def require_choice(self, action: argparse.Action, value: Any) -> None:
-        """Raise ArgumentError if a value is not among the argument's choices."""
+        """Raise ArgumentError if a value is none of the argument's choices."""
         super()._check_value(action, value)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -40,7 +40,7 @@ class ValueParser(argparse.ArgumentParser):
 
 
 def is_being_imported(module: Any) -> bool:
-    """Return whether the code of a module is still running its import."""
+    """Return whether a module's import is still running."""
     return bool(getattr(module.__spec__, "_initializing", False))
 
 
@@ -58,6 +58,6 @@ def around_programs(replaced: Replacements, popen: Callable[..., Any], system: C
 def around_processes(
     replaced: Replacements, start: Callable[..., Any], bootstrap: Callable[..., Any]
 ) -> None:
-    """Wrap multiprocessing's `Process.start`, which this process calls, and `_bootstrap`, which the new process calls."""
+    """Wrap multiprocessing's `Process.start` (in this process) and `_bootstrap` (in the new process)."""
     replaced.wrap(BaseProcess, "start", start)
     replaced.wrap(BaseProcess, "_bootstrap", bootstrap)

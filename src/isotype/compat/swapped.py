@@ -1,6 +1,6 @@
-"""Swaps a module's class for a subclass with another forward, and copies functions with one changed global variable.
+"""Swaps a module's class for a subclass with another forward. Copies functions with one other global variable.
 
-After a swap, `isinstance`, `deepcopy`, pickle and fully qualified names still work, and the swap can be undone.
+After a swap, `isinstance`, `deepcopy`, pickle and fully qualified names work as before, and the swap can be undone.
 `torch.nn.utils.parametrize` and FSDP2 swap classes in the same way.
 """
 
@@ -18,19 +18,19 @@ from isotype.compat.accelerate import FORWARD_BEFORE
 
 
 class Swapped:
-    """Base of the classes that `swapped_class` creates. To recreate a swapped class, pickle calls `made_by[0](*made_by[1])`."""
+    """Base of the classes of `swapped_class`. To make such a class again, pickle calls `made_by[0](*made_by[1])`."""
 
     original: type[nn.Module]
     made_by: tuple[Callable[..., Any], tuple[Any, ...]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Code that builds another module of this class (`type(model)(config)`) gets a module of the original class.
+        # Code that makes another module of this class (`type(model)(config)`) gets one of the original class.
         base = self.original
         self.__class__ = base  # type: ignore[assignment]
         base.__init__(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The module's class returns its state: recurrent layers leave weak references out.
+        # The module's class returns its state. Recurrent layers leave weak references out of it.
         return _rebuild, type(self).made_by, self.__getstate__()
 
 
@@ -41,14 +41,14 @@ def swapped_class(
     members: Mapping[str, Callable[..., Any]],
     **attributes: Any,
 ) -> Any:
-    """Return a subclass of `marker` and `base` with the methods `members`, which get the signatures of `base`'s methods."""
+    """Return a subclass of `marker` and `base` with the methods `members`. These get the signatures of `base`'s methods."""
     methods = {name: _like(member, getattr(base, name)) for name, member in members.items()}
     names = {"original": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (marker, base), {**names, **attributes, **methods, "made_by": made_by})
 
 
 def _like(member: Any, original: Any) -> Callable[..., Any]:
-    """Return a copy of `member` with the signature of `original`, because trainers read the signature of a forward."""
+    """Return a copy of `member` with the signature of `original`. Trainers read the signature of a forward."""
     copy = types.FunctionType(
         member.__code__, member.__globals__, member.__name__, member.__defaults__, member.__closure__
     )
@@ -56,7 +56,7 @@ def _like(member: Any, original: Any) -> Callable[..., Any]:
 
 
 def swap(module: nn.Module, cls: Any) -> None:
-    """Set the class of `module` to `cls`, which is a result of `swapped_class` or the original class."""
+    """Set the class of `module` to `cls`: a result of `swapped_class`, or the original class."""
     module.__class__ = cls
     for name in ("forward", FORWARD_BEFORE):  # accelerate's hooks store the bound method that they call
         method = module.__dict__.get(name)
@@ -70,14 +70,14 @@ def _rebuild(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 
 def innermost(function: types.FunctionType) -> types.FunctionType | None:
-    """Return the function inside all decorators, or None if it is not in the decorators' closures."""
+    """Return the function in all decorators; None if it is not in the decorators' closures."""
     if not hasattr(function, "__wrapped__"):
         return function
     return None if _cell(function) is None else innermost(function.__wrapped__)
 
 
 def globals_of(function: types.FunctionType) -> set[str] | None:
-    """Return the names of the globals that a decorated function reads; None if a copy of it would behave differently."""
+    """Return the names of the globals that a decorated function reads; None if its copy would behave differently."""
     inner = innermost(function)
     if inner is None:
         return None
@@ -88,9 +88,9 @@ def globals_of(function: types.FunctionType) -> set[str] | None:
 
 
 def with_global(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
-    """Return a copy of a function and its decorators in which the global `name` has the value `value`.
+    """Return a copy of a function and its decorators in which the global `name` is `value`.
 
-    Raises ValueError if the function is not in a decorator's closure; `globals_of` returns None for such a function.
+    Raise ValueError if the function is not in a decorator's closure; `globals_of` returns None for it.
     """
     names, closure = function.__globals__, function.__closure__
     attributes = dict(vars(function))
@@ -115,12 +115,12 @@ def update_globals(copy: types.FunctionType, function: types.FunctionType, name:
     inner, original = innermost(copy), innermost(function)
     assert inner is not None
     assert original is not None
-    # The dictionary of globals stays the same object, so that CPython's inline caches stay valid.
+    # The dictionary of globals stays the same object. CPython's inline caches need that.
     inner.__globals__.update({**original.__globals__, name: inner.__globals__[name]})
 
 
 def _cell(function: types.FunctionType) -> int | None:
-    """Return the index of the decorated function in a decorator's closure, or None if the closure lacks it."""
+    """Return the index of the decorated function in a decorator's closure; None if it is not there."""
     inner = getattr(function, "__wrapped__", None)
     if not isinstance(inner, types.FunctionType):
         return None

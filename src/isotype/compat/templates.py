@@ -1,4 +1,4 @@
-"""Chat templates of transformers (5.20 to 5.24): limits their time, memory and text, and sets the date that they write."""
+"""Chat templates of transformers (5.20 to 5.24): limits of time, memory and text, and the date that they write."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ BYTES = 1 << 30
 CHARACTERS = 1 << 24
 """Maximum length of a conversation's text: about four million tokens."""
 BITS = 100_000
-"""Maximum size of an integer: a product of larger integers takes seconds, and no signal can interrupt it."""
+"""Maximum size of an integer. A product of larger ones takes seconds, and no signal can interrupt it."""
 
 CLOCK = "strftime_now"
 """Name of the function with which a template writes today's date."""
 
 ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of Python that a template can raise besides jinja's own errors."""
+"""Errors of Python in templates, besides jinja's own errors."""
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
@@ -39,10 +39,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "**"})
     day: date | None = None
-    """The date that `strftime_now` writes, or None for the current date."""
+    """The date of `strftime_now`; None for the current date."""
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Return `left operator right`; raise TemplateRuntimeError if an integer would take too long to compute."""
+        """Return `left operator right`. Raise TemplateRuntimeError if an integer would take too long."""
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             if bits > BITS:
@@ -50,7 +50,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def from_string(self, *args: Any, **kwargs: Any) -> Any:
-        """Compile a template with limits of time and memory; the limits also apply when the template is rendered."""
+        """Compile a template with limits of time and memory. They also hold when it is rendered."""
         clock: Any = self.globals.get(CLOCK)
         if clock is not None:
             self.globals[CLOCK] = partial(_written, clock)
@@ -93,7 +93,7 @@ def _limits() -> Iterator[None]:
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """Raise TemplateRuntimeError if a template takes too long. The time is limited only in Python's main thread."""
+    """Raise TemplateRuntimeError if a template takes too long. Only Python's main thread can limit the time."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -114,7 +114,7 @@ def _time_limit() -> Iterator[None]:
 
 @contextmanager
 def _memory_limit() -> Iterator[None]:
-    """Let Python raise MemoryError if this process allocates more than `BYTES` inside the `with` block (Linux only)."""
+    """In the `with` block, Python raises MemoryError if this process allocates more than `BYTES` (Linux only)."""
     if not sys.platform.startswith("linux"):
         yield
         return
@@ -132,7 +132,7 @@ def _memory_limit() -> Iterator[None]:
 
 
 def limit_templates() -> None:
-    """Apply the limits to every chat template that transformers compiles after this call."""
+    """Limit every chat template that transformers compiles after this call."""
     from transformers.utils import chat_template_utils as theirs
 
     if theirs.ImmutableSandboxedEnvironment is not LimitedEnvironment:
@@ -141,17 +141,17 @@ def limit_templates() -> None:
 
 
 def day_held(day: date) -> AbstractContextManager[None]:
-    """Let chat templates write `day` (time 00:00) in place of the current date inside the `with` block."""
+    """In the `with` block, chat templates write `day` (time 00:00) in place of the current date."""
     return replaced(LimitedEnvironment, "day", day)
 
 
 def writes_date(tokenizer: Any) -> bool:
-    """Return whether the chat template of a tokenizer or processor can write today's date."""
+    """Return whether the chat template of a tokenizer or processor can write the date."""
     return CLOCK in str(getattr(tokenizer, "chat_template", None))
 
 
 def render_chat(tokenizer: Any, turns: Any, **arguments: Any) -> Any:
-    """Return the result of `tokenizer.apply_chat_template`; raises TemplateError if the template fails."""
+    """Return the result of `tokenizer.apply_chat_template`. Raise TemplateError if the template fails."""
     limit_templates()
     try:
         return tokenizer.apply_chat_template(turns, **arguments)
@@ -160,7 +160,7 @@ def render_chat(tokenizer: Any, turns: Any, **arguments: Any) -> Any:
 
 
 def template_source(tokenizer: Any) -> str:
-    """Return the path of the file with a tokenizer's chat template, or the tokenizer's name if there is no such file."""
+    """Return the path of a tokenizer's chat template; the tokenizer's name if there is no file."""
     folder = Path(tokenizer.name_or_path)
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
     return next((str(folder / name) for name in names if (folder / name).is_file()), str(folder))

@@ -1,7 +1,7 @@
-"""torch (2.10 to 2.15): gives public names to torch's private functions, so that the rest of isotype can use them.
+"""torch (2.10 to 2.15): public names for torch's private functions, for the rest of isotype.
 
-Code outside of `compat/` uses no private name of torch. tests/compat/test_torch.py fails if a name below is gone or has
-changed its meaning. docs/compat.md lists each name, and tells whether this file reads or replaces it.
+Code outside of `compat/` uses no private name of torch. tests/compat/test_torch.py fails if a name below is gone or
+means something else. docs/compat.md lists each name, and says whether this file reads or replaces it.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from isotype.compat.wrappers import ORIGINAL as ORIGINAL
 without_modes = _disable_current_modes
 """Context manager that disables all dispatch modes."""
 without_dispatch = torch._C._DisableTorchDispatch
-"""Context manager that disables `__torch_dispatch__` of tensor subclasses, so that they act as plain tensors."""
+"""Context manager that turns `__torch_dispatch__` of tensor subclasses off: they act as plain tensors."""
 without_functions = torch._C.DisableTorchFunction
-"""Context manager that disables function modes, and `__torch_function__` of tensor subclasses."""
+"""Context manager that turns function modes and `__torch_function__` of tensor subclasses off."""
 without_function_subclasses = torch._C.DisableTorchFunctionSubclass
-"""Context manager that disables `__torch_function__` of tensor subclasses; function modes stay active."""
+"""Context manager that turns `__torch_function__` of tensor subclasses off. Function modes stay active."""
 dispatch_depth: Final[Callable[[], int]] = torch._C._len_torch_dispatch_stack
 """The number of active Python dispatch modes."""
 
 
 UNNAMED_VIEW = torch.ops.aten._unsafe_view.default
-"""A view operator without alias annotations in its schema; a fused LoRA layer reshapes its outputs with it."""
+"""A view operator without alias annotations in its schema. A fused LoRA layer reshapes outputs by it."""
 VARLEN_ATTENTION: Final = "torch_attn._varlen_attn"
-"""Name of the operator that `torch.nn.attention.varlen.varlen_attn` calls; the backward's name ends in `_backward`."""
+"""The operator of `torch.nn.attention.varlen.varlen_attn`. The backward's name ends in `_backward`."""
 
 
 class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode for uncompiled code only, which torch does not wrap in `torch._dynamo.disable`."""
+    """A dispatch mode for uncompiled code. So torch does not wrap it in `torch._dynamo.disable`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -62,7 +62,7 @@ class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ModeStack:
-    """The functions that read and change one of torch's two stacks: of function modes, or of dispatch modes."""
+    """The functions that read and change one of torch's two stacks of modes: function modes or dispatch modes."""
 
     def __init__(self, length: Any, at: Any, pop: Any, push: Any) -> None:
         self.length, self.at, self.pop, self.push = length, at, pop, push
@@ -88,13 +88,13 @@ def stack_of(mode: Any) -> ModeStack:
 
 
 def stays_at_the_bottom(mode: Any) -> bool:
-    """Return whether `mode` must stay at the bottom of its stack, like the default device's mode and torch's internal modes."""
+    """Return whether `mode` has to stay at the bottom of its stack: the default device's mode or an internal one."""
     default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
     return mode is default or getattr(mode, "_mode_key", None) is not None
 
 
 def is_simulated() -> bool:
-    """Return whether a mode is active in which operators compute no values (a fake, functional or proxy mode)."""
+    """Return whether a mode is active whose operators compute no values (a fake, functional or proxy mode)."""
     keys = torch._C._TorchDispatchModeKey
     modes = keys.FAKE, keys.PROXY, keys.FUNCTIONAL
     return any(torch._C._get_dispatch_mode(key) is not None for key in modes)
@@ -123,7 +123,7 @@ def operator_packet(operator: Any) -> Any:
 
 
 def operator_schema(operator: Any) -> Any:
-    """Return an operator's `torch._C.FunctionSchema`; None for a higher-order operator, which has none."""
+    """Return an operator's `torch._C.FunctionSchema`; None for a higher-order operator."""
     return getattr(operator, "_schema", None)
 
 
@@ -132,7 +132,7 @@ _KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "hpu": "HPU"}
 
 @cache
 def has_kernel(operator: str, device: str) -> bool:
-    """Return whether an operator (`aten::mm`) has its own kernel for a device type; a composition of operators has none."""
+    """Return whether an operator (`aten::mm`) has its own kernel for a device type. Compositions of operators have none."""
     key = _KEYS.get(device)
     return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
 
@@ -140,9 +140,9 @@ def has_kernel(operator: str, device: str) -> bool:
 # ------------------------------------------------------------------------------------------------------ autograd
 
 run_backward = _engine_run_backward
-"""The function of autograd's engine that `torch.autograd.backward` calls after it has checked its arguments."""
+"""The function of autograd's engine that `torch.autograd.backward` calls after checking its arguments."""
 current_node = torch._C._current_autograd_node
-"""Return the graph node whose backward runs in this thread, or None if no backward runs."""
+"""Return the graph node whose backward runs in this thread; None without a backward."""
 
 
 def in_backward() -> bool:
@@ -151,7 +151,7 @@ def in_backward() -> bool:
 
 
 def last_node_number() -> int:
-    """Return the sequence number of the graph node that this thread created last."""
+    """Return the sequence number of the last graph node of this thread."""
     return torch._C._autograd._get_sequence_nr() - 1
 
 
@@ -161,39 +161,39 @@ def node_number(node: Any) -> int:
 
 
 def forget_gradient_hooks(leaf: torch.Tensor) -> None:
-    """Remove an empty hook dictionary from a leaf tensor, because autograd would check the dictionary in every backward."""
+    """Remove an empty hook dictionary from a leaf tensor. Autograd would look into it in every backward."""
     if not leaf._post_accumulate_grad_hooks:
         leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
 
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Return whether the caller runs inside a `torch.func` transform (`grad`, `vmap`, `jvp`, …).
+"""Return whether the caller runs in a `torch.func` transform (`grad`, `vmap`, `jvp`, …).
 
-The tensors of a transform have no memory, and a transform rejects autograd functions without `setup_context`.
+A transform's tensors have no memory, and it rejects autograd functions without `setup_context`.
 https://docs.pytorch.org/docs/stable/notes/extending.func.html
 """
 is_transformed_tensor: Callable[[Any], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Return whether a tensor is a wrapper that a `torch.func` transform has created."""
+"""Return whether a tensor is a wrapper of a `torch.func` transform."""
 
 
 def needs_operators() -> bool:
-    """Return whether `torch.compile` or a `torch.func` transform traces the caller: both see only torch's operators."""
+    """Return whether `torch.compile` or a `torch.func` transform traces the caller. Both see torch's operators only."""
     return torch.compiler.is_compiling() or is_transformed()
 
 
 # ------------------------------------------------------------------------------------------------------- tensors
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Tensor classes whose storage holds the values; a subclass may keep its values elsewhere."""
+"""Tensor classes with the values in their storage. A subclass may keep its values elsewhere."""
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Return a tensor's version counter, which counts its in-place writes, or None for an inference tensor."""
+    """Return a tensor's version counter, the number of in-place writes; None for an inference tensor."""
     return None if tensor.is_inference() else tensor._version
 
 
 def storage_key(storage: Any) -> int:
-    """Return a number that identifies a storage, also on the meta device. All views of a storage have the same number."""
+    """Return a number that identifies a storage, also on the meta device. All its views have the same number."""
     key: int = storage._cdata
     return key
 
@@ -204,23 +204,23 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the base tensor of a view, or `tensor` itself if it is no view."""
+    """Return the base tensor of a view; for another tensor, `tensor` itself."""
     return tensor if tensor._base is None else tensor._base
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:
-    """Make `isinstance(tensor, nn.Parameter)` True for a tensor of any class, by setting torch's attribute `_is_param`."""
+    """Make `isinstance(tensor, nn.Parameter)` True for a tensor of any class, by torch's attribute `_is_param`."""
     tensor._is_param = True
 
 
 dispatch_keys = torch._C._dispatch_key_set
-"""Return the dispatch keys of a tensor; torch chooses an operator's kernel by these keys."""
+"""Return the dispatch keys of a tensor. They decide which kernel of an operator torch runs."""
 TENSOR_DATA: Final[Any] = vars(torch._C.TensorBase)["data"].__get__
-"""The function that a function mode receives when code reads `tensor.data`."""
+"""The function that a function mode gets when code reads `tensor.data`."""
 
 
 def fake_of(memory: torch.Tensor, device: torch.device) -> Any:
-    """Wrap the meta tensor `memory` as a fake tensor on `device`, without the attributes that `FakeTensor.__new__` sets."""
+    """Make the meta tensor `memory` a fake tensor on `device`, without the attributes that `FakeTensor.__new__` sets."""
     result = torch.Tensor._make_subclass(
         FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=device
     )
@@ -229,9 +229,9 @@ def fake_of(memory: torch.Tensor, device: torch.device) -> Any:
 
 
 def give_class(fake: torch.Tensor, cls: Any) -> None:
-    """Make a fake tensor an instance of `cls`, the class of the real tensor that the fake tensor represents.
+    """Make a fake tensor an instance of `cls`, the class of its real tensor.
 
-    Raises TypeError if instances of `cls` have another memory layout than fake tensors (example: DTensor).
+    Raise TypeError if instances of `cls` have another memory layout than fake tensors (DTensor).
     """
     fake.__class__ = cls if issubclass(cls, FakeTensor) else _fake_class(cls)
 
@@ -242,13 +242,13 @@ def _fake_class(cls: type) -> Any:
 
 
 def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace the method `to` of bitsandbytes' classes, which fails for a fake tensor that keeps its dtype."""
+    """Replaces the method `to` of bitsandbytes' classes. It fails for a fake tensor that keeps its dtype."""
     _, dtype, *_ = parsed_to(*args, **kwargs)
     return self if dtype in (None, self.dtype) else super(type(self), self).to(*args, **kwargs)
 
 
 def unshard(model: nn.Module) -> bool:
-    """Remove FSDP2's classes and hooks from a copy of a model; return whether FSDP2 had sharded the model."""
+    """Remove FSDP2's classes and hooks from a copy of a model. Return whether it was sharded."""
     sharded = [module for module in model.modules() if hasattr(module, "set_reshard_after_forward")]
     for module in sharded:
         module.__class__ = type(module).__bases__[-1]
@@ -260,33 +260,33 @@ def unshard(model: nn.Module) -> bool:
 
 
 def sharded_policy(module: nn.Module) -> Any:
-    """Return the `MixedPrecisionPolicy` of a module that FSDP2 has sharded; None for other modules."""
+    """Return the `MixedPrecisionPolicy` of a module that FSDP2 has sharded; None for another module."""
     states: Iterator[Any] = (getattr(hook, "__self__", None) for hook in forward_pre_hooks(module).values())
     return next((state._mp_policy for state in states if hasattr(state, "_mp_policy")), None)
 
 
 def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """Return (device, dtype, non_blocking, memory format) from the arguments of a `Tensor.to` call."""
+    """Return (device, dtype, non_blocking, memory format) by the arguments of a `Tensor.to` call."""
     return tuple(torch._C._nn._parse_to(*args, **kwargs))
 
 
 def unscale_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """Unscale one device's gradients in place, as GradScaler does; set `found_inf` to 1 if a gradient is not finite."""
+    """Unscale one device's gradients in place, like GradScaler. Set `found_inf` to 1 if one is not finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
 
 
 def multiply_each(tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> list[torch.Tensor]:
-    """Multiply each tensor by the number at its index, in its own dtype. A GPU runs one kernel for equal dtypes."""
+    """Multiply each tensor by the number at its index, in its own dtype. For equal dtypes, a GPU runs one kernel."""
     return list(torch._foreach_mul(tuple(tensors), list(numbers)))
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy and cast each source into the target at its index. A GPU runs one kernel for equal dtypes and layouts."""
+    """Copy and cast each source into the target at its index. For equal dtypes and layouts, a GPU runs one kernel."""
     torch._foreach_copy_(tuple(targets), tuple(sources))
 
 
 def file_offset(storage: torch.UntypedStorage) -> int | None:
-    """Return the file offset at which `torch.load` found the data of a meta storage; None for any other storage."""
+    """Return the file offset of a meta storage's data, as found by `torch.load`; None for another storage."""
     begin = getattr(storage, "_checkpoint_offset", None)
     return None if begin is None else int(begin)
 
@@ -297,25 +297,25 @@ PARAMETERS: Final = "_parameters"
 BUFFERS: Final = "_buffers"
 CHILDREN: Final = "_modules"
 HELD: Final = (CHILDREN, PARAMETERS, BUFFERS)
-"""Attributes of a module that hold its children, parameters and buffers."""
+"""Module attributes with children, parameters and buffers."""
 HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 ALL_HOOKS: Final = (*HOOKS, "_backward_pre_hooks")
 EXTRA_STATE: Final[str] = _EXTRA_STATE_KEY_SUFFIX
-"""Suffix of the state dict key under which a module saves its extra state."""
+"""Suffix of the state dict key of a module's extra state."""
 MODULE_CALL: Final = nn.Module._call_impl.__code__
 """The code object of torch that calls a module's forward."""
 COMPILED_CALL: Final = "_compiled_call_impl"
-"""Attribute of a module that holds the compiled code after `module.compile()`."""
+"""Module attribute with the compiled code after `module.compile()`."""
 
 
-# Functions instead of attrgetters: torch.compile traces a fused module's access to its hooks.
+# Functions and not attrgetters: torch.compile traces how a fused module reads its hooks.
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dictionary of a module's parameters, without those of its children."""
+    """Return the dictionary of a module's parameters, without its children's."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the dictionary of a module's buffers, without those of its children."""
+    """Return the dictionary of a module's buffers, without its children's."""
     return module._buffers
 
 
@@ -335,7 +335,7 @@ def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
 
 
 class UncastBuffers(nn.Module):
-    """A module whose buffers keep their dtypes when the module is cast. The buffers still move between devices."""
+    """A module whose buffers keep their dtypes in a cast of the module. They still move between devices."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         def moved(buffer: torch.Tensor) -> torch.Tensor:
@@ -350,17 +350,17 @@ def state_dict_hooks(module: nn.Module) -> dict[int, Any]:
 
 
 def own_state(module: nn.Module, into: dict[str, Any], prefix: str) -> None:
-    """Add the state dict of a module, without its children, to `into`; the tensors are not detached."""
+    """Add the state dict of a module without its children to `into`. The tensors are not detached."""
     module._save_to_state_dict(into, prefix, True)
 
 
 def original(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` wraps, or `module` itself if it is not wrapped."""
+    """Return the module that `torch.compile` wraps; another module is returned itself."""
     return getattr(module, ORIGINAL, module)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is compiled, by `module.compile()` or by `torch.compile`."""
+    """Return whether a module is compiled by `module.compile()` or `torch.compile`."""
     return hasattr(module, ORIGINAL) or getattr(module, COMPILED_CALL, None) is not None
 
 
@@ -377,8 +377,8 @@ def has_compiler() -> bool:
 
 
 # ------------------------------------------------------------------- modes below those of a running script
-# A mode's `with` exits by popping the top of the stack. A script may enter its mode before isotype enters another, and
-# exit it first. So isotype's mode goes below the script's modes, and is removed from any position of the stack.
+# At its end, a mode's `with` pops the top of the stack. A script may enter its mode before isotype does, and leave it
+# first. So isotype's mode is put below the script's modes, and is removed from any position.
 
 
 def put_under(*modes: TorchFunctionMode | TorchDispatchMode) -> None:
@@ -391,7 +391,7 @@ def put_under(*modes: TorchFunctionMode | TorchDispatchMode) -> None:
 
 
 def take_out(*modes: TorchFunctionMode | TorchDispatchMode) -> None:
-    """Exit modes that `put_under` entered and that are still active; the script's modes stay."""
+    """Exit modes of `put_under` that are still active. The script's modes stay."""
     for mode in modes:
         stack = stack_of(mode)
         _push_all(stack, [other for other in _pop_all(stack) if other is not mode])
@@ -410,7 +410,7 @@ def no_modes() -> Iterator[None]:
 
 @contextmanager
 def no_saved_tensor_hooks() -> Iterator[None]:
-    """Let autograd save tensors without the script's hooks, as those of a running `torch.utils.checkpoint.checkpoint`."""
+    """Let autograd save tensors without the script's hooks, such as those of a running `torch.utils.checkpoint.checkpoint`."""
     hooks: Any = torch._C._autograd
     popped = []
     while (top := hooks._top_saved_tensors_default_hooks(False)) is not None:
@@ -424,7 +424,7 @@ def no_saved_tensor_hooks() -> Iterator[None]:
 
 
 def _pop_all(stack: ModeStack) -> list[Any]:
-    """Pop the script's modes and return them, top first; torch's internal modes stay."""
+    """Pop the script's modes and return them, the top first. torch's internal modes stay."""
     popped = []
     while stack.length() and not stays_at_the_bottom(stack.at(stack.length() - 1)):
         popped.append(stack.pop())
@@ -451,7 +451,7 @@ def around_scaler_step(replaced: Replacements, wrapper: Callable[..., Any]) -> N
 
 @contextmanager
 def fake_errors_unlogged() -> Iterator[None]:
-    """Hide the tracebacks of errors in fake kernels: torch logs a traceback even if the error is caught."""
+    """Hide the tracebacks of errors in fake kernels: torch logs them even if the errors are caught."""
     logger = logging.getLogger(FAKE_LOGGER)
     disabled, logger.disabled = logger.disabled, True  # a new level would clear what all loggers have cached
     try:
@@ -461,7 +461,7 @@ def fake_errors_unlogged() -> Iterator[None]:
 
 
 def forget_parametrized(module: nn.Module, name: str) -> None:
-    """Drop the cached value of a parametrized tensor (`torch.nn.utils.parametrize.cached`)."""
+    """Drop a parametrized tensor's cached value (`torch.nn.utils.parametrize.cached`)."""
     parametrize._cache.pop((id(module), name), None)
 
 
@@ -470,7 +470,7 @@ def forget_parametrized(module: nn.Module, name: str) -> None:
 
 @contextmanager
 def fake_process_group(size: int) -> Iterator[Any]:
-    """Yield a one-dimensional `DeviceMesh` of `size` processes, in which this process has rank 0.
+    """Yield a one-dimensional `DeviceMesh` of `size` processes. This process has rank 0.
 
     Raises:
         ValueError: this process has a process group already.
@@ -488,7 +488,7 @@ def fake_process_group(size: int) -> Iterator[Any]:
 
 
 def runs_without_gradients(function: Any) -> bool:
-    """Return whether `torch.no_grad` or `torch.inference_mode` decorates a function."""
+    """Return whether a function is decorated by `torch.no_grad` or `torch.inference_mode`."""
     while function is not None:
         values = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
         contexts = (getattr(value, "__self__", value) for value in values)

@@ -1,7 +1,7 @@
-"""Casts of a module (`module.to(dtype)`) that set the data of fake parameters, as torch sets the data of real ones.
+"""Casts of a module (`module.to(dtype)`): they set the data of fake parameters, as torch does for real ones.
 
-`Module._apply` (torch/nn/modules/module.py, torch 2.13) swaps a fake parameter with the cast tensor. It refuses to swap a
-tensor that is in use: by a recorded operator, or by a backward that is still to run.
+`Module._apply` (torch/nn/modules/module.py, torch 2.13) swaps a fake parameter with the cast tensor. It refuses this for
+a tensor in use: by a recorded operator, or by a backward that is still to run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SWAP: Any = nn.Module._apply
 
 @contextmanager
 def casts_in_place() -> Iterator[None]:
-    """Cast modules with fake parameters in place while the context is on."""
+    """In the `with` block, modules with fake parameters are cast in place."""
     with replaced(nn.Module, "_apply", _apply):
         yield
 

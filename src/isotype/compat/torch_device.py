@@ -1,9 +1,8 @@
-"""torch: simulates the device that a script names, on a machine that may lack this device.
+"""torch: simulates the device that a script names, on a machine without it.
 
-A trace computes on CPU tensors, whatever device it simulates. If the code of the model or of the loss names the
-simulated device, the CPU is used instead: `x.to("cuda")`, `torch.zeros(3, device="cuda")`, `with
-torch.autocast("cuda")`. On a machine without a GPU, torch would raise an error for `"cuda"`, and would disable
-autocast. Streams, events and counters return the values of an idle device.
+A trace computes on CPU tensors, whatever device it simulates. Where the code of the model or loss names the device, the
+CPU is used: `x.to("cuda")`, `torch.zeros(3, device="cuda")`, `with torch.autocast("cuda")`. Without a GPU, torch would
+raise an error for `"cuda"`, and turn autocast off. Streams, events and counters return the values of an idle device.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _BY_DEVICE: tuple[tuple[Any, str], ...] = (
     (torch.autocast, "__init__"),
     (autocast_mode, "_cast"),  # `custom_fwd(cast_inputs=…)` casts tensors on the named device
 )
-# Functions that wait for the device or query it, and their results: nothing runs, nothing is counted, and random numbers
-# come from the CPU's generator.
+# Functions that wait for the device or ask it, and their results: nothing runs, nothing is counted, and random numbers
+# are from the CPU's generator.
 _QUIET: Mapping[str, Any] = {
     **dict.fromkeys(("synchronize", "empty_cache", "ipc_collect", "set_device")),
     **dict.fromkeys(("manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all")),
@@ -57,7 +56,7 @@ _LEGACY_TENSORS = tuple(
 _PROMOTED = frozenset(
     ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "index_copy")
 )
-"""Functions whose operands only the CPU's autocast promotes. It raises for the 16-bit dtype that is not autocast's."""
+"""Functions whose operands only the CPU's autocast promotes. It raises an error for the 16-bit dtype that is not its own."""
 _MOVES = ("cuda", "xpu", "pin_memory")
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 
@@ -78,19 +77,19 @@ class Device(Protocol):
     def memory_bytes(self) -> int | None: ...
 
     def supports(self, dtype: torch.dtype) -> str:
-        """Return `"native"` or `"emulated"` if the device computes in `dtype`, or another word if it does not."""
+        """Return `"native"` or `"emulated"` if the device computes in `dtype`; another word if not."""
 
 
 def device_type(kind: str) -> str:
-    """Return torch's device type for a kind of device, such as `"cuda"` for the kinds `"cuda"` and `"rocm"`."""
+    """Return torch's device type for a kind of device: `"cuda"` for `"cuda"` and `"rocm"`."""
     return _DEVICE_TYPES.get(kind, kind)
 
 
 @contextlib.contextmanager
 def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
-    """Let autocast for the simulated device cast CPU tensors, by default to autocast's default dtype for this device.
+    """Let the simulated device's autocast cast CPU tensors, by default to this autocast's default dtype.
 
-    If `profile` is given, torch's functions that describe the device return the properties of the profile.
+    With a `profile`, torch's functions about the device return the properties in the profile.
     """
     simulated = device_type(kind)
     if simulated == "cpu":
@@ -107,11 +106,11 @@ def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_for(profile: Device, named: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Create models and tensors on the CPU if code inside the `with` block names the simulated device.
+    """In the `with` block, code that names the simulated device makes models and tensors on the CPU.
 
-    torch reports that the device is available, so that code with a branch for this device takes the branch. Libraries
-    may cache that the device is available, so use `written_for` only in a process that does nothing else. `named` is
-    called whenever code asks for the device, creates a tensor on it, or moves a tensor there.
+    torch reports that the device is available, so code with a branch for it takes this branch. Libraries may cache the
+    answer. So use this function only in a process that does nothing else. `named` is called whenever code asks for the
+    device, or makes or moves a tensor there.
     """
     simulated = device_type(profile.kind)
     with contextlib.ExitStack() as stack:
@@ -131,11 +130,11 @@ def written_for(profile: Device, named: Callable[[], None] = lambda: None) -> It
 
 _OF_GPUS = ("device_ids", "output_device")
 _NEEDS_GPU = ("bitsandbytes", "isotype", "triton", "torch._", "torch.utils.data")
-"""Modules that load kernels for an available GPU, start threads for it, or require that parameters are on it."""
+"""Modules that load kernels for an available GPU, start threads for it, or need parameters on it."""
 
 
 def _answer(replaced: Replacements, simulated: str, named: Callable[[], None]) -> None:
-    """Let torch report that the simulated device is available, except to modules that cannot do without a real one."""
+    """Let torch report that the simulated device is available. Modules that need a real one get the truth."""
     backend = getattr(torch, simulated)
 
     def answer(here: Any, there: Any, _ask: Callable[..., Any], *_: Any, **__: Any) -> Any:
@@ -154,9 +153,9 @@ def _answer(replaced: Replacements, simulated: str, named: Callable[[], None]) -
 
 
 def _redirect(replaced: Replacements, names: re.Pattern[str], named: Callable[[], None]) -> None:
-    """Replace the simulated device by the CPU in functions that pass no function mode, in new threads, and in backwards.
+    """Put the CPU in place of the simulated device in functions without a function mode, new threads, and backwards.
 
-    torch runs a backward without the function modes in which it was called (`handle_torch_function`).
+    torch runs a backward without the function modes of its call (`handle_torch_function`).
     """
 
     def load(load: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +204,7 @@ class _OnCPU(TorchFunctionMode):
 
 
 def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
-    """Return (owner, attribute name, new value) for everything in torch that a simulation replaces."""
+    """Return (owner, attribute name, new value) for all that a simulation replaces in torch."""
     backend = getattr(torch, simulated)
     answers = {name: _quiet(result) for name, result in _QUIET.items()}
     answers |= dict.fromkeys(_STREAMS, _Idle)
@@ -235,7 +234,7 @@ def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
 
 
 def _facts(simulated: str, profile: Device | None) -> Iterator[tuple[Any, str, Any]]:
-    """Yield (owner, attribute name, new function) for each torch function that returns a property in `profile`."""
+    """Yield (owner, attribute name, new function) for each torch function about a property in `profile`."""
     if profile is None:
         return
     backend, memory = getattr(torch, simulated), profile.memory_bytes
@@ -258,7 +257,7 @@ def _facts(simulated: str, profile: Device | None) -> Iterator[tuple[Any, str, A
 
 
 def _renamed(function: Callable[..., Any], simulated: str) -> Callable[..., Any]:
-    """Wrap `function` so that it receives `"cpu"` in place of the name of the simulated device."""
+    """Wrap `function`: it gets `"cpu"` in place of the simulated device's name."""
     has_default = function is torch.is_autocast_enabled  # without arguments, it returns CUDA's setting
 
     def renamed(value: Any) -> Any:
@@ -304,7 +303,7 @@ class _Idle:
 
 
 class _Generators(type):
-    """Metaclass of the replacement of `torch.Generator`, which creates CPU generators for any device."""
+    """Metaclass of the class in place of `torch.Generator`. It makes CPU generators for any device."""
 
     _real = torch.Generator
 
@@ -318,9 +317,9 @@ class _Generators(type):
 def _flex_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Any, _: Any, scale: float, *__: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Replace FlexAttention's kernel, which has no backward on a CPU, by a kernel with the same operands and memory.
+    """Replaces FlexAttention's kernel, without a backward on CPUs, by a kernel with the same operands and memory.
 
-    The kernel casts its operands to autocast's dtype. `score` runs once, for the tensors that it contains.
+    The kernel casts its operands to autocast's dtype. `score` runs once, for the tensors in it.
     """
     cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     repeats = query.shape[1] // key.shape[1]
@@ -347,7 +346,7 @@ def fused_attention(
     scale: float | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Compute `scaled_dot_product_attention` with the operator of a GPU's kernel, `efficient` or `cudnn`, on fake tensors."""
+    """Compute `scaled_dot_product_attention` by the operator of a GPU's kernel (`efficient`, `cudnn`) on fake tensors."""
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
@@ -362,7 +361,7 @@ def fused_attention(
 
 
 def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[Any, Any, Any]:
-    """Return (function, args, kwargs) of a torch call, with the CPU in place of each device whose name matches `named`."""
+    """Return (function, args, kwargs) of a torch call, with the CPU in place of each device named as in `named`."""
     if func is torch.device:  # only a name: tensors that are created or moved there go to the CPU
         kinds = filter(named.fullmatch, _KINDS) if args and type(args[0]) is int else ()
         return func, (*kinds, *args), kwargs
@@ -408,5 +407,5 @@ def _cpu_for(value: Any, named: re.Pattern[str]) -> Any:
 
 
 def names_of(kind: str) -> re.Pattern[str]:
-    """Return a pattern that matches the simulated device's name in code, with or without an index."""
+    """Return a pattern for the simulated device's name in code, with or without an index."""
     return re.compile(rf"{re.escape(device_type(kind))}(:\d+)?")

@@ -1,4 +1,4 @@
-"""torch's private GPU operators for RMSNorm. The weight must have the input's dtype, and there is no offset."""
+"""torch's private GPU operators of RMSNorm. The weight needs the input's dtype, and there is no offset."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import torch
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same results as `isotype.lora.gpu.elementwise.rms_norm`.
+    """Return the results of `isotype.lora.gpu.elementwise.rms_norm`.
 
-    The norm is computed in float32 and rounded once (aten/src/ATen/native/cuda/layer_norm_kernel.cu, torch 2.9 and
-    later).
+    The norm is computed in float32 and rounded once (aten/src/ATen/native/cuda/layer_norm_kernel.cu, from torch 2.9 on).
     """
     y, inverse = torch.ops.aten._fused_rms_norm(x, list(weight.shape), weight, eps)
     return y, inverse
@@ -20,7 +19,7 @@ def rms_norm(
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
 ) -> torch.Tensor:
-    """Return the gradient of x. `grad` is the gradient of the norm's result."""
+    """Return the gradient of x. `grad` is that of the norm's result."""
     d_x: torch.Tensor
     d_x, _ = torch.ops.aten._fused_rms_norm_backward(
         grad, x, list(weight.shape), inverse, weight, [True, False]

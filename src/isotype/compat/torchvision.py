@@ -1,4 +1,4 @@
-"""torchvision (0.20 to 0.29): makes it importable even if its compiled operators were built for another torch."""
+"""torchvision (0.20 to 0.29): can be imported even if its compiled operators are for another torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from isotype.compat.imports import when_imported
 
 _NAMED_AT_IMPORT = ("nms", "qnms")
-"""Operators for which torchvision registers shape functions on import, even if the operators are not loaded."""
+"""Operators for which torchvision registers shape functions on import, even if they are not loaded."""
 _declared: list[Any] = []  # an operator stays declared as long as its torch.library.Library exists
 
 
 @contextmanager
 def importable() -> Iterator[None]:
-    """Call `make_importable` if transformers is imported inside the `with` block, because transformers imports torchvision."""
+    """Call `make_importable` if transformers is imported in the `with` block, because it imports torchvision."""
     if "transformers" in sys.modules:
         make_importable()
         yield
@@ -31,9 +31,9 @@ def importable() -> Iterator[None]:
 
 
 def make_importable() -> None:
-    """Let `import torchvision` succeed even if its operators cannot be loaded, as in PyPI's CUDA wheel with a CPU torch.
+    """Let `import torchvision` succeed if its operators cannot be loaded: PyPI's CUDA wheel with a CPU torch.
 
-    The import needs two operators. isotype declares these operators without kernels: no image processor calls them.
+    The import needs two operators. isotype declares them without kernels: no image processor calls them.
     """
     if "torchvision" in sys.modules or find_spec("torchvision") is None:
         return

@@ -1,7 +1,7 @@
-"""transformers (5.20 to 5.24): gives isotype public names for private parts of models, configs and the Trainer.
+"""transformers (5.20 to 5.24): public names for private parts of models, configs and the Trainer.
 
-Only the functions that need transformers import it. tests/compat/test_transformers.py fails if a name is gone or has changed
-its meaning.
+Only functions that need transformers import it. tests/compat/test_transformers.py fails if a name is gone or means
+something else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from isotype.compat.standard import frame_above
 # -------------------------------------------------------------------------------------------------------- models
 
 DTYPE_PLAN: Final = "_get_dtype_plan"
-"""A model class's method: it returns the parameters whose dtype differs from the model's dtype."""
+"""A model class's method: returns the parameters in another dtype than the model's."""
 LOAD: Final = "_load_pretrained_model"
 """A model class's method: it loads weights from files into a model."""
 
@@ -43,41 +43,41 @@ def _sets(name: str) -> Callable[[Any, Any], None]:
 
 
 pinned = _reads("_keep_in_fp32_modules")
-"""Return the name patterns of modules that stay float32 in a float16 model, or None if there are none."""
+"""Return name patterns of modules that stay float32 in a float16 model; None without any."""
 pinned_strictly = _reads("_keep_in_fp32_modules_strict")
-"""Return the name patterns of modules that stay float32 in any model, or None if there are none."""
+"""Return name patterns of modules that stay float32 in any model; None without any."""
 mapping_of = _reads("_model_mapping")
-"""Return the mapping by which an auto class finds the model class for a config class; None for any other class."""
+"""Return the mapping of an auto class: config class -> model class; None for another class."""
 name_of, rename = _reads("_name_or_path"), _sets("_name_or_path")
-"""Return or set the path or hub id from which a config was loaded; PEFT and trainers read this name."""
+"""Return or set the path or hub id from which a config was loaded. PEFT and trainers read it."""
 has_own_adapters = _reads("_hf_peft_config_loaded", False)
-"""Return whether adapters were added by the model's own method `load_adapter`, which creates no `PeftModel`."""
+"""Return whether the model's own method `load_adapter`, without a `PeftModel`, has added adapters."""
 may_be_missing = _reads("_keys_to_ignore_on_load_missing", ())
-"""Return name patterns of tensors that a checkpoint of the model may lack."""
+"""Return name patterns of tensors that may be missing in a checkpoint."""
 may_be_surplus = _reads("_keys_to_ignore_on_load_unexpected", ())
-"""Return name patterns of checkpoint tensors that the model ignores."""
+"""Return name patterns of a checkpoint's tensors that the model ignores."""
 conversions, set_conversions = _reads("_weight_conversions"), _sets("_weight_conversions")
-"""Return or set the list of conversions that loading applies and that saving reverses; None if there are none."""
+"""Return or set the conversions that loading applies and saving reverses; None without any."""
 attention_of, set_attention = _reads("_attn_implementation"), _sets("_attn_implementation")
-"""Return or set the attention implementation of a config, or of a model that will be built from it; None if unset."""
+"""Return or set the attention implementation of a config, or of a model to be built from it; None if unset."""
 gate_of = _reads("_apply_gate")
-"""Return the function by which an experts module combines gate and up projections; None for any other module."""
+"""Return the function by which an experts module combines gate and up; None for another module."""
 has_parallel_experts = _reads("_is_expert_parallel", False)
-"""Return whether this process holds only some of the module's experts."""
+"""Return whether this process has only some of the module's experts."""
 
 
 def unsplit_classes(model: Any) -> frozenset[str]:
-    """Return the names of the module classes that transformers never splits across devices; accelerate shards each as a unit."""
+    """Return names of module classes that transformers never splits across devices. accelerate shards each as a unit."""
     return frozenset(getattr(model, "_no_split_modules", None) or ())
 
 
 def has_states(model: Any) -> bool:
-    """Return whether a model has a recurrent state, in which attention masks cannot separate documents."""
+    """Return whether a model has a recurrent state. Attention masks cannot separate documents in it."""
     return bool(getattr(without_peft(model), "_is_stateful", False))
 
 
 def lines_separating_documents() -> frozenset[str]:
-    """Return the lines (`file:line`) of transformers that find a packed row's documents by the row's position ids."""
+    """Return the lines (`file:line`) where transformers finds a packed row's documents by position ids."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     code = find_packed_sequence_indices.__code__
@@ -90,25 +90,25 @@ def never_saved(model: Any) -> set[str]:
 
 
 def draw(model: Any, module: Any) -> None:
-    """Initialize a module's parameters by the rules of its model's class."""
+    """Initialize a module's parameters by its model class's rules."""
     model._init_weights(module)
 
 
 def mark_as_loaded(tensor: Any) -> None:
-    """Mark a tensor as loaded, so that transformers does not initialize it."""
+    """Mark a tensor as loaded. Then transformers does not initialize it."""
     tensor._is_hf_initialized = True
 
 
 def use_plain_experts(config: Any) -> None:
-    """Select transformers' eager experts, which run in any dtype. Do nothing if the config has no setting for experts."""
+    """Select transformers' eager experts, which run in any dtype. Do nothing without such a setting in the config."""
     if getattr(config, "_experts_implementation", None) is not None:
         config._experts_implementation = "eager"
 
 
 def keep_weights(model: Any) -> None:
-    """Stop RWKV from dividing weights of later layers before an evaluation. The model's own config is unchanged.
+    """Stop RWKV from dividing weights of later layers before an evaluation. The model's own config stays the same.
 
-    transformers leaves the adapters of these layers as they are, and fails if the layers are quantized
+    transformers would leave the adapters of these layers as they are, and fails if the layers are quantized
     (https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/models/rwkv/modeling_rwkv.py).
     """
     for module in model.modules():
@@ -123,37 +123,37 @@ def fresh_model(cls: Any, config: Any, dtype: Any = None) -> Any:
 
 
 def takes_attention(model: Any) -> bool:
-    """Return whether a model's attention can be replaced, because the model takes it from transformers' registry."""
+    """Return whether a model takes its attention from transformers' registry, where it can be replaced."""
     return bool(model._can_set_attn_implementation())
 
 
 def mark_as_sharded(model: Any) -> None:
-    """Let every process continue in `model.generate` until the last process has finished, as FSDP requires."""
+    """Let every process continue in `model.generate` until the last one has finished, as FSDP needs it."""
     model._is_fsdp_managed_module = True
 
 
 # ------------------------------------------------------------------------------------------------- a class for one load
 
 Names = Callable[[Any], set[str]]
-"""A function that takes a model and returns names of its parameters."""
+"""A function: model -> names of its parameters."""
 Reading = Callable[[Any, Any, Any, Any, Callable[[], Any]], Any]
-"""A function (model, weights in memory, files, settings, transformers' reader); it returns what transformers' reader returns."""
+"""A function of (model, weights in memory, files, settings, transformers' reader). It returns what that reader returns."""
 
 
 def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None = None) -> Any:
-    """Return a subclass of `cls` for loading one model; `own_class_again` gives the loaded model its class again.
+    """Return a subclass of `cls` for loading one model. `own_class_again` gives the model its class back.
 
-    The subclass has the name and the module of `cls`, and keeps all parameters in float32 that `cls` marks for float32. In
-    bfloat16 models, transformers casts `_keep_in_fp32_modules` to bfloat16; a cast back would not restore their digits.
+    The subclass has the name and module of `cls`, and keeps all parameters in float32 that `cls` marks for it. In
+    bfloat16 models, transformers casts `_keep_in_fp32_modules` to bfloat16, and no cast back would restore their digits.
 
     Args:
-        float32: function that returns the names of more parameters to keep in float32; there are none by default.
-        read: function that loads the weights into the model; by default transformers loads them.
+        float32: returns names of more parameters to keep in float32; by default none.
+        read: loads the weights into the model; by default transformers does.
     """
 
     def post_init(self: Any) -> None:
         super(derived, self).post_init()
-        # The quantizer skips the modules named here; a strict pin must not be quantized either.
+        # The quantizer skips the modules in this list. A strict pin must not be quantized, either.
         strict = {name.removesuffix(".weight") for name in pinned_strictly(self)}
         self._keep_in_fp32_modules = pinned(self) | strict
 
@@ -175,7 +175,7 @@ def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None 
 
 
 def own_class_again(model: Any) -> None:
-    """Restore the class of a model that was loaded by a subclass from `class_for_load`."""
+    """Restore the class of a model that a subclass of `class_for_load` has loaded."""
     model.__class__ = type(model).__mro__[1]
 
 
@@ -184,7 +184,7 @@ def own_class_again(model: Any) -> None:
 GRADIENT_NORM: Final = "_get_grad_norm"
 """The trainer's method that returns the norm of a step's unscaled gradients before clipping."""
 PREPARE_INPUTS: Final = "_prepare_inputs"
-"""The trainer's method that prepares a data loader's batch for the model."""
+"""The trainer's method that prepares a batch of the data loader for the model."""
 
 
 STEPS: Final[Mapping[str, str]] = {
@@ -204,10 +204,10 @@ _Mixin: Any = object
 
 
 class TrainerSteps(_Mixin):  # type: ignore[misc]
-    """Gives private methods of transformers' Trainer the public names in `STEPS`, so that a subclass may override and call them.
+    """Gives private methods of transformers' Trainer the public names in `STEPS`. A subclass may override and call them.
 
-    A subclass lists `TrainerSteps` before the Trainer in its bases. Each private method here calls the public one; the
-    public one, if it is not overridden, calls the Trainer's private method.
+    A subclass has `TrainerSteps` before the Trainer in its bases. Each private method here calls the public one. If that
+    one is not overridden, it calls the Trainer's private method.
     """
 
 
@@ -228,10 +228,10 @@ for _public, _private in STEPS.items():
 
 
 def train_on_first_gpu(training: Any) -> None:
-    """Let the training use only the first visible GPU if no launcher started this process.
+    """Let the training use only the first visible GPU, unless a launcher has started this process.
 
-    Without a launcher, `TrainingArguments._n_gpu` counts all visible GPUs, and the Trainer uses `nn.DataParallel`.
-    TRL's trainers reject several GPUs (`args.n_gpu > 1` in trl/trainer/sft_trainer.py), but only after loading the weights.
+    Without a launcher, `TrainingArguments._n_gpu` counts all visible GPUs, and the Trainer uses `nn.DataParallel`. TRL's
+    trainers reject several GPUs (`args.n_gpu > 1` in trl/trainer/sft_trainer.py), but only after loading the weights.
     tests/train/test_launched.py fails if the attribute is gone.
     """
     if training.n_gpu > 1:
@@ -247,11 +247,11 @@ def gpus_left(training: Any) -> int:
 
 
 SINCE: Final = {"_defer_fsdp_gradient_reduction": Version("5.23")}
-"""Methods in `STEPS` that older versions of transformers lack, with the first version that has them."""
+"""Methods in `STEPS` that are not in older transformers, with the first version that has them."""
 
 
 def incompatibilities(trainer: type) -> list[str]:
-    """Return a sentence for every method in `STEPS` that a trainer class lacks; the trainer would never call this method."""
+    """Return a sentence for each method in `STEPS` that a trainer class lacks, and so would never call."""
     installed = Version(version("transformers"))
     steps = [name for name in STEPS.values() if name not in SINCE or installed >= SINCE[name]]
     return [f"{trainer.__name__} has no method {name}" for name in steps if not hasattr(trainer, name)]
@@ -262,13 +262,13 @@ def incompatibilities(trainer: type) -> list[str]:
 
 @contextmanager
 def fakes_taken_for_real() -> Iterator[None]:
-    """Let transformers (5.20 to 5.24) run the same code for fake tensors as for real tensors inside the `with` block.
+    """In the `with` block, transformers (5.20 to 5.24) runs the same code for fake tensors as for real ones.
 
-    If `is_tracing` in transformers/utils/import_utils.py sees a fake tensor, transformers acts as in an export: it always
-    creates masks, repeats keys and values, and uses another attention kernel. On the CPU before torch 2.11,
-    `_can_use_grouped_mm` in transformers/integrations/moe.py checks that memory is aligned to 16 bytes. torch aligns the
-    memory of real tensors, but fake tensors have no memory. tests/compat/test_others.py fails once one of the two
-    replacements is no longer needed.
+    If `is_tracing` in transformers/utils/import_utils.py sees a fake tensor, transformers acts as in an export: it
+    always makes masks, repeats keys and values, and uses another attention kernel. On the CPU before torch 2.11,
+    `_can_use_grouped_mm` in transformers/integrations/moe.py needs memory that is aligned to 16 bytes. Memory of real
+    tensors is, but fake tensors have none. tests/compat/test_others.py fails when one of the two replacements is no
+    longer needed.
     """
     experts = sys.modules.get("transformers.integrations.moe")
     decide: Any = getattr(experts, "_can_use_grouped_mm", None)
@@ -285,10 +285,10 @@ def fakes_taken_for_real() -> Iterator[None]:
 
 @contextmanager
 def fp8_kernels_replaced(runs: bool) -> Iterator[None]:
-    """Replace FP8 kernels by plain products of equal shapes in the `with` block, if the device `runs` FP8 layers.
+    """In the `with` block, plain products of equal shapes replace FP8 kernels, if the device `runs` FP8 layers.
 
-    The kernels of FP8 layers read memory, which fake tensors do not have. They have no backward, and in transformers
-    5.20 FP8 layers have none. For older GPUs, transformers dequantizes the weights when it loads them.
+    The kernels of FP8 layers read memory, which fake tensors do not have. They have no backward; in transformers 5.20,
+    FP8 layers have none, either. For older GPUs, transformers dequantizes the weights when it loads them.
     """
     layers, replacements = sys.modules.get("transformers.integrations.finegrained_fp8"), Replacements()
     if layers is not None and runs:
@@ -302,7 +302,7 @@ def fp8_kernels_replaced(runs: bool) -> Iterator[None]:
 
 
 def _product(_: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Return a product of both tensors in the dtype of x, without memory for a dequantized weight and without a backward."""
+    """Return a product of both tensors in x's dtype, without memory for a dequantized weight, and without a backward."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         entry = weight.flatten()[:1].to(x.dtype) * scale.flatten()[:1].to(x.dtype)
         return x @ entry.expand(x.shape[-1], weight.shape[-2])
@@ -315,7 +315,7 @@ def _with_bias(_: Any, x: Any, weight: Any, scale: Any, *sizes: Any, bias: Any =
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Hide transformers' progress bars inside the `with` block, unless the user's settings say to show or hide them."""
+    """In the `with` block, hide transformers' progress bars, unless the user's settings show or hide them."""
     from huggingface_hub import constants
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
     from transformers.utils import logging
@@ -334,7 +334,7 @@ def without_bars() -> Iterator[None]:
 
 
 def gguf_bar_hidden() -> AbstractContextManager[None]:
-    """Hide transformers' progress bar for the tensors of a GGUF file. transformers has no setting for this bar."""
+    """Hide transformers' progress bar for the tensors of a GGUF file. It has no setting for this bar."""
     from transformers import modeling_gguf_pytorch_utils as legacy
 
     return replaced(legacy, "tqdm", partial(legacy.tqdm, disable=True))
@@ -343,11 +343,11 @@ def gguf_bar_hidden() -> AbstractContextManager[None]:
 def steps_seen(
     trainer: Any, step: Callable[..., Any], loss: Callable[..., Any], norm: Callable[..., Any]
 ) -> Replacements:
-    """Wrap a trainer's `training_step`, its `compute_loss` and its method that computes the gradient norm.
+    """Wrap a trainer's `training_step`, its `compute_loss`, and its method for the gradient norm.
 
-    A wrapper is called with the method that it wraps and the arguments of the call.
-    Callbacks do not suffice: they get no batch and no loss, and they get the gradient norm only in logged steps. A method
-    that a script has replaced on the trainer object is not wrapped.
+    A wrapper is called with the wrapped method and the call's arguments. Callbacks are not enough: they get no batch and
+    no loss, and the gradient norm only in logged steps. A method that a script has put on the trainer object is not
+    wrapped.
     """
     methods = Replacements()
     for name, wrapper in (("training_step", step), ("compute_loss", loss), (GRADIENT_NORM, norm)):
@@ -369,7 +369,7 @@ def batches_as_they_are(trainer: Any) -> Iterator[None]:
 
 
 def calling_trainer() -> Any:
-    """Return the trainer that called the running callback (from the call stack), or None if there is no trainer."""
+    """Return the trainer that has called the running callback, by the call stack; None without one."""
     from transformers import Trainer
 
     frame: FrameType | None = frame_above(1)

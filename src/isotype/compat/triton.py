@@ -1,4 +1,4 @@
-"""triton (3.0 to 3.9): passes over kernels on fake tensors; prevents the list of leaked objects at the end of a process."""
+"""triton (3.0 to 3.9): passes over kernels on fake tensors, and hides the list of leaked objects at the end of a process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from isotype.compat.replaced import replaced
 
 _REPORTING = (3, 9)
-"""First release with nanobind. At the end of a process, nanobind prints all objects that have not been freed:
+"""First release with nanobind, which prints all objects that are not freed at the end of a process:
 https://nanobind.readthedocs.io/en/latest/refleaks.html
 """
 
 
 def leave_garbage() -> None:
-    """Skip the garbage collection at the end of this process, unless triton would print the objects that remain."""
+    """Skip the garbage collection at the end of this process, unless triton would print the remaining objects."""
     triton = sys.modules.get("triton")
     if triton is None or tuple(map(int, triton.__version__.split(".")[:2])) < _REPORTING:
         gc.freeze()
@@ -25,9 +25,9 @@ def leave_garbage() -> None:
 
 @contextmanager
 def without_kernels(launched: Callable[[str, Any], None], fake: type) -> Iterator[None]:
-    """Inside the `with` block, call `launched(name, arguments)` instead of each Triton kernel with a tensor of class `fake`.
+    """In the `with` block, call `launched(name, arguments)` in place of each Triton kernel with a tensor of class `fake`.
 
-    A kernel returns nothing and only writes tensors that exist already, so a trace knows all dtypes without the kernel.
+    A kernel returns nothing and writes only tensors that exist. So a trace knows all dtypes without it.
     """
     interface: Any = getattr(sys.modules.get("triton.runtime.jit"), "KernelInterface", None)
     if interface is None:

@@ -1,6 +1,6 @@
-"""TRL (1.16): the forward with a fused head that TRL sets on a model, and the completions that a GRPO trainer keeps.
+"""TRL (1.16): a forward with a fused head that TRL sets on a model, and the completions of a GRPO trainer.
 
-`add_fused_lm_head` (trl/trainer/utils.py) keeps the arguments of the head only in the closure of the forward.
+`add_fused_lm_head` (trl/trainer/utils.py) has the head's arguments only in the closure of the forward.
 https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/utils.py
 """
 
@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 _MAKER = "add_fused_lm_head"
 HEAD_ARGUMENTS = ("temperature", "cast_lm_head_to_fp32", "outputs")
-"""Names of the fused head's arguments in the closure of its forward."""
+"""Names of the fused head's arguments in its forward's closure."""
 _FORMER = "_isotype_trl_forward"
 
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -31,7 +31,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "trl.trainer.sft_trainer": ("DataCollatorForVisionLanguageModeling",),
     "trl.rewards": ("accuracy_reward",),  # one of the names of --reward_funcs
 }
-"""For each module of TRL: the names that a training uses, except names that only a training on a GPU uses (`trl.kernels`)."""
+"""Module of TRL -> the names that a training uses, without those of a GPU's training only (`trl.kernels`)."""
 
 
 def is_fused_forward(function: Any) -> bool:
@@ -41,7 +41,7 @@ def is_fused_forward(function: Any) -> bool:
 
 
 def head_arguments(function: Any) -> dict[str, Any]:
-    """Return the fused head's arguments from the closure of its forward; raises LookupError if one of them is missing."""
+    """Return the fused head's arguments in its forward's closure. Raise LookupError if one is missing."""
     held = inspect.getclosurevars(function).nonlocals
     missing = [name for name in HEAD_ARGUMENTS if name not in held]
     if missing:
@@ -50,7 +50,7 @@ def head_arguments(function: Any) -> dict[str, Any]:
 
 
 def put_forward(model: Any, forward: Callable[..., Any]) -> None:
-    """Set the model's forward to `forward(model, …)`, which may call the `former_forward`."""
+    """Make `forward(model, …)` the model's forward. It may call the `former_forward`."""
     model.__dict__[_FORMER] = model.forward
     model.forward = MethodType(forward, model)
 
@@ -64,7 +64,7 @@ def former_forward(model: Any) -> Callable[..., Any]:
 def headless_forward(model: Any) -> Callable[..., Any]:
     """Return the model's forward without a fused head.
 
-    TRL's forward refers to the model on which TRL set it, even if `model` is a copy.
+    TRL's forward refers to the model on which TRL has set it, also in a copy `model`.
     """
     forward: Any = former_forward(model)
     if is_fused_forward(forward):
@@ -74,14 +74,14 @@ def headless_forward(model: Any) -> Callable[..., Any]:
 
 
 def completions_of(trainer: Any) -> dict[str, Any] | None:
-    """Return the generated completions and the micro-batch count of a GRPO or RLOO trainer; None for any other trainer."""
+    """Return a GRPO or RLOO trainer's completions and its count of micro-batches; None for another trainer."""
     if not hasattr(trainer, "_buffered_inputs"):
         return None
     return {"batches": trainer._buffered_inputs, "micro_steps": trainer._step}
 
 
 def put_completions(trainer: Any, held: Mapping[str, Any] | None) -> None:
-    """Give a trainer the completions and batch count from `completions_of`, with the completions moved to its device."""
+    """Give a trainer the completions and the count of `completions_of`. The completions are moved to its device."""
     if held is not None:
         from accelerate.utils import send_to_device
 
@@ -90,10 +90,10 @@ def put_completions(trainer: Any, held: Mapping[str, Any] | None) -> None:
 
 
 def prompts_of(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the inputs from which a GRPO or RLOO trainer generates completions: padded prompts, and images.
+    """Return a GRPO or RLOO trainer's inputs for the generation: padded prompts, and images.
 
-    Return None if a function of the user's makes the prompts or the completions. The code follows `_generate_single_turn`
-    in trl/trainer/grpo_trainer.py.
+    Return None if a function of the user makes prompts or completions. The code follows `_generate_single_turn` in
+    trl/trainer/grpo_trainer.py.
     """
     from trl import prepare_multimodal_messages
 
@@ -122,13 +122,13 @@ def prompts_of(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
 
 def lacking(names: Iterable[str] = ()) -> list[str]:
-    """Return a clause for each name in `NAMES["trl"]` or `names` that `trl` lacks. Does not import the names."""
+    """Return a clause for each name in `NAMES["trl"]` or `names` that `trl` lacks. The names are not imported."""
     present = frozenset(dir(import_module("trl")))
     return [f"it has no {name}" for name in (*NAMES["trl"], *names) if name not in present]
 
 
 def lacking_inside() -> list[str]:
-    """Import the modules of TRL that `NAMES` lists; return a clause for every name that they lack."""
+    """Import the modules of TRL in `NAMES`. Return a clause for each name that they lack."""
     inside = ((module, name) for module, names in NAMES.items() if module != "trl" for name in names)
     return [f"{module} has no {name}" for module, name in inside if not _has(module, name)]
 
@@ -141,7 +141,7 @@ def _has(module: str, name: str) -> bool:
 
 
 def incompatibilities(utilities: Any) -> list[str]:
-    """Return a clause for each thing that `head_arguments` needs but that `utilities` (trl.trainer.utils) lacks."""
+    """Return a clause for each thing that `head_arguments` needs and `utilities` (trl.trainer.utils) lacks."""
     maker = getattr(utilities, _MAKER, None)
     if maker is None:
         return [f"{utilities.__name__} has no {_MAKER}"]

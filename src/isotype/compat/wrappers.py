@@ -1,4 +1,4 @@
-"""Parts of module names that other libraries' wrappers insert before a module's name. This file imports no library."""
+"""Parts that wrappers of other libraries put into module names. This file imports no library."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from typing import Final
 ORIGINAL: Final = "_orig_mod"
 """Attribute of `torch.compile(module)` that holds `module`."""
 WRAPPERS: Final = frozenset({ORIGINAL, "_orig_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Parts of module names that torch.compile, torch_xla, FSDP and activation checkpointing add."""
+"""Parts of module names by torch.compile, torch_xla, FSDP and activation checkpointing."""
 BETWEEN: Final = WRAPPERS | {"base_layer", "original_module"}
 """`WRAPPERS`, and the parts that PEFT adds."""

@@ -1,4 +1,4 @@
-"""The lowest layer: dtypes, errors, names, units, command-line parsing, atomic writes. core imports only compat."""
+"""The lowest layer: dtypes, errors, names, units, command lines, atomic writes. It imports only compat."""
 
 from pathlib import Path
 

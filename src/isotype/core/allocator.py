@@ -1,4 +1,4 @@
-"""Settings of torch's CUDA allocator. torch reads them once per process, so isotype sets them before it imports torch."""
+"""Settings of torch's CUDA allocator. torch reads them once, so isotype sets them before it imports torch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from itertools import pairwise
 from pathlib import Path
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables that torch 2.10 to 2.15 read; the first one is for all accelerators."""
+"""Environment variables of torch 2.10 to 2.15. The first one is for all accelerators."""
 
 EXPANDABLE = "expandable_segments:True"
 
 
 def let_segments_expand(arguments: Sequence[str] = ()) -> str | None:
-    """Turn on the allocator's expandable segments, so that batches of different lengths leave no gaps in GPU memory.
+    """Turn the allocator's expandable segments on: batches of several lengths then leave no gaps in GPU memory.
 
-    Call this function before torch is imported. It sets an environment variable and returns the new value. It changes
-    nothing and returns None if the user has set one of `VARIABLES`, if torch was built for ROCm or Windows
-    (`expandable_segments()` in c10/cuda/CUDAAllocatorConfig.h), or for `--use_vllm`: vLLM rejects expandable segments.
+    Call this before torch is imported. It sets an environment variable and returns its value. It does nothing and
+    returns None if the user has set one of `VARIABLES`, if torch was built for ROCm or Windows (`expandable_segments()`
+    in c10/cuda/CUDAAllocatorConfig.h), or for `--use_vllm`: vLLM rejects expandable segments.
     """
     if allocator_setting() or sys.platform == "win32" or _uses_vllm(arguments) or built_for("cuda") is None:
         return None
@@ -30,12 +30,12 @@ def let_segments_expand(arguments: Sequence[str] = ()) -> str | None:
 
 
 def allocator_setting() -> str | None:
-    """Return the allocator setting of this process as `NAME=value`; None if there is none."""
+    """Return the allocator setting of this process as `NAME=value`; None without one."""
     return next((f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ), None)
 
 
 def built_for(toolkit: str) -> str | None:
-    """Return the version of CUDA or HIP with which torch was built, or None. torch is not imported."""
+    """Return the version of CUDA or HIP for which torch was built, or None. torch is not imported."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None

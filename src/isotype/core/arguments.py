@@ -1,4 +1,4 @@
-"""A command-line parser that reports all invalid arguments in one error and suggests similar valid arguments."""
+"""A command-line parser that reports all invalid arguments in one error, and suggests similar valid ones."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from isotype.core.errors import IsotypeError, Problem, UsageError
 from isotype.core.tables import table
 
 _TABLES, COMMANDS = table(__file__), table(__file__, "commands.json")
-"""Names and values that users know from other libraries and earlier versions; the arguments that isotype's commands add."""
+"""Names and values that users know from other libraries and earlier versions, and the arguments of isotype's commands."""
 _OTHER_NAMES = {
     other: names.split() for names, others in _TABLES["names"].items() for other in others.split()
 }
-"""Maps short names, and names that other libraries use, to the names of isotype's arguments. A command has at most one of them."""
+"""Short names, and other libraries' names -> names of isotype's arguments. A command has at most one of them."""
 _ELSEWHERE = frozenset({*_OTHER_NAMES, *(name for names in _TABLES["names"] for name in names.split())})
-"""Names with a known meaning. A command without an argument of this meaning has no similar argument either."""
+"""Names with a known meaning. A command without an argument of this meaning has no similar one, either."""
 _OTHER_VALUES: Mapping[str, str] = _TABLES["values"]
 _SWITCHES: Mapping[str, str] = {
     other: words for words, others in _TABLES["switches"].items() for other in others.split()
 }
-"""Maps flags of other libraries that take no value, or True, to isotype's arguments."""
+"""Flags of other libraries that take no value, or True -> isotype's arguments."""
 RENAMED: Mapping[str, Sequence[str]] = _TABLES["renamed"]
-"""Maps a former name to (current name, equivalent value). The equivalent value is "" if the former value is still valid."""
+"""Former name -> (current name, equivalent value). The value is "" if the former one is still valid."""
 REMOVED: Mapping[str, str] = _TABLES["removed"]
-"""Maps the name of a removed argument to advice on what to write instead."""
+"""Name of a removed argument -> advice on what to write instead."""
 _KINDS = {
     "int": ("a whole number", "8"),
     "float": ("a number", "0.1"),
@@ -42,20 +42,20 @@ _KINDS = {
     "Path": ("a path", "VALUE"),
     "image_size": ("a size in pixels", "1024x768"),
 }
-"""Maps the name of an argument's type to (the expected value in words, an example)."""
+"""Name of an argument's type -> (the expected value in words, an example)."""
 _OF_ARGUMENT = re.compile(r"argument ([^:\s]+)(?: \S+)?: (.*)", re.DOTALL)
 
 
 class Parser(ValueParser):
-    """An argparse parser that collects invalid values in `problems` instead of stopping at the first.
+    """An argparse parser that collects invalid values in `problems` and does not stop at the first one.
 
-    `parse_args` raises one error for all problems and unknown names. After `parse_known_args`, the caller must check
-    `problems`. Names of arguments cannot be abbreviated.
+    `parse_args` raises one error for all problems and unknown names. After `parse_known_args`, the caller has to check
+    `problems`. Names cannot be abbreviated.
     """
 
     problems: list[Problem]
     stray: Callable[[str], str] = staticmethod(lambda value: "")
-    """Returns the argument that a value without an argument most likely belongs to, or ""."""
+    """Returns the argument to which a lone value most likely belongs, or ""."""
     _command_line: tuple[str, ...] = ()
 
     @classmethod
@@ -67,7 +67,7 @@ class Parser(ValueParser):
 
     @classmethod
     def described(cls, command: str) -> Self:
-        """Return a parser with the description of a command in commands.json, without arguments."""
+        """Return a parser with the description of a command in commands.json and without arguments."""
         settings = {n: v for n, v in COMMANDS[command].items() if n not in ("arguments", "stray", "training")}
         for name, text in settings.items():
             if isinstance(text, list):  # lines
@@ -78,16 +78,16 @@ class Parser(ValueParser):
         return parser
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # With argparse's abbreviations a typo sets another argument: --learning_rat 3 set the learning rate to 3.
+        # With argparse's abbreviations, a typo sets another argument: --learning_rat 3 set the learning rate to 3.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like argparse, and collect in `problems` a problem for each invalid value."""
+        """Parse like argparse. Collect a problem for each invalid value in `problems`."""
         self.problems = []
         return super().parse_known_args(args, namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Raise one UsageError that lists every argument that is unknown, has no value or has an invalid value."""
+        """Raise one UsageError about all arguments that are unknown, have no value or an invalid one."""
         self._command_line = tuple(sys.argv[1:] if args is None else args)
         parsed, unknown = self.parse_known_args(args, namespace)
         self.refuse([*self.problems, *self.unknown(unknown)])
@@ -99,7 +99,7 @@ class Parser(ValueParser):
             raise UsageError("invalid arguments", problems, hint)
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError for a missing value or argument: argparse cannot continue after such an error."""
+        """Raise UsageError for a missing value or argument. argparse cannot go on after such an error."""
         known = {name for action in actions_of(self) for name in action.option_strings}
         named = (token for token in self._command_line if re.match("--?[A-Za-z]", token))
         unknown = self.unknown([token for token in named if token.partition("=")[0] not in known])
@@ -124,7 +124,7 @@ class Parser(ValueParser):
         raise AssertionError(message)
 
     def unknown(self, tokens: Sequence[str]) -> list[Problem]:
-        """Return a problem for each unknown argument (with similar known names) and each value without an argument."""
+        """Return a problem for each unknown argument (with similar names) and each value without an argument."""
         flags = [token for token in tokens if re.match(r"--[A-Za-z0-9]|-[A-Za-z]", token)]
         # If a name is unknown, the tokens after it are most likely its values.
         stray = [] if flags else [token for token in tokens if token]
@@ -157,7 +157,7 @@ class Parser(ValueParser):
         named = [action.option_strings for action in actions_of(self) if action.option_strings]
         return [next((name for name in names if name.startswith("--")), names[0]) for names in named]
 
-    # argparse calls these hooks to check one value. Its own hooks raise, so that one error would hide the others.
+    # argparse calls these hooks to check a value. Its own hooks raise errors: the first one would hide the others.
 
     def value_of(self, action: argparse.Action, text: str) -> Any:
         try:
@@ -179,9 +179,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str, **choices: Iter
 
     - `exclusive`: of these arguments, only one may be given.
     - `choices`: valid values.
-    - `choices_of`: a table in `isotype.core`; its entries are valid values, too.
+    - `choices_of`: a table in `isotype.core` whose entries are valid values, too.
 
-    The caller passes the valid values that are in tables of other packages, as `choices`: argument -> values.
+    Valid values in tables of other packages are in `choices`: argument -> values.
     """
     group: Any = None
     for names, described in COMMANDS[command]["arguments"].items():
@@ -201,7 +201,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str, **choices: Iter
 
 
 def image_size(text: str) -> tuple[int, int]:
-    """Parse a text such as `1024x768` into (width, height). Raise ValueError if the text is not a size."""
+    """Parse a text such as `1024x768` to (width, height). Raise ValueError if it is not a size."""
     width, _, height = text.lower().replace("×", "x").partition("x")
     if min(sides := (int(width), int(height))) < 1:
         raise ValueError(text)
@@ -237,13 +237,13 @@ def did_you_mean(
     cutoff: float = 0.6,
     shown: Callable[[str], str] = str,
 ) -> str:
-    """Return "did you mean …?" with up to `n` known names that are similar to `wanted`, or `otherwise` if none is."""
+    """Return "did you mean …?" with up to `n` known names similar to `wanted`; `otherwise` without one."""
     near = difflib.get_close_matches(wanted, list(known), n, cutoff)
     return f"did you mean {' or '.join(map(shown, near))}?" if near else otherwise
 
 
 def unknown_name(name: str, value: Any, known: Sequence[str], listing: str) -> Problem:
-    """Return the `Problem` for a name that is not among the `known` names, which the command `listing` prints."""
+    """Return the `Problem` for a name that is none of the `known` ones, which the command `listing` prints."""
     names = {_bare(known_name) for known_name in known}
     text = str(value) if isinstance(value, (str, int, float)) else ""
     former = renamed(name, names, text)
@@ -262,7 +262,7 @@ def unknown_name(name: str, value: Any, known: Sequence[str], listing: str) -> P
 
 
 def wrong_number(name: str, value: str, expected: str, example: Any) -> Problem:
-    """Return the `Problem` for a value that is not a number. If it contains only one number (`2e-4,`), the fix has this number."""
+    """Return the `Problem` for a value that is no number. If there is one number in it (`2e-4,`), the fix has that number."""
     text, swap = value.strip(" ,;'\""), None
     whole = expected == _KINDS["int"][0]
     if whole:  # a comma in other numbers may be a decimal comma
@@ -278,13 +278,13 @@ def wrong_number(name: str, value: str, expected: str, example: Any) -> Problem:
 
 
 def wrong_size(name: str, value: str) -> Problem:
-    """Return the `Problem` for a value that is no amount of memory. A number without a unit most likely means GiB."""
+    """Return the `Problem` for a value that is no amount of memory. A bare number most likely means GiB."""
     number = value if re.fullmatch(r"[1-9]\d{0,3}(\.\d+)?", value) else "20"
     return Problem(f"{name} {value}", "an amount of memory with its unit", f"{name} {number}GiB")
 
 
 def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
-    """Return the `Problem` for a value that is not among the choices. The problem names the most similar choices."""
+    """Return the `Problem` for a value that is none of the choices, with the most similar choices."""
     known = list(choices)
     lower = {choice.lower(): choice for choice in known}
     other = _OTHER_VALUES.get(value.lower().replace("-", "").replace("_", ""))
@@ -301,10 +301,10 @@ def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
 
 
 def closest(name: str, known: Sequence[str]) -> tuple[list[str], bool]:
-    """Return up to three known names that `name` probably means, and True if it certainly means the first of them.
+    """Return up to three known names that `name` may mean, and True if it certainly means the first one.
 
-    Aliases come first, then longer names, then similar names. An alias, the only longer name and a name that is clearly
-    the most similar one are certain.
+    Aliases come first, then longer names, then similar ones. Certain are an alias, the only longer name, and a name that
+    is clearly the most similar one.
     """
     bare, wanted = {_bare(known_name): known_name for known_name in known}, _bare(name)
     if aliases := [other for other in (wanted, *_OTHER_NAMES.get(wanted, ())) if other in bare]:
@@ -328,7 +328,7 @@ def _bare(name: str) -> str:
 def corrected(
     words: Sequence[str], problems: Sequence[Problem], parse: Callable[[list[str]], object]
 ) -> list[str] | None:
-    """Return the words of a command with all swaps of its problems made, or None if `parse` does not accept the result."""
+    """Return a command's words with all swaps of its problems; None if `parse` does not accept them."""
     line = separated(words)
     for _ in range(4):  # one correction may show the next problem
         if not problems or not all(problem.swap and _swap(line, *problem.swap) for problem in problems):
@@ -343,7 +343,7 @@ def corrected(
 
 
 def separated(words: Sequence[str]) -> list[str]:
-    """Return the words of a command with each `--name=value` as two words."""
+    """Return a command's words with each `--name=value` as two words."""
     line: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -352,7 +352,7 @@ def separated(words: Sequence[str]) -> list[str]:
 
 
 def _swap(line: list[str], old: Sequence[str], new: Sequence[str]) -> bool:
-    """Write `new` in the place of `old` in the line, and return True if `old` was there."""
+    """Write `new` in place of `old` in the line. Return True if `old` was there."""
     size, lower = len(old), [word.lower() for word in old]
     for at in range(len(line)):
         if [word.lower() for word in line[at : at + size]] == lower:
@@ -362,16 +362,16 @@ def _swap(line: list[str], old: Sequence[str], new: Sequence[str]) -> bool:
 
 
 def name_and_value(tokens: Sequence[str], flag: str) -> tuple[str, str]:
-    """Return the name and value of an unknown flag. The value is the text after `=`, else the next token, else ""."""
+    """Return name and value of an unknown flag. The value is the text after `=`, or else the next token, or else ""."""
     name, equals, value = flag.partition("=")
     after = tokens[tokens.index(flag) + 1 :][:1]
     return name, value if equals else "".join(token for token in after if not token.startswith("-"))
 
 
 def renamed(flag: str, names: Collection[str], asked: str = "") -> Problem | None:
-    """Return the `Problem` for an argument that transformers or TRL renamed or removed (`--no-cuda`), else None.
+    """Return the `Problem` for an argument that transformers or TRL renamed or removed (`--no-cuda`); else None.
 
-    `asked` is the argument's value on the command line or in the file. The fix repeats this value if it is still valid.
+    `asked` is the argument's value on the command line or in a file. If it is still valid, the fix repeats it.
     """
     old, typed = _bare(flag), (flag, asked) if asked else (flag,)
     new, value = RENAMED.get(old, ("", ""))

@@ -1,4 +1,4 @@
-"""Cache folders of isotype and of Hugging Face's libraries; a temporary folder replaces a cache that is not writable."""
+"""Cache folders of isotype and Hugging Face's libraries. A temporary folder replaces one that is not writable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIBRARIES = "libraries"
 def default_cache_dir() -> Path:
     """Return the cache folder: `$ISOTYPE_CACHE`, `$XDG_CACHE_HOME/isotype` or `~/.cache/isotype`.
 
-    If that folder is not writable, log a warning and return a temporary folder for this process and its children.
+    If it is not writable, log a warning and return a temporary folder for this process and its children.
     """
     folder, why = _folder("ISOTYPE_CACHE", "isotype")
     if not why:
@@ -35,11 +35,10 @@ def default_cache_dir() -> Path:
 
 
 def prepare_library_caches() -> None:
-    """Let Hugging Face's libraries use a temporary folder if their cache is not writable.
+    """Give Hugging Face's libraries a temporary folder if their cache is not writable.
 
-    Call this function before the libraries are imported; otherwise, the libraries raise errors during a command. Models
-    are still read from a cache that is readable but not writable; only data sets and modules move to the temporary
-    folder.
+    Call this before the libraries are imported; they would raise errors later. Models are still read from a cache that
+    is only readable. Data sets and modules move to the temporary folder.
     """
     folder, why = _folder("HF_HOME", "huggingface")
     if not why:
@@ -60,7 +59,7 @@ def prepare_library_caches() -> None:
 
 
 def why_unusable(folder: Path) -> str:
-    """Return a clause that says why a folder (or its first existing parent) is not writable; "" if it is writable."""
+    """Return a clause on why a folder (or its first existing parent) is not writable; "" if it is."""
     try:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryDirectory(prefix=".isotype-", dir=existing):
@@ -70,7 +69,7 @@ def why_unusable(folder: Path) -> str:
 
 
 def _folder(variable: str, name: str) -> tuple[Path, str]:
-    """Return a folder (from an environment variable, else in the user's cache), and why it is not writable, or ""."""
+    """Return a folder (of an environment variable, else in the user's cache), and why it is not writable, or ""."""
     chosen = os.environ.get(variable)
     path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / name
     try:
@@ -81,7 +80,7 @@ def _folder(variable: str, name: str) -> tuple[Path, str]:
 
 
 def _keep_libraries(folder: Path) -> None:
-    """Let all processes of this user share one folder of compiled libraries, because compiling takes 18 s."""
+    """Let all processes of this user share a folder of compiled libraries. Compiling takes 18 s."""
     if not hasattr(os, "geteuid"):
         return
     shared = folder.with_name(f"isotype-libraries-{os.geteuid()}")

@@ -1,10 +1,10 @@
-"""Compiles isotype's C++ sources, once per machine that has a compiler.
+"""Compiles isotype's C++ sources, once on each machine with a compiler.
 
-If there is no compiler, or `ISOTYPE_COMPILE=0` is set, torch's operators compute the same results.
+Without a compiler, or with `ISOTYPE_COMPILE=0`, torch's operators compute the same results.
 
-A library's code runs in this process, so isotype loads only libraries that this user compiled. The folder and the file
-must belong to this user and must not be writable by others. The checksum in a library's file name is verified before
-the file is mapped to memory, because reading a truncated mapped file can kill the process (SIGBUS).
+A library's code runs in this process. So isotype loads only libraries that this user has compiled: folder and file
+belong to the user, and others cannot write to them. The checksum in the file's name is verified before the file is
+mapped to memory, because reading a truncated mapped file can kill the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from isotype.core.cache import LIBRARIES, default_cache_dir
 from isotype.core.files import bring_to_disk, wait_for_turn
 
 SWITCH = "ISOTYPE_COMPILE"
-"""Environment variable. If its value is 0, no libraries are compiled or loaded."""
+"""Environment variable: with the value 0, no libraries are compiled or loaded."""
 
 logger = logging.getLogger("isotype")
 
 LOCK = "turn.lock"
-"""Lock file in the folder of libraries: a process locks it while the compiler runs, and never removes it."""
+"""Lock file in the folder of libraries. A process locks it while the compiler runs, and never removes it."""
 
 _COMPILERS = ("c++", "g++", "clang++")
 _OPTIONS = (
@@ -49,7 +49,7 @@ _LIMIT = 300.0
 
 
 class NotCompiledError(Exception):
-    """A source could not be compiled or loaded; the message is a clause."""
+    """A source could not be compiled or loaded. The message is a clause."""
 
 
 class RefusedError(NotCompiledError):
@@ -57,14 +57,13 @@ class RefusedError(NotCompiledError):
 
 
 def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] = ()) -> ctypes.CDLL:
-    """Load the library of a C++ source from the cache folder; compile it first if it is not there.
+    """Load a C++ source's library from the cache folder. If it is not there, compile it first.
 
-    The compiler is `$CXX`, or the first of c++, g++ and clang++ that succeeds. `headers` are isotype's headers that the
-    source includes.
+    The compiler is `$CXX`, or the first of c++, g++ and clang++ that succeeds. `headers` are isotype's headers in the
+    source.
 
-    Raises:
-        NotCompiledError: there is no compiler, or all compilers failed; the cache folder is not writable or belongs to
-            another user; or compiling is disabled.
+    Raises: NotCompiledError: there is no compiler, or all failed; the cache folder is not writable or another user's; or
+        compiling is off.
     """
     reasons = []
     for compiler in find_compilers():
@@ -80,7 +79,7 @@ def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] 
 
 
 def find_compilers() -> list[list[str]]:
-    """Return the commands of this machine's compilers; raise NotCompiledError if there is none."""
+    """Return the commands of this machine's compilers. Raise NotCompiledError without one."""
     switch = os.environ.get(SWITCH, "").strip()
     if switch not in ("", "0", "1"):
         raise NotCompiledError(f"${SWITCH} is {switch!r}: 0 switches compiling off, 1 is the default")
@@ -99,7 +98,7 @@ def find_compilers() -> list[list[str]]:
 
 
 def check_folder() -> None:
-    """Raise `RefusedError` if the folder of libraries exists but is not safe to load from."""
+    """Raise `RefusedError` if the folder of libraries exists and is not safe to load from."""
     folder = default_cache_dir() / LIBRARIES
     if folder.exists():
         _refuse_others(folder)
@@ -130,7 +129,7 @@ def _name(compiler: list[str], sources: Sequence[Path], options: Sequence[str]) 
 
 
 def _cached(folder: Path, name: str) -> Path | None:
-    """Return the cached library whose bytes match the checksum in its name; delete damaged libraries."""
+    """Return the cached library whose bytes match the checksum in its name. Delete damaged libraries."""
     for file in sorted(folder.glob(f"{name}-*.so")):
         _refuse_others(file)
         if file.stem == f"{name}-{_checksum(file)}":
@@ -163,13 +162,13 @@ def _warn(message: str) -> None:
 
 
 def _compile(compiler: list[str], sources: Sequence[Path], options: Sequence[str], target: Path) -> Path:
-    """Compile a source; return the path of the library, which is `target` with a checksum at the end of its name."""
+    """Compile a source. Return the library's path: `target` with a checksum at the end of its name."""
     source, *headers = sources
     includes = sorted({f"-I{header.parent}" for header in headers})
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as folder:
         built = Path(folder) / "library.so"
         command = [*compiler, *_OPTIONS, *options, *includes, str(source), "-o", str(built)]
-        # A killed compiler leaves its temporary files behind, so they are written to this folder as well.
+        # A killed compiler leaves temporary files behind. So they are in this folder, too.
         environment = {**os.environ, "TMPDIR": folder}
         try:
             done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Consoles that print text without markup and escape control characters, and a progress bar."""
+"""Consoles for text without markup and with escaped control characters, and a progress bar."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 LOG_WIDTH = 110
-"""Width of a log file in columns. In rich's default width of 80 columns, every table wraps."""
+"""Width of a log file in columns. With rich's default of 80 columns, every table wraps."""
 
 
 class TerminalConsole(Console):
-    """A rich console that parses no markup and no emoji codes, and that escapes control characters (`\\x1b`)."""
+    """A rich console that parses no markup and no emoji codes, and escapes control characters (`\\x1b`)."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, **options})
@@ -34,12 +34,12 @@ class TerminalConsole(Console):
             self.width = LOG_WIDTH
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield rich's segments, but escape control characters in their text."""
+        """Yield rich's segments with control characters escaped in their text."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else shown(text), style, control)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return a string as rich text, with escaped control characters. rich measures table cells by this text."""
+        """Return a string as rich text with control characters escaped. rich measures table cells by it."""
         return super().render_str(shown(text), **options)
 
     def status(self, status: RenderableType, **options: Any) -> Status:
@@ -54,7 +54,7 @@ class _Record(logging.LogRecord):
 
 @contextmanager
 def libraries_shown() -> Iterator[None]:
-    """Inside the `with` block, escape control characters in the log messages and warnings of libraries."""
+    """In the `with` block, escape control characters in log messages and warnings of libraries."""
     record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
     logging.setLogRecordFactory(_Record)
     warnings.formatwarning = lambda *args, **options: shown(format_warning(*args, **options))
@@ -70,7 +70,7 @@ _AFTER = 3.0
 
 
 class Bar:
-    """A progress bar for `total` items. The bar appears on standard error after three seconds, and only in a terminal."""
+    """A progress bar for `total` items. It appears on standard error after three seconds, in a terminal only."""
 
     def __init__(self, text: str, shown: bool = True) -> None:
         self._console = TerminalConsole(stderr=True)

@@ -20,12 +20,12 @@ _ALIASES: dict[str, torch.dtype] = {
 _WORDS = {name: word for word, name in STORED.items()}
 
 EXACT_INTEGERS = {torch.bfloat16: 256, torch.float16: 2048}
-"""For each dtype: the integer up to which it represents every integer."""
+"""Dtype -> the integer up to which it has every integer."""
 
 COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 
 GGUF_BLOCKS: tuple[str, ...] = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-"""GGUF block types that the `gguf` library writes. Blocks have 32 codes and a float16 scale; types `_1` also have a float16 minimum."""
+"""The `gguf` library's block types: 32 codes and a float16 scale in a block; in types `_1`, also a float16 minimum."""
 
 LLAMA_CPP_TYPES: tuple[str, ...] = (
     "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
@@ -38,7 +38,7 @@ GGUF_TYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     **dict.fromkeys((*GGUF_BLOCKS, *LLAMA_CPP_TYPES), torch.float32),
 }
-"""Maps the GGUF type of an exported model to the dtype of its weights before the export: float32 for block types."""
+"""GGUF type of an exported model -> dtype of its weights before the export: float32 for block types."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -47,7 +47,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """Return autocast's current dtype on a device type; None if autocast is off or the device type is meta."""
+    """Return autocast's dtype on a device type; None if autocast is off or the device type is meta."""
     # torch raises if it is asked about the meta device.
     enabled = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if enabled else None
@@ -61,16 +61,16 @@ _INTEGERS = {
     torch.int8: "'Char'",
     torch.uint8: "'Byte'",
 }
-"""Patterns of dtype names in torch's errors about labels, indices, masks and products."""
+"""Patterns of dtype names in torch's errors on labels, indices, masks and products."""
 
 
 def named_integer(message: str, dtypes: Iterable[torch.dtype] = tuple(_INTEGERS)) -> torch.dtype | None:
-    """Return the first of `dtypes` that torch's error names; None if there is none."""
+    """Return the first of `dtypes` that torch's error names; None without one."""
     return next((d for d in dtypes if d in _INTEGERS and re.search(_INTEGERS[d], message)), None)
 
 
 class NoAutocast:
-    """Context manager that disables autocast faster than `torch.autocast(device, enabled=False)` does."""
+    """Context manager that turns autocast off, faster than `torch.autocast(device, enabled=False)`."""
 
     __slots__ = ("_device", "_was")
 
@@ -87,7 +87,7 @@ class NoAutocast:
 
 
 def parse_dtype(value: str | torch.dtype) -> torch.dtype:
-    """Return the torch dtype of a name (`"bfloat16"`, `"bf16"`, `"torch.bfloat16"`); return a dtype unchanged.
+    """Return the torch dtype of a name (`"bfloat16"`, `"bf16"`, `"torch.bfloat16"`). A dtype is returned itself.
 
     Raises:
         PrecisionError: no float dtype has this name.
@@ -105,11 +105,11 @@ def parse_dtype(value: str | torch.dtype) -> torch.dtype:
 
 
 def from_safetensors_name(name: str) -> torch.dtype | None:
-    """Return the torch dtype for safetensors' name (`"BF16"`); None if torch has no such dtype."""
+    """Return the torch dtype of safetensors' name (`"BF16"`); None if torch has none."""
     torch_name = STORED.get(name)
     return None if torch_name is None else getattr(torch, torch_name)
 
 
 def to_safetensors_name(dtype: torch.dtype) -> str:
-    """Return safetensors' name of a dtype (`"BF16"` for `torch.bfloat16`); if there is none, return torch's name."""
+    """Return safetensors' name of a dtype (`"BF16"` for `torch.bfloat16`), or torch's name if there is none."""
     return _WORDS.get(dtype_name(dtype), dtype_name(dtype))

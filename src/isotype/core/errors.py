@@ -1,4 +1,4 @@
-"""Errors that isotype raises on purpose. An error lists all problems, each with the given value, the expected one and a fix."""
+"""Errors that isotype raises on purpose. An error lists all problems: given value, expected value, and a fix."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Problem:
-    """A given value in the user's terms (flag, path, column, dtype), the expected value, and a fix.
+    """A given value in the user's words (flag, path, column, dtype), the expected value, and a fix.
 
     Attributes:
-        swap: words of the command line and the words to write in their place, or None if only the user can choose them.
+        swap: words of the command line, and the words to write in their place; None if only the user knows them.
     """
 
     given: str
@@ -27,12 +27,12 @@ class Problem:
 
 
 class IsotypeError(Exception):
-    """Base class of all errors that isotype raises on purpose; commands print them without a traceback.
+    """Base class of the errors that isotype raises on purpose. Commands print them without a traceback.
 
     Attributes:
         headline: one line that states the fact.
         problems: all problems, in the order in which they are printed.
-        hint: None, or a last line that names an alternative or the next command.
+        hint: a last line with an alternative or the next command, or None.
     """
 
     exit_code = 2
@@ -50,7 +50,7 @@ class IsotypeError(Exception):
 
     @classmethod
     def first_of(cls, headline: str, problems: Sequence[Problem]) -> Self:
-        """Return an error with the first ten problems, and a hint that counts the others."""
+        """Return an error with the first ten problems. Its hint counts the others."""
         more = len(problems) - _SHOWN
         hint = f"{more} more {'problem' if more == 1 else 'problems'} not shown" if more > 0 else None
         return cls(headline, problems[:_SHOWN], hint)
@@ -64,11 +64,11 @@ class IsotypeError(Exception):
 
 
 class PrecisionError(IsotypeError):
-    """Dtypes are incompatible with one another, with the device or with the installed libraries."""
+    """Dtypes do not fit each other, the device, or the installed libraries."""
 
 
 class CheckpointError(IsotypeError):
-    """A checkpoint is missing, incomplete or has wrong shapes, or a path is no checkpoint."""
+    """A checkpoint is missing, incomplete, or has wrong shapes; or a path is no checkpoint."""
 
 
 class DataError(IsotypeError):
@@ -80,7 +80,7 @@ class UsageError(IsotypeError):
 
 
 class TrainingError(IsotypeError):
-    """Training failed: the loss or the weights are not finite, or a reward function raised an error."""
+    """Training failed: the loss or weights are not finite, or a reward function raised an error."""
 
     exit_code = 1
 
@@ -101,10 +101,10 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the error's class name if the message is empty."""
+    """Return the first line of an error's message; the class's name if it is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's message on one line, or the error's class name if the message is empty."""
+    """Return an error's message on one line; the class's name if it is empty."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -4,8 +4,8 @@ Files are written next to their final path, synced to disk and renamed, so that 
 cut. `write_whole` writes one text. If the replacement of a directory's files is interrupted, `recover` finishes it (the
 directory then has all new files) or undoes it (all old files). Before `recover`, the directory contains some of these:
 
-- `.isotype-saving/`: files that are being written; `recover` deletes them.
-- `.NAME.isotype-old/`: the complete former NAME, while it is replaced by the new NAME.
+- `.isotype-saving/`: files that are being written. `recover` deletes them.
+- `.NAME.isotype-old/`: the complete former NAME, while the new NAME replaces it.
 - `.NAME.isotype-deleted/`: a directory that is being deleted.
 - `.isotype-publishing/`: complete files that are being moved into the directory.
 """
@@ -31,7 +31,7 @@ from isotype.core.errors import SaveError, UsageError, causes
 from isotype.core.terminal import as_typed
 
 STAGING = ".isotype-saving"
-"""Subfolder of the output directory in which files are built before they are renamed."""
+"""Subfolder of the output directory for files that are not renamed yet."""
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Values of errno for a full disk and for an exhausted quota."""
@@ -72,9 +72,9 @@ def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
 
 
 def publish_directory(built: Path, final: Path) -> None:
-    """Rename the directory `built` to `final`, and delete a former `final`.
+    """Rename the directory `built` to `final`. Delete a former `final`.
 
-    If syncing to disk fails, the rename is undone. If syncing is interrupted, the complete new directory stays.
+    If syncing to disk fails, the rename is undone. If it is interrupted, the complete new directory stays.
     """
     old = final.with_name(f".{final.name}{_OLD}")
     published = False
@@ -97,7 +97,7 @@ def publish_directory(built: Path, final: Path) -> None:
 
 
 def publish_file(built: Path, final: Path) -> None:
-    """Rename the file `built` to `final`, which must not exist yet; undo the rename if syncing to disk fails."""
+    """Rename the file `built` to `final`, which must not exist. Undo the rename if syncing to disk fails."""
     built.rename(final)
     try:
         bring_to_disk(final.parent)
@@ -107,9 +107,9 @@ def publish_file(built: Path, final: Path) -> None:
 
 
 def publish_files(built: Path, final: Path) -> None:
-    """Move every file below `built` to the same name below the directory `final`.
+    """Move every file below `built` to the same name below `final`.
 
-    Moving several files is not atomic: after an interrupt, `recover(final)` moves the remaining files.
+    Moving several files is not atomic. After an interrupt, `recover(final)` moves the rest.
     """
     ready = final / _PUBLISHING
     if ready.exists():
@@ -119,17 +119,17 @@ def publish_files(built: Path, final: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Delete a directory. The directory's name disappears atomically, even if the process is killed during the deletion."""
+    """Delete a directory. Its name disappears atomically, even if the process is killed meanwhile."""
     deleted = directory.with_name(f".{directory.name.removeprefix('.')}{_DELETED}")
     if deleted.exists():
         shutil.rmtree(deleted)
     directory.rename(deleted)
-    # On NFS a file that is still open may stay; `recover` deletes it later.
+    # On NFS, a file that is still open may stay. `recover` deletes it later.
     shutil.rmtree(deleted, ignore_errors=True)
 
 
 def recover(directory: Path) -> None:
-    """Finish or undo incomplete writes of a killed process in `directory`. No other process may write to `directory` now."""
+    """Finish or undo a killed process's incomplete writes in `directory`. No other process may write there now."""
     if not directory.is_dir():
         return
     for deleted in directory.glob(f".*{_DELETED}"):
@@ -147,14 +147,14 @@ def recover(directory: Path) -> None:
 
 
 def write_failure(error: BaseException, directory: Path) -> tuple[int | None, str] | None:
-    """Return (errno, the system's message) if `error` means that a file below `directory` was not written, else None.
+    """Return (errno, the system's message) if `error` means that a file below `directory` was not written; else None.
 
-    The errno is None if it is unknown. `error` was raised by Python, safetensors or `torch.save`. Call this function
-    before you free disk space in `directory`.
+    The errno is None if it is unknown. `error` is Python's, safetensors' or `torch.save`'s. Call this before disk space
+    in `directory` is freed.
     """
     for cause in causes(error):
         number = getattr(cause, "errno", None) if isinstance(cause, OSError) else None
-        # Errors of safetensors and tokenizers contain Rust's message; tokenizers raises a bare Exception.
+        # Errors of safetensors and tokenizers have Rust's message. tokenizers raises a bare Exception.
         rust_message = re.search(r"\(os error (\d+)\)", str(cause))
         if rust_message and type(cause).__name__ in ("SafetensorError", "Exception"):
             number = int(rust_message[1])
@@ -163,7 +163,7 @@ def write_failure(error: BaseException, directory: Path) -> tuple[int | None, st
     # `ndarray.tofile` raises OSError("4096 requested and 512 written").
     by_numpy = (isinstance(cause, OSError) and _PARTLY.fullmatch(str(cause)) for cause in causes(error))
     if any(by_numpy) or any(map(_raised_by_torch_save, causes(error))):
-        # torch's C++ stream and C's buffered files lose errno, so writing is tried again.
+        # torch's C++ stream and C's buffered files lose errno. So a write is tried again.
         try:
             _probe(directory)
         except OSError as refused:
@@ -191,7 +191,7 @@ def _raised_by_torch_save(error: BaseException) -> bool:
 
 
 def _probe(directory: Path) -> None:
-    """Write a file of one MiB and delete it again; raise OSError if the file cannot be written."""
+    """Write and delete a file of one MiB. Raise OSError if that fails."""
     path = directory / ".probe"
     try:
         with path.open("wb") as file:
@@ -202,7 +202,7 @@ def _probe(directory: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> Path:
-    """Write a text to a temporary file and rename the file to `path`, so that readers get the former or the new text."""
+    """Write a text to a temporary file, and rename it to `path`. Readers get the former or the new text."""
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -230,28 +230,26 @@ def bring_to_disk(path: Path) -> None:
 
 
 def unused(path: Path) -> Path:
-    """Return `path` if it does not exist, else the first of `NAME-2`, `NAME-3`, … that does not exist."""
+    """Return `path` if it does not exist; else the first of `NAME-2`, `NAME-3`, … that does not."""
     paths = chain((path,), (path.with_stem(f"{path.stem}-{number}") for number in count(2)))
     return next(candidate for candidate in paths if not candidate.exists())
 
 
 LOCK_FILE = ".isotype-lock"
-"""Lock file in a folder that a process writes to; the file is removed when the process ends."""
+"""Lock file in a folder to which a process writes. It is removed when the process ends."""
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
 @contextmanager
 def only_writer(directory: Path, command: str) -> Iterator[str | None]:
-    """Lock `directory`, so that no other process of isotype writes there.
+    """Lock `directory`: no other process of isotype writes there.
 
-    Yields None, or a sentence that says why locks are not supported. The lock is a `flock`: the kernel releases it when
-    the process ends, even by SIGKILL. On NFS, the lock also excludes processes of other hosts. `command` is shown in
-    the error of other processes while this process has the lock.
+    Yields None, or a sentence on why locks are not supported. The lock is a `flock`, which the kernel releases when the
+    process ends, even by SIGKILL. On NFS, it also excludes other hosts. Errors of other processes show `command`.
 
-    Raises:
-        UsageError: another process has locked the directory; the error names that process.
-        SaveError: the directory is not writable.
+    Raises: UsageError: another process, which the error names, has locked the directory. SaveError: the directory is not
+        writable.
     """
     path = directory / LOCK_FILE
     descriptor = _locked_file(path)
@@ -266,16 +264,16 @@ def only_writer(directory: Path, command: str) -> Iterator[str | None]:
             os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         yield None
     finally:
-        # The file is removed before its lock is released, so that a waiting process opens a new file.
+        # The file is removed before its lock is released. A waiting process then opens a new file.
         path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 @contextmanager
 def wait_for_turn(path: Path) -> Iterator[bool]:
-    """Wait for an exclusive lock on the file `path` (created if missing), and keep the lock inside the `with` block.
+    """Wait for an exclusive lock on the file `path` (made if missing), and keep it in the `with` block.
 
-    Yields False if locks are not supported. In this case, other processes may run the same code at the same time.
+    Yields False if locks are not supported. Then other processes may run the same code at the same time.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -286,7 +284,7 @@ def wait_for_turn(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Lock a directory while this process writes it, so that `remove_abandoned` in another process does not remove it."""
+    """Lock a directory while this process writes it. `remove_abandoned` in other processes then leaves it."""
     descriptor = _hold(directory)
     try:
         yield
@@ -296,7 +294,7 @@ def held(directory: Path) -> Iterator[None]:
 
 
 def remove_abandoned(directories: Iterable[Path]) -> None:
-    """Remove the directories that no running process has locked by `held`; remove none if locks are not supported."""
+    """Remove the directories that no running process has locked by `held`. If locks are not supported, remove none."""
     for directory in directories:
         descriptor = _hold(directory)
         if descriptor is not None:
@@ -305,7 +303,7 @@ def remove_abandoned(directories: Iterable[Path]) -> None:
 
 
 def _hold(directory: Path) -> int | None:
-    """Lock a directory and return its descriptor; None if another process holds the lock or locks are not supported."""
+    """Lock a directory. Return its descriptor; None if another process has the lock or locks are not supported."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError:
@@ -321,7 +319,7 @@ def _hold(directory: Path) -> int | None:
 
 
 def _locked_file(path: Path) -> int | str:
-    """Lock the file `path` and return its descriptor, or return a clause that says why locks are not supported."""
+    """Lock the file `path`. Return its descriptor, or a clause on why locks are not supported."""
     while True:
         with _refusals(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -339,13 +337,13 @@ def _locked_file(path: Path) -> int | str:
         if why is not None:
             path.unlink(missing_ok=True)
             return why
-        # The holder removed this file between the two calls: lock the file that is there now.
+        # The process with the lock removed this file between the two calls. Lock the one that is there now.
 
 
 def _lock(descriptor: int, *, wait: bool = False) -> str | None:
-    """Lock an open file or directory; return None, or a clause that says why locks are not supported.
+    """Lock an open file or directory. Return None, or a clause on why locks are not supported.
 
-    If another process holds the lock, wait until it is released, or raise BlockingIOError if `wait` is False.
+    If another process has the lock, wait for its release; without `wait`, raise BlockingIOError.
     """
     if sys.platform == "win32":
         return "Windows has no flock"

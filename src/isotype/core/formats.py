@@ -1,4 +1,4 @@
-"""Quantization formats of frozen weights, and the quantization methods whose checkpoints isotype can read.
+"""Quantization formats of frozen weights, and quantization methods whose checkpoints isotype reads.
 
 bitsandbytes has the code books of all formats except mxfp4.
 """
@@ -18,11 +18,11 @@ class Format:
 
     Attributes:
         name: name in `--quantization` and in a policy's layers.
-        code: bitsandbytes' name of the code book (`quant_type`), which is also used in files.
+        code: bitsandbytes' name of the code book (`quant_type`), also in files.
         bits: bits per weight, without the quantization constants.
-        block: number of weights that share a constant; 0 if all weights of a row share a constant.
-        whole: True if a whole model can have this format; False if only single layers of a mixed base can have it.
-        fitted: True if isotype fits the constants to the layer's inputs (`isotype.model.fitted`).
+        block: number of weights that share a constant; 0 if a whole row does.
+        whole: True if a whole model can have this format, False if only layers of a mixed base can.
+        fitted: True if the constants are fitted to the layer's inputs (`isotype.model.fitted`).
         measured: True if `isotype quality` measures layers in the format.
     """
 
@@ -35,8 +35,8 @@ class Format:
     measured: bool = True
 
 
-# transformers' `BitsAndBytesConfig` has no block size and no constants. So formats with another block size or with
-# fitted constants are only for layers of a mixed base.
+# transformers' `BitsAndBytesConfig` has no block size and no constants. So other block sizes and fitted constants are
+# only for layers of a mixed base.
 _RECORDS = (
     Format("nf4", "nf4", 4, block=64),
     Format("nf4-32", "nf4", 4, block=32, whole=False, measured=False),
@@ -52,32 +52,32 @@ QUANTIZATIONS: tuple[str, ...] = tuple(form.name for form in _RECORDS if form.wh
 """Formats in which bitsandbytes can store a whole model."""
 
 FOUR_BITS: tuple[str, ...] = tuple(form.name for form in _RECORDS if form.whole and form.bits == 4)
-"""4-bit formats that support double quantization and a `quant_storage` dtype."""
+"""4-bit formats that can have double quantization and a `quant_storage` dtype."""
 
 FITTED: tuple[str, ...] = tuple(form.name for form in _RECORDS if form.fitted)
 """Formats whose constants are fitted to the layer's inputs."""
 
 MXFP4 = "mxfp4"
-"""Format of gpt-oss's experts: OCP blocks of 32 E2M1 codes that share a power-of-two scale."""
+"""Format of gpt-oss's experts: OCP blocks of 32 E2M1 codes with a power of two as their scale."""
 
 MIXED = "mixed"
-"""Quantization of a base model with a format for each layer, chosen by the measured change of the model's output."""
+"""Quantization of a base model with a format for each layer, chosen by measured changes of the model's output."""
 
 ASKED: tuple[str, ...] = (*QUANTIZATIONS, MXFP4)
 """Values of `--quantization` except `mixed`."""
 
 MEASURED = (*(name for name, form in FORMATS.items() if form.measured), "bfloat16", "float16")
-"""Formats in which `isotype quality` measures a linear layer; float32 changes nothing."""
+"""Formats that `isotype quality` measures for a linear layer. float32 changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A quantization method (a library or scheme) whose checkpoints isotype can read.
+    """A quantization method (a library or scheme) whose checkpoints isotype reads.
 
     Attributes:
         name: `quant_method` in config.json.
-        dequantized: True if loading dequantizes the weights; False if the weights stay as they are stored.
-        in_memory: True if `dequantized` is also true for a model that is already in memory.
+        dequantized: True if loading dequantizes the weights, False if they stay as they are stored.
+        in_memory: True if `dequantized` also holds for a model in memory.
     """
 
     name: str
@@ -96,11 +96,11 @@ _METHODS = (
 METHODS: Mapping[str, Method] = {method.name: method for method in _METHODS}
 
 DEQUANTIZED: tuple[str, ...] = tuple(method.name for method in _METHODS if method.dequantized)
-"""Names of the methods whose weights are dequantized when they are loaded."""
+"""Names of the methods whose weights are dequantized at loading."""
 
 
 def why_dense(shape: Iterable[int], storage: str) -> str | None:
-    """Return why an expert weight of shape [experts, d1, d2] cannot be quantized to a format; None if it can."""
+    """Return why an expert weight [experts, d1, d2] cannot have a quantization format; None if it can."""
     _, *matrix = shape
     block, values = FORMATS[storage].block, math.prod(matrix)
     if block and values % block:
@@ -109,7 +109,7 @@ def why_dense(shape: Iterable[int], storage: str) -> str | None:
 
 
 def why_kept(weights: Iterable[tuple[str, Iterable[int]]], storage: str) -> str:
-    """Return why 3-D weights keep a float dtype in a model with the quantization formats `storage`."""
+    """Return why 3-D weights stay in a float dtype in a model with the quantization formats `storage`."""
     form = storage if storage in FORMATS else "int8"
     reasons = {why_dense(shape, form) if EXPERT.search(name) else _OTHER for name, shape in weights}
     (reason,) = reasons if len(reasons) == 1 else (None,)
@@ -126,9 +126,9 @@ STORED: Mapping[str, str] = {
     "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
     "I8": "int8", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool",
 }  # fmt: skip
-"""Maps dtype names in safetensors and GGUF headers to names of torch dtypes."""
+"""Dtype names in headers of safetensors and GGUF -> names of torch dtypes."""
 
 
 def is_float(stored: str) -> bool:
-    """Return True if a dtype name in a header stands for a float dtype of torch."""
+    """Return True if a dtype name in a header means a float dtype of torch."""
     return "float" in STORED.get(stored, "")

@@ -16,12 +16,12 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 from isotype.core import VERSION
 
 Share = Annotated[float, ("minimum", 0), ("maximum", 1)]
-"""A fraction from 0 to 1. `Annotated` adds the keywords minimum and maximum to the JSON Schema."""
+"""A fraction from 0 to 1. `Annotated` adds minimum and maximum to the JSON Schema."""
 Signed = Annotated[int, ("type", "integer")]
-"""An integer that may be negative: a plain `int` has minimum 0 in the JSON Schema."""
+"""An integer that may be negative. A plain `int` has minimum 0 in the JSON Schema."""
 
 Names = Mapping[type, str]
-"""Maps a record type to the keys of its JSON object, separated by spaces: `key`, `key=attribute` or `object.key=attribute`."""
+"""Record type -> keys of its JSON object, separated by spaces: `key`, `key=attribute` or `object.key=attribute`."""
 
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 NONFINITE = tuple(_NUMBERS)
@@ -32,17 +32,17 @@ _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 class FormatVersionError(ValueError):
-    """A file has a format version that this version of isotype does not read."""
+    """A file has a format version that this isotype does not read."""
 
 
 def require_version(written: object, version: int) -> None:
-    """Raise FormatVersionError if a file was written in another format version than `version`."""
+    """Raise FormatVersionError if a file has another format version than `version`."""
     if written != version:
         raise FormatVersionError(f"format version {written}; isotype {VERSION} reads version {version}")
 
 
 def keys_of(kind: Any, names: Mapping[Any, str]) -> dict[str, str]:
-    """Return a dict that maps JSON keys to attributes of a record type, in the order of the JSON object."""
+    """Return JSON key -> attribute of a record type, in the order of the JSON object."""
     if kind not in names:
         return {field.name: field.name for field in fields(kind)}
     pairs = (name.partition("=") for name in names[kind].split())
@@ -56,7 +56,7 @@ def text_of(record: Any, version: int, names: Names | None = None) -> str:
 
 
 def encoded(value: Any, names: Names) -> Any:
-    """Convert a value for JSON: records and mappings become objects, tuples arrays, and dtypes and paths strings."""
+    """Convert a value to JSON: records and mappings to objects, tuples to arrays, dtypes and paths to strings."""
     if is_dataclass(value):
         content: dict[str, Any] = {}
         for key, attribute in keys_of(type(value), names).items():
@@ -80,11 +80,9 @@ def encoded(value: Any, names: Names) -> Any:
 
 
 def record_of(text: str, kind: type[Record], version: int) -> Record:
-    """Return the record of type `kind` from the JSON text that `text_of` wrote.
+    """Return the record of type `kind` in a JSON text of `text_of`.
 
-    Raises:
-        FormatVersionError: the text has another format version.
-        ValueError: the text is not JSON, or contains another type of record.
+    Raises: FormatVersionError: the text has another format version. ValueError: it is no JSON, or another type of record.
     """
     try:
         content = json.loads(text)

@@ -1,4 +1,4 @@
-"""Names of modules and parameters, counts and amounts of memory in messages and reports."""
+"""Names of modules and parameters, counts, and amounts of memory, for messages and reports."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def starred(name: str) -> str:
-    """Return a name with `*` for layer numbers, and for the positions in lists of an input such as `targets[0]['boxes']`."""
+    """Return a name with `*` for layer numbers, and for positions in lists of an input such as `targets[0]['boxes']`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|(?<=\[)\d+(?=\])", "*", name)
 
 
 def distinct_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the distinct names after layer numbers are replaced by `*`."""
+    """Return the distinct names, with `*` for layer numbers."""
     return tuple(dict.fromkeys(map(starred, names)))
 
 
@@ -43,14 +43,14 @@ _COPIES = re.compile(r"\.(token_adapter|modules_to_save\.default|default)(?=\.|$
 
 
 def plain_name(name: str) -> str:
-    """Return a module's name in the model's source, without the parts that wrappers (PEFT, DDP) add."""
+    """Return a module's name in the model's source, without the parts of wrappers (PEFT, DDP)."""
     while f"{name}.".startswith(("base_model.model.", "module.")):
         name = f"{name}.".removeprefix("base_model.model.").removeprefix("module.").removesuffix(".")
     return ".".join(part for part in unparametrized(name).split(".") if part not in BETWEEN)
 
 
 def unwrapping(name: str) -> str:
-    """Return how to repair a saved tensor's name if a model wrapper has added a part to it; else ""."""
+    """Return how to repair a saved tensor's name with a part of a model wrapper; "" for another name."""
     parts = name.split(".")
     part = "module" if parts[0] == "module" else next((part for part in parts if part in WRAPPERS), "")
     again = "save the model inside of the wrapper (accelerator.unwrap_model(model))"
@@ -59,7 +59,7 @@ def unwrapping(name: str) -> str:
 
 
 def unparametrized(name: str) -> str:
-    """Return a parameter's name without the parts that `torch.nn.utils.parametrize` adds."""
+    """Return a parameter's name without the parts of `torch.nn.utils.parametrize`."""
     return _PARAMETRIZED.sub(r"\1", name)
 
 
@@ -67,7 +67,7 @@ _PARAMETRIZED = re.compile(r"(?:^|(?<=\.))parametrizations\.(\w+)\.original(?=\.
 
 
 def base_name(name: str) -> str:
-    """Convert the name of a module or parameter in a PEFT model or adapter file to its name in the base model."""
+    """Return the name in the base model of a module or parameter in a PEFT model or adapter file."""
     return _COPIES.sub("", plain_name("" if name == "base_model" else name))
 
 
@@ -106,7 +106,7 @@ EXPERT = re.compile(r"expert|moe(?![a-z])", re.IGNORECASE)
 
 
 def stacked(names: Iterable[str]) -> str:
-    """Return `stacked expert weight` if all names are those of experts, else `3-D weight` (Conv1d, projector)."""
+    """Return `stacked expert weight` if all names are experts', else `3-D weight` (Conv1d, projector)."""
     return "stacked expert weight" if all(map(EXPERT.search, names)) else "3-D weight"
 
 
@@ -133,10 +133,10 @@ _NAMES = ("model.layers.0.self_attn.q_proj", "model.layers.11.mlp.gate_up_proj",
 def pattern_problems(
     patterns: Mapping[str, Iterable[str]], names: Collection[str] = _NAMES
 ) -> Iterator[Problem]:
-    """Yield a problem for each regular expression of an argument that has invalid syntax or never stops matching.
+    """Yield a problem for each regular expression of an argument that is invalid or never stops matching.
 
-    Each expression is matched against all names and all their beginnings, with and without a final `!`, because a
-    failing match takes longest.
+    Each expression is matched with all names and all their beginnings, with and without a final `!`, because failing
+    matches take longest.
     """
     slow: dict[str, str] = {}
     for place, expressions in patterns.items():
@@ -188,7 +188,7 @@ def format_bytes(amount: float) -> str:
 
 
 def parse_size(text: str) -> int | None:
-    """Parse an amount of memory: `20GiB` and `20G` (binary), `20GB` or `8e9`. Return bytes, or None if it is below 1 KiB."""
+    """Return the bytes of an amount of memory: `20GiB` and `20G` (binary), `20GB` or `8e9`; None below 1 KiB."""
     parts = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
     if parts is None:
         return None
@@ -198,7 +198,7 @@ def parse_size(text: str) -> int | None:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the free bytes of a CUDA device or of the CPU; None for other devices, or if psutil is missing."""
+    """Return the free bytes of a CUDA device or the CPU; None for other devices, or without psutil."""
     if device.type == "cuda":
         import torch
 

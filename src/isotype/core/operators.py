@@ -12,16 +12,16 @@ import torch
 
 from isotype.compat.torch import UNNAMED_VIEW, dispatch_depth, is_profiled, operator_schema, tree_leaves
 
-# In torch 2.13 the meta and fake kernels of experts accept only bfloat16 (`_meta_grouped_mm_common` in
-# torch/_meta_registrations.py); CPU and CUDA kernels accept float32 and float16, too. A test in
-# tests/trace/test_recorder.py fails as soon as torch no longer needs this table.
+# In torch 2.13, the meta and fake kernels of experts accept only bfloat16 (`_meta_grouped_mm_common` in
+# torch/_meta_registrations.py). CPU and CUDA kernels accept float32 and float16, too. A test in
+# tests/trace/test_recorder.py fails when torch no longer needs this table.
 BFLOAT16_WITHOUT_MEMORY = frozenset({"aten._grouped_mm.default"})
-"""Operators that accept only bfloat16 when they run on meta or fake tensors."""
+"""Operators that accept only bfloat16 on meta and fake tensors."""
 
 ATTENTION_KERNELS = (
     "scaled_dot_product", "flash_attn", "_flash_attention", "_efficient_attention", "_varlen_attn",
 )  # fmt: skip
-"""Substrings in the names of attention kernels of torch and flash-attn."""
+"""Substrings in the names of torch's and flash-attn's attention kernels."""
 
 
 ADDS_IN_PLACE = re.compile(r"aten\.(?:_foreach_)?(add|sub|lerp|addcmul|addcdiv|addmm|addbmm|baddbmm)_\.")
@@ -30,7 +30,7 @@ ADDS_IN_PLACE = re.compile(r"aten\.(?:_foreach_)?(add|sub|lerp|addcmul|addcdiv|a
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Names of an operator's arguments (`roles`), and of the arguments that the operator writes to (`written`).
+    """Names of an operator's arguments (`roles`), and of those that it writes to (`written`).
 
     `mutates` is True if the operator writes to its first argument.
     """
@@ -42,7 +42,7 @@ class Schema:
 
 @cache
 def operator_name(func: Any) -> str:
-    """Return an operator's name, `aten.mm.default`. Names are cached, since torch builds the string on each call."""
+    """Return an operator's name, `aten.mm.default`. It is cached, because torch builds the string in each call."""
     return str(func)
 
 
@@ -80,11 +80,11 @@ _INDICES = {
     "one_hot": slice(0, 1),
     "where": slice(0, 1),
 }
-"""Functions -> the positions of tensors that must be integers, or bool (`MASKED` and `where`)."""
+"""Functions -> positions of the tensors that must be integers, or bool (`MASKED` and `where`)."""
 
 
 def float_indices(op: str, dtypes: Sequence[torch.dtype]) -> tuple[int, ...]:
-    """Return the positions of float tensors in a call where the operator or function needs integers or a mask."""
+    """Return the positions of float tensors in a call that needs integers or a mask there."""
     positions = _INDICES.get(op.partition(".")[2].partition(".")[0].removesuffix("_"), slice(0))
     return tuple(at for at in range(len(dtypes))[positions] if dtypes[at].is_floating_point)
 
@@ -92,7 +92,7 @@ def float_indices(op: str, dtypes: Sequence[torch.dtype]) -> tuple[int, ...]:
 _OF_ONE_AXIS = frozenset(
     getattr(torch.ops.aten, name).default for name in ("_log_softmax", "logcumsumexp", "cumsum", "cumprod")
 )
-"""Operators that reduce or accumulate along the axis that is their second argument."""
+"""Operators that reduce or accumulate along an axis, their second argument."""
 
 
 def numbers_in(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, float], ...]:
@@ -116,7 +116,7 @@ def _add(tensors: list[tuple[str, torch.Tensor]], role: str, value: Any) -> None
 
 
 def leaves(result: Any) -> Iterator[Any]:
-    """Yield all items of nested lists and tuples in one flat sequence."""
+    """Yield all items of nested lists and tuples in one sequence."""
     if isinstance(result, (list, tuple)):
         for item in result:
             yield from leaves(item)
@@ -130,7 +130,7 @@ def tensors_of(values: Any) -> Iterator[torch.Tensor]:
 
 
 def given_tensors(args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return (`[position]`, tensor) for each tensor in a function's arguments; lists and tuples are searched, too."""
+    """Return (`[position]`, tensor) for each tensor in a function's arguments, also in lists and tuples."""
     arguments = enumerate(leaves((args, tuple(kwargs.values()))))
     return [(f"[{position}]", leaf) for position, leaf in arguments if isinstance(leaf, torch.Tensor)]
 
@@ -152,8 +152,8 @@ def operator(
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
     """Return a decorator that registers a function as the operator `isotype::…`, without a derivative.
 
-    `fake` is the operator's implementation for fake tensors. If no dispatch mode and no profiler is active, a call skips
-    torch's dispatcher, which takes longer than some kernels.
+    `fake` is its implementation for fake tensors. Without a dispatch mode and a profiler, a call skips torch's
+    dispatcher, which takes longer than some kernels.
     """
 
     def defined(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:

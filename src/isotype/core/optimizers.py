@@ -1,4 +1,4 @@
-"""Facts about optimizers: package, state dtype and kernels. A lookup searches the `--optim` name for known parts."""
+"""Facts about optimizers: package, state dtype and kernels. The `--optim` name is searched for known parts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from isotype.core.tables import table
 
 @dataclass(frozen=True, slots=True)
 class NamePart:
-    """A part of optimizer names, such as `galore` in `galore_adamw_8bit`, and facts about the optimizers that have it.
+    """A part of optimizers' names, such as `galore` in `galore_adamw_8bit`, and facts about these optimizers.
 
     Attributes:
-        package: import name of the package that has the optimizer; "" for torch and transformers.
-        state: dtype of the optimizer state. `{}` means the dtype of the master weights; "" means that another part of the
-            name decides the dtype.
-        own_kernels: True if the optimizer's update kernels accept every float dtype.
+        package: import name of the optimizer's package; "" for torch and transformers.
+        state: dtype of the optimizer state. `{}` stands for the dtype of the master weights. With "", another part of
+            the name decides.
+        own_kernels: True if the update kernels accept every float dtype.
     """
 
     text: str
@@ -41,28 +41,28 @@ NAME_PARTS = tuple(NamePart(**part) for part in _TABLE)
 
 
 def package_of(name: str) -> str | None:
-    """Return the import name of the package that has an optimizer, or None for torch and transformers."""
+    """Return the import name of an optimizer's package; None for torch and transformers."""
     return next((part.package for part in NAME_PARTS if part.package and part.text in name), None)
 
 
 def state_of(name: str) -> tuple[str, str] | None:
-    """Return the dtype and description of an optimizer's state; None for Adam's. `{}` is the master weights' dtype."""
+    """Return dtype and description of an optimizer's state; None for Adam's. `{}` is the master weights' dtype."""
     return next(((part.state, part.why) for part in NAME_PARTS if part.state and part.text in name), None)
 
 
 def has_own_kernels(name: str) -> bool:
-    """Return True if an optimizer has update kernels that accept every float dtype."""
+    """Return True if an optimizer's update kernels accept every float dtype."""
     return any(part.own_kernels and part.text in name for part in NAME_PARTS)
 
 
 def state_bytes(
     name: str, shape: Sequence[int], itemsize: int = 4, *, float32: bool = False, pages: bool = True
 ) -> int:
-    """Return the bytes of the states that an optimizer with its own kernels keeps for a parameter of this shape.
+    """Return the bytes of the states of an optimizer with its own kernels, for a parameter of this shape.
 
-    Paged states are not counted, because they move to the CPU's memory if the device's memory is full; `pages` is True
-    if the device supports them. `itemsize` is the size of a parameter's element in bytes. `float32` is True for
-    parameters such as embeddings, whose states are neither quantized nor projected.
+    Paged states do not count, because they move to the CPU's memory if the device's is full; `pages` is True if the
+    device can do that. `itemsize` is the size of a parameter's element in bytes. `float32` is True for parameters such
+    as embeddings, with states that are neither quantized nor projected.
     """
     elements = math.prod(shape)
     moments = next((count for part, count in _MOMENTS.items() if part in name), 2)
@@ -84,16 +84,16 @@ _MOMENTS = {
     "lomo": 0, "adafactor": 0, "schedule_free_sgd": 1, "lion": 1, "rmsprop": 1, "muon": 1, "grok": 3,
     "ademamix": 3,
 }  # fmt: skip
-"""Part of a name -> number of states as large as the parameter (copies of the weights included). The default is 2."""
+"""Part of a name -> number of states as large as the parameter (also copies of the weights). The default is 2."""
 
 _RANK = 128
-"""Default rank to which GaLore and APOLLO project gradients. The projection matrix also takes memory."""
+"""Default rank of GaLore's and APOLLO's projections of gradients. The projection matrix takes memory, too."""
 
 _PAGED = 100_000
-"""Optimizer states of parameters with fewer elements are not paged."""
+"""Parameters with fewer elements have states that are not paged."""
 
 _SMALL = 4096
-"""Optimizer states of parameters with fewer elements are in float32."""
+"""Parameters with fewer elements have float32 states."""
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -110,7 +110,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def unknown_optimizer(asked: Any) -> Iterator[Problem]:
-    """Yield a problem if `asked` is an unknown optimizer name; yield nothing for callables and known names."""
+    """Yield a problem if `asked` is an unknown optimizer name. Callables and known names have none."""
     if isinstance(asked, (list, tuple)) and (not asked or len(optimizers_in(asked)) < len(asked)):
         yield Problem("optimizer: a list", "optimizers of torch in the list", "optimizer=[muon, adamw]")
     if isinstance(asked, str) and asked not in OPTIMIZERS and not has_own_kernels(asked):
@@ -119,7 +119,7 @@ def unknown_optimizer(asked: Any) -> Iterator[Problem]:
 
 
 def optimizers_in(request: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers of a request, which is an optimizer or a list of optimizers; () for a name or a callable."""
+    """Return the optimizers in a request: an optimizer or a list of them; () for a name or a callable."""
     several = request if isinstance(request, (list, tuple)) else (request,)
     return tuple(optimizer for optimizer in several if isinstance(optimizer, torch.optim.Optimizer))
 
@@ -130,7 +130,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def learning_rate_of(*optimizers: torch.optim.Optimizer) -> float:
-    """Return the largest learning rate of all parameter groups, before the scheduler changes it."""
+    """Return the largest learning rate of the parameter groups, before the scheduler changes it."""
     return max(_rate(group) for optimizer in optimizers for group in optimizer.param_groups)
 
 
@@ -150,7 +150,7 @@ def updates_of(request: Any) -> dict[str, tuple[str, float]]:
 
 
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
-"""Types of attributes that `names_instead` copies. Attributes of other types may refer to the optimizer's parameters."""
+"""Types of attributes that `names_instead` copies. Others may refer to the optimizer's parameters."""
 
 
 def names_instead(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
@@ -169,7 +169,7 @@ def names_instead(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.o
 
 
 _NAMES = "isotype's names"
-"""Key of a parameter group's names. Without parameters, no search of the process takes the copy for a script's optimizer."""
+"""Key of a parameter group's names. A search for a script's optimizers ignores the copy, which has no parameters."""
 
 
 def kernels_of(request: Any) -> str:
@@ -183,13 +183,13 @@ def kernels_of(request: Any) -> str:
 def make_optimizer(
     request: Any, parameters: Sequence[torch.Tensor], learning_rate: float | None, names: Sequence[str] = ()
 ) -> Any:
-    """Return an optimizer of `parameters`, or a string that says why its step cannot be traced on fake tensors.
+    """Return an optimizer of `parameters`, or a string on why its step cannot be traced on fake tensors.
 
     Args:
-        request: a name, an optimizer whose class and settings are used, or a callable (parameters -> optimizer).
+        request: a name, an optimizer (for its class and settings), or a callable (parameters -> optimizer).
         parameters: the parameters to optimize.
-        learning_rate: learning rate if `request` is a name; None for the optimizer's default.
-        names: names of the parameters. If `request` has some of them instead of parameters, its groups are used.
+        learning_rate: learning rate if `request` is a name; None for the default.
+        names: names of the parameters. If `request` has such names and no parameters, its groups are used.
     """
     if kernels_of(request):
         name = request if isinstance(request, str) else type(request).__name__
@@ -208,7 +208,7 @@ def _remade(
     plain = {name: value for name, value in vars(request).items() if isinstance(value, _PLAIN)}
     accepted = signature(kind.__init__).parameters
     groups = [
-        # A scheduler adds the initial rate, which a constructor may not expect.
+        # A scheduler adds the initial rate. A constructor may not expect it.
         {key: value for key, value in group.items() if key not in ("initial_lr", _NAMES)}
         | {"params": [named[name] for name in group.get(_NAMES, ()) if name in named]}
         for group in request.param_groups

@@ -1,4 +1,4 @@
-"""Calls `from_pretrained` of transformers and PEFT, but never runs the code of a checkpoint."""
+"""Calls `from_pretrained` of transformers and PEFT, and never runs a checkpoint's code."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ TOKENIZER_FILES = (
 
 
 def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
-    """Return `kind.from_pretrained(source, …)`. If the files name custom code, transformers' own class is used instead.
+    """Return `kind.from_pretrained(source, …)`. If the files name custom code, transformers' own class is used.
 
     Args:
         kind: a class of transformers or PEFT.
         source: a directory or hub id.
         **arguments: keyword arguments of `from_pretrained`.
 
-    Raises:
-        CheckpointError: only the checkpoint's own code can read its files; the error names the file and the key.
-        UsageError: `trust_remote_code` is True.
-        OSError, ValueError: errors of `from_pretrained`.
+    Raises: CheckpointError: only the checkpoint's own code can read its files; the error names file and key. UsageError:
+        `trust_remote_code` is True. OSError, ValueError: errors of `from_pretrained`.
     """
     if arguments.pop("trust_remote_code", False):
         expected = "a model and a tokenizer that need only the classes of transformers"
@@ -55,7 +53,7 @@ def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
 def code_named(
     source: Path | str, revision: str | None, files: tuple[str, ...] = TOKENIZER_FILES
 ) -> Iterator[tuple[Path, str, str]]:
-    """Yield (file, key, class) for each custom class that a checkpoint's files name."""
+    """Yield (file, key, class) of each custom class that a checkpoint's files name."""
     for name in files:
         path = _local(source, name, revision)
         if path is None:

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:
-    """Random states that were saved together. Saving random states does not synchronize with a device."""
+    """Random states, saved together. Saving them does not synchronize with a device."""
 
     setters: tuple[Callable[[], object], ...]
 
     @classmethod
     def taken(cls, *devices: torch.device) -> RandomStates:
-        """Return the current random states of Python and `devices`, and those of NumPy and torch if these are imported."""
+        """Return the current random states of Python and `devices`; those of NumPy and torch if they are imported."""
         setters = [partial(random.setstate, random.getstate())]
         if "numpy" in sys.modules:
             import numpy
@@ -45,10 +45,10 @@ class RandomStates:
 
 @contextmanager
 def random_states_kept(device: torch.device | None = None) -> Iterator[None]:
-    """When the `with` block ends, restore the random states of Python, NumPy and torch (CPU and devices in use).
+    """At the end of the `with` block, restore the random states of Python, NumPy and torch (CPU and devices in use).
 
-    Unlike `torch.random.fork_rng()`, this function initializes no device, so it creates no CUDA context on a GPU that
-    this process does not use. `device` is an accelerator that the code inside the `with` block will use.
+    Unlike `torch.random.fork_rng()`, this initializes no device: no CUDA context on a GPU that this process does not
+    use. `device` is an accelerator that the code in the `with` block will use.
     """
     states = RandomStates.taken(*(_in_use(device) if "torch" in sys.modules else ()))
     try:
@@ -58,7 +58,7 @@ def random_states_kept(device: torch.device | None = None) -> Iterator[None]:
 
 
 def _in_use(device: torch.device | None) -> list[torch.device]:
-    """Return the accelerators with a random state to save: all of them if torch has initialized any, else `device`."""
+    """Return the accelerators whose random state is saved: all of them if torch has initialized any, else `device`."""
     import torch
 
     kind = torch.accelerator.current_accelerator(check_available=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def table(module: str, name: str = "") -> Any:
-    """Return the content of a JSON file in the folder of a module. By default, the file has the module's name.
+    """Return the content of a JSON file beside a module. By default, it has the module's name.
 
     Args:
         module: the module's `__file__`.

@@ -1,4 +1,4 @@
-"""Output to terminals and log files: limited encodings, control characters, broken streams, and commands for a shell."""
+"""Output to terminals and log files: encodings, control characters, broken streams, and commands for a shell."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _NEAREST = {
     "×": "x", "…": "...", "→": "->", "←": "<-", "·": "*", "−": "-", "–": "-", "—": "-", "∞": "inf", "✓": "ok", "✕": "x", "◐": "~",
     "≤": "<=", "≥": ">=", "≈": "~", "±": "+-", "’": "'", "“": '"', "”": '"', "│": "|", "↵": "\\n", "•": "*", "µ": "u", "─": "-", "▏": "|", "█": "#",
 }  # fmt: skip
-# Control codes C0 and C1 except tabs and newlines, line separators, bidirectional marks and overrides.
+# Control codes C0 and C1 without tabs and newlines, line separators, bidirectional marks and overrides.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _UNDECODED = re.compile("[\udc80-\udcff]")
 _HANDLER = "isotype.nearest"
 
 
 class _Lasting:
-    """Standard output or error. After a failure (a full disk, a closed pipe or terminal), the stream ignores writes.
+    """Standard output or error. After a failure (a full disk, a closed pipe or terminal), writes are ignored.
 
     Attributes:
-        raises: True if the first failed write raises an error, as in commands that only print their result.
+        raises: True if the first failed write raises an error, for commands that only print their result.
         lost: why writing stopped, or None.
     """
 
@@ -48,7 +48,7 @@ class _Lasting:
         except BlockingIOError:
             pass  # a terminal in non-blocking mode is busy: only this text is lost
         except OSError as error:
-            # The descriptor is redirected, so that child processes and C code do not fail on it, either.
+            # The descriptor is redirected, so that child processes and C code do not fail, either.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
@@ -58,10 +58,9 @@ class _Lasting:
 
 
 def outlive_output(raises: bool) -> None:
-    """Keep the process running if standard output or standard error can no longer be written.
+    """Let the process go on if standard output or error can no longer be written.
 
-    If `raises` is True, the first failed write raises an error. Streams that a notebook or a test has replaced are not
-    changed.
+    With `raises`, the first failed write raises an error. Streams of a notebook or a test are not changed.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -73,34 +72,34 @@ def outlive_output(raises: bool) -> None:
 
 
 def lost_output() -> tuple[str, ...]:
-    """Return a sentence for each of the two streams (standard output and standard error) that could not be written."""
+    """Return a sentence for each of standard output and standard error that could not be written."""
     streams = {"standard output": sys.stdout, "standard error": sys.stderr}
     lost = {title: getattr(stream, "lost", None) for title, stream in streams.items()}
     return tuple(f"{title} could not be written: {why}" for title, why in lost.items() if why)
 
 
 def print_the_nearest() -> None:
-    """If the encoding of standard output or error lacks a character, print a similar character or `?` instead.
+    """Print a similar character or `?` for characters that are not in the encoding of standard output or error.
 
-    If bytes of standard input or of file names are not UTF-8, Python keeps them as surrogates, which `as_typed` decodes.
+    Python keeps bytes of standard input and file names that are no UTF-8 as surrogates. `as_typed` decodes them.
     """
     codecs.register_error(_HANDLER, _nearest)
     for stream, errors in ((sys.stdout, _HANDLER), (sys.stderr, _HANDLER), (sys.stdin, "surrogateescape")):
-        # A stream that a notebook or a test has put there may have no such method.
+        # A stream of a notebook or a test may have no such method.
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors=errors)
 
 
 def shown(text: str) -> str:
-    """Escape the control characters in a text (`\\x1b`), because names from files could control the terminal."""
+    """Escape the control characters in a text (`\\x1b`). In names from files, they could control the terminal."""
     if text.isprintable():
         return text
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def as_typed(text: str) -> str:
-    """Decode the surrogates in `text` as UTF-8. Python uses surrogates for bytes that it could not decode."""
+    """Decode the surrogates in `text` as UTF-8. Python uses them for bytes that it could not decode."""
     if not _UNDECODED.search(text):
         return text
     return text.encode(sys.getfilesystemencoding(), "surrogateescape").decode("utf-8", "replace")
@@ -121,7 +120,7 @@ _INDENT = 4  # spaces before the continuation lines of a command
 
 
 def printed_command(tokens: Sequence[str], width: int | None = None, indent: int = 0) -> str:
-    """Return a command quoted for a shell; lines longer than `width` columns continue after ` \\`."""
+    """Return a command quoted for a shell. Lines longer than `width` columns go on after ` \\`."""
     words = [as_typed(shlex.quote(token)) for token in tokens]
     line = " " * indent + " ".join(words)
     if width is None or len(line) <= width:
@@ -137,7 +136,7 @@ def printed_command(tokens: Sequence[str], width: int | None = None, indent: int
 
 
 def _parts(words: Sequence[str], room: int) -> Iterator[str]:
-    """Yield parts of a command that stay on one line: a flag with its values or, if that is too long, a single word."""
+    """Yield parts of a command that stay on one line: a flag with its values or, if that is too long, a word."""
     groups: list[list[str]] = []
     for word in words:
         if word.startswith("-") or not groups:
