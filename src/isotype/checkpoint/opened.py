@@ -175,7 +175,7 @@ def require_complete_gguf(checkpoint: Checkpoint) -> None:
         match(build_on_meta(config_of(checkpoint), checkpoint.name), checkpoint.headers).require_complete()
 
 
-def require_loadable(name: str | Path, revision: str | None = None) -> None:
+def require_loadable(name: str | Path, revision: str | None) -> None:
     """If a checkpoint does not match its model or its config, raise the CheckpointError that `load` would raise.
 
     For a single file, an adapter, or a model that is not from transformers, it checks only the quantization.

@@ -90,8 +90,8 @@ def resolve_precision(
 def resolve_request(
     facts: ModelFacts,
     request: PrecisionRequest,
-    device: str | torch.device = "auto",
-    checkpoint: Checkpoint | None = None,
+    device: str | torch.device,
+    checkpoint: Checkpoint | None,
     *,
     ranges: Ranges | None = None,
     measure: Callable[[], Ranges] | None = None,

@@ -276,7 +276,7 @@ def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -
                 keys.update(("part", key) for key in part.keys() - PART_KEYS if part[key] is not None)
 
 
-def unread_line(source: str, keys: Mapping[tuple[str, str], int], sample: int | None = None) -> str | None:
+def unread_line(source: str, keys: Mapping[tuple[str, str], int], sample: int | None) -> str | None:
     """Return a line about the unused keys of a data set, or None if all keys are used.
 
     `keys` maps (place, unused key) to a count; a place is "row", "message" or "part". `sample` is the number of rows that

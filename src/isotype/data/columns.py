@@ -38,7 +38,7 @@ Record = tuple[str, int, Any]
 NEAR_NAMES = OTHER_NAMES["columns"]
 
 
-def formats_of(method: str, text_field: str = "text") -> tuple[Format, ...]:
+def formats_of(method: str, text_field: str) -> tuple[Format, ...]:
     """Return the sets of columns that `method` accepts, with `text_field` as the name of the plain text column."""
     formats = METHODS[method].formats
     return tuple(replace(f, required=(text_field,)) if f.required == ("text",) else f for f in formats)

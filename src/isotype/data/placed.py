@@ -37,7 +37,7 @@ _ANSWERS = ("completion", "chosen", "rejected")
 _FIX = 'write {"type": "image"} or <image> for each image, and as many images in a column \'images\''
 
 
-def with_places(row: Row, folder: Path | None = None, *, pictured: bool = False) -> Row | Problem:
+def with_places(row: Row, folder: Path | None, *, pictured: bool) -> Row | Problem:
     """Return the row with its images in `images` and a place for each image, or the problem with the row.
 
     A row without images is returned unchanged. In a row with images, texts become messages, unless they contain a

@@ -30,9 +30,7 @@ SPEAKERS = {name: role for role, names in OTHER_NAMES["speakers"].items() for na
 _CALL_FORM = '{"name": "…", "arguments": {…}}, or a list of such'
 
 
-def standard_chats(
-    row: Row, names: Counter[str] | None = None, *, conversations: bool = True
-) -> Row | Problem:
+def standard_chats(row: Row, names: Counter[str] | None, *, conversations: bool) -> Row | Problem:
     """Rename `conversations` to `messages`, and convert all columns of chats to {role, content} messages.
 
     If the row has a problem, return the problem. A single message in a column of turns becomes a list. If a conversation
@@ -67,7 +65,7 @@ def standard_chats(
     return result
 
 
-def roles_line(source: str, names: Counter[str], sample: int | None = None) -> str | None:
+def roles_line(source: str, names: Counter[str], sample: int | None) -> str | None:
     """Return a line about the speakers' roles; None without speakers. `sample` is the number of counted rows (None: all)."""
     if not names:
         return None

@@ -27,7 +27,7 @@ _FIXES = {
 }
 
 
-def with_labels(row: Row, prompts: bool = False) -> Row | Problem:
+def with_labels(row: Row, prompts: bool) -> Row | Problem:
     """Return a row of token ids with `labels` instead of masks and without padding, or return the problem of the row.
 
     If `prompts` is True, the loss includes prompt tokens, and `completion_mask` is ignored.

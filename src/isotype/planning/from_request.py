@@ -191,7 +191,7 @@ def searches_of(request: PlanRequest, *, bounded: bool = False) -> tuple[list[Se
 def is_out_of_reach(rows: Sequence[Row]) -> bool:
     """Return True if the weights alone exceed the memory limit in every row. Then no other settings can fit."""
     # Storing the constants of quantized weights in 8 bits makes the weights at most a tenth smaller.
-    return bool(rows) and all(0.9 * row.kinds.get("weights", 0) > (row.room or 0) for row in rows)
+    return bool(rows) and all(0.9 * row.kinds.get("weights", 0) > row.room for row in rows)
 
 
 def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:
@@ -472,8 +472,7 @@ def words_of(row: Row) -> str:
     speed = speed_of(row)
     foreseen = f", {speed} tokens/s expected" if speed else ""
     times = f" × {row.accumulation}" if row.accumulation > 1 else ""
-    room = "" if row.room is None else f" of the {format_bytes(row.room)} that it may use"
     return (
         f"planned: {row.storage}, {plural(row.rows, 'row')} of {row.length:,} tokens{times}, checkpointing {row.checkpointing}: "
-        f"{format_bytes(row.peak)}{room}{foreseen}"
+        f"{format_bytes(row.peak)} of the {format_bytes(row.room)} that it may use{foreseen}"
     )

@@ -96,7 +96,7 @@ class Row:
         accumulation: micro-batches of a step.
         fits: true if the step takes at most `room`.
         peak: bytes at the step's peak.
-        room: bytes the step may take; None if unknown.
+        room: bytes the step may take.
         phase: phase of the peak.
         kinds: kind -> bytes alive at the peak.
         time: estimated time; None if the device's rates are unknown.
@@ -124,7 +124,7 @@ class Row:
     accumulation: int
     fits: bool
     peak: int
-    room: int | None
+    room: int
     phase: str
     kinds: Mapping[str, int]
     time: Time | None
@@ -143,9 +143,9 @@ class Row:
         return shlex.join(self.command.tokens())
 
     @property
-    def spare(self) -> Signed | None:
+    def spare(self) -> Signed:
         """Bytes of the memory limit that the step leaves free; negative if the step does not fit."""
-        return None if self.room is None else self.room - self.peak
+        return self.room - self.peak
 
     @property
     def tokens(self) -> int:

@@ -243,7 +243,6 @@ class Search:
         """
         damages = self.request.layers
         assert damages is not None
-        assert row.room is not None
         parameters = self.checkpoint.facts.parameters or 0
         held = partial(base_bytes, damages, parameters=parameters)
         memory = held(row.policy) + row.room - row.peak

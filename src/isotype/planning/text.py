@@ -75,7 +75,7 @@ def render(plan: Record, console: Console, whole: bool = False) -> None:
         show_commands(console, {"check it before it runs": _check(plan.chosen)})
 
 
-def render_models(plans: Sequence[Record], console: Console, whole: bool = False) -> None:
+def render_models(plans: Sequence[Record], console: Console, whole: bool) -> None:
     """Print, for each device, the command for the largest model that fits, and then one table for all models."""
     method, settings = plans[0].method, plans[0].settings
     say(console, f"isotype plan   {method}, {settings}; these are the largest models that fit", "bold")
@@ -102,20 +102,20 @@ def _print_answer(console: Console, title: str, device: Device) -> None:
         if least is None:
             say(console, f"{title}: nothing could be traced", "bold red")
             return
-        room = "" if least.room is None else f", but may use only {format_bytes(least.room)}"
+        need = f"at least {format_bytes(least.peak)} ({least.storage})"
         say(console, f"{title}: nothing fits", "bold red")
-        say(console, f"   a step needs at least {format_bytes(least.peak)} ({least.storage}){room}")
+        say(console, f"   a step needs {need}, but may use only {format_bytes(least.room)}")
         larger = " or a larger device"
         if device.enough is not None:
             larger = f", a larger device, or {device.enough} of this one (--devices {device.enough})"
         say(console, f"   try a smaller model{larger}")
         return
-    room = "" if row.room is None else f" of {format_bytes(row.room)}"
+    memory = f"{format_bytes(row.peak)} of {format_bytes(row.room)}"
     per_device = " on each" if row.devices > 1 else ""
     speed = speed_of(row)
     how = f"{row.storage}{f' with {row.sharding}' if row.sharding else ''}"
     speed = f", {speed} tokens/s" if speed else ""
-    say(console, f"{title}: {how} fits, {format_bytes(row.peak)}{room}{per_device}{speed}", "bold green")
+    say(console, f"{title}: {how} fits, {memory}{per_device}{speed}", "bold green")
     if row.work is not None:
         say(console, f"   {_work(row, row.work)}")
     text = printed_command(row.command.tokens(), width_of(console), 0 if width_of(console) is None else 4)
@@ -179,7 +179,7 @@ def cells_of(row: Row, chosen: bool) -> dict[str, str]:
         "rows": f"{row.rows:,} of {row.length:,}{times}",
         "peak": format_bytes(row.peak),
         "fits": "yes" if row.fits else "no",
-        "spare": "" if row.spare is None else "-" * (row.spare < 0) + format_bytes(abs(row.spare)),
+        "spare": "-" * (row.spare < 0) + format_bytes(abs(row.spare)),
         "s/step": "" if time is None else _seconds(time.seconds),
         "tokens/s": speed_of(row) if row.fits else "",
         "bound by": "" if time is None else time.bound.removeprefix("memory "),
@@ -308,7 +308,7 @@ def picture(rows: Sequence[Row], chosen: Row | None) -> dict[str, object] | None
     if not shown:
         return None
     peak = max(row.peak for row in shown)
-    room = max(row.room or 0 for row in shown)
+    room = max(row.room for row in shown)
     room = room if room <= 2.5 * peak else 0  # a line far above the peaks would squeeze the points
     wide, high, best = _MARGIN * max(room, peak), _MARGIN * max(row.speed for row in shown), front(shown)
     line = "L".join(f"{1000 * row.peak / wide:.1f} {1000 * (1 - row.speed / high):.1f}" for row in best)

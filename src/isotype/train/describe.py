@@ -49,7 +49,7 @@ _OF_ADAPTERS = (
 
 
 def policy_rows(
-    policy: PrecisionPolicy, optimizer: Any = None, choice: Choice | None = None
+    policy: PrecisionPolicy, optimizer: Any, choice: Choice | None = None
 ) -> tuple[tuple[str, str, str], ...]:
     """Return (role, dtype, reason) for each row of the policy, for the optimizer state and for gradient checkpointing."""
     rows, state = {row[0]: row for row in policy.rows()}, state_of(str(optimizer))

@@ -283,7 +283,7 @@ def _is_target(name: str, targets: Any) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets or ())
 
 
-def tokenizer_here(model: str, revision: str | None = None) -> tuple[Path | str, Any]:
+def tokenizer_here(model: str, revision: str | None) -> tuple[Path | str, Any]:
     """Return (local directory, tokenizer) for a directory, GGUF file, embedded model or downloaded hub id.
 
     Return (model, None) if this machine has no tokenizer. For a GGUF file, the directory is in isotype's cache.

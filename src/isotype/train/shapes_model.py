@@ -37,7 +37,7 @@ _NAMES = ((*NUMBERS,), (*COLOURS,), tuple(f"{form}s" for form in FORMS))
 """Words for an image's tokens: of three successive tokens, one means the number, one the colour, and one the form."""
 
 
-def make_shapes_model(folder: Path, say: Callable[[str], object] = lambda line: None) -> Path:
+def make_shapes_model(folder: Path, say: Callable[[str], object]) -> Path:
     """Train the model and save it with its processor in `folder`, unless it exists. Machines differ only in rounding."""
     if (folder / "config.json").is_file():
         return folder

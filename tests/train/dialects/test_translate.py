@@ -81,7 +81,9 @@ def method_of(values: Mapping[str, Any]) -> str:
 
 def read(values: Mapping[str, Any], method: str | None = None) -> Reader:
     """Translate a file's content for the training method of the file."""
-    return translated(values, method or method_of(values), Path())
+    dialect = dialect_of(values)
+    assert dialect is not None
+    return translated(dialect, values, method or method_of(values), Path())
 
 
 def told(translation: Reader) -> set[str]:

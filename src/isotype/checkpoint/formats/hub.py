@@ -55,7 +55,7 @@ def local_snapshot(model_id: str, revision: str | None = None) -> Path | None:
     return weights[0].parent
 
 
-def commit_of(model_id: str, revision: str | None = None) -> str | None:
+def commit_of(model_id: str, revision: str | None) -> str | None:
     """Return the commit of a revision in the hub's local cache, or None if the cache does not have the revision."""
     snapshot = _cached(model_id, revision)
     return None if snapshot is None else snapshot.name
@@ -68,7 +68,7 @@ def _cached(model_id: str, revision: str | None) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def download(model_id: str, revision: str | None = None) -> Path:
+def download(model_id: str, revision: str | None) -> Path:
     """Download the missing files of a model, and return its directory in the hub's local cache."""
     from huggingface_hub import snapshot_download
 

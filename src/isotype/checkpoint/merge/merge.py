@@ -400,7 +400,7 @@ def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | 
     )
 
 
-def check_same_base(adapter: Adapter, base: str, revision: str | None = None) -> None:
+def check_same_base(adapter: Adapter, base: str, revision: str | None) -> None:
     """Raise one CheckpointError with all differences if `base` is not the model that the adapter was trained on."""
     sources = ((base, revision), (str(adapter.base), adapter.revision))
     configs = (config_of(open_model(source, of)) for source, of in sources)

@@ -85,7 +85,7 @@ def log_probs(
     return PerToken(**dict(zip(("log_probs", *call.outputs), values, strict=True)))
 
 
-def log_probs_of_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> PerToken:
+def log_probs_of_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> PerToken:
     """Return all results from complete logits `[N, V]`, for models whose head does more than a projection."""
     z = logits.float() / temperature
     logsumexp, target = z.logsumexp(-1), z.gather(-1, targets[:, None])[:, 0]

@@ -172,7 +172,7 @@ def through(call: Call, rows: torch.Tensor, weight: torch.Tensor, out: torch.Ten
     out.copy_(total)
 
 
-def bend(call: Call, values: torch.Tensor, slope: torch.Tensor | None = None) -> torch.Tensor:
+def bend(call: Call, values: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:
     """Apply scale, soft cap and temperature to `values` in place. Write the soft cap's derivative into `slope`."""
     if call.scale != 1:
         values.mul_(call.scale)

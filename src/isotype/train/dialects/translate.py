@@ -46,15 +46,14 @@ def method_of(values: Mapping[str, Any]) -> str:
     return _MODULES[dialect].method_of(Reader.of(dialect, values, "sft", Path())) or "sft"
 
 
-def translated(values: Mapping[str, Any], method: str, folder: Path, *, trains: bool = True) -> Reader:
-    """Translate a file of axolotl or LLaMA-Factory into arguments of `isotype METHOD`. Raise ValueError for other files.
+def translated(
+    dialect: Dialect, values: Mapping[str, Any], method: str, folder: Path, *, trains: bool = True
+) -> Reader:
+    """Translate a file of axolotl or LLaMA-Factory into arguments of `isotype METHOD`.
 
     Relative paths are looked up in the working directory, then in the file's `folder`. Without `trains`, the data sets
     need not be on this machine.
     """
-    dialect = dialect_of(values)
-    if dialect is None:
-        raise ValueError("not a file of axolotl or LLaMA-Factory")
     module = _MODULES[dialect]
     reader = Reader.of(dialect, values, method, folder)
     reader.trains = trains
@@ -81,16 +80,17 @@ def translated(values: Mapping[str, Any], method: str, folder: Path, *, trains: 
 
 
 def in_isotype_names(
-    values: dict[str, Any], method: str, path: str, *, trains: bool = True
+    values: dict[str, Any], method: str, path: str, *, trains: bool
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Return a file's values by isotype's names, and a problem for each refused name. Log the names that are not used."""
-    if dialect_of(values) is None:
+    dialect = dialect_of(values)
+    if dialect is None:
         named = {*values, *(key for group in values.values() if isinstance(group, dict) for key in group)}
         for name, (program, fix) in _OTHERS.items():
             if name in named:
                 expected = "a file of isotype, TRL, axolotl or LLaMA-Factory"
                 return {}, [Problem(f"a file of {program}", expected, fix.format(path=path, method=method))]
         return values, []
-    reader = translated(values, method, Path(path).parent, trains=trains)
+    reader = translated(dialect, values, method, Path(path).parent, trains=trains)
     logger.warning("%s: %s", path, reader.text())
     return reader.values, reader.problems
