@@ -340,3 +340,27 @@ def test_a_model_that_another_optimizer_trains_is_not_counted() -> None:
     (finding,) = ist307_no_gradient.find(step)
     assert finding.message == "no gradient reaches 1 of 2 trainable parameters"
     assert "torch.no_grad()" in finding.fixes[0].description
+
+
+def test_an_adapter_outside_of_the_checkpointed_layers_is_not_left_out_by_recomputation() -> None:
+    """hiyouga/LLaMA-Factory #7755: adapters on all linear layers include the pooling head, whose output nothing uses."""
+
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+            self.head = nn.Linear(8, 8)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                hidden = checkpoint(layer, hidden, use_reentrant=False)
+            self.head(hidden)
+            return hidden
+
+    model = peft.get_peft_model(Tower(), peft.LoraConfig(target_modules="all-linear"))
+    report = isotype.check(model, lambda module: module(torch.ones(2, 8)).sum(), verify=False)
+    matches = [(each.code, each.severity) for each in report.findings if each.code == "IST307"]
+    assert matches == [("IST307", "note")]
+    assert report.findings[0].cause.startswith(
+        "the loss does not depend on what is computed with base_model.model.head."
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -283,3 +284,29 @@ def test_what_this_machine_lacks_is_refused_as_in_the_training(
         (model / name).unlink()
     assert problems("--device", "cpu")[0].startswith(f"{model}: no tokenizer.json")
     assert "this machine has no tokenizer of the model" in plan(*map(str, base), "--device", "t4").notes[-1]
+
+
+def test_a_check_for_another_device_does_not_need_deepspeed(monkeypatch):
+    """hiyouga/LLaMA-Factory #7755 trains on V100s with ZeRO-3; the check runs on a laptop."""
+    monkeypatch.setattr("isotype.train.command.settings.find_spec", lambda name: None)
+    monkeypatch.setattr("isotype.train.validate.find_spec", lambda name: None)
+    arguments = ("sft", "--model_name_or_path", "m", "--deepspeed", "ds_z3_config.json")
+    assert "DeepSpeed's casts and sharding are not traced" in plan(*arguments, "--device", "v100").notes
+    with pytest.raises(UsageError, match=r"--deepspeed ds_z3_config.json\n.*the package deepspeed"):
+        plan(*arguments, "--device", "cpu")
+
+
+@pytest.mark.parametrize("trainer", ["axolotl", "llama_factory"])
+def test_a_check_of_another_trainers_file_does_not_need_its_data(trainer, tmp_path, monkeypatch, caplog):
+    """axolotl-ai-cloud/axolotl #1482"""
+    monkeypatch.chdir(tmp_path)
+    data = {"rows": {"file_name": "rows.jsonl"}}
+    content = {"model_name_or_path": "m", "stage": "sft", "dataset": "rows", "dataset_dir": data}
+    if trainer == "axolotl":
+        rows = [{"path": "rows.jsonl", "type": "alpaca"}]
+        content = {"base_model": "m", "adapter": "lora", "lora_target_linear": True, "datasets": rows}
+    Path("file.yaml").write_text(json.dumps(content))
+    assert plan("file.yaml").data == ""
+    assert "not read: rows.jsonl is not on this machine" in caplog.text
+    with pytest.raises(DataError, match="no file or directory 'rows.jsonl'"):
+        run(parse_settings(METHODS["sft"], ["--config", "file.yaml"]), Console(quiet=True))

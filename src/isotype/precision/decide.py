@@ -188,25 +188,21 @@ class _Draft:
             expected = "float32, bfloat16 or float16"
             self._refuse(f"compute dtype {name}", expected, "give one of these, or auto")
             return compute
-        support = self.profile.supports(compute)
+        support, best = self.profile.supports(compute), self.profile.best_dtype()
+        slower = self.profile.slower(compute, best)
+        times = "slow" if slower is None else f"{slower:.2g} times slower"
         if support == "refused":
             expected = f"a dtype it runs: {', '.join(sorted(dtype_name(d) for d in self.profile.native))}"
-            fix = f"{self.profile.reason(compute)}; use {dtype_name(self.profile.best_dtype())}, or auto"
+            fix = f"{self.profile.reason(compute)}; use {dtype_name(best)}, or auto"
             self._refuse(f"compute dtype {name} on {self.profile.title}", expected, fix)
         elif support == "emulated":
-            slower = self.profile.slower(compute, self.profile.best_dtype())
-            slow = "slow" if slower is None else f"{slower:.2g} times slower"
             self.warnings.append(
-                f"{name} on {self.profile.title}: {self.profile.reason(compute)}; expect it to be {slow} "
-                f"(this device runs {dtype_name(self.profile.best_dtype())} best)"
+                f"{name} on {self.profile.title}: {self.profile.reason(compute)}; expect it to be {times} "
+                f"(this device runs {dtype_name(best)} best)"
             )
-        elif compute == torch.float16:
-            slower = self.profile.slower(compute, self.profile.best_dtype()) or 1.0
-            if slower >= 1.5:
-                self.warnings.append(
-                    f"{name} on {self.profile.title}: its matmuls run {slower:.2g} times slower than "
-                    f"{dtype_name(self.profile.best_dtype())}'s"
-                )
+        elif slower is not None and slower >= 1.5:
+            matmuls = f"its matmuls run {times} than {dtype_name(best)}'s"
+            self.warnings.append(f"{name} on {self.profile.title}: {matmuls}")
         return compute
 
     def _master(self, compute: torch.dtype) -> torch.dtype:

@@ -162,7 +162,7 @@ def _lost(trace: Trace, refused: Call | None, weights: Sequence[Weight], cut: st
 def _left_out(trace: Trace, ignored: Iterable[Weight]) -> list[Weight]:
     """Return the `ignored` parameters that are missing when gradient checkpointing recomputes their layer."""
     recomputed = [call for call in trace.calls if call.recomputed]
-    layers = {layer_of(call.module) for call in recomputed}
+    layers = {layer_of(call.module) for call in recomputed} - {""}
     used = {operand.origin.name for call in recomputed for operand in call.operands}
     inside = (weight for weight in ignored if layer_of(weight.name) in layers)
     left_out = (weight for weight in inside if used.isdisjoint((weight.name, *weight.tied)))

@@ -123,7 +123,8 @@ def test_the_settings_are_those_of_our_own_flags(folder: Path, caplog: pytest.Lo
     ours = parse_settings(METHODS["sft"], OUR_FLAGS)
     assert compared(theirs) == compared(ours)
     assert caplog.messages == [
-        "theirs.yaml: axolotl's file: 24 of its names are used; of the others:\n"
+        "theirs.yaml: axolotl's file: 23 of its names are used; of the others:\n"
+        "  bf16: not done: bfloat16 for a checkpoint in float32 or float16; isotype keeps its dtype (--dtype bfloat16)\n"
         "  tf32: no effect: products are in the compute dtype (--tf32 True for float32)\n"
         "  datasets[0].type: not done: words around an instruction and its input; the prompt is the "
         "instruction, an empty line and the input\n"

@@ -97,10 +97,12 @@ def flops_words(report: Record) -> str:
     if not total:
         return "no matmul was traced"
     profile = report.trace.setup.profile
-    shares = []
+    shares, best = [], profile.best_dtype()
     for dtype, count in sorted(report.flops.items(), key=lambda entry: -entry[1]):
-        support = profile.supports(dtype)
+        support, slower = profile.supports(dtype), profile.slower(dtype, best) or 1.0
         remark = "" if support == "native" else f" ({support})"
+        if slower >= 1.5 and 2 * count > total:
+            remark = f" ({slower:.2g} times slower than {dtype_name(best)})"
         shares.append(f"{format_share(count / total)} {dtype_name(dtype)}{remark}")
     return f"{format_flops(total)} a step: {', '.join(shares)}"
 

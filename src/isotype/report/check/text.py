@@ -203,7 +203,7 @@ def trust(report: Record) -> list[tuple[str, str]]:
         place = f"{_where(failure.phase, failure.module)}{at}"
         rows.append(("not seen", f"all operators after {place}: {failure.error}{mixed}"))
     rows += [("not seen", note) for note in sharding_notes(report.trace.setup)]
-    rows += [("note", note) for note in report.trace.notes]
+    rows += [("not seen" if " not traced" in note else "note", note) for note in report.trace.notes]
     if report.ranges in ("known", "unknown"):
         known = report.trace.setup.family_ranges
         family = f"; known of the model's family: {known}" if known else ""

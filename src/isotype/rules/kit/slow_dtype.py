@@ -140,6 +140,9 @@ def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
     scaler = " with a GradScaler" if target == torch.float16 else ""
     weights = " and cast the weights" if plain else ""
     why = "" if lossless else f"; {_UNSAFE[target]}"
+    emulated, best = trace.setup.profile.supports(dtype) == "emulated", trace.setup.profile.best_dtype()
+    if emulated and target == torch.float32 != best and trace.setup.profile.slower(dtype, target) is None:
+        why = f": as fast as emulated {dtype_name(dtype)} or faster, but slower than {dtype_name(best)}"
     return Fix(
         f"run the step in {name}{scaler}{weights}{why}",
         "safe" if lossless else "unsafe",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,8 @@ def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
     # The constructors of transformers and TRL would refuse bf16 on some machines, and 8 bits beside 4.
     # `read_precision_request` checks all arguments about precision together.
     values |= {"bf16": False, "fp16": False, "load_in_8bit": False}
+    if find_spec("deepspeed") is None:  # `machine_problems` refuses a training; a check needs no DeepSpeed
+        values.pop("deepspeed", None)
     # On a machine without an accelerator, accelerate connects processes only with `use_cpu`.
     on_cpu = values.get("use_cpu") or (processes() > 1 and not torch.accelerator.is_available())
     if on_cpu and values.get("device", "auto") == "auto":
@@ -194,17 +197,12 @@ def _built(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
             fix = " or ".join(cures)
         conflict = Problem(message, f"arguments that trl {command.method} accepts together", fix)
         raise UsageError("invalid arguments", wrong or [conflict]) from error
-    except ImportError as error:  # PackageNotFoundError, of --deepspeed, is one
-        lacking = re.search(r"'([\w.-]+)[^']*' distribution was not found", str(error))
-        headline = "an argument needs a package that is not installed"
-        what = f"no package {lacking[1]}" if lacking else str(error)
-        fix = f"{f'pip install {lacking[1]}' if lacking else 'install it'}, or leave the argument out"
-        raise UsageError.of(headline, what, "the package", fix) from error
     # Values that the constructors would refuse or change.
     training, model = parts["training"], parts["model"]
     for name in _COMPLETED & decided.keys():
         setattr(training, name, decided[name])
     train_on_first_gpu(training)
+    training.deepspeed = command.given("deepspeed")
     model.load_in_8bit = bool(command.given("load_in_8bit"))
     model.lora_target_modules = module_names(model.lora_target_modules)
     model.lora_modules_to_save = module_names(model.lora_modules_to_save)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from isotype.data.methods import METHODS
-from isotype.train.dialects.reader import Reader, Rows, speaks, tables, use_rows
+from isotype.train.dialects.reader import NOT_HERE, Reader, Rows, speaks, tables, use_rows
 
 _JOINED = (
     "not done: a line break between an instruction and its input; the prompt has an empty line between them"
@@ -93,9 +93,7 @@ def _info(reader: Reader, names: list[str]) -> tuple[dict[str, Any] | None, Path
     file = Path(where) / "dataset_info.json"
     if reader.trains:
         reader.refuse("dataset", f"{file}, which describes the data sets", fix)
-    reader.note(
-        f"not read: {file} is not on this machine; each row is as long as the longest possible", _OF_ROWS
-    )
+    reader.note(NOT_HERE.format(file), _OF_ROWS)
     return None, Path()
 
 

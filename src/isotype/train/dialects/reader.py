@@ -15,11 +15,14 @@ from typing import Any, Literal
 import yaml
 
 from isotype.core.errors import Problem
+from isotype.core.names import listed
+from isotype.data.locate import looks_like_path
 from isotype.data.reading import PRESETS
 from isotype.data.sharegpt import CALL, SPEAKERS
 
 OFF = "off or empty"
 """The note on a name whose value turns off a feature of the other program."""
+NOT_HERE = "not read: {} is not on this machine; each row is as long as the longest possible"
 Kind = Literal["a number above 0", "a list", "names with values", "text"]
 _KINDS: Mapping[Kind, Any] = {
     "a number above 0": (int, float),
@@ -281,6 +284,11 @@ class Rows:
 
 def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> None:
     """Translate `names` into the data sets `rows`, and the name `whole`, which requests loss on prompts."""
+    paths = {row.path for row in rows if looks_like_path(row.path)}
+    absent = sorted(path for path in paths if not Path(path).expanduser().exists())
+    if absent and not reader.trains:
+        reader.note(NOT_HERE.format(listed(absent)), names)
+        rows = []
     columns = _pairs(rows[0].renamed) if rows else None
     if len(rows) > 1 or (
         rows and (rows[0].files or columns is None or not re.fullmatch(r"\w+", rows[0].split))
