@@ -308,5 +308,5 @@ def test_a_check_of_another_trainers_file_does_not_need_its_data(trainer, tmp_pa
     Path("file.yaml").write_text(json.dumps(content))
     assert plan("file.yaml").data == ""
     assert "not read: rows.jsonl is not on this machine" in caplog.text
-    with pytest.raises(DataError, match="no file or directory 'rows.jsonl'"):
+    with pytest.raises(DataError, match=r"no file or directory 'rows\.jsonl'"):
         run(parse_settings(METHODS["sft"], ["--config", "file.yaml"]), Console(quiet=True))

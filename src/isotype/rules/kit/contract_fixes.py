@@ -139,7 +139,8 @@ def _parameter_fixes(trace: Trace, group: Group, blamed: Sequence[Weight], expec
         what = listed(modules, 2)
         if (len(modules) > 1 or "*" in what) and len({weight.module_class for weight in weights}) == 1:
             what = f"each {first.module_class} of {what}"
-        text = f"let {what} compute in {expected} and cast its inputs and outputs"
+        its = "their" if len(modules) > 1 and not what.startswith("each") else "its"
+        text = f"let {what} compute in {expected} and cast {its} inputs and outputs"
         yield fix(text, "boundary", modules, f"compute:{expected}")
     if not lossless:
         yield cast

@@ -183,7 +183,11 @@ class Reader:
         elif table.get("passes"):
             self.use(name, **{name: number(value)})
         else:
-            near = difflib.get_close_matches(name, _known(self.table), n=1)
+            known = [
+                *_words(table["used"]),
+                *(other for *_, other in _listed(self.table) if "*" not in other),
+            ]
+            near = difflib.get_close_matches(name, known, n=1)
             fix = f"did you mean {near[0]}? Else remove it" if near else _REMOVE
             self.refuse(name, f"a name of {table['title']} that isotype knows", fix)
 
@@ -227,10 +231,6 @@ def _fate(table: str, name: str) -> tuple[str, str]:
     entries = [entry for entry in _listed(table) if fnmatchcase(name, entry[2])]
     kind, text, _ = min(entries, key=lambda entry: entry[2] != name, default=("", "", ""))
     return kind, text
-
-
-def _known(table: str) -> list[str]:
-    return [*_words(tables()[table]["used"]), *(name for _, _, name in _listed(table) if "*" not in name)]
 
 
 def number(value: Any) -> Any:
