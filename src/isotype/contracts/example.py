@@ -33,7 +33,8 @@ class NotAnExampleError(Exception):
 def encode(value: Any) -> Json:
     """Return an argument of a call as JSON.
 
-    Raises: NotAnExampleError: an example cannot contain this type, or an integer tensor is too large.
+    Raises:
+        NotAnExampleError: an example cannot contain this type, or an integer tensor is too large.
     """
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value)

@@ -127,7 +127,8 @@ def overload(op: str) -> OpOverload:
 def measure_operator(op: str, examples: Sequence[Json], device: torch.device) -> dict[str, Any]:
     """Measure `op` for every combination of dtypes.
 
-    Returns: `patterns`: pattern -> letters of the results, or a list with the error message. `broken`: the errors of
+    Returns:
+        `patterns`: pattern -> letters of the results, or a list with the error message. `broken`: the errors of
         examples that this device rejects even in the recorded dtypes.
     """
     doubles = any(tensor["t"] == "float64" for tensor in tensors_in(examples))
@@ -214,7 +215,8 @@ def measure(examples: Mapping[str, Sequence[Json]], device: str) -> dict[str, An
 def difference(table: Mapping[str, Any], base: str, *, same_torch: bool = True) -> dict[str, Any]:
     """Return what differs between a table and the table `base` (`cpu-avx2`). `read_table` merges both again.
 
-    Raises: ValueError: the base has other operators or, with `same_torch`, another version of torch.
+    Raises:
+        ValueError: the base has other operators or, with `same_torch`, another version of torch.
     """
     other = read_table(TABLES / f"{base}.json")
     another = same_torch and other.torch_version != table["torch"]

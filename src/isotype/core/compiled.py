@@ -62,8 +62,9 @@ def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] 
     The compiler is `$CXX`, or the first of c++, g++ and clang++ that succeeds. `headers` are isotype's headers in the
     source.
 
-    Raises: NotCompiledError: there is no compiler, or all failed; the cache folder is not writable or another user's; or
-        compiling is off.
+    Raises:
+        NotCompiledError: there is no compiler, or all failed; the cache folder is not writable or another user's; or
+            compiling is off.
     """
     reasons = []
     for compiler in find_compilers():

@@ -248,8 +248,9 @@ def only_writer(directory: Path, command: str) -> Iterator[str | None]:
     Yields None, or a sentence on why locks are not supported. The lock is a `flock`, which the kernel releases when the
     process ends, even by SIGKILL. On NFS, it also excludes other hosts. Errors of other processes show `command`.
 
-    Raises: UsageError: another process, which the error names, has locked the directory. SaveError: the directory is not
-        writable.
+    Raises:
+        UsageError: another process, which the error names, has locked the directory.
+        SaveError: the directory is not writable.
     """
     path = directory / LOCK_FILE
     descriptor = _locked_file(path)

@@ -82,7 +82,9 @@ def encoded(value: Any, names: Names) -> Any:
 def record_of(text: str, kind: type[Record], version: int) -> Record:
     """Return the record of type `kind` in a JSON text of `text_of`.
 
-    Raises: FormatVersionError: the text has another format version. ValueError: it is no JSON, or another type of record.
+    Raises:
+        FormatVersionError: the text has another format version.
+        ValueError: it is no JSON, or another type of record.
     """
     try:
         content = json.loads(text)

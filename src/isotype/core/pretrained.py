@@ -26,8 +26,10 @@ def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
         source: a directory or hub id.
         **arguments: keyword arguments of `from_pretrained`.
 
-    Raises: CheckpointError: only the checkpoint's own code can read its files; the error names file and key. UsageError:
-        `trust_remote_code` is True. OSError, ValueError: errors of `from_pretrained`.
+    Raises:
+        CheckpointError: only the checkpoint's own code can read its files; the error names file and key.
+        UsageError: `trust_remote_code` is True.
+        OSError, ValueError: errors of `from_pretrained`.
     """
     if arguments.pop("trust_remote_code", False):
         expected = "a model and a tokenizer that need only the classes of transformers"

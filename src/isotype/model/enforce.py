@@ -57,8 +57,9 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
       dtype.
     - Quantized experts run isotype's function. Liger-Kernel's methods on the experts are removed.
 
-    Raises: PrecisionError: the model is stored in another format than the policy's, or a quantized layer has lost its
-        quantization state.
+    Raises:
+        PrecisionError: the model is stored in another format than the policy's, or a quantized layer has lost its
+            quantization state.
     """
     if policy.quantized or policy.trainable == "lora":
         keep_weights(model)

@@ -53,7 +53,8 @@ def quantize_fitted(
         moments: E[x²] of each input channel, times any common factor; `[in]`.
         first: column of the layer's weight with the first element of `weight`.
 
-    Returns: Packed codes and the `QuantState`. As in bitsandbytes, codes are the nearest ones for the constants before
+    Returns:
+        Packed codes and the `QuantState`. As in bitsandbytes, codes are the nearest ones for the constants before
         double quantization.
     """
     flat = weight.detach().reshape(-1)

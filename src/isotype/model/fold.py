@@ -58,7 +58,7 @@ class _Fold:
 
     Attributes:
         kept: the original numbers of the layers that stay.
-        stands_for: for how many layers each layer that stays stands.
+        stands_for: for each layer that stays, the number of layers for which it stands.
         represents: for each original layer, the position of the layer in the folded list that stands for it.
     """
 

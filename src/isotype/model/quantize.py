@@ -53,8 +53,9 @@ def quantize_4bit(
         double_quant: True to quantize absmax, too: to 8 bits in blocks of 256 (https://arxiv.org/abs/2305.14314, section
             3).
 
-    Returns: (codes `[ceil(elements / 2) / storage.itemsize, 1]` in the dtype `storage`, `QuantState`). Two codes are in
-        a byte.
+    Returns:
+        (codes `[ceil(elements / 2) / storage.itemsize, 1]` in the dtype `storage`, `QuantState`). Two codes are in a
+        byte.
     """
     from bitsandbytes import functional
 
@@ -133,7 +134,7 @@ def _codes_4bit(weight: torch.Tensor, form: str, blocksize: int) -> tuple[torch.
         single = _piece(table, flat[begin:end].view(-1, blocksize), absmax[blocks], work)
         if single is None:
             return None
-        # Return packed codes [ceil(n / 2)] and absmax [blocks] of a weight; None if a value is not finite.
+        # 4097 (low + 256 high) has 16 low + high in its high byte
         codes[begin // 2 : end // 2] = single.view(torch.int16).mul_(4097).bitwise_right_shift_(8)
     if whole < total:
         absmax[-1], rest = _last_block(flat[whole:].float(), table)

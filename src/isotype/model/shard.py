@@ -107,8 +107,9 @@ def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshar
     Returns:
         The same model; FSDP2 has changed its class.
 
-    Raises: PrecisionError: a module has trained parameters of several dtypes. UsageError: there is no process group, or
-        the mesh has several dimensions.
+    Raises:
+        PrecisionError: a module has trained parameters of several dtypes.
+        UsageError: there is no process group, or the mesh has several dimensions.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 

@@ -34,7 +34,8 @@ def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) 
 
     If more than `sums` (at least 1) byte totals are possible, sizes are rounded up.
 
-    Returns: The index of each layer's option; None if the smallest options do not fit.
+    Returns:
+        The index of each layer's option; None if the smallest options do not fit.
     """
     least = [min(option.bytes for option in options) for options in layers]
     spare = room - sum(least)
@@ -116,11 +117,13 @@ def mix(
         request: `base_memory` limits the bytes of all base weights. With None, the linear layers may take 10 % more than
             in nf4.
 
-    Returns: The request, with one `quantization` for the model, as libraries expect (nf4 if any layer has 4 bits), and
-        the layers in other formats. And a sentence: the number of layers in each format, their bytes, and the estimated
+    Returns:
+        The request, with one `quantization` for the model, as libraries expect (nf4 if any layer has 4 bits), and the
+        layers in other formats. And a sentence: the number of layers in each format, their bytes, and the estimated
         damage in nats per token.
 
-    Raises: PrecisionError: the smallest formats exceed `base_memory`.
+    Raises:
+        PrecisionError: the smallest formats exceed `base_memory`.
     """
     memory = request.base_memory
     plain = dtype_name(policy.plain)

@@ -61,8 +61,9 @@ def decide(
         obstacles: problems with library versions. The error lists them beside the request's conflicts.
         ranges: measured magnitudes of this model's values; None if they were not measured.
 
-    Raises: PrecisionError: the request has conflicts. The error lists them with their fixes, and the nearest policy that
-        works.
+    Raises:
+        PrecisionError: the request has conflicts. The error lists them with their fixes, and the nearest policy that
+            works.
     """
     draft = _Draft(facts, profile, request)
     compute, master, storage = draft.roles()

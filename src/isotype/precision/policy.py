@@ -259,7 +259,8 @@ class PrecisionPolicy:
     def from_dict(cls, values: Mapping[str, Any]) -> PrecisionPolicy:
         """Return the policy from the values of `to_dict`.
 
-        Raises: FormatVersionError: the values have another format version. Files of isotype 0.1.0 count as version 1.
+        Raises:
+            FormatVersionError: the values have another format version. Files of isotype 0.1.0 count as version 1.
         """
         require_version(values.get("format_version", 1), FORMAT_VERSION)
         moments, layers = values.get("moments", {}), values.get("layers", {}).items()

@@ -70,11 +70,10 @@ def check(
 
     Args:
         model: any `nn.Module`, real or on the meta device; or a transformers or TRL trainer, or a `StepRequest`. A
-            trainer provides its first batch and its arguments. For a trainer or a request, the other arguments of
-            `check` are optional; they replace the values that the trainer or the request provides.
+            trainer has its first batch and its arguments. For a trainer or a request, the other arguments of `check`
+            are optional, and replace what the trainer or request has.
         inputs: the keyword arguments of a call of the model (labels included), or a callable model -> loss.
-        model: any `nn.Module`, real or on the meta device; or a transformers or TRL trainer, or a `StepRequest`. For
-            the latter two, the other arguments are optional, and replace what the trainer or request has.
+        policy: the model's intended policy; by default the policy that is attached to the model, if there is one.
         device: a device profile (`"t4"`) or a real device; by default the policy's device, else the best device
             of this machine.
         autocast: dtype of autocast around forward and loss; False disables autocast. The default is the policy's
@@ -86,8 +85,8 @@ def check(
             forward without labels and gradients.
         **options: by keyword:
 
-            - `learning_rate`: the learning rate of the optimizer, for the rules about lost updates.
             - `learning_rate`: the learning rate of the optimizer, for the rules on lost updates.
+            - `fsdp`: 0, or the version of FSDP that shards the training.
             - `devices`: number of devices that train together (default 1); the report shows the memory of one device.
               With `fsdp`, each device holds a share of the weights; without it, all of them (DDP).
             - `reshard`: whether FSDP frees a block's gathered weights after its forward (default True).
@@ -114,11 +113,15 @@ def check(
             - `seconds`: time limit of the trace, without the trials of fixes. At the limit, the trace ends, and the
               report is about the part before it.
 
-    Returns: The report: findings with their causes, fixes that another trace has verified, memory and FLOPs of the step.
-        If a part of the step cannot be traced, one of the findings is IST199.
+    Returns:
+        The report: findings with their causes, fixes that another trace has verified, memory and FLOPs of the step. If
+        a part of the step cannot be traced, one of the findings is IST199.
 
-    Raises: UsageError: arguments exclude each other (the error lists all of them), or `model` is no model, trainer or
-        request. PrecisionError: an unknown device or dtype. TypeError: an option that does not exist.
+    Raises:
+        UsageError: arguments exclude each other (the error lists all of them), or `model` is no model, trainer or
+            request.
+        PrecisionError: an unknown device or dtype.
+        TypeError: an option that does not exist.
     """
     verify, seconds = options.pop("verify", True), options.pop("seconds", math.inf)
     _refuse_unknown(options)

@@ -83,7 +83,8 @@ def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
         report: from `isotype.check(model, …)`.
         unsafe: whether fixes are allowed that change stored digits or the meaning of the step.
 
-    Raises: UsageError: the report has no step to trace again, or it is about another model. The model stays unchanged.
+    Raises:
+        UsageError: the report has no step to trace again, or it is about another model. The model stays unchanged.
     """
     if report.again is None:
         what, fix = f"a report of {report.trace.model} without its step", "call isotype.check again"

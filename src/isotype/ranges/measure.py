@@ -282,7 +282,8 @@ def measure(
         dtype: dtype of the computation; default float32, or bfloat16 if float32 does not fit into free memory.
         progress: whether to show a progress bar on a terminal after three seconds.
 
-    Returns: The measurement with an empty `key`. If float32 overflows, values are infinity or NaN, and a note names the
+    Returns:
+        The measurement with an empty `key`. If float32 overflows, values are infinity or NaN, and a note names the
         operator.
     """
     where = real_device(device) if device is not None else measured.device

@@ -34,10 +34,10 @@ class Rule:
 
     Attributes:
         code: code of the rule, `IST###`; the file's name contains it.
-        Yield (code prefix, topic, rules) for each family that has one of the rules.
+        title: headline of the rule's page.
         page: the page in Markdown, without the headline.
-        Return a finding that a part of the check failed with `error`.
-        `what` names the failed part and starts the message. `whose` starts the cause.
+        find: function that takes a trace and yields findings; the rule's page documents it.
+        kind: topic of the findings.
     """
 
     code: str
@@ -49,7 +49,7 @@ class Rule:
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Return True if a fix removed `finding` and caused no new errors or warnings."""
+    """Return all rules, sorted by code."""
     return tuple(
         Rule(code, module.TITLE, module.__doc__ or "", module.find, getattr(module, "KIND", "step"))
         for code, module in rule_modules().items()
@@ -57,9 +57,7 @@ def all_rules() -> tuple[Rule, ...]:
 
 
 def by_family(rules: Sequence[Rule]) -> Iterator[tuple[str, str, list[Rule]]]:
-    """If `finding` says that a part was not checked, new warnings are accepted, because they come from this part. With
-    `costly`, new warnings about the step are accepted: a slow step is better than a crash.
-    """
+    """Yield (code prefix, topic, rules) for each family that has one of the rules."""
     for family, about in FAMILIES.items():
         some = [rule for rule in rules if rule.code.startswith(family)]
         if some:

@@ -115,7 +115,8 @@ def quantize_parts(
         storage: `"nf4"`, `"fp4"` or `"int8"`.
         transposed: True if d1 is the input dimension, False if d2 is.
 
-    Raises: CheckpointError: the format is mxfp4, which isotype can load, but not make.
+    Raises:
+        CheckpointError: the format is mxfp4, which isotype can load, but not make.
     """
     form = FORMATS[storage]
     if storage == MXFP4:

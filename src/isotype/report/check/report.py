@@ -22,7 +22,8 @@ class Report(Record):
     def raise_for_errors(self) -> None:
         """Raise an error if the report has error findings.
 
-        Raises: PrecisionError: the report is not `ok`. The message has each error with its first fix.
+        Raises:
+            PrecisionError: the report is not `ok`. The message has each error with its first fix.
         """
         error = self.error()
         if error is not None:

@@ -70,12 +70,12 @@ def fix(
 
 
 def actions(kind: ActionKind, targets: Iterable[str], value: str) -> tuple[Action, ...]:
-    """Return a fix that only the user can make. `how` describes it, and `value` is a short description."""
+    """Return the same action on every distinct target."""
     return tuple(Action(kind, target, value) for target in dict.fromkeys(targets))
 
 
 def advice(target: str, how: str, value: str | None = None) -> Fix:
-    """Return a fix that only the user can make. `how` describes the fix; `value` is a shorter description."""
+    """Return a fix that only the user can make. `how` describes it, and `value` is a short description."""
     return fix(how, "advice", (target,), how if value is None else value)
 
 

@@ -171,7 +171,7 @@ def _of_test(place: ast.AST, order: Order, parents: dict[ast.AST, ast.AST]) -> U
 
 
 def _upwards(node: ast.expr, order: Order, parents: dict[ast.AST, ast.AST]) -> tuple[Order, ast.AST]:
-    """Return how the condition of the statement `place` uses a number; None if the step works with both truth values."""
+    """Return the path from an expression to the statement or `… if … else …` around it, and the node there."""
     part: ast.AST = node
     while not isinstance(place := parents[part], ast.stmt):
         match place:
@@ -194,7 +194,7 @@ def _upwards(node: ast.expr, order: Order, parents: dict[ast.AST, ast.AST]) -> t
 
 
 def _readers(place: ast.stmt, variable: str, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.expr]:
-    """Return the path from an expression to the statement or `… if … else …` around it, and the node of the latter."""
+    """Yield each use of `variable` in a condition, within the function that contains the statement `place`."""
     scope = _around(place, parents, _SCOPES)
     for statement in ast.walk(scope) if scope is not None else ():
         if isinstance(statement, (ast.While, ast.If, ast.Assert)):

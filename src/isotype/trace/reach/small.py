@@ -67,7 +67,8 @@ def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | Non
         most_bytes: memory limit in bytes for a copy of the model's own layers and gradients; None for no limit. Without
             a transformers config, the limit does not apply, because there is no smaller model.
 
-    Raises: NoCopyError: the model is too large, and no smaller model can be made of its classes and first layers.
+    Raises:
+        NoCopyError: the model is too large, and no smaller model can be made of its classes and first layers.
     """
     base = without_peft(model)
     tables = {id(module.weight) for module in base.modules() if isinstance(module, nn.Embedding)}
