@@ -739,6 +739,21 @@ def test_a_base_of_another_depth(make: Make, tmp_path: Path) -> None:
     )
 
 
+def test_names_without_the_prefix_of_the_base_are_one_problem(make: Make, tmp_path: Path) -> None:
+    """huggingface/peft #1579: every tensor has another name than the base model's, for the same reason."""
+    adapter = make(target_modules=["q_proj"])
+    file = adapter / "adapter_model.safetensors"
+    weights = {name.replace("model.model.", "model."): value for name, value in load_file(file).items()}
+    save_file(weights, file)
+    assert refused(CheckpointError, merge_adapter, adapter, tmp_path / "merged") == (
+        f"the adapter {adapter} does not fit the base model, a LlamaForCausalLM\n"
+        "  - the prefix '' instead of 'model.' in the names of 2 tensors\n"
+        f"    expected  names as in the base model: {Q}.lora_A.weight\n"
+        "    fix       give the base model that the adapter was trained on, or rename the tensors in the file: "
+        f"base_model.model.{Q}.lora_A.weight for base_model.model.{Q.removeprefix('model.')}.lora_A.weight"
+    )
+
+
 def test_a_base_of_another_architecture(make: Make, tmp_path: Path) -> None:
     config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")

@@ -12,7 +12,7 @@ from isotype.records.finding import Action
 from isotype.records.trace import Failure
 from isotype.rules.ist301_scaler_float16 import find
 from tests.reality import real_step
-from tests.rules.samples import FP16, FP32, adapter, trace, unscale, weight
+from tests.rules.samples import FP16, FP32, adapter, call, operand, trace, unscale, weight
 from tests.small import WIDTH
 
 
@@ -90,3 +90,20 @@ def test_complex_gradients_are_refused_as_the_kernel_refuses_them() -> None:
     (simulated,) = check(model(False), inputs, device="t4", autocast=FP16, scaler=True).errors
     assert "_unscale_cuda" in simulated.notes[0]
     assert not check(model(True), inputs, device="cpu", autocast=FP16, scaler=True).errors
+
+
+def test_a_forward_that_runs_under_autocast_gets_no_advice_to_turn_it_on() -> None:
+    """accelerate turns autocast on inside of the model's forward, so that the step's own autocast is None."""
+    half = adapter(FP16)
+
+    def fixes(autocast: torch.dtype | None) -> list[str]:
+        product = call("aten.mm.default", operand(FP16), flops=1, autocast=autocast)
+        (finding,) = find(trace([half], [product, unscale(half)], scaler=True))
+        return [fix.description for fix in finding.fixes]
+
+    masters = "keep the adapters in float32, as masters that the optimizer updates"
+    assert fixes(FP16) == [masters]
+    assert fixes(None) == [
+        masters,
+        "keep the adapters in float32 and run the step under autocast to float16",
+    ]

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -28,7 +29,7 @@ from isotype.checkpoint.weightless import skeleton
 from isotype.compat.peft import kind_of_adapter
 from isotype.core.errors import CheckpointError, Problem, UsageError, one_line
 from isotype.core.formats import FOUR_BITS, MIXED
-from isotype.core.names import base_name, listed, pattern_problems, unwrapping
+from isotype.core.names import base_name, listed, pattern_problems, plural, unwrapping
 from isotype.core.pretrained import pretrained
 from isotype.model.adapters import add_lora
 from isotype.model.enforce import policy_of
@@ -327,8 +328,8 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
         ]
         raise _incompatible(adapter, base, problems) from error
     prefix = getattr(peft_model.base_model, "prefix", None)
-    problems = [
-        Problem(f"tensor {base_name(name)}", "a module of that name in the base model", _FIX)
+    unread = [
+        base_name(name)
         for name in (() if adapter.config.is_prompt_learning else result.unexpected_keys)
         # PEFT saves the embeddings of a resized vocabulary twice, the second time under a name that it does not read.
         if not (".modules_to_save." in name and name.replace(".modules_to_save", "") in weights)
@@ -340,9 +341,25 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
         for name in result.missing_keys
         if prefix and prefix in name and id(named.get(name)) not in read  # PEFT saves shared values once
     ]
+    if unread and (problem := _other_beginning(unread, missing)):
+        raise _incompatible(adapter, base, [problem])
+    problems = [Problem(f"tensor {n}", "a module of that name in the base model", _FIX) for n in unread]
     problems += [Problem(f"no tensor {name}", "the trained values of this tensor", _FIX) for name in missing]
     if problems:
         raise _incompatible(adapter, base, problems)
+
+
+def _other_beginning(saved: Sequence[str], wanted: Sequence[str]) -> Problem | None:
+    """Return the one problem of names that differ from the base model's in their beginning alone; else None."""
+    parts = saved[0].split(".")
+    for name in wanted:
+        same = len(commonprefix([parts[::-1], name.split(".")[::-1]]))
+        old, new = ("".join(f"{part}." for part in at[: len(at) - same]) for at in (parts, name.split(".")))
+        if same and {new + other.removeprefix(old) for other in saved} == {*wanted}:
+            what = f"the prefix {old!r} instead of {new!r} in the names of {plural(len(saved), 'tensor')}"
+            fix = f"{_FIX}, or rename the tensors in the file: base_model.model.{name} for base_model.model.{saved[0]}"
+            return Problem(what, f"names as in the base model: {name}", fix)
+    return None
 
 
 def _incompatible(adapter: Adapter, model: Any, problems: list[Problem]) -> CheckpointError:

@@ -113,7 +113,9 @@ def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
     adapters = all(weight.adapter for weight in weights)
     what = "adapters" if adapters else "trainable parameters"
     alone = Fix(f"keep the {what} in float32, as masters that the optimizer updates", "safe", actions=float32)
-    if trace.setup.autocast is not None:
+    # accelerate turns autocast on inside of the model's forward.
+    products = [call.autocast for call in trace.calls if call.flops and call.phase == "forward"]
+    if trace.setup.autocast is not None or (products and all(products)):
         return (alone,)
     low = (weight for weight in weights if weight.dtype in HALVES)
     compute = dtype_name(main_dtype(low, lambda _: 1) or torch.bfloat16)
