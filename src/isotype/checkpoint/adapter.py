@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -341,8 +340,8 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
         for name in result.missing_keys
         if prefix and prefix in name and id(named.get(name)) not in read  # PEFT saves shared values once
     ]
-    if unread and (problem := _other_beginning(unread, missing)):
-        raise _incompatible(adapter, base, [problem])
+    if unread and (beginning := _other_beginning(unread, missing)):
+        raise _incompatible(adapter, base, [beginning])
     problems = [Problem(f"tensor {n}", "a module of that name in the base model", _FIX) for n in unread]
     problems += [Problem(f"no tensor {name}", "the trained values of this tensor", _FIX) for name in missing]
     if problems:
@@ -351,15 +350,21 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
 
 def _other_beginning(saved: Sequence[str], wanted: Sequence[str]) -> Problem | None:
     """Return the one problem of names that differ from the base model's in their beginning alone; else None."""
-    parts = saved[0].split(".")
-    for name in wanted:
-        same = len(commonprefix([parts[::-1], name.split(".")[::-1]]))
-        old, new = ("".join(f"{part}." for part in at[: len(at) - same]) for at in (parts, name.split(".")))
-        if same and {new + other.removeprefix(old) for other in saved} == {*wanted}:
-            what = f"the prefix {old!r} instead of {new!r} in the names of {plural(len(saved), 'tensor')}"
-            fix = f"{_FIX}, or rename the tensors in the file: base_model.model.{name} for base_model.model.{saved[0]}"
-            return Problem(what, f"names as in the base model: {name}", fix)
-    return None
+
+    def beginnings(name: str) -> tuple[str, str]:
+        """Return the parts of `saved[0]` and of a name of the base model before their common end."""
+        ours, theirs = saved[0].split("."), name.split(".")
+        while ours and theirs and ours[-1] == theirs[-1]:
+            ours, theirs = ours[:-1], theirs[:-1]
+        return "".join(f"{part}." for part in ours), "".join(f"{part}." for part in theirs)
+
+    nearest = min(wanted, key=lambda name: len(beginnings(name)[0]), default="")
+    old, new = beginnings(nearest)
+    if {new + name.removeprefix(old) for name in saved} != {*wanted}:
+        return None
+    what = f"the prefix {old!r} instead of {new!r} in the names of {plural(len(saved), 'tensor')}"
+    fix = f"{_FIX}, or rename the tensors in the file: base_model.model.{nearest} for base_model.model.{saved[0]}"
+    return Problem(what, f"names as in the base model: {nearest}", fix)
 
 
 def _incompatible(adapter: Adapter, model: Any, problems: list[Problem]) -> CheckpointError:
