@@ -123,6 +123,21 @@ class Refusing(nn.Module):
         return self.proj(x)
 
 
+class Hooked(nn.Module):
+    """CarperAI/trlx #213: a hook that stores an output in the module, for the value head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.kept: list[torch.Tensor] = []
+        self.proj.register_forward_hook(lambda _, __, output: self.kept.append(output))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.clear()
+        self.proj(x)
+        return self.head(self.kept[-1])  # type: ignore[no-any-return]
+
+
 def _scripted() -> Any:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.jit.script(nn.Linear(WIDTH, WIDTH)))
 
@@ -133,6 +148,7 @@ CASES: dict[str, Any] = {
     "own __deepcopy__ and __setattr__": lambda: nn.Sequential(OwnCopy(WIDTH, WIDTH)),
     "metaclass": lambda: nn.Sequential(OwnMeta(WIDTH, WIDTH)),
     "slots": Slotted,
+    "hook that uses its module": Hooked,
     "lock, generator, closing hook": Tied,
     "attribute that refuses": Refusing,
     "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),

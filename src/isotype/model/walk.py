@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import re
 import types
 from collections import OrderedDict
@@ -234,14 +235,10 @@ def fill_copies(model: nn.Module, memo: dict[int, Any], leave: Collection[int] =
         if copy is not module and id(module) not in leave:
             for name, value in module.__dict__.items():
                 copy.__dict__[name] = copied(value, memo)
-            _fill_slots(copy, module, memo)
-
-
-def _fill_slots(copy: Any, original: Any, memo: dict[int, Any]) -> None:
-    for cls in type(original).__mro__:
-        for member in vars(cls).values() if "__slots__" in vars(cls) else ():
-            if isinstance(member, types.MemberDescriptorType) and hasattr(original, member.__name__):
-                member.__set__(copy, copied(member.__get__(original), memo))
+            slotted = (vars(cls) for cls in type(module).__mro__ if "__slots__" in vars(cls))
+            for member in (member for members in slotted for member in members.values()):
+                if isinstance(member, types.MemberDescriptorType) and hasattr(module, member.__name__):
+                    member.__set__(copy, copied(member.__get__(module), memo))
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -251,6 +248,36 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
     if type(value) in _HOLDERS and not value:  # as are most attributes of a module: faster than deepcopy
         return memo.setdefault(id(value), type(value)())
     try:
-        return copy.deepcopy(value, memo)
+        if isinstance(value, (types.FunctionType, types.MethodType)):
+            return _with_copies(value, memo)
+        result = copy.deepcopy(value, memo)
+        if type(result) in (dict, OrderedDict) and result is not value:
+            hooks = {key: hook for key, hook in result.items() if isinstance(hook, types.FunctionType)}
+            result.update({key: _with_copies(hook, memo) for key, hook in hooks.items()})
+        return result
     except Exception:  # noqa: BLE001 - a lock, a file, a class that refuses: shared, and put back after the trace
         return value
+
+
+def _with_copies(function: Any, memo: dict[int, Any]) -> Any:
+    """Return a function or method that uses copies in place of the modules, tensors and methods in its closure.
+
+    A hook may store an output in its module, and TRL's fused head keeps the replaced forward in a closure.
+    """
+    if isinstance(function, types.MethodType):
+        return types.MethodType(_with_copies(function.__func__, memo), copied(function.__self__, memo))
+
+    def cell_of(cell: Any) -> Any:
+        owner = getattr(cell.cell_contents, "__self__", cell.cell_contents)
+        ours = isinstance(owner, (nn.Module, torch.Tensor)) and id(owner) in memo
+        return types.CellType(copied(cell.cell_contents, memo)) if ours else cell
+
+    old = getattr(function, "__closure__", None) or ()
+    cells = tuple(map(cell_of, old))
+    if all(map(operator.is_, cells, old)):
+        return function
+    code, names = function.__code__, function.__globals__
+    again = types.FunctionType(code, names, function.__name__, function.__defaults__, cells)
+    again.__kwdefaults__ = function.__kwdefaults__
+    again.__dict__.update(function.__dict__)
+    return again

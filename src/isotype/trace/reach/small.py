@@ -7,7 +7,6 @@ import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -168,30 +167,8 @@ def _copied(
         values = buffer.detach().cpu().clone()
         memo[id(buffer)] = values.to(dtype) if values.is_floating_point() else values
     fill_copies(model, memo, left_out)
-    for part in parts:
-        forward = part.__dict__.get("forward")
-        if isinstance(forward, MethodType):
-            memo[id(part)].__dict__["forward"] = _of_copies(forward, memo)
     copied: nn.Module = memo[id(model)]
     return copied
-
-
-def _of_copies(method: MethodType, memo: Mapping[int, Any]) -> MethodType:
-    """Bind a module's method to the module's copy, and so the methods in the closure of the method.
-
-    TRL's fused head is an example: it replaces a model's forward and keeps the original in a closure.
-    """
-    function: Any = method.__func__
-    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    ours = [isinstance(value, MethodType) and id(value.__self__) in memo for value in held]
-    if any(ours):
-        both = zip(held, ours, strict=True)
-        cells = (CellType(_of_copies(value, memo) if our else value) for value, our in both)
-        code, names = function.__code__, function.__globals__
-        again = FunctionType(code, names, function.__name__, function.__defaults__, tuple(cells))
-        again.__kwdefaults__ = function.__kwdefaults__
-        function = again
-    return MethodType(function, memo.get(id(method.__self__), method.__self__))
 
 
 def _values(parameter: nn.Parameter, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
