@@ -96,6 +96,13 @@ def test_a_crash_before_the_first_step_is_explained(runs: Runs, evaluation: str)
     assert "no training step was seen" not in err
 
 
+def test_a_crash_in_the_first_step_may_be_fixed_by_autocast(runs: Runs) -> None:
+    """Only an evaluation, which this script does not run, would still fail outside of autocast."""
+    _, _, err = runs("train(Net(torch.float32))\n", "--no-preflight")
+    assert "= help   run the step under autocast to bfloat16   (a setting; safe; verified: " in err
+    assert "more operator" not in err
+
+
 def test_what_an_evaluation_computes_outside_of_a_module_is_explained(runs: Runs) -> None:
     status, _, err = runs(
         "model = Net()\nwith torch.no_grad():\n    hidden = model.embed(ids)\n"

@@ -23,6 +23,7 @@ from isotype.core.dtypes import autocast_dtype
 from isotype.core.optimizers import names_instead, parameters_of
 from isotype.model.loss import find_loss, loss_of
 from isotype.preflight.run import run
+from isotype.ranges.twin import unwrapped
 from isotype.records.request import DEFAULT_PHASES, LossOf, StepRequest
 from isotype.records.trace import HALVES
 from isotype.report.check.report import Report
@@ -111,12 +112,6 @@ class LossOfForward(LossOfOutput):
         if torch.is_grad_enabled():
             self._returned.put(not self.partial)
         return loss_of(output)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    inner = getattr(model, "module", None)
-    wraps = type(model).__name__ in ("DistributedDataParallel", "DataParallel")  # by name, to avoid an import
-    return inner if wraps and isinstance(inner, nn.Module) else model
 
 
 def tried(report: Report) -> bool:

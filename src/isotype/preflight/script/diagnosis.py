@@ -403,7 +403,9 @@ class Diagnosis:
             self._brief(_of(judge(self.watch.trace(setup, failure)), ist107_recomputation))
             return
         trains = any(words in text for words in _ABOUT_GRADIENTS)
-        report = self._traced_again(trains, generates=not trains)
+        report = self._traced_again(trains)
+        if not trains and not (report and report.errors):
+            report = self._traced_again(generates=True) or report
         if report is None:
             return
         if report.errors:
@@ -440,8 +442,10 @@ class Diagnosis:
             self._say("predicted before the step:")
             self._output.render(foreseen)
             return
-        of_step = call.phase in ("backward", "unscale", "optimizer")
-        again = _matching(self._traced_again(generates=not of_step), call, live) or foreseen
+        again = _matching(self._traced_again(generates=call.phase == "generate"), call, live)
+        if again is None and call.phase == "forward":  # perhaps in an evaluation during the step
+            again = _matching(self._traced_again(generates=True), call, live)
+        again = again or foreseen
         if again is not None:
             self._say("predicted before the step:" if foreseen else "a trace of the step explains the error:")
             self._output.render(again)
@@ -451,7 +455,7 @@ class Diagnosis:
             self._say(f"{call.op} got incompatible dtypes:")
             self._output.call(call)
 
-    def _traced_again(self, trains: bool = False, generates: bool = True) -> Report | None:
+    def _traced_again(self, trains: bool = False, generates: bool = False) -> Report | None:
         """Trace the step again on fake tensors, and try the fixes. Return the report, or None if this is not possible."""
         model = self.watch.model
         if model is None or self._request is None:
