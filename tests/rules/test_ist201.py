@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from tests.cpus import pretend
-from tests.rules.traces import BF16, FP32, batch, cast, found, llama, of_llama, on, traced, verified
+from tests.rules.traces import BF16, FP32, WHOLE, batch, cast, found, llama, of_llama, on, traced, verified
 
 RULE = "ist201_promotion"
 
@@ -99,6 +101,23 @@ def test_head_and_norm_in_float32_without_autocast(monkeypatch: pytest.MonkeyPat
     assert finding.module == "base_model.model.lm_head"
     first = finding.fixes[0]
     assert (first.verified, first.safety) == (True, "safe")
+
+
+def test_no_fix_casts_a_weight_that_is_narrow_already() -> None:
+    """In the backward of the last layer, a narrow weight is an operand beside the wide gradient."""
+    layers = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64, dtype=FP32), Wide(), nn.Linear(64, 64))
+    layers[0].to(BF16)
+    layers[3].to(BF16)
+    (finding,) = found(RULE, on(traced(layers, forward, phases=WHOLE[:2]), "a100"))
+    assert "3" not in {action.target for fix in finding.fixes for action in fix.actions}
+
+
+def test_an_optimizer_that_multiplies_in_float32() -> None:
+    """HomebrewML/HeavyBall #2: the preconditioners of bfloat16 gradients need float32."""
+    trace = traced(model(), forward, phases=("forward",))
+    update = replace(trace, calls=tuple(replace(call, phase="optimizer") for call in trace.calls))
+    assert found(RULE, on(trace, "a100"))
+    assert found(RULE, on(update, "a100")) == []
 
 
 def test_the_slowdown_is_estimated_where_rates_are_known() -> None:

@@ -21,7 +21,7 @@ compute dtype, and casts the result back to float32.
 
 **What is not reported.**
 
-- matmuls that autocast runs in float32 on purpose, matmuls of adapters, and products of routers (IST806);
+- matmuls that autocast runs in float32 on purpose, matmuls of adapters and of optimizers, and products of routers (IST806);
 - quantized layers with a wide compute dtype (IST404);
 - casts in the code of a published transformers model (routers, state-space scans), because its authors chose them, and TRL's fused head;
 - matmuls on a device without instructions for the compute dtype (IST601, IST602), where float32 is faster;
@@ -39,12 +39,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import base_name, plural, starred
+from isotype.core.names import base_name, plural
 from isotype.records.finding import Action, Cost, Finding, Fix, finding_at, places
 from isotype.records.trace import FLOATS, HALVES, Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
-from isotype.rules.kit.groups import Group
+from isotype.rules.kit.groups import Group, distinct
 from isotype.rules.kit.routers import router_products
 from isotype.rules.kit.weight_sets import names
 from isotype.rules.kit.words import TRANSFORMERS, actions, and_others, cause_text, evidence, safety_of_cast
@@ -87,8 +87,8 @@ def _groups(trace: Trace) -> list[list[_Wide]]:
     broken = {call.module for call in trace.breaches()}
     routers = {(product.module, product.source) for product, _, _ in router_products(trace)}
     for call in trace.calls:
-        if (call.module, call.source) in routers or call.module in broken:
-            continue  # the rules of routers and of broken contracts report them
+        if (call.module, call.source) in routers or call.module in broken or call.phase == "optimizer":
+            continue  # other rules report routers and broken contracts; an update in float32 loses no digits
         wide = _wide(trace, call, exempt)
         if wide is None:
             continue
@@ -147,13 +147,9 @@ def _finding(trace: Trace, group: list[_Wide], cost: Cost) -> Finding:
     cause = first.roots[0]
     wide, narrow = dtype_name(first.mismatched.dtype), dtype_name(trace.setup.compute)
     calls = tuple(wide.call for wide in group)
-    blamed = Group(
-        calls,
-        first.mismatched,
-        tuple({starred(o.name) + o.source: o for wide in group for o in wide.roots}.values()),
-        trace.setup.compute,
-        trace.setup.compute,
-    )
+    roots = (root for wide in group for root in wide.roots if root.dtype == wide.mismatched.dtype)
+    compute = trace.setup.compute
+    blamed = Group(calls, first.mismatched, distinct((cause, *roots)), compute, compute)
     return finding_at(
         "warning",
         f"{100 * cost.flops_share:.0f} % of the FLOPs run in {wide} instead of {narrow}",
