@@ -188,6 +188,6 @@ class Reach:
     parting: Parting | None = None
     ungraded: tuple[str, ...] = ()
 
-    def leak(self, *sources: Source) -> Leak | None:
-        """Return the first leak from one of `sources`."""
-        return next((leak for leak in self.leaks if leak.source in sources), None)
+    def leak(self, source: Source) -> Leak | None:
+        """Return the first leak from `source`."""
+        return next((leak for leak in self.leaks if leak.source == source), None)

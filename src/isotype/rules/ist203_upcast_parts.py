@@ -17,8 +17,8 @@ parameters except the quantized ones to float32.
 **Repaired**
 
     isotype.enforce(model, policy)            # or: isotype.repair(model, isotype.check(model, batch))
-    model.gradient_checkpointing_enable(); model.enable_input_require_grads()   # prepare_model_for_kbit_training does
-    both
+    model.gradient_checkpointing_enable()     # prepare_model_for_kbit_training enables these two as well
+    model.enable_input_require_grads()
 
 **What is not reported.** Weights that the model's author keeps in float32; adapters; buffers; weights with less than 1
 % of the memory of all weights. Trainable weights should be float32, because a 16-bit weight loses small updates. For

@@ -54,7 +54,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: list[Weight]) -> Finding:
     paths = [[s for operand in call.operands for s in operand.origin.path()] for call in trace.breaches()]
     crashes = sum(any(step.kind == "state" or "dequantize" in step.name for step in path) for path in paths)
-    to_compute = f"set the dtype of the quantization states to  {dtype_name(compute)}"
+    to_compute = f"set the dtype of the quantization states to {dtype_name(compute)}"
     return finding_of(
         "error" if crashes else "warning",
         f"{agree(count(weights), '4-bit weight', 'dequantize')} to {dtype_name(state)}, "

@@ -59,8 +59,9 @@ class MissingGpu:
         elif self._absent and self._profile is not None:
             self._hooks.enter_context(warnings_at_callers())
             self._hooks.enter_context(written_for(self._profile, self._note_named))
-            self._hooks.callback(when_imported(COMPILER, self._leave_uncompiled))
-            self._hooks.callback(when_imported(QUANTIZED_LAYERS, self._keep_layout))
+            enter, eager = self._hooks.enter_context, torch.compiler.set_stance
+            self._hooks.callback(when_imported(COMPILER, lambda: enter(eager("force_eager"))))
+            self._hooks.callback(when_imported(QUANTIZED_LAYERS, lambda: enter(nothing_repacked())))
             replaced.wrap(torch.autocast, "__init__", self._note_autocast)
         self._hooks.callback(replaced.put_back)
 
@@ -90,12 +91,6 @@ class MissingGpu:
 
     def _note_named(self) -> None:
         self._named = True
-
-    def _leave_uncompiled(self) -> None:
-        self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
-
-    def _keep_layout(self) -> None:
-        self._hooks.enter_context(nothing_repacked())
 
     def _note_caller(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         caller = frame_above(2)

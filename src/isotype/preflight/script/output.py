@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +16,7 @@ from isotype.records.memory import Memory
 from isotype.records.trace import Call
 from isotype.report.check.report import Report
 from isotype.report.check.text import fix_standing, render
-from isotype.report.text import format_kinds, short_source, wrapped
+from isotype.report.text import format_kinds, say, short_source
 from isotype.rules.kit.words import evidence
 
 
@@ -24,6 +25,7 @@ class Output:
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self.plain = partial(say, console)
 
     def say(self, text: str) -> None:
         self.plain(f"isotype: {text}")
@@ -32,9 +34,6 @@ class Output:
         """Return a context manager that shows `text` on a terminal while the script waits."""
         shown = self._console.is_terminal and not self._console.quiet
         return self._console.status(f"isotype: {text} …") if shown else contextlib.nullcontext()
-
-    def plain(self, text: str) -> None:
-        self._console.print(wrapped(text, self._console), highlight=False, markup=False, soft_wrap=True)
 
     def render(self, report: Report) -> None:
         self.plain("")

@@ -353,7 +353,7 @@ def reward_warnings(steps: Sequence[StepRecord]) -> tuple[str, ...]:
         return ()
     return (
         "in every group all rewards are equal, so the model learns nothing. Use a reward function that "
-        " distinguishes answers, a higher --temperature or more --num_generations",
+        "distinguishes answers, a higher --temperature or more --num_generations",
     )
 
 

@@ -9,7 +9,7 @@ in eager PyTorch, and launches cost nothing. So for tiny models, only the ratios
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,17 +17,16 @@ from typing import Any
 import torch
 
 from isotype.compat.glibc import LARGEST_KEPT
-from isotype.compat.torch import UNNAMED_VIEW, operator_schema
+from isotype.compat.torch import operator_schema
+from isotype.core import operators
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.finding import Cost
 from isotype.records.memory import Products, StepTime
 from isotype.records.trace import CAST_FUNCTIONS, FLOATS, HALVES, Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit.groups import per_trace
 
-_UNWRITTEN = (
-    *(f"aten.{name}." for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")),
-    str(UNNAMED_VIEW),
-)
+_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_UNWRITTEN = tuple(f"aten.{name}." for name in _EMPTY)
 """Prefixes of the names of operators that return memory and do not write to it."""
 _CASTS = ("aten._to_copy.", "prims.convert_element_type.")
 
@@ -89,25 +88,25 @@ def root(origin: Origin) -> Origin:
 @cache
 def is_view(op: str) -> bool:
     """Return whether an operator returns a view of its operand and moves no bytes."""
-    return op.startswith("prim.") or any(
-        value.alias_info and not value.alias_info.is_write for value in _returns(op)
-    )
+    operator = _operator(op)
+    return op.startswith("prim.") or (operator is not None and operators.is_view(operator))
 
 
 @cache
 def allocates(op: str) -> bool:
     """Return whether an operator allocates memory for its results; views and in-place operators do not."""
-    # The schema of `UNNAMED_VIEW` does not declare that its result is a view.
-    return op != str(UNNAMED_VIEW) and not is_view(op) and not any(v.alias_info for v in _returns(op))
+    operator = _operator(op)
+    written = operator is not None and any(value.alias_info for value in operator_schema(operator).returns)
+    return not written and not is_view(op)
 
 
-def _returns(op: str) -> Sequence[Any]:
+def _operator(op: str) -> Any:
+    """Return the operator with this name; None for a function, or an operator without a schema."""
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.partition(".")
     packet: Any = getattr(getattr(torch.ops, namespace, None), name, None)
     operator: Any = getattr(packet, overload or "default", None)
-    schema = None if operator is None else operator_schema(operator)
-    return () if schema is None else schema.returns
+    return operator if operator_schema(operator) is not None else None
 
 
 def bytes_moved(call: Call) -> int:

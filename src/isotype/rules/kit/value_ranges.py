@@ -151,7 +151,7 @@ def _casts(trace: Trace) -> dict[int, Call]:
 
 
 def _folded_away(trace: Trace, measured: Iterable[_Key]) -> Mapping[str, Sequence[str]]:
-    """Return the names of measured modules that were not traced, with `*` for layer numbers."""
+    """Return name with `*` for layer numbers -> the measured modules of this name that were not traced."""
     traced = {base_name(call.module) for call in trace.calls}
     names = dict.fromkeys(module for module, _, _ in measured)
     return grouped((name for name in names if name not in traced and starred(name) != name), starred)
