@@ -76,7 +76,7 @@ def computes_float32(settings: BoundarySettings | None) -> bool:
 
 
 def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
-    """Return the names of the parameters that `policy` keeps in float32 for their value ranges."""
+    """Return the names of the parameters that `policy` keeps in float32 because of their value ranges."""
     all_places = tuple(places(model))
     wanted = range_boundaries(model, all_places, policy)
     wide = (place for place in all_places if computes_float32(wanted.get(place.name)))

@@ -139,7 +139,7 @@ class PrecisionPolicy:
 
     @property
     def form(self) -> str:
-        """The storage in one word: `mixed` with other formats for some layers, else the quantization or the float dtype."""
+        """The storage in one word: `mixed` if the layers have several formats, else the quantization or the float dtype."""
         return MIXED if self.layers else self.quantization or self.storage
 
     @cached_property

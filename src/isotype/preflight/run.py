@@ -326,7 +326,7 @@ def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
 logger = logging.getLogger("isotype")
 
 SECONDS = 20.0
-"""A check measures value ranges if this takes at most this many seconds, by an estimate. `measure_ranges` has no limit."""
+"""A check measures value ranges if this is estimated to take at most this many seconds. `measure_ranges` has no limit."""
 
 _FLOPS_A_SECOND = {"cpu": 3e10, "cuda": 3e12}
 """Device type -> float32 FLOP/s of a slow device of this type: two CPU cores with AVX2, and a T4 GPU."""

@@ -367,7 +367,7 @@ GRADIENTLESS = ("torch.autograd.backward", "GradScaler.step")
 """Calls that raise an error without gradients, for any dtypes."""
 NO_GRADIENT = "element 0 of tensors does not require grad and does not have a grad_fn"
 NOTHING_UNSCALED = "No inf checks were recorded for this optimizer."
-"""Error messages of the calls in `GRADIENTLESS` without gradients."""
+"""Error messages of the calls in `GRADIENTLESS` if there are no gradients."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -101,7 +101,7 @@ class DtypeReads:
     def _in(
         self, frame: FrameType, arguments: Sequence[_Argument], dtype: torch.dtype, callers: int
     ) -> _Read | None:
-        """Return the recorded read of `dtype` in the arguments of the call in `frame`, or in variables in the arguments."""
+        """Return the recorded read of `dtype` in the arguments of the call in `frame`, or in variables that are arguments."""
         call: Any = frame.f_trace
         seen = self._reads.get(frame.f_code, {}).values() if isinstance(call, _Call) else ()
         in_call = [read for read in seen if read.call() is call and read.dtype == dtype]

@@ -34,16 +34,16 @@ from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import Beginning
 
 TRIED_BEFORE = 2.0
-"""Fixes are tried before the first step if this takes at most this many seconds, by an estimate."""
+"""Fixes are tried before the first step if the trials are estimated to take at most this many seconds."""
 
 TRIED_AFTER = 60.0
-"""Fixes are tried after a crash if this takes at most this many seconds, by an estimate."""
+"""Fixes are tried after a crash if the trials are estimated to take at most this many seconds."""
 
 
 def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math.inf) -> Report:
     """Return the report on a script's step without changing the script's state.
 
-    The trace takes at most `seconds`. Fixes are tried if this takes at most `trial_seconds`, by an estimate.
+    The trace takes at most `seconds`. Fixes are tried if the trials are estimated to take at most `trial_seconds`.
     """
     with _unnoticed():
         fake_mode()  # the first fake mode imports parts of torch for seconds, which would count as time of the trace

@@ -59,7 +59,7 @@ _FACTORISATIONS = frozenset(
 )
 # Comparisons of floats are guessed. Comparisons of integers find the rows of experts, see `rows`.
 _COMPARISONS = frozenset({aten.gt, aten.ge, aten.lt, aten.le})
-# Conditions on all elements, as in checks of arguments: `Numbers` chooses their truth value by its use.
+# Conditions on all elements, as in checks of arguments. `Numbers` chooses a truth value with which the code goes on.
 _REDUCTIONS = frozenset({aten.any, aten.all, aten._is_all_true})
 # Models find images of zeros, which only pad a batch, with these operators. So they are computed for large values, too.
 _COUNTED = frozenset(
