@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from isotype.records.nonfinite import NonFinite
-from isotype.trace.nonfinite.again import Verdict, first_nonfinite
+from isotype.trace.nonfinite.again import StopReason, first_nonfinite
 from tests.models import quiet
 from tests.naive import Naive, broken
 from tests.pairwise import pairwise
@@ -343,14 +343,14 @@ def test_checkpointed_blocks_and_accumulated_micro_batches():
     assert (first.cause, first.phase) == ("labels", "forward")
 
 
-def test_verdicts():
-    verdict = Verdict()
+def test_reasons_to_stop():
+    reason = StopReason()
     scales = itertools.count()
-    assert verdict.of(1.0, 2.0, None) is None
-    assert verdict.of(math.nan, 2.0, lambda: 65536.0) == "the loss is not finite"
-    assert verdict.of(1.0, math.inf, None) == "the gradient is not finite"
-    assert all(verdict.of(1.0, math.inf, lambda: 2.0**16 / 2 ** next(scales)) is None for _ in range(16))
-    said = verdict.of(1.0, math.inf, lambda: 1.0)
+    assert reason.of(1.0, 2.0, None) is None
+    assert reason.of(math.nan, 2.0, lambda: 65536.0) == "the loss is not finite"
+    assert reason.of(1.0, math.inf, None) == "the gradient is not finite"
+    assert all(reason.of(1.0, math.inf, lambda: 2.0**16 / 2 ** next(scales)) is None for _ in range(16))
+    said = reason.of(1.0, math.inf, lambda: 1.0)
     assert said == "the gradient is not finite at any loss scale: 17 steps were skipped in a row"
-    assert verdict.of(1.0, 1.0, lambda: 1.0) is None
-    assert verdict.of(1.0, math.inf, lambda: 1.0) is None
+    assert reason.of(1.0, 1.0, lambda: 1.0) is None
+    assert reason.of(1.0, math.inf, lambda: 1.0) is None

@@ -8,8 +8,8 @@ is lost, and a larger addend is rounded.
 - A merged weight is not exactly base plus adapter, and unmerging does not restore the base. RL trainers merge and
   unmerge before each rollout. In bfloat16, one such round changes the base weights by 1 % of their size, and a thousand
   rounds change them by two thirds.
-- At each step, a moving average with decay 0.999 adds a thousandth of the difference. In 16 bits, this addition never
-  changes the average. A counter in bfloat16 stops at 256.
+- At each step, a moving average with decay 0.999 adds a thousandth of the difference. In 16 bits, it never changes the
+  average. A counter in bfloat16 stops at 256.
 - PEFT adds an adapter of a parameter (`target_parameters`, used for experts) to the weight in each forward, in the
   weight's dtype. The rounding loses the first updates of a training, which are the smallest. PEFT computes the adapter's
   product and the product's gradient for every expert, even for experts that get no tokens.

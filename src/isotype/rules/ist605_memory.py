@@ -16,9 +16,9 @@ workspaces of kernels, and the driver's context (0.3 to 0.6 GB of a GPU).
 **What helps, and by how much.** The report estimates each saving as if no other saving were applied:
 
 - Gradient checkpointing stores the inputs of all n layers and the activations of one layer, which is about `1/n` of the
-  activations that layers save (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). It does not help with
-  logits. In 16 steps of Llamas and GPT-2, the estimate was at most 5.7 % of the peak above the saving that a trace with
-  checkpointing showed; if less than 6 % of the peak decides, the report says "may be enough".
+  activations that layers save (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). It does not help
+  with logits. In 16 steps of Llamas and GPT-2, the estimate exceeded the traced saving by at most 5.7 % of the peak. So
+  if the step would fit by less than 6 % of the peak, the report says "may be enough".
 - A loss in chunks takes about 1/8 of the memory of all logits, their copies and their gradients, or less.
 - nf4 takes 0.5625 bytes per weight: 4 bits, and a share of the float32 scale of 64 weights (Dettmers et al., "QLoRA", 2023).
 - In 16 bits, frozen float32 weights take half of their memory. In 8 bits, optimizer states take a quarter of it.

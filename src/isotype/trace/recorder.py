@@ -52,20 +52,20 @@ _CHECKPOINTS = "_gradient_checkpointing_func"
 
 
 @dataclass(slots=True)
-class Place:
+class CallPlace:
     """The place of an operator: its module and source line, and for how many operators of the real step it stands."""
 
     module: str
     source: Any
     repeats: int
     breached: bool = False
-    backward: dict[Any, Place] = field(default_factory=dict)
+    backward: dict[Any, CallPlace] = field(default_factory=dict)
 
-    def written_at(self, source: Any) -> Place:
+    def written_at(self, source: Any) -> CallPlace:
         """Return the place for an operator at the line `source` in the backward of a `torch.autograd.Function`."""
         if source is None:
             return self  # torch's own code runs the operator (gradient checkpointing)
-        return self.backward.setdefault(source, Place(self.module, source, self.repeats))
+        return self.backward.setdefault(source, CallPlace(self.module, source, self.repeats))
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         # Module name -> arguments of `Ledger.count` for the module's own parameters and buffers.
         self.held: dict[str, list[tuple[torch.Tensor, MemoryKind, int, int | None]]] = {}
         self._frames: list[_Frame] = []
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, CallPlace] = {}
         self._alive: list[Any] = []
         self._raised_in: _Frame | None = None
 
@@ -295,7 +295,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self._append(name, self._place(), self.operands(tensors), (), breach=breach)
 
     def _append(
-        self, name: str, place: Place, operands: tuple[Operand, ...], results: Any, **fields: Any
+        self, name: str, place: CallPlace, operands: tuple[Operand, ...], results: Any, **fields: Any
     ) -> None:
         call = Call(
             name,
@@ -318,7 +318,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         kwargs: Any,
         tensors: Sequence[tuple[str, torch.Tensor]],
         result: Any,
-        place: Place,
+        place: CallPlace,
         breach: Breach | None,
     ) -> None:
         name = operator_name(func)
@@ -358,7 +358,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         tensor: torch.Tensor,
         operands: Sequence[Operand],
         kwargs: Any,
-        place: Place,
+        place: CallPlace,
         breach: Breach | None,
     ) -> Origin:
         dtype, module, source = tensor.dtype, place.module, shown(place.source)
@@ -402,24 +402,24 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         by_autocast = self.autocast is not None and self.function not in CAST_FUNCTIONS
         return "autocast" if by_autocast else "cast"
 
-    def _place(self) -> Place:
+    def _place(self) -> CallPlace:
         """Return the place of the running operator. In the backward, this is the place of the forward operator."""
         node = current_node() if self.phase == "backward" else None
         if node is not None and not self._frames:
             place = self._places.get(node_number(node))
             if place is None:
-                return Place("", asking_line(), 1)
+                return CallPlace("", asking_line(), 1)
             self.ledger.backward_in(place.module)
             return place.written_at(asking_line()) if isinstance(node, _FUNCTION_NODE) else place
         frame = self._frames[-1] if self._frames else None
-        place = Place(frame.name if frame else "", asking_line(), frame.repeats if frame else 1)
+        place = CallPlace(frame.name if frame else "", asking_line(), frame.repeats if frame else 1)
         if self.phase == "forward" or (self.phase == "backward" and torch.is_grad_enabled()):
             known = self._places.setdefault(last_node_number(), place)  # or of a copy for the backward
             return known if (known.module, known.source) == (place.module, place.source) else place
         return place
 
 
-def _is_anothers_scratch(operands: Sequence[Operand], place: Place) -> bool:
+def _is_anothers_scratch(operands: Sequence[Operand], place: CallPlace) -> bool:
     """Return whether `copy_` casts a tensor into uninitialized memory of another module than the running one."""
     target, value = operands[:2]
     memory = target.origin

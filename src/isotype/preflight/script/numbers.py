@@ -30,7 +30,7 @@ from isotype.report.nonfinite import problem_of
 from isotype.report.text import short_source
 from isotype.trace.live.forward import named_inputs
 from isotype.trace.live.recorder import device_of
-from isotype.trace.nonfinite.again import Verdict, first_nonfinite
+from isotype.trace.nonfinite.again import StopReason, first_nonfinite
 
 STOPPED = 1
 """Exit status of a script that the watch stops."""
@@ -62,7 +62,7 @@ class Numbers:
         self._forwards: deque[_Forward] = deque(maxlen=_FORWARDS)
         self._losses: list[torch.Tensor] = []
         self._backward_at = ""
-        self._verdict = Verdict()
+        self._stop_reason = StopReason()
         self._steps = 0
         self._scaler: Any = None
         self._skipped = False
@@ -160,7 +160,7 @@ class Numbers:
     # ----------------------------------------------------------------------------------------------------- judging
 
     def _judge(self, loss: float, norm: float | None, scaler: Any) -> None:
-        what = self._verdict.of(loss, norm, None if scaler is None else scaler.get_scale)
+        what = self._stop_reason.of(loss, norm, None if scaler is None else scaler.get_scale)
         if what is None:
             return
         scale = None if scaler is None else float(scaler.get_scale())

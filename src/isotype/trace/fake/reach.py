@@ -19,7 +19,7 @@ from isotype.core.source import shown
 from isotype.records.reach import Unreached
 from isotype.records.trace import Origin
 from isotype.trace.fake.values import is_data_dependent
-from isotype.trace.recorder import Place
+from isotype.trace.recorder import CallPlace
 
 aten = torch.ops.aten
 
@@ -99,7 +99,7 @@ class Gradients:
         tensors: Sequence[tuple[str, torch.Tensor]],
         result: Any,
         names: Mapping[int, Origin],
-        place: Place,
+        place: CallPlace,
     ) -> None:
         """Record the parameters among the operands (`tensors`) of a forward operator. `names` maps tensor ids to origins."""
         if func in _CUTS:

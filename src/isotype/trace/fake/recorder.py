@@ -62,7 +62,7 @@ from isotype.trace.fake.known import Known
 from isotype.trace.fake.reach import Gradients, InputReach
 from isotype.trace.fake.twin import fake_like
 from isotype.trace.fake.values import LIMIT, Values, fakes_of, is_data_dependent
-from isotype.trace.recorder import LIFTS, Place, Recorder
+from isotype.trace.recorder import LIFTS, CallPlace, Recorder
 from isotype.trace.sides import Sides
 
 aten = torch.ops.aten
@@ -254,7 +254,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.calls[-1] = replace(self.calls[-1], **decided)
         return result
 
-    def edited(self, place: Place | None = None) -> torch.dtype | None:
+    def edited(self, place: CallPlace | None = None) -> torch.dtype | None:
         """Return the dtype that a code change sets at the line of `place` (default: the running line); None without a change."""
         return self.lines.get(shown((place or self._place()).source)) if self.lines else None
 

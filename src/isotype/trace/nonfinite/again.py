@@ -84,7 +84,7 @@ _SKIPS = 10
 """A training ends after this number of skipped steps in a row, if the loss scale is at most 1."""
 
 
-class Verdict:
+class StopReason:
     """Decides after each step of a training whether the training may continue."""
 
     def __init__(self) -> None:

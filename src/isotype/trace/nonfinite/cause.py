@@ -15,7 +15,7 @@ from isotype.core.operators import leaves, operator_name, schema_of, tensors_in
 from isotype.model.finite import only_finite
 from isotype.model.shard import local
 from isotype.records.nonfinite import Cause, Value
-from isotype.trace.recorder import Place
+from isotype.trace.recorder import CallPlace
 
 _BY_ELEMENT = (
     "aten._to_copy", "aten.copy", "aten.clone", "aten.where", "aten.masked_fill", "aten.native_dropout",
@@ -27,7 +27,7 @@ _SOFTMAX = (
 _MASKS = ("attn_mask", "attn_bias", "self")
 
 
-def fresh_elements(call: Call, result: torch.Tensor, by_code: Sequence[bool]) -> torch.Tensor | None:
+def fresh_elements(call: TensorCall, result: torch.Tensor, by_code: Sequence[bool]) -> torch.Tensor | None:
     """Return a mask of the non-finite elements that an operator has computed from finite operands; None if there are none.
 
     `by_code` has True for each operand that consists of constants in the code, such as a mask or a number.
@@ -57,13 +57,13 @@ def fresh_elements(call: Call, result: torch.Tensor, by_code: Sequence[bool]) ->
     return fresh if bool(fresh.any()) else None
 
 
-def _as_tensor(operand: Operand, like: torch.Tensor) -> torch.Tensor | None:
+def _as_tensor(operand: TensorOperand, like: torch.Tensor) -> torch.Tensor | None:
     if operand.tensor is not None:
         return readable(operand.tensor)
     return torch.tensor(operand.number, dtype=torch.float64, device=like.device)
 
 
-def _aligned(call: Call, values: torch.Tensor) -> list[torch.Tensor]:
+def _aligned(call: TensorCall, values: torch.Tensor) -> list[torch.Tensor]:
     """Return the operands expanded to the result's shape; an empty list if the operator is not element-wise."""
     if torch.Tag.pointwise not in call.func.tags and not operator_name(call.func).startswith(_BY_ELEMENT):
         return []
@@ -75,13 +75,13 @@ def _aligned(call: Call, values: torch.Tensor) -> list[torch.Tensor]:
         return []  # an operand of another shape
 
 
-def entries_at(call: Call, fresh: torch.Tensor) -> tuple[float, ...]:
+def entries_at(call: TensorCall, fresh: torch.Tensor) -> tuple[float, ...]:
     """Return the operands' values at the first True in `fresh`; () for an operator that is not element-wise."""
     place = tuple(fresh.nonzero()[0].tolist())
     return tuple(float(tensor[place]) for tensor in _aligned(call, fresh))
 
 
-def exact_result(call: Call, fresh: torch.Tensor, dtype: torch.dtype) -> float | None:
+def exact_result(call: TensorCall, fresh: torch.Tensor, dtype: torch.dtype) -> float | None:
     """Compute the result in the next wider dtype, and return its largest magnitude where the mask `fresh` is True.
 
     Return None if the wider dtype does not help: an element is not finite there either, or the operator refuses the dtype.
@@ -99,7 +99,7 @@ def exact_result(call: Call, fresh: torch.Tensor, dtype: torch.dtype) -> float |
     return None
 
 
-def cause_of(call: Call, result: torch.Tensor, exact: float | None, entries: Sequence[float]) -> Cause:
+def cause_of(call: TensorCall, result: torch.Tensor, exact: float | None, entries: Sequence[float]) -> Cause:
     """Return the reason why the result of finite operands is not finite."""
     name = operator_name(call.func)
     if exact is not None:
@@ -113,7 +113,7 @@ def cause_of(call: Call, result: torch.Tensor, exact: float | None, entries: Seq
     return "domain" if entries else "unknown"
 
 
-def _masked_row(operand: Operand) -> bool:
+def _masked_row(operand: TensorOperand) -> bool:
     if operand.tensor is None or operand.role not in _MASKS or not operand.tensor.dim():
         return False
     return bool((operand.tensor == -math.inf).all(-1).any())
@@ -161,7 +161,7 @@ _NUMBERS = frozenset({"other", "exponent", "value", "fill_value", "self", "s", "
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Operand:
+class TensorOperand:
     """An operand of an operator.
 
     Attributes:
@@ -178,14 +178,14 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class TensorCall:
     """A call of an operator, with its operands as they were before the operator ran."""
 
     func: Any
     args: Any
     kwargs: Mapping[str, Any]
-    operands: Sequence[Operand]
-    place: Place
+    operands: Sequence[TensorOperand]
+    place: CallPlace
 
     @property
     def written(self) -> list[torch.Tensor]:
@@ -195,7 +195,7 @@ class Call:
         return [tensor for role, tensor in operands if role.partition("[")[0] in written]
 
 
-def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand]:
+def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[TensorOperand]:
     """Return the float operands in the order of the arguments. Operands that the operator overwrites are copied."""
     schema, name = schema_of(func), operator_name(func)
     overwrites = name.startswith(_OVERWRITE)
@@ -207,22 +207,22 @@ def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Operand
         written = argument in schema.written
         counts = not (tensor.dim() or tensor.is_floating_point() or tensor.is_complex())
         if counts and tensor.dtype != torch.bool and argument in _NUMBERS and not written:
-            operands.append(Operand(role, None, None, float(tensor)))
+            operands.append(TensorOperand(role, None, None, float(tensor)))
         if not tensor.is_floating_point() or (written and (overwrites or argument not in positional)):
             continue
         # torch makes a 0-dim float64 tensor from 2.0 in `x * 2.0`.
         number = not tensor.dim() and tensor.dtype == torch.float64 and tensor.device.type == "cpu"
         if not written and number:
-            operands.append(Operand(role, None, None, float(tensor)))
+            operands.append(TensorOperand(role, None, None, float(tensor)))
         else:
-            operands.append(Operand(role, tensor.clone() if written else tensor, tensor))
+            operands.append(TensorOperand(role, tensor.clone() if written else tensor, tensor))
     for role, value in [*zip(schema.roles, args, strict=False), *kwargs.items()]:
         if role in _NUMBERS and isinstance(value, (int, float)) and not isinstance(value, bool):
-            operands.append(Operand(role, None, None, float(value)))
+            operands.append(TensorOperand(role, None, None, float(value)))
     return operands
 
 
-def _widened(operands: Sequence[Operand], wide: torch.dtype, value: Any) -> Any:
+def _widened(operands: Sequence[TensorOperand], wide: torch.dtype, value: Any) -> Any:
     """Return an argument in the dtype `wide` if it is a float tensor or dtype. A tensor has its values before the call."""
     if isinstance(value, torch.dtype):
         return wide if value.is_floating_point else value

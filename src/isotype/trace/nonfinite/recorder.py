@@ -24,8 +24,8 @@ from isotype.model.shard import local
 from isotype.precision.ranges import is_attention
 from isotype.records.nonfinite import Cause, NonFinite, Value
 from isotype.trace.nonfinite.cause import (
-    Call,
-    Operand,
+    TensorCall,
+    TensorOperand,
     cause_of,
     entries_at,
     exact_result,
@@ -101,7 +101,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         if func in LIFTS:
             _add(self._constant, result)  # `torch.tensor(0.0)` in the code
         elif not is_view(func):
-            self.finding = self._look(Call(func, args, kwargs, operands, place), result)
+            self.finding = self._look(TensorCall(func, args, kwargs, operands, place), result)
             if self.finding is not None and self._stop:
                 raise FoundError
         return result
@@ -112,7 +112,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         elif self.phase == "backward":
             self.phase = "forward"
 
-    def _look(self, call: Call, result: Any) -> NonFinite | None:
+    def _look(self, call: TensorCall, result: Any) -> NonFinite | None:
         """Return a finding if a result of an operator is not finite and has to be reported; else None."""
         name = operator_name(call.func)
         outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -146,7 +146,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
                 self._constant.pop(_address(tensor), None)
         return None
 
-    def _judge(self, call: Call, result: torch.Tensor, by_code: Sequence[bool]) -> NonFinite | None:
+    def _judge(self, call: TensorCall, result: torch.Tensor, by_code: Sequence[bool]) -> NonFinite | None:
         """Return a finding for a non-finite result; None if it is intended or only repeats an earlier value."""
         fresh = fresh_elements(call, result, by_code)
         if fresh is not None:
@@ -163,7 +163,9 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
                     return judged
         return None
 
-    def _judge_operand(self, call: Call, result: torch.Tensor, operand: Operand) -> NonFinite | None:
+    def _judge_operand(
+        self, call: TensorCall, result: torch.Tensor, operand: TensorOperand
+    ) -> NonFinite | None:
         """Return a finding if a non-finite operand has to be reported; else None."""
         assert operand.tensor is not None
         address, nan = _address(operand.original), bool(operand.tensor.isnan().any())
@@ -185,14 +187,16 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         if self.suspect is None or (finding.result.nan and not self.suspect.result.nan):
             self.suspect = finding
 
-    def _from_operand(self, call: Call, result: torch.Tensor, cause: Cause, operand: Operand) -> NonFinite:
+    def _from_operand(
+        self, call: TensorCall, result: torch.Tensor, cause: Cause, operand: TensorOperand
+    ) -> NonFinite:
         finding, tensor = self._finding(call, result, cause), operand.original
         if tensor is None:
             return finding
         rows = self._rows(~tensor.isfinite()) if cause == "input" else ()
         return replace(finding, culprit=self._value(operand), rows=rows)
 
-    def _finding(self, call: Call, result: torch.Tensor, cause: Cause) -> NonFinite:
+    def _finding(self, call: TensorCall, result: torch.Tensor, cause: Cause) -> NonFinite:
         return NonFinite(
             op=operator_name(call.func),
             module=call.place.module,
@@ -205,7 +209,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
             scale=self._scale if self.phase == "backward" else None,
         )
 
-    def _value(self, operand: Operand) -> Value:
+    def _value(self, operand: TensorOperand) -> Value:
         assert operand.tensor is not None
         address = _address(operand.original)
         name = self._weights.get(address) or self._inputs.get(address, "")

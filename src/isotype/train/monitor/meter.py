@@ -21,7 +21,7 @@ from isotype.core.random_states import RandomStates
 from isotype.records.nonfinite import NonFinite
 from isotype.report.nonfinite import problem_of
 from isotype.report.text import chat_command
-from isotype.trace.nonfinite.again import Verdict, first_nonfinite
+from isotype.trace.nonfinite.again import StopReason, first_nonfinite
 from isotype.train.monitor.memory import MemoryMeter
 from isotype.train.monitor.step import MicroBatch, Step
 
@@ -48,7 +48,7 @@ class StepMeter:
     memory: MemoryMeter | None = None
     signals: Sequence[int] = ()
     now: Step = field(default_factory=lambda: Step(0))
-    _verdict: Verdict = field(default_factory=Verdict)
+    _stop_reason: StopReason = field(default_factory=StopReason)
     _methods: Replacements | None = None
 
     def attach(self) -> None:
@@ -91,8 +91,10 @@ class StepMeter:
         return step
 
     def ends(self, step: Step) -> str | None:
-        """Return the reason why a step ends the training (see `Verdict`), or None if the training continues."""
-        return self._verdict.of(step.loss, step.grad_norm, None if step.scale is None else lambda: step.scale)
+        """Return the reason why a step ends the training (see `StopReason`), or None if the training continues."""
+        return self._stop_reason.of(
+            step.loss, step.grad_norm, None if step.scale is None else lambda: step.scale
+        )
 
     def replay(self, step: Step) -> Replay:
         """Run a step again with the random states of each micro-batch. Return the first result that is not finite."""
