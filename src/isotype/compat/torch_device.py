@@ -1,8 +1,8 @@
 """torch: simulates the device that a script names, on a machine without it.
 
-A trace computes on CPU tensors, whatever device it simulates. Where the code of the model or loss names the device, the
-CPU is used: `x.to("cuda")`, `torch.zeros(3, device="cuda")`, `with torch.autocast("cuda")`. Without a GPU, torch would
-raise an error for `"cuda"`, and turn autocast off. Streams, events and counters return the values of an idle device.
+A trace computes on CPU tensors, whatever device it simulates. Where code names the device, the CPU is used:
+`x.to("cuda")`, `torch.zeros(3, device="cuda")`, `with torch.autocast("cuda")`. Streams, events and counters return the
+values of an idle device.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Compiles isotype's C++ sources, once on each machine with a compiler.
+"""Compiles isotype's C++ sources, once on each machine with a compiler; elsewhere, torch's operators compute the same.
 
-Without a compiler, or with `ISOTYPE_COMPILE=0`, torch's operators compute the same results.
-
-A library's code runs in this process. So isotype loads only libraries that this user has compiled: folder and file
-belong to the user, and others cannot write to them. The checksum in the file's name is verified before the file is
-mapped to memory, because reading a truncated mapped file can kill the process (SIGBUS).
+A library's code runs in this process. So isotype loads only libraries that belong to this user, in a folder that others
+cannot write to. The checksum in a file's name is verified before the file is mapped to memory, because reading a
+truncated mapped file can kill the process (SIGBUS).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A dispatch mode that records every operator of a training step, and the origin of each operand's dtype.
 
-A dispatch mode runs below autograd. So it records forward, backward and optimizer in the same way. Autograd's sequence
-number matches a backward operator to its forward operator. `trace.fake.recorder` records a step on fake tensors,
-`trace.live` a real step.
+A dispatch mode runs below autograd, so it records forward, backward and optimizer alike; autograd's sequence number
+matches a backward operator to its forward operator. `trace.fake.recorder` records a step on fake tensors, `trace.live`
+a real step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finds the tensor from which a cast reads its dtype: `x` for `y.to(x.dtype)`, none for `y.to(torch.float32)`.
 
-All tensors of a dtype share one dtype object. So each read of `Tensor.dtype` is recorded, with the running instruction
-of the function and of its callers. A cast's read is found in the cast's arguments, or in the variables, attributes and
-parameters that they name (`dtype = x.dtype`, `ctx.dtype`).
+Each read of `Tensor.dtype` is recorded, with the running instruction of the function and of its callers. A cast's read
+is found in the cast's arguments, or in the variables, attributes and parameters that they name (`dtype = x.dtype`,
+`ctx.dtype`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""CPU features, from the operating system and torch's oneDNN.
+"""The features of a CPU, which select its table of operator contracts.
 
-The CPU decides which kernels run, and which dtypes they accept. oneDNN runs convolutions, recurrent layers and 16-bit
-matmuls. Its bfloat16 needs AVX512 or newer, and its float16 needs AVX512-FP16 or AMX. Without them, torch's own kernels
-run. So oneDNN's dtypes select the table of operator contracts.
+oneDNN runs convolutions, recurrent layers and 16-bit matmuls: bfloat16 with AVX512 or newer, and float16 with
+AVX512-FP16 or AMX. Without these, torch's own kernels run, and they accept other dtypes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Measures the matmul rate of each dtype on this machine within a time limit.
 
-A dtype without hardware support can be a hundred times slower than another. So the probe enlarges the matrices only if
-the next size surely fits the time limit. After a warm-up, the dtypes take turns, so that other load of the machine slows
-all of them.
-
-A call computes the two products of a frozen linear layer in a LoRA step: the forward x @ w.T and the input gradient y @
-w. Their rates can differ: on a CPU with AVX2, bfloat16 forwards ran at 4.2 GFLOP/s, and input gradients at 1.3.
+A call computes the two products of a frozen linear layer in a LoRA step, x @ w.T and y @ w, because their rates can
+differ: on a CPU with AVX2, bfloat16 ran at 4.2 and at 1.3 GFLOP/s. A dtype without hardware support can be a hundred
+times slower than another, so the matrices grow only if the next size surely fits the time limit. The dtypes take turns,
+so that other load slows all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`isotype run --watch`: stops a script before the first update with a non-finite loss or gradient.
 
-A hook on the model keeps references to the inputs of the step's forwards. Another hook runs before each optimizer's
-step. Two functions of torch are wrapped: `backward`, to read the loss, and `GradScaler.step`, to notice skipped steps.
-Values are read once in a step, just before the update.
+A hook on the model keeps references to the inputs of the step's forwards, and a hook before each optimizer's step reads
+the values once. torch's `backward` and `GradScaler.step` are wrapped, to find the loss and skipped steps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Watches the processes that a watched script starts.
 
-Launchers (accelerate, torchrun, Lightning) start `python SCRIPT` by `subprocess`. `isotype run` changes this command.
-Processes of multiprocessing, forked or spawned, start the watch themselves. Other programs (a shell, another
-environment's Python) are not watched; the run reports their names.
+Launchers (accelerate, torchrun, Lightning) start `python SCRIPT` by `subprocess`, and `isotype run` changes this
+command; processes of multiprocessing start the watch themselves. Other programs (a shell, another environment's Python)
+are not watched, and the run reports their names.
 """
 
 from __future__ import annotations

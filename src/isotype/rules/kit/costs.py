@@ -1,9 +1,8 @@
 """Costs of findings that raise no error (rules IST2xx and IST6xx): FLOPs, casts, bytes and estimated time.
 
-Times are estimated by the roofline model (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009). An operator
-takes the longer of two times: its FLOPs at the peak rate of its dtype, or its bytes at the memory bandwidth. A step's
-time is the sum over its operators. The rates are the data-sheet peaks in the device profile. Operators are not fused, as
-in eager PyTorch, and launches cost nothing. So for tiny models, only the ratios of large operators mean something.
+By the roofline model (Williams, Waterman, Patterson, CACM 52(4), 2009), an operator takes the longer of two times: its
+FLOPs at the peak rate of its dtype, or its bytes at the memory bandwidth. A step's time is the sum over its operators,
+without fusion and launch costs. So for tiny models, only the ratios of large operators mean something.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Simulates what torch does above its dispatcher: the autocast of another device, and the errors of composite functions.
+"""Simulates what torch does above its dispatcher: the autocast of another device, and the errors of composite
+functions.
 
-Autocast acts where Python calls a torch function, so that autograd records the casts. Each device has its own lists of
-functions, and `torch.autocast("cuda")` disables itself without a GPU. So a step runs under the CPU's autocast. It casts
-the functions that are in the lists of all devices (matmuls and convolutions). The mode `Functions` adds the casts of the
-simulated device and undoes the casts of the CPU alone.
+A step runs under the CPU's autocast, because `torch.autocast("cuda")` disables itself without a GPU. The mode
+`Functions` adds the casts of the simulated device, and undoes the casts that only a CPU makes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A cache of the results of fake kernels. Shapes, strides and dtypes of the operands give those of the result.
 
-A step has thousands of operators, and each fix is tried in another trace. The cache of `FakeTensorMode` takes a third of
-a millisecond for a look-up. This cache is faster. It contains the results that torch would cache (`_validate_cache_key`
-in torch/_subclasses/fake_tensor.py, 2.13), and views, which share the storage of an operand. For frequent operators,
-torch's meta kernel fills the cache, because `FakeTensorMode` is slow for a new call.
+`FakeTensorMode` takes a third of a millisecond to look a call up, and longer for a new call. This cache is faster,
+contains what torch would cache (`_validate_cache_key` in torch/_subclasses/fake_tensor.py, 2.13) and also views, and
+gets the results of frequent operators from torch's meta kernels.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Chooses the numbers that the model's code reads from tensors with unknown values.
 
-Code that reads a number usually branches on it. The trace takes the branches of a working step: checks pass, and loops
-end after a few rounds. The syntax tree of the source shows the use of a number: `if x.max() > 1e4: raise …`, `while
-error.item() > 1e-3`, `if done.all(): break`.
+Code that reads a number usually branches on it (`if x.max() > 1e4: raise …`, `while error.item() > 1e-3`). By the
+syntax tree of the source, a number is chosen with which a step works: checks pass, and loops end after a few rounds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Saves the Python state that a step's code can change before a trace, and restores it after the trace.
 
-The twin keeps the attributes that modules set. But a step can also change globals, class attributes, memoized results,
-and objects in a loss's closure (a noise scheduler, an average of weights, a cache). After the trace, these would contain
-fake tensors. So their references are saved: the contents of containers, attributes, cells and globals. Real tensors need
-no copy, because the step writes into fakes.
+The twin keeps the attributes that modules set. But fake tensors could remain in globals, class attributes, memoized
+results, and objects in a loss's closure (a noise scheduler, an average of weights, a cache). So the references in these
+objects are saved; real tensors need no copy, because the step writes into fakes.
 """
 
 from __future__ import annotations

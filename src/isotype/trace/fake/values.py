@@ -1,9 +1,8 @@
 """Values of small tensors that depend on no weight: token ids, masks, positions, image grids.
 
-Fake tensors have no values, but a model's code branches on some: the number of images, the rows of an expert. Values
-that follow from the inputs alone are computed and stored on the fake tensors. Values that depend on weights are assumed,
-because the dtypes of a step do not depend on them. If a comparison has unknown operands, its mask is guessed once, so
-that counts and selections by this mask agree.
+A model's code branches on some values, such as the number of images or the rows of an expert. Values that follow from
+the inputs alone are computed and stored on the fake tensors. Values that depend on weights are assumed, or guessed once
+for each mask, because the dtypes of a step do not depend on them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Records the first steps of an unchanged script: global hooks start and end the recording, then remove themselves.
 
-The hooks are torch's global hooks for modules and optimizers. The first training forward calls `before`, which may trace
-the step, and puts the live recorder below the script's modes. Some earlier forwards of an evaluation or generation are
-recorded, too. After the requested number of steps, hooks, modes and references to the script's tensors are removed. Then
-modules are as fast as before.
+The hooks are torch's global hooks for modules and optimizers. The first training forward calls `before`, which may
+trace the step, and puts the live recorder below the script's modes. After the requested number of steps, hooks, modes
+and references to the script's tensors are removed, and modules are as fast as before.
 """
 
 from __future__ import annotations

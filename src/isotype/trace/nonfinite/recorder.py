@@ -1,9 +1,8 @@
 """A dispatch mode that checks every result of a step and stops at the first non-finite result.
 
 An operator is reported if its operands are finite and its result is not. Intended values are not reported: the -inf of
-an attention mask (from a fill, an addition or `where`), infinities that follow from it, and uninitialized memory. But a
-NaN that follows from -inf is reported: softmax of a fully masked row returns it. The operands are checked only if the
-result is not finite, so a finite step takes one pass over each result.
+an attention mask, infinities that follow from it, and uninitialized memory; but a NaN that follows from -inf is. The
+operands are checked only if the result is not finite, so a finite step takes one pass over each result.
 """
 
 from __future__ import annotations
