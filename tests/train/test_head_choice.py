@@ -20,7 +20,6 @@ from isotype.lora.loss.head_choice import (
     HeadShape,
     Times,
     card_name,
-    choose,
     stored_times,
     times_file,
     token_class,
@@ -55,6 +54,13 @@ def clock(
 def weight(shape: HeadShape = SHAPE) -> torch.Tensor:
     drawn = torch.randn(shape.vocabulary, shape.hidden, generator=torch.Generator().manual_seed(0))
     return drawn.to(shape.stored)
+
+
+def choose(*arguments: Any, timer: Callable[[Callable[[], object]], float], card: str) -> HeadChoice:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_choice, "event_timer", lambda _: timer)
+        patch.setattr(head_choice, "card_name", lambda _: card)
+        return head_choice.choose(*arguments)
 
 
 def never(call: Callable[[], object]) -> float:

@@ -157,31 +157,19 @@ def event_timer(device: torch.device) -> Timer:
     return timed
 
 
-def choose(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    shape: HeadShape,
-    *,
-    timer: Timer | None = None,
-    card: str | None = None,
-) -> HeadChoice:
+def choose(weight: torch.Tensor, bias: torch.Tensor | None, shape: HeadShape) -> HeadChoice:
     """Return the faster head for a class of calls. A new class is measured by a dozen calls, once per type of GPU.
 
-    Args:
-        timer: function that times a call; None means `event_timer` of the device.
-        card: name of the GPU in the cache; None means the name that the driver gives.
-
-    Returns:
-        The faster head. TRL's head, if the weight is sharded or the memory is too small to measure both heads.
+    TRL's head is chosen if the weight is sharded or the memory is too small to measure both heads.
     """
     if type(weight) not in PLAIN:
         return HeadChoice(False, f"TRL's: a weight of type {type(weight).__name__} is not measured")
-    card = card or card_name(weight.device)
+    card = card_name(weight.device)
     file, key, how = times_file(card), str(shape), "as measured before"
     times = _KNOWN.get((file, key)) or stored_times(file).get(key)
     if times is None:
         try:
-            times = measure(weight, bias, shape, timer or event_timer(weight.device))
+            times = measure(weight, bias, shape, event_timer(weight.device))
         except torch.OutOfMemoryError:
             return HeadChoice(False, "TRL's: not enough memory to measure isotype's, too")
         except TheirsFailedError as failure:
