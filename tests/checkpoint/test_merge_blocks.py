@@ -79,7 +79,7 @@ def test_block_by_block_is_bit_equal_to_all_at_once(
     adapter = save_adapter(base, tmp_path / "adapter", "bfloat16", storage, **lora)
     found = merged(adapter, tmp_path / "found")
     for module in (adapters, merge_layers):
-        monkeypatch.setattr(module, "waiting", lambda adapter: DeferredBlocks(False))
+        monkeypatch.setattr(module, "deferred_base", lambda adapter: DeferredBlocks(False))
     expected = merged(adapter, tmp_path / "expected")
     assert found.keys() == expected.keys() == load_file(base / "model.safetensors").keys()
     for name, values in expected.items():

@@ -327,7 +327,7 @@ def test_no_row_that_is_tried_is_too_short_for_a_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, formula: list[tuple[int, ...]]
 ) -> None:
     """Without a requested length, rows of 64 tokens were tried and refused like a requested length."""
-    monkeypatch.setattr("isotype.planning.from_request._enough", lambda *_: None)
+    monkeypatch.setattr("isotype.planning.from_request._devices_needed", lambda *_: None)
     config = CONFIGS["gemma3-vision"]()
     config.mm_tokens_per_image = 100
     config.vision_config.image_size = 160

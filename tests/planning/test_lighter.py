@@ -19,7 +19,7 @@ from tests.models import CONFIGS
 @pytest.fixture(autouse=True)
 def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing fits, no plan counts how many devices are enough."""
-    monkeypatch.setattr("isotype.planning.from_request._enough", lambda *_: None)
+    monkeypatch.setattr("isotype.planning.from_request._devices_needed", lambda *_: None)
 
 
 @pytest.fixture(scope="module")

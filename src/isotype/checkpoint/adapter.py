@@ -235,7 +235,7 @@ def _labels(adapter: Adapter, config: Any, policy: PrecisionPolicy, head: Any) -
 _DRAWN = (True, False, None, "gaussian", "orthogonal")
 
 
-def waiting(adapter: Adapter) -> DeferredBlocks:
+def deferred_base(adapter: Adapter) -> DeferredBlocks:
     """Return `DeferredBlocks` for the base of an adapter: they read most weights later, block by block.
 
     Weights that the adapter's file replaces are loaded at once. All weights are loaded at once if the adapter is not

@@ -56,14 +56,14 @@ class DeferredBlocks:
     Attributes:
         blocks: the loaded model's blocks, in forward order.
         stored: reader of the weights as the files store them; set when a model is loaded.
-        otherwise: name -> dtype, for float tensors that the files store in another dtype than most tensors.
+        other_dtypes: name -> dtype, for float tensors that the files store in another dtype than most tensors.
     """
 
     stored: StoredWeights
 
     def __init__(self, wait: bool = True, at_once: Collection[str] = ()) -> None:
         self.blocks: tuple[Block, ...] = ()
-        self.otherwise: dict[str, torch.dtype] = {}
+        self.other_dtypes: dict[str, torch.dtype] = {}
         self._wait, self._at_once = wait, frozenset(at_once)
         self._source: object = None
         self._model: Any = None
@@ -97,7 +97,7 @@ class DeferredBlocks:
                     state.offset = torch.zeros(())
         self.blocks = tuple(blocks.values())
         if placement.turn is None:  # the dtypes in a GGUF file are not those of training
-            self.otherwise = self.stored.in_other_dtypes(placement.quantized)
+            self.other_dtypes = self.stored.in_other_dtypes(placement.quantized)
         return replace(weights, sources=now)
 
     @property
@@ -138,7 +138,7 @@ class DeferredBlocks:
             _, broken = fill(self._model, WeightMap(block.sources, (), ()), self._placement, shown=False)
             refuse(self._source, broken)
         for name, (blank, former) in block._blank.items():
-            _as_before(name, block.owners[name], _held(block, name)[0], blank, former)
+            _convert_like(name, block.owners[name], _held(block, name)[0], blank, former)
         for weight, dtype in zip(block.dense, dtypes, strict=True):
             weight.read(dtype)
         # Free the codes of the quantized layers. Dense layers have replaced these layers.
@@ -201,7 +201,7 @@ def _held(block: Block, name: str) -> tuple[nn.Parameter, QuantizedStack | None]
     return (owner.get_parameter(leaf), None) if stack is None else (codes_of(owner, leaf), stack)
 
 
-def _as_before(
+def _convert_like(
     name: str, owner: Any, parameter: nn.Parameter, blank: nn.Parameter, former: QuantizedStack | None
 ) -> None:
     """Convert a weight that was just read to the dtype and quantization state of `blank`, the parameter before it."""

@@ -244,7 +244,7 @@ def stream(
         # transformers would draw new values for parameters without this mark.
         stacked = name in placement.stacks
         mark_as_loaded(placement.owner(model, name) if stacked else model.get_parameter_or_buffer(name))
-    return _info(expected - filled, matched), broken
+    return _loading_info(expected - filled, matched), broken
 
 
 def _placement(model: Any, settings: Any, policy: PrecisionPolicy, turn: Turn | None) -> Placement:
@@ -285,7 +285,7 @@ def _save_stacks_whole(model: Any) -> None:
     set_conversions(model, [s for s in steps if not isinstance(s, PrefixChange) and not splits(s)])
 
 
-def _info(missing: set[str], matched: Match) -> Any:
+def _loading_info(missing: set[str], matched: Match) -> Any:
     from transformers.modeling_utils import LoadStateDictInfo
 
     empty = {"error_msgs": list, "conversion_errors": dict}

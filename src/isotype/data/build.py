@@ -75,7 +75,7 @@ def prepare(local: LocalData, split: str, reading: Reading) -> Prepared:
 
 def _prepare_text(files: tuple[Path, ...], reading: Reading) -> Prepared:
     digests = {path: digest_or_problem(path) for path in files}
-    problems = [_at(path.name, wrong) for path, wrong in digests.items() if isinstance(wrong, Problem)]
+    problems = [_in_source(path.name, wrong) for path, wrong in digests.items() if isinstance(wrong, Problem)]
     if problems:
         return Prepared(problems)
     cells = files[0].suffix.lower() in CELL_SUFFIXES
@@ -199,7 +199,7 @@ def _captions_line(source: str, row: Row | None) -> str | None:
     return f"{source}: captions are trained as answers to '{QUESTION}'; columns 'prompt' and 'completion' set another question"
 
 
-def _at(source: str, problem: Problem) -> Problem:
+def _in_source(source: str, problem: Problem) -> Problem:
     return dataclasses.replace(problem, given=f"{source}: {problem.given}")
 
 
@@ -241,7 +241,7 @@ def _parquet_problem(path: Path) -> Problem | None:
         with path.open("rb") as file:
             head = file.read(16)
     except OSError as error:
-        return _at(path.name, unreadable(error))
+        return _in_source(path.name, unreadable(error))
     try:
         rows = pyarrow.parquet.read_metadata(path).num_rows if head else 0
     except (pyarrow.ArrowInvalid, OSError) as error:
@@ -299,7 +299,7 @@ def opened(dataset: Any, parts: Parts, reading: Reading) -> Prepared:
     if not isinstance(converted, Problem):
         wrong = columns_problem(tuple(converted), reading.method, reading.text_field)
         if wrong:
-            return Prepared([_at(everything, wrong)])
+            return Prepared([_in_source(everything, wrong)])
     known = {*COLUMNS, *reading.reads, reading.text_field}
     judged = [name for name in first if name in known] or list(first)
     plain = undecoded(dataset.select_columns(judged))
@@ -399,7 +399,7 @@ def _applied(row: Row, index: int, reading: Reading | None, parts: Parts, column
 def _in_part(parts: Parts, index: int, problem: Problem) -> Problem:
     for source, count in parts:
         if count is None or index < count:
-            return _at(f"{source}, row {index + 1}", problem)
+            return _in_source(f"{source}, row {index + 1}", problem)
         index -= count
     raise AssertionError(index)
 

@@ -189,7 +189,7 @@ class Survey:
             if self.first is None:
                 self._begin(source, line, row)
             faults = [*self._faults(row)]
-            for fault in faults or self._widen(row):
+            for fault in faults or self._merge_types(row):
                 self.note(source, line, fault)
             if not faults:
                 unread = (name for name in self._unread if row.get(name) is not None)
@@ -255,7 +255,7 @@ class Survey:
             expected, fix = f"{first}, as on {self._place}", "write all rows as text, or all as messages"
             yield Problem(f"{kind} in {quoted(self._turns)}", expected, fix)
 
-    def _widen(self, row: Row) -> Iterator[Problem]:
+    def _merge_types(self, row: Row) -> Iterator[Problem]:
         """Merge the types of a row's cells into the types of the columns. Yield a problem if no type fits all rows."""
         for name, value in row.items():
             if name in self._pictures:

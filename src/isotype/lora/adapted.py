@@ -34,7 +34,7 @@ def why_not(layer: Any) -> str | None:
         return f"the base is {type(base).__name__}, not a linear layer"
     if weight.requires_grad:
         return "the base weight is trained"
-    if lost := _lost(base):
+    if lost := _missing_state(base):
         return f"the base has lost the {lost}"
     if _parts_of(layer).offloaded():
         return "the weights are offloaded (a device map), and fetched by hooks that only PEFT's forward calls"
@@ -46,7 +46,7 @@ def why_not(layer: Any) -> str | None:
     return _why_not_adapters(layer)
 
 
-def _lost(base: Any) -> str | None:
+def _missing_state(base: Any) -> str | None:
     kind = kind_of(base)
     if kind == "linear4bit":
         state = quantization_state(base)
@@ -228,6 +228,6 @@ def _settings(
         [*layer.lora_variant.items()],
         [*map(_SHAPE, tensors)],
         base.weight.requires_grad,
-        _lost(base),
+        _missing_state(base),
         _caches(layer),
     )

@@ -145,10 +145,10 @@ def plan_of_request(request: PlanRequest) -> Plan:
                 profile.memory_bytes,
                 searches[0].rooms[profile.name].words,
                 rates[profile.name],
-                _costs(device_rows, profile),
+                _dtype_notes(device_rows, profile),
                 None if pick is None else marked[device_rows.index(pick)],
                 marked,
-                None if pick is not None else _enough(request, profile, device_rows),
+                None if pick is not None else _devices_needed(request, profile, device_rows),
             )
         )
     refused = dict.fromkeys(reason for search in searches for reason in search.refused)
@@ -163,7 +163,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
         request.goal,
         tuple(devices),
         tuple(refused),
-        (*notes, *shortened, *_left_out(request)),
+        (*notes, *shortened, *_notes(request)),
     )
 
 
@@ -180,11 +180,13 @@ def searches_of(request: PlanRequest, *, bounded: bool = False) -> tuple[list[Se
     require_complete_gguf(checkpoint)
     rated = [with_rates(profile) for profile in profiles]
     length = _length(request, config)
-    micro = _rows_per_device(request, length)
+    step_rows = _rows_per_device(request, length)
     searches = []
     for alike in grouped((profile for profile, _ in rated), runs_alike).values():
         of_device = replace(request, step=replace(request.step, device=alike[0].name))
-        searches.append(Search(of_device, config, checkpoint, tuple(alike), rooms, length, micro, bounded))
+        searches.append(
+            Search(of_device, config, checkpoint, tuple(alike), rooms, length, step_rows, bounded)
+        )
     return searches, {profile.name: source for profile, source in rated}
 
 
@@ -194,7 +196,7 @@ def is_out_of_reach(rows: Sequence[Row]) -> bool:
     return bool(rows) and all(0.9 * row.kinds.get("weights", 0) > row.room for row in rows)
 
 
-def _enough(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:
+def _devices_needed(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:
     """Return the smallest number of devices in `COUNTS` on which the row with the least memory fits if the model is sharded.
 
     Return None if no number is enough.
@@ -305,14 +307,14 @@ def _lora_value(lora: Any, name: str) -> Any:
     return lora.get(name) if isinstance(lora, Mapping) else getattr(lora, name, None)
 
 
-def _costs(rows: Sequence[Row], profile: DeviceProfile) -> tuple[str, ...]:
+def _dtype_notes(rows: Sequence[Row], profile: DeviceProfile) -> tuple[str, ...]:
     warned = [warning for row in rows for warning in row.policy.warnings]
     computes = (row.policy.compute for row in rows)
     emulated = [f"{dtype_name(d)}: {profile.reason(d)}" for d in computes if profile.supports(d) != "native"]
     return tuple(dict.fromkeys([*warned, *emulated]))
 
 
-def _left_out(request: PlanRequest) -> tuple[str, ...]:
+def _notes(request: PlanRequest) -> tuple[str, ...]:
     step = request.step
     notes = [*step.notes, *([step.data] if step.data else [])]
     if request.count > 1:
@@ -360,20 +362,20 @@ def fitting_lighter(request: PlanRequest, config: Any) -> tuple[str, PlanRequest
 
 def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanRequest]]:
     """If experts have adapters, yield (settings given up, request) for requests that need less and less memory."""
-    names = _beside_experts(request, config)
+    names = _layers_beside_experts(request, config)
     if not names:
         return
-    given_up, less = f"adapters on experts (they stay on {', '.join(names)})", _on(names, request)
+    given_up, less = f"adapters on experts (they stay on {', '.join(names)})", _with_targets(names, request)
     on_gpu = all(device_profile(name).kind == "cuda" for name in request.devices)
     if on_gpu and "optim" not in request.command.values:
-        yield "optimizer states in 32 bits (--optim adamw_bnb_8bit)", _with_8_bits(request)
+        yield "optimizer states in 32 bits (--optim adamw_bnb_8bit)", _with_8_bit_states(request)
         yield given_up, less
-        given_up, less = f"{given_up}, optimizer states in 32 bits", _with_8_bits(less)
+        given_up, less = f"{given_up}, optimizer states in 32 bits", _with_8_bit_states(less)
     yield given_up, less
-    yield from _least(given_up, less)
+    yield from _with_least_memory(given_up, less)
 
 
-def _least(given_up: str, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+def _with_least_memory(given_up: str, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     """If no storage was requested, yield requests with nf4 and recomputed layers, then also with shorter rows."""
     step, command = request.step, request.command
     if not request.quantize or step.precision.quantization is not None or step.precision.storage is not None:
@@ -391,12 +393,12 @@ def _least(given_up: str, request: PlanRequest) -> Iterator[tuple[str, PlanReque
         yield f"{given_up}, rows of more than {tokens} tokens", less
 
 
-def _with_8_bits(request: PlanRequest) -> PlanRequest:
+def _with_8_bit_states(request: PlanRequest) -> PlanRequest:
     step = replace(request.step, optimizer=_EIGHT_BITS)
     return replace(request, step=step, command=request.command.but(optim=_EIGHT_BITS))
 
 
-def _on(names: list[str], request: PlanRequest) -> PlanRequest:
+def _with_targets(names: list[str], request: PlanRequest) -> PlanRequest:
     lora: Any = copy.deepcopy(request.step.lora)
     if isinstance(lora, Mapping):
         lora = {**lora, "target_modules": names}
@@ -406,7 +408,7 @@ def _on(names: list[str], request: PlanRequest) -> PlanRequest:
     return replace(request, step=step, command=request.command.but(lora_target_modules=names))
 
 
-def _beside_experts(request: PlanRequest, config: Any) -> list[str]:
+def _layers_beside_experts(request: PlanRequest, config: Any) -> list[str]:
     """Return the last part of the name of each linear layer with an adapter, or an empty list if no expert has an adapter."""
     import peft
 

@@ -97,7 +97,7 @@ class Search:
 
     Attributes:
         rooms: memory limit of a step for each device name.
-        micro: rows of an optimizer step on one device.
+        step_rows: rows of an optimizer step on one device.
         bounded: True to trace no step whose weights and adapters alone exceed the limit. Its row has only their memory.
         refused: storages that cannot be trained, each with the reason.
     """
@@ -108,7 +108,7 @@ class Search:
     profiles: tuple[DeviceProfile, ...]
     rooms: Mapping[str, Room]
     length: int
-    micro: int
+    step_rows: int
     bounded: bool = False
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -184,7 +184,7 @@ class Search:
                 continue
             for fsdp in shardings:
                 plan = replace(
-                    base, precision=precision, auto=False, fsdp=fsdp, devices=count, step_rows=self.micro
+                    base, precision=precision, auto=False, fsdp=fsdp, devices=count, step_rows=self.step_rows
                 )
                 step = PlannedStep(replace(plan, lora=copy.deepcopy(base.lora)), self.config, policy, ranges)
                 step = self._planned_by_key.setdefault((storage, fsdp), step)
@@ -233,10 +233,10 @@ class Search:
             if row.storage != "nf4" or not row.fits or row.checkpointing_value is None:
                 continue
             steps = self.steps_of(row)
-            if (mixed := self._fitted(steps, row, profile)) is not None:
+            if (mixed := self._fitted_mixed_row(steps, row, profile)) is not None:
                 yield mixed
 
-    def _fitted(self, steps: Steps, row: Row, profile: DeviceProfile) -> Row | None:
+    def _fitted_mixed_row(self, steps: Steps, row: Row, profile: DeviceProfile) -> Row | None:
         """Return an nf4 row with the most precise mixed storage with which the row's micro-batches fit, or None.
 
         Only a trace shows the temporary memory of 8-bit layers. A smaller storage is tried until the row fits.
@@ -289,7 +289,7 @@ class Search:
             traced = steps.at(rows, self.length)
             if self.request.longest and self._searches_longest(steps):
                 longest, is_all = self._longest(steps, size)
-        accumulation = -(-self.micro // rows)
+        accumulation = -(-self.step_rows // rows)
         policy = steps.step.policy
         row = Row(
             device=profile.name,
@@ -331,20 +331,20 @@ class Search:
             return self.request.rows, steps.peak(self.request.rows, self.length) <= size
         most = largest(
             lambda rows: steps.peak(rows, self.length),
-            min(self.micro, self.request.at_most or self.micro),
+            min(self.step_rows, self.request.at_most or self.step_rows),
             size,
-            enough=lambda low, high: self._at_once(low) == self._at_once(high - 1),
+            enough=lambda low, high: self._even_rows(low) == self._even_rows(high - 1),
             high_first=steps.arguments is not None,
         )
         if most is None:
             return 1, False
-        return self._at_once(most), True
+        return self._even_rows(most), True
 
-    def _at_once(self, most: int) -> int:
+    def _even_rows(self, most: int) -> int:
         """Return the rows of a micro-batch, at most `most`. If the rows per step are fixed, all micro-batches are equal."""
         if self.request.step_rows is None:
-            return -(-self.micro // -(-self.micro // most))
-        return max(rows for rows in range(1, most + 1) if self.micro % rows == 0)
+            return -(-self.step_rows // -(-self.step_rows // most))
+        return max(rows for rows in range(1, most + 1) if self.step_rows % rows == 0)
 
     def _searches_longest(self, steps: Steps) -> bool:
         """Return True if no other checkpointing needs less memory. To save time, only such steps search the longest row."""

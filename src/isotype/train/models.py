@@ -114,7 +114,7 @@ def _adapted(
     if settings.start is not None:
         return _with_reference(settings, attach(model, settings.start))
     with _adapter_arguments():
-        model = _noted(model, policy, _peft_config(settings, model), adapt)
+        model = _added_silently(model, policy, _peft_config(settings, model), adapt)
         if settings.init_lora_weights == LOFTQ:
             begin_from_error(model, checkpoint, moments_of_run(checkpoint, settings.device))
         return _with_reference(settings, model)
@@ -357,7 +357,7 @@ def weightless_model(
             raise UsageError.of("a check cannot trace the adapter", what, expected, "start the training")
         plain = kind == "LORA"  # other kinds compute with the values that they draw
         with _adapter_arguments(), torch.device("meta" if plain else "cpu"), NoDraws():
-            model = _noted(model, policy, lora, adapt)
+            model = _added_silently(model, policy, lora, adapt)
     return fold_layers(model) if fold and not early else model
 
 
@@ -374,7 +374,7 @@ def _chosen_by_number(skipped: Iterable[str], lora: Any) -> bool:
     return any(_NUMBER.search(name) for name in (*skipped, *names))
 
 
-def _noted(model: Any, policy: PrecisionPolicy, config: Any, adapt: Adapt | None) -> Any:
+def _added_silently(model: Any, policy: PrecisionPolicy, config: Any, adapt: Adapt | None) -> Any:
     """Call `add_lora` without its warnings. The command prints the same texts from `model.adapter_notes`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

@@ -16,7 +16,7 @@ from rich.console import Console
 from isotype.cli.main import main
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
-from isotype.planning.from_request import _left_out as left_out
+from isotype.planning.from_request import _notes as left_out
 from isotype.planning.request import parse_request
 from isotype.train.command.parse import parse_command
 from isotype.train.command.settings import Settings

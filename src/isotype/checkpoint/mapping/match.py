@@ -39,7 +39,7 @@ _MASKS = re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$")
 _CACHE = re.compile(r"\.([kvq]|kv|output|prob)_(scale|zero_point)$")
 
 
-def _as_saved(name: str) -> str:
+def _how_to_save(name: str) -> str:
     """If a tensor's name shows that it was saved with an adapter or a wrapper, return how to save it; else return ""."""
     if name.startswith("base_model.model.") or ".base_layer." in name:
         return (
@@ -97,10 +97,10 @@ class Match:
     def problems(self) -> tuple[Problem, ...]:
         """Return the problems that prevent loading. Tensors whose names differ only in numbers share one problem."""
         names = [tensor.weight.name for tensor in self.surplus]
-        wrapped = [name for name in names if _as_saved(name)]
+        wrapped = [name for name in names if _how_to_save(name)]
         if self.missing and (wrapped or not self.weights.sources):
             expected = f"weights of {self.model}: {listed(self.missing, 2)}"
-            fix = _as_saved(wrapped[0]) if wrapped else _SAME_PLACE
+            fix = _how_to_save(wrapped[0]) if wrapped else _SAME_PLACE
             return (
                 Problem(f"{self.path} holds {listed(wrapped or names or ['nothing'], 2)}", expected, fix),
             )
@@ -216,13 +216,13 @@ def _unused(
     if unused and hasattr(model, "base_model_prefix"):
         saved = getattr(model.config, "architectures", None) or ()
         if saved and type(model).__name__ not in saved:
-            return tuple(tensor for tensor in unused if _extends(model, tensor.name))
+            return tuple(tensor for tensor in unused if _has_place_for(model, tensor.name))
         others = names_in_other_classes(model)
         return tuple(tensor for tensor in unused if without_prefix(model, tensor.name) not in others)
     return tuple(unused)
 
 
-def _extends(model: Any, name: str) -> bool:
+def _has_place_for(model: Any, name: str) -> bool:
     """Return True if a tensor belongs to a module of the model, or to a further layer of one of its module lists."""
     prefix = f"{model.base_model_prefix}."
     modules = dict(model.named_modules())

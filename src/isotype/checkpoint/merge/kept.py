@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.adapter import Adapter, fill, inject, load_base, waiting
+from isotype.checkpoint.adapter import Adapter, deferred_base, fill, inject, load_base
 from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.load import load
 from isotype.checkpoint.merge.layers import (
@@ -140,7 +140,7 @@ def learned(
     tokens: int = TOKENS,
 ) -> Learned:
     """Run the base, then the base with the adapter, on about `tokens` tokens of `rows`, under the training's policy."""
-    deferred = waiting(adapter)
+    deferred = deferred_base(adapter)
     model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
     _in_float32(model, policy, deferred)
     rows = fitting(rows, tokenizer, model, tokens)
@@ -166,7 +166,7 @@ def _pictured(model: Any, tokenizer: Any) -> dict[str, Any] | None:
 
 def trained(adapter: Adapter, policy: PrecisionPolicy, revision: str | None) -> Any:
     """Load the base under `policy` and add the adapter, unmerged; the forward computes in float32, one block at a time."""
-    deferred = waiting(adapter)
+    deferred = deferred_base(adapter)
     model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
     adapter = without_part(model, adapter, policy)
     peft_model = inject(model, adapter, _in_float32(model, policy, deferred))

@@ -7,6 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from isotype.checkpoint import damage
-from isotype.checkpoint.adapter import Adapter, fill, inject, load_base, waiting
+from isotype.checkpoint.adapter import Adapter, deferred_base, fill, inject, load_base
 from isotype.checkpoint.deferred import Block
 from isotype.checkpoint.merge.report import WeightLoss, rounding_loss
 from isotype.checkpoint.opened import config_of, headers_of, open_checkpoint, require_complete_gguf
@@ -118,7 +119,7 @@ class Merging:
         dense = dense_policy(policy)
         # A dense base is merged on the CPU, which has more memory; a quantized base stays on the device of its codes.
         policy = policy if policy.quantized else replace(policy, device="cpu")
-        self._deferred = waiting(adapter)
+        self._deferred = deferred_base(adapter)
         self.model = load_base(adapter, base, policy, revision=revision, deferred=self._deferred)
         adapter = without_part(self.model, adapter, policy)
         self._deferred.dequantize(self.model, dense.plain)
@@ -137,7 +138,7 @@ class Merging:
         others = (prefix, *_MERGED_OTHERWISE)
         before_training = {n: p.detach().clone() for n, p in trained if not any(part in n for part in others)}
         fill(self._peft, adapter)
-        stored = {} if one_dtype else self._deferred.otherwise
+        stored = {} if one_dtype else self._deferred.other_dtypes
         self._rounding = Rounding(target, dense.pinned, stored, written, instead, self._tied)
         self._untouched = set(stored) - {base_name(tensor.name) for tensor in adapter.headers.tensors}
         self.weights: tuple[WeightLoss, ...] = ()
@@ -201,7 +202,8 @@ class Merging:
             self.weights += tuple(_merge_layer(name, layer, self._rounding))
         wanted = {name for name in self._names if name.startswith(prefix) and not name.startswith(elsewhere)}
         tensors: dict[str, torch.Tensor] = {}
-        for path, value in (*_all(root, "named_parameters"), *_all(root, "named_buffers")):
+        named = root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)
+        for path, value in chain(*named):
             name = base_name(f"{prefix}{path}")
             # A module that was trained as a whole has an old and a trained copy: the trained copy is used.
             if name in wanted and (name not in tensors or ".modules_to_save." in path):
@@ -267,14 +269,10 @@ def _untie(model: Any) -> bool:
 
 
 def _embedding_names(model: Any, stored: Collection[str]) -> tuple[str, ...]:
-    names = {id(value): name for name, value in _all(model, "named_parameters") if name in stored}
+    named = model.named_parameters(remove_duplicate=False)
+    names = {id(value): name for name, value in named if name in stored}
     heads = (model.get_input_embeddings(), model.get_output_embeddings())
     return tuple(names[id(embedding.weight)] for embedding in heads)
-
-
-def _all(module: nn.Module, which: str) -> Iterator[tuple[str, torch.Tensor]]:
-    tensors: Iterator[tuple[str, torch.Tensor]] = getattr(module, which)(remove_duplicate=False)
-    return tensors
 
 
 def _stored_names(model: Any) -> dict[str, torch.Tensor]:

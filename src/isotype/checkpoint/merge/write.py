@@ -152,7 +152,7 @@ def _quantize(dense: Path, directory: Path, model_class: Any, dtype: torch.dtype
     quantized = (place.name for place in places(model) if place.kind in ("linear4bit", "linear8bit"))
     room += _CONSTANTS * header_room(f"{name}.weight" for name in quantized)
     parts = (
-        {n: deferred.stored.read(n) if n in deferred.otherwise else value for n, value in part.items()}
+        {n: deferred.stored.read(n) if n in deferred.other_dtypes else value for n, value in part.items()}
         for part in _state(model, deferred)
     )
     write_model(model, parts, directory, dtype, room)

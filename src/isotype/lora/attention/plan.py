@@ -170,12 +170,12 @@ def _one_of_each(mask: torch.Tensor) -> torch.Tensor:
     return mask[:1] if mask.stride(0) == 0 else mask
 
 
-def _opened(mask: torch.Tensor) -> torch.Tensor:
+def _is_open(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def _tile_of(mask: torch.Tensor) -> torch.Tensor:
-    opened = _opened(mask)
+    opened = _is_open(mask)
     bias = torch.zeros_like(mask, dtype=torch.float32) if mask.dtype == torch.bool else mask.float() * LOG2_E
     return bias.masked_fill_(~opened, -math.inf)
 
@@ -191,7 +191,7 @@ def _read(mask: torch.Tensor, batch: int, rows: int) -> Plan:
     mask = _one_of_each(mask.detach())
     finitely = biased = False
     for piece in _pieces(mask) if mask.dtype != torch.bool else ():
-        opened = _opened(piece)
+        opened = _is_open(piece)
         finitely = finitely or bool((~opened.any(-1, keepdim=True) & (piece > -math.inf)).any())
         biased = biased or bool((opened & (piece != 0)).any())
     parts: list[Part] = []
@@ -212,7 +212,7 @@ def _blocks_of(mask: torch.Tensor, rows: int, biased: bool) -> Iterator[Block]:
         return
     firsts, ends, live = list[int](), list[int](), list[bool]()
     for piece in _pieces(mask):
-        anywhere = _opened(piece).any(0).to(torch.uint8)
+        anywhere = _is_open(piece).any(0).to(torch.uint8)
         firsts += anywhere.argmax(-1).tolist()
         ends += (anywhere.shape[1] - anywhere.flip(-1).argmax(-1)).tolist()
         live += anywhere.any(-1).tolist()
@@ -223,7 +223,7 @@ def _blocks_of(mask: torch.Tensor, rows: int, biased: bool) -> Iterator[Block]:
         if biased:
             yield Block((first, last), (low, high), (low, high), _tile_of(block_mask))
             continue
-        closed = (~_opened(block_mask)).flatten(0, 1).any(0).nonzero().flatten()
+        closed = (~_is_open(block_mask)).flatten(0, 1).any(0).nonzero().flatten()
         if not len(closed):
             yield Block((first, last), (low, high))
             continue

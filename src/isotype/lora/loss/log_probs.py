@@ -24,7 +24,16 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from isotype.core.dtypes import autocast_dtype
-from isotype.lora.loss.logits import Call, Head, add_outer, blocks, buffers_for, chunks, project, through
+from isotype.lora.loss.logits import (
+    Call,
+    Head,
+    add_outer,
+    blocks,
+    buffers_for,
+    chunks,
+    multiply_into,
+    project,
+)
 from isotype.lora.loss.softmax import gradient, softmax
 
 OUTPUTS = ("entropy", "logsumexp", "mean_logits", "log_sum_sq_probs", "is_top1")
@@ -178,7 +187,7 @@ def _forward(
             if factor is not None and scale is not None:
                 factor[place] = scale
         if unit is not None:
-            through(call, logits, weight, unit[chunk])
+            multiply_into(call, logits, weight, unit[chunk])
     return outputs, None if unit is None or factor is None else (unit, factor)
 
 
@@ -206,11 +215,11 @@ def _backward(
                 d_bias.add_(values.sum(0))
             # Each row is scaled so that the largest entry is 1 (in float16 `_LIFT`), and no product overflows.
             norm = torch.linalg.vector_norm(values, torch.inf, dim=-1).clamp_min(1e-30)
-            torch.mul(values, (call.lift / norm)[:, None], out=logits[rows])
-            factor[rows] = norm / call.lift
+            torch.mul(values, (call.gradient_factor / norm)[:, None], out=logits[rows])
+            factor[rows] = norm / call.gradient_factor
         if d_hidden is not None:
             unit = x.new_empty(x.shape)
-            through(call, logits, weight, unit)
+            multiply_into(call, logits, weight, unit)
             torch.mul(unit, factor[:, None], out=d_hidden[chunk])
         if d_weight is not None:
             add_outer(logits, x, factor, d_weight)

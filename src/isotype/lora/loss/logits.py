@@ -61,7 +61,7 @@ class Call:
     differentiated: bool
 
     @property
-    def lift(self) -> float:
+    def gradient_factor(self) -> float:
         return _LIFT if self.working == torch.float16 else 1.0
 
     @property
@@ -158,7 +158,7 @@ def project(
     return exact if bias is None else exact + bias.index_select(0, targets).to(call.working).float()
 
 
-def through(call: Call, rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+def multiply_into(call: Call, rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """Write `rows @ weight` into `out`. The sum is rounded once."""
     compiled = is_used(call.working, rows)
     if weight.dtype == call.working:
@@ -172,7 +172,7 @@ def through(call: Call, rows: torch.Tensor, weight: torch.Tensor, out: torch.Ten
     out.copy_(total)
 
 
-def bend(call: Call, values: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:
+def scale_and_cap(call: Call, values: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:
     """Apply scale, soft cap and temperature to `values` in place. Write the soft cap's derivative into `slope`."""
     if call.scale != 1:
         values.mul_(call.scale)

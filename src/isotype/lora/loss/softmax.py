@@ -14,7 +14,7 @@ import torch
 
 from isotype.compat.torch import FakeTensor, dispatch_depth, needs_operators
 from isotype.lora.loops.loading import NAMES, loops_of
-from isotype.lora.loss.logits import Buffers, Call, bend
+from isotype.lora.loss.logits import Buffers, Call, scale_and_cap
 
 _LOOPS = Path(__file__).parents[1] / "loops"
 _loops = cache(partial(loops_of, _LOOPS / "softmax.cpp", _LOOPS / "vectors.h"))
@@ -64,14 +64,14 @@ def softmax(
         factor = torch.empty_like(exact) if ahead else None
         written = {**outputs, **({} if factor is None else {"factor": factor})}
         results = ctypes.byref(_Results(**{name: result.data_ptr() for name, result in written.items()}))
-        numbers = *logits.shape, torch.get_num_threads(), float(call.slope), float(call.lift)
+        numbers = *logits.shape, torch.get_num_threads(), float(call.slope), float(call.gradient_factor)
         _loops().run("softmax", logits.dtype, *numbers, logits, exact, targets, results)
         return factor
     n, at = logits.shape[0], targets[:, None]
     slope = None if buffers.slope is None else buffers.slope[:n]
-    z = bend(call, buffers.values[:n].copy_(logits), slope)
+    z = scale_and_cap(call, buffers.values[:n].copy_(logits), slope)
     target_slope = None if slope is None else torch.empty_like(exact)
-    target_z = bend(call, exact.clone(), target_slope)
+    target_z = scale_and_cap(call, exact.clone(), target_slope)
     top = z.amax(-1, keepdim=True)
     if "is_top1" in outputs:
         outputs["is_top1"].copy_(_first_of_largest(z, top, targets))
@@ -95,13 +95,14 @@ def softmax(
         torch.sub(squares.log(), log_total, alpha=2, out=outputs["log_sum_sq_probs"])
     if not ahead:
         return None
-    share = call.lift / others.clamp_min(1e-30)
+    share = call.gradient_factor / others.clamp_min(1e-30)
     if slope is not None:
         e.mul_(slope)
     torch.mul(e, share[:, None], out=logits)
-    target = torch.full_like(exact, -call.lift) if target_slope is None else target_slope * -call.lift
+    scale = -call.gradient_factor
+    target = torch.full_like(exact, scale) if target_slope is None else target_slope * scale
     logits.scatter_(1, at, target[:, None].to(logits.dtype))
-    return others / (others + target_e) * (-call.slope / call.lift)
+    return others / (others + target_e) * (-call.slope / call.gradient_factor)
 
 
 def _first_of_largest(z: torch.Tensor, top: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -134,7 +135,7 @@ def gradient(
     assert buffers.other is not None
     n, at, nothing = logits.shape[0], targets[:, None], torch.zeros_like(exact)
     slope = None if buffers.slope is None else buffers.slope[:n]
-    z = bend(call, buffers.values[:n].copy_(logits), slope).sub_(logsumexp[:, None])
+    z = scale_and_cap(call, buffers.values[:n].copy_(logits), slope).sub_(logsumexp[:, None])
     values, target_p = torch.exp(z, out=buffers.other[:n]), log_p.exp()
     of_log_prob, of_entropy = gradients.get("log_probs", nothing), gradients.get("entropy")
     both = gradients.get("logsumexp", nothing) - of_log_prob
@@ -152,6 +153,6 @@ def gradient(
     values.scatter_(1, at, target[:, None])
     if slope is not None:
         target_slope = torch.empty_like(exact)
-        bend(call, exact.clone(), target_slope)
+        scale_and_cap(call, exact.clone(), target_slope)
         values.mul_(slope.scatter_(1, at, target_slope[:, None]))
     return values.mul_(call.slope) if call.slope != 1 else values

@@ -59,7 +59,7 @@ def parse_command(
     problems = list(parser.problems)
     trains = add_arguments is None
     model = _model_among(stray, model, typed, trains, problems)
-    parser.stray = functools.partial(_owner, typed=typed, trains=trains)
+    parser.stray = functools.partial(_argument_before, typed=typed, trains=trains)
     file, refused = None, UsageError("")
     try:
         if typed.get("config") is not None:
@@ -102,7 +102,7 @@ def _model_among(
     # A value directly after an unknown argument belongs to this argument.
     after = [False, *(word.startswith("-") and "=" not in word for word in stray)]
     values = [at for at, word in enumerate(stray) if not (word.startswith("-") or after[at])]
-    if values and not _owner(stray[values[0]], {}, trains=trains):
+    if values and not _argument_before(stray[values[0]], {}, trains=trains):
         if model is not None and values[0] == 0:
             problems.append(_two_models(model, stray.pop(0)))
         elif model is None and "model_name_or_path" not in typed:
@@ -112,7 +112,7 @@ def _model_among(
     return model
 
 
-def _owner(word: str, typed: Mapping[str, Any], *, trains: bool) -> str:
+def _argument_before(word: str, typed: Mapping[str, Any], *, trains: bool) -> str:
     """Return the argument that the user left out before the value `word`, or "" if isotype cannot tell.
 
     An argument in `typed` was not left out.

@@ -255,7 +255,7 @@ def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
         other = step.alternative(chosen)
         words = [f"gradient checkpointing {chosen.words} (auto): {chosen.reason}{other}"]
     trace, setup = report.trace, report.trace.setup
-    details = (*setup.details, *_beyond(config, length), *_dequantized(config, trace))
+    details = (*setup.details, *_beyond_positions(config, length), *_dequantized(config, trace))
     towers = () if plan.pictures is not None and not plan.pictures.sizes else setup.towers
     setup = replace(setup, data=plan.data, details=details, towers=towers)
     mixed = (MIXED,) if step.mixed else ()
@@ -327,7 +327,7 @@ def least_row(plan: StepPlan, config: Any) -> int:
     return max(of_data, least_length(config, plan.pictures))
 
 
-def _beyond(config: Any, length: int) -> Iterator[str]:
+def _beyond_positions(config: Any, length: int) -> Iterator[str]:
     """Yield a clause if the rows are longer than the model's positions. The training does not cut such rows."""
     positions = positions_of(config)
     if positions is not None and length > positions:

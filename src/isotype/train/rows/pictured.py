@@ -78,7 +78,7 @@ class Pictured:
         """
         written = [self.written(row) for row in rows]
         if self.always and not any(row.pictures for row in written):
-            written.append(self._unlearned)
+            written.append(self._row_without_loss)
         batch, kinds = self.encoded(written)
         batch["labels"] = batch["input_ids"].masked_fill(kinds != LEARNED, IGNORED)
         return batch
@@ -127,30 +127,30 @@ class Pictured:
             headline = "the tokens of images cannot be found"
             raise UsageError.of(headline, what, expected, "give a model with such a processor")
         kinds = torch.full_like(batch["input_ids"], GIVEN)
-        around = torch.isin(batch["input_ids"], torch.tensor(sorted(self._around), dtype=torch.long))
+        around = torch.isin(batch["input_ids"], torch.tensor(sorted(self._image_ids), dtype=torch.long))
         for at, (written, replacements) in enumerate(zip(rows, replaced or [[]] * len(rows), strict=True)):
-            spans, pictures = _moved(written, replacements)
+            spans, pictures = _moved_spans(written, replacements)
             for span in spans:
-                kinds[at, _inside(places[at], span)] = LEARNED
+                kinds[at, _overlaps(places[at], span)] = LEARNED
             kinds[at, around[at]] = GIVEN
             for number, span in enumerate(pictures):
-                kinds[at, _inside(places[at], span)] = PICTURE + number
+                kinds[at, _overlaps(places[at], span)] = PICTURE + number
         return batch, kinds.masked_fill(batch["attention_mask"] == 0, GIVEN)
 
     @cached_property
-    def _unlearned(self) -> Written:
+    def _row_without_loss(self) -> Written:
         from PIL import Image
 
-        return Written(self._alone, [], [Image.new("RGB", (64, 64))])
+        return Written(self._image_turn, [], [Image.new("RGB", (64, 64))])
 
     @cached_property
-    def _alone(self) -> str:
+    def _image_turn(self) -> str:
         """A rendered user turn that has an image and no text."""
         turns = [{"role": "user", "content": [{"type": "image"}]}]
         return str(render_chat(self.processor, turns, tokenize=False))
 
     @cached_property
-    def _around(self) -> frozenset[int]:
+    def _image_ids(self) -> frozenset[int]:
         """Ids of special tokens that represent an image or come before or after an image."""
         added = self.processor.tokenizer.added_tokens_decoder
         special = ((at, token.content) for at, token in added.items() if token.special)
@@ -205,7 +205,9 @@ class Pictured:
             from PIL import Image
 
             images = [[Image.new("RGB", size)]]
-            batch = self.processor(images=images, text=[self._alone], return_text_replacement_offsets=True)
+            batch = self.processor(
+                images=images, text=[self._image_turn], return_text_replacement_offsets=True
+            )
             (replaced,) = batch["text_replacement_offsets"][0]
             self._replacements[size] = replaced["text"], replaced["replacement"]
         return self._replacements[size]
@@ -254,7 +256,7 @@ def _turns(messages: Sequence[Mapping[str, Any]], pictures: int) -> list[Any]:
     return placed
 
 
-def _moved(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
+def _moved_spans(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
     """Return the spans of targets and of images in the text in which image tokens have replaced the placeholders."""
     ends = [place["span"][1] for place in replaced]
     gains = [0, *(place["new_span"][1] - place["span"][1] for place in replaced)]
@@ -265,6 +267,6 @@ def _moved(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Sp
     return spans, [place["new_span"] for place in replaced]
 
 
-def _inside(places: torch.Tensor, span: Span) -> torch.Tensor:
+def _overlaps(places: torch.Tensor, span: Span) -> torch.Tensor:
     """Return bool `[tokens]`: True for a token with a character in `span`. `places` (`[tokens, 2]`) has the tokens' spans."""
     return (places[:, 0] < span[1]) & (places[:, 1] > span[0])
