@@ -96,6 +96,23 @@ def test_a_crash_before_the_first_step_is_explained(runs: Runs, evaluation: str)
     assert "no training step was seen" not in err
 
 
+def test_a_cpu_s_error_is_none_of_the_gpu_for_which_the_step_is_checked(runs: Runs) -> None:
+    """huggingface/transformers #28868: a CPU has no bfloat16 kernel for this interpolation, CUDA has one."""
+    script = """
+class Tower(Net):
+    def forward(self, ids, labels=None):
+        grid = self.embed(ids)[None]
+        return None, F.interpolate(grid, size=(4, 4), mode="bicubic", antialias=True).float().sum()
+
+train(Tower())
+"""
+    _, _, err = runs(script, "--device", "h100")
+    assert "this CPU has no such kernel; a trace for NVIDIA H100 SXM 80 GB does not show the error:" in err
+    assert "fails on NVIDIA H100" not in err
+    _, _, err = runs("Net()(ids)[0].detach().numpy()\ntrain(Net())\n", "--device", "h100")
+    assert "fails on NVIDIA H100" in err
+
+
 def test_a_crash_in_the_first_step_may_be_fixed_by_autocast(runs: Runs) -> None:
     """Only an evaluation, which this script does not run, would still fail outside of autocast."""
     _, _, err = runs("train(Net(torch.float32))\n", "--no-preflight")

@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import nn
 
 from isotype.compat.accelerate import PREPARED, mixed_precision
+from isotype.contracts.contract import CPU_ONLY
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import causes, first_line
 from isotype.core.names import plural
@@ -312,9 +313,8 @@ class Diagnosis:
             return
         steps, last = len(watch.seen), watch.seen[-1]
         words = plural(len(findings), "finding") if findings else "no findings"
-        step = "step 1" if steps == 1 else f"steps 1-{steps}"
         self._say(
-            f"{step} watched: {plural(last.operators, 'operator')}, {words}; {peak_of(last.memory)}; "
+            f"step{'s 1-' if steps > 1 else ' '}{steps} watched: {plural(last.operators, 'operator')}, {words}; {peak_of(last.memory)}; "
             "later steps and evaluations are not included"
         )
 
@@ -438,21 +438,21 @@ class Diagnosis:
         # Without the failure, whose finding would only repeat the traceback.
         live = [finding for finding in judge(replace(trace, failure=None)) if finding.severity == "error"]
         foreseen = _matching(self.report, call, live)
-        if foreseen is not None and tried(foreseen):
-            self._say("predicted before the step:")
-            self._output.render(foreseen)
-            return
-        again = _matching(self._traced_again(generates=call.phase == "generate"), call, live)
+        again = foreseen if foreseen is not None and tried(foreseen) else None
+        again = again or _matching(self._traced_again(generates=call.phase == "generate"), call, live)
         if again is None and call.phase == "forward":  # perhaps in an evaluation during the step
             again = _matching(self._traced_again(generates=True), call, live)
         again = again or foreseen
         if again is not None:
             self._say("predicted before the step:" if foreseen else "a trace of the step explains the error:")
             self._output.render(again)
-        elif live:
+        elif live and (setup.profile.present or not any(words in headline for words in CPU_ONLY)):
             self._output.render(Report(trace, tuple(live)))
         else:
-            self._say(f"{call.op} got incompatible dtypes:")
+            absent = (
+                f"this CPU has no such kernel; a trace for {setup.profile.title} does not show the error:"
+            )
+            self._say(absent if live else f"{call.op} got incompatible dtypes:")
             self._output.call(call)
 
     def _traced_again(self, trains: bool = False, generates: bool = False) -> Report | None:
