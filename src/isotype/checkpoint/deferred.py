@@ -130,7 +130,7 @@ class DeferredBlocks:
 
     def read(self, block: Block) -> None:
         """Read the weights of a block; raise CheckpointError if a file is damaged, or values are not finite."""
-        # For stacked experts, the codes are read into the place of the dense weights, and change the dtype that is there.
+        # The dtypes are taken first, because the codes of stacked experts are read into the place of the dense weights.
         dtypes = [weight.dtype for weight in block.dense]
         if block.sources:
             assert self._placement is not None

@@ -276,7 +276,7 @@ def _save_stacks_whole(model: Any) -> None:
     steps = conversions(model) or get_model_conversion_mapping(model, add_legacy=False)
 
     def splits(step: Any) -> bool:
-        # A renaming has no operations. Its new name is no pattern: it may refer to groups of the old name.
+        # A renaming has no operations. Its new name is not a pattern, because it may contain `\1`, a group of the old name.
         if not hasattr(step, "operations"):
             return False
         patterns = [pattern.replace("*", ".*") for pattern in step.target_patterns]

@@ -43,7 +43,7 @@ class StoredWeights:
     def shapes(self) -> dict[str, torch.Size]:
         """Name -> shape, for each tensor of the model that the checkpoint has. Call this first while the model is dense."""
         state = self._model.state_dict(keep_vars=True)
-        # The shapes after a GGUF file's conversion are the model's: headers do not determine them.
+        # The headers of a GGUF file do not determine the shapes after its conversion, so these are taken from the model.
         shapes = {
             name: state[name].shape if source.conversion is TURNED else source.shapes.get(name)
             for name, source in self._sources.items()

@@ -133,7 +133,7 @@ def _missing(path: Path) -> Problem:
     if path.parent.is_dir():
         names = sorted(item.name for item in path.parent.iterdir() if not item.name.startswith("."))
         holds = f"'{path.parent}' holds {quoted(names)}"
-        # Suffixes would make all files of one kind similar.
+        # Names are compared without suffixes, because equal suffixes would make all names similar.
         stems = {Path(name).stem: name for name in sorted(names, key=lambda name: name.endswith(path.suffix))}
         fix = did_you_mean(path.stem, stems, holds, shown=lambda stem: repr(str(path.with_name(stems[stem]))))
     return Problem(missing, expected, fix)

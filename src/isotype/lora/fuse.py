@@ -225,8 +225,8 @@ def fuse(
     """Fuse each LoRA layer of a PEFT model into one function. Layers with the same input share one function.
 
     PEFT's parameters keep their names, and adapters can be saved, loaded, merged and switched as before. PEFT's forward
-    still computes a layer whose active adapter cannot be fused (see `FusionReport.left`) or whose adapters are merged or
-    disabled, a compiled layer, and a layer with hooks on inner modules. Gated MLPs recompute their product in the
+    still computes a layer if its active adapter cannot be fused (see `FusionReport.left`), if its adapters are merged
+    or disabled, if the layer is compiled, or if its inner modules have hooks. Gated MLPs recompute their product in the
     backward instead of saving it. On a CPU, each RMSNorm and each rotary embedding is computed by one function, and
     attention is computed by compiled loops (`isotype.lora.attention`). To find layers with the same input, the model
     runs once, without gradients. If the model is sharded, call `fuse` after sharding and in every process.
@@ -236,8 +236,8 @@ def fuse(
         inputs: keyword arguments for the forward that finds layers with the same input. The default inputs are a
             few tokens, which run the language model but no vision tower.
         budget: maximum bytes for dense copies of base weights that are quantized or need a cast. The default is 0 on a
-            GPU, and a quarter of the free memory on a CPU, where dequantizing a weight takes more than half as long as
-            its product. A sharded (FSDP2) model gets no copies.
+            GPU, and a quarter of the free memory on a CPU, because a CPU dequantizes slowly: more than half as long as
+            the product takes. A sharded (FSDP2) model gets no copies.
         device: kind (`"cpu"`, `"cuda"`) or profile of the device for which a model on the meta device is fused. None
             means the device of the parameters.
 

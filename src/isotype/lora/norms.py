@@ -2,7 +2,7 @@
 
     y = x / sqrt(mean(x²) + eps) ⊙ (offset + w)
 
-The norm is computed in float32 and rounded once. The backward needs only x and one number per row. Through torch's
+The norm is computed in float32 and rounded once. The backward needs only x and one number per row. With torch's
 operators, autograd would save four float32 tensors as large as x.
 """
 

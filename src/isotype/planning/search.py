@@ -133,7 +133,7 @@ class Search:
                 for profile in self.profiles:
                     row = self._row(steps, profile)
                     yield row
-                    # To search the rows that recompute only some layers would take too long for several storages.
+                    # With several storages, it would take too long to search also rows that recompute only some layers.
                     every = steps.arguments is not None and self.request.step.auto
                     if row.fits and every and not steps.sharding and len(self._storages()) == 1:
                         yield from self._sparser_row(steps, profile)
@@ -237,7 +237,7 @@ class Search:
                 yield mixed
 
     def _fitted_mixed_row(self, steps: Steps, row: Row, profile: DeviceProfile) -> Row | None:
-        """Return an nf4 row with the most precise mixed storage with which the row's micro-batches fit, or None.
+        """Return the most precise row with mixed storage that fits with the micro-batches of an nf4 row, or None.
 
         Only a trace shows the temporary memory of 8-bit layers. A smaller storage is tried until the row fits.
         """

@@ -350,7 +350,7 @@ def weightless_model(
         require_whole_weights(lora, policy)
         if policy.quantized and getattr(lora, "init_lora_weights", None) == "olora":
             lora = copy.copy(lora)
-            lora.init_lora_weights = True  # olora would quantize the weights again, which have no values here
+            lora.init_lora_weights = True  # OLoRA would quantize weights, which have no values here
         kind = kind_of_adapter(lora)
         if kind in _SPARSE:
             what, expected = f"a {kind} adapter", "a kind that computes without sparse tensors"

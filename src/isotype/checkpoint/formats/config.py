@@ -249,8 +249,8 @@ def gguf_config(headers: CheckpointHeaders) -> Any:
 
     path = headers.path
     try:
-        # Reading the vocabulary takes seconds. transformers 5.23 skips the vocabulary for GGUF_CONFIG_ARCHS; a config of
-        # another architecture is read from a copy without vocabulary if transformers reads the vocabulary's size from a key.
+        # Reading the vocabulary takes seconds. transformers 5.23 skips it for the architectures in GGUF_CONFIG_ARCHS.
+        # For others, isotype writes a copy of the file without the vocabulary, if a key gives the vocabulary's size.
         skipping = getattr(getattr(integrations, "gguf", None), "GGUF_CONFIG_ARCHS", ())
         keys = integrations.GGUF_CONFIG_MAPPING.get(headers.architecture, ("vocab_size",))
         if headers.architecture in skipping or "vocab_size" not in keys:

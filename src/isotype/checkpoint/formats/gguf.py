@@ -126,7 +126,7 @@ def _text(value: str) -> bytes:
 
 def _string(data: mmap.mmap, at: int) -> tuple[str, int]:
     (length,) = struct.unpack_from("<Q", data, at)
-    # struct cannot parse the format of a huge length; a length of one byte past the file's end raises the same error.
+    # struct cannot parse a format with a huge length. The limit is one byte more than the file has, and raises an error.
     (text,) = struct.unpack_from(f"{min(length, len(data) + 1)}s", data, at + 8)
     return text.decode("utf-8"), at + 8 + length
 

@@ -206,7 +206,7 @@ def _check_parts(adapter: Adapter, stored: str | None, source: str, config: Any)
 
 
 def _experts(config: Any) -> str | None:
-    """Return the name of a stacked expert weight, or None. transformers reads none in a bitsandbytes format."""
+    """Return the name of a stacked expert weight, or None. transformers cannot read such a weight in bitsandbytes' formats."""
     return next((f"{name}.{leaf}" for name, _, leaf in stacked_weights(blank_model(config))), None)
 
 

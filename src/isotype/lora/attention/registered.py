@@ -200,7 +200,7 @@ def packed_by_lengths(model: nn.Module, inputs: Mapping[str, Any]) -> Sequences 
 
 
 def sides_of(model: nn.Module) -> frozenset[str]:
-    """Return the sides of a row on which the model's attention needs no padding; none if it is not isotype's attention."""
+    """Return the sides of a row on which the model's attention needs no padding. Other attention than isotype's has none."""
     report = _reports.get(model)
     return frozenset() if report is None or not report._undo else report.sides
 

@@ -220,7 +220,9 @@ def padding_share(tokens: Sequence[int], rows: int) -> float:
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
     """Unpack `rows` packed rows, one row per document. Return (documents, longest length) of the largest such batch."""
     largest: tuple[int, int] = (0, 0)
-    fullest: list[int] = []  # numbers of documents in other rows of the batch, which have no longer documents
+    # Rows are visited in the order of their longest document. The other rows of a batch are earlier rows: those with the
+    # most documents.
+    fullest: list[int] = []
     for row in sorted(packed_rows(lengths, limit) or [[limit]] * rows, key=max):
         largest = max(largest, (sum(fullest) + len(row), max(row)), key=prod)
         heappush(fullest, len(row))

@@ -89,7 +89,7 @@ def _start(render: Render, messages: Sequence[Message], at: int, text: str) -> i
 
 
 def _after_first_prompt(render: Render, text: str) -> int:
-    """Return the position in `text` after the prompt for an answer, where the first message, an assistant's, begins."""
+    """Return the position in `text` where the first message begins. It is an answer, so it follows the prompt for an answer."""
     probe = [{"role": "user", "content": "a"}]
     bare, prompt = render(probe, False), render(probe, True)
     opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
