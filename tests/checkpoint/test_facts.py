@@ -171,6 +171,7 @@ def test_a_config_that_its_class_refuses() -> None:
     )
 
 
+@pytest.mark.newest  # Gemma 2 of older transformers takes sdpa
 def test_an_attention_implementation_that_a_class_refuses() -> None:
     config, policy = Gemma2Config(num_hidden_layers=1), PrecisionPolicy(torch.float32, "float32")
     text = refused(CheckpointError, skeleton, config, policy, attn_implementation="sdpa")
