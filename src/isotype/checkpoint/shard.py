@@ -205,7 +205,7 @@ def _fill(model: nn.Module, rows: _Rows) -> None:
     for place in places(model):
         for name, parameter in place.module.named_parameters(recurse=False):
             if parameter.is_meta:
-                full = base_name(f"{place.name}.{name}" if place.name else name)
+                full = base_name(place.full_name(name))
                 owners.setdefault(parameter, []).append((full, place, name))
     shapes = rows.stored.shapes
     sources = {p: next(owner for owner in sharing if owner[0] in shapes) for p, sharing in owners.items()}

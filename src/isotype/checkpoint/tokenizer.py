@@ -18,7 +18,7 @@ from isotype.checkpoint.formats.json_file import AGAIN, Entry, entry_problems, r
 from isotype.compat.hub import asking
 from isotype.compat.transformers import gguf_bar_hidden, without_bars
 from isotype.core.cache import default_cache_dir
-from isotype.core.errors import CheckpointError, Problem, SaveError, first_line
+from isotype.core.errors import CheckpointError, Problem, SaveError, error_line, first_line
 from isotype.core.files import made_once, write_failure
 from isotype.core.pretrained import TOKENIZER_FILES, code_named, pretrained
 
@@ -119,7 +119,7 @@ def _error_of_auto_tokenizer(source: Path) -> str:
     try:
         pretrained(AutoTokenizer, source)
     except Exception as error:  # noqa: BLE001 - tokenizers raises no other class; its message is passed on
-        return f"{type(error).__name__}: {first_line(error)}"
+        return error_line(error)
     return ""
 
 

@@ -105,6 +105,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def error_line(error: BaseException) -> str:
+    """Return an error's class and the first line of its message: `ValueError: …`."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 def one_line(error: BaseException) -> str:
     """Return an error's message on one line; the class's name if it is empty."""
     return " ".join(str(error).split()) or type(error).__name__

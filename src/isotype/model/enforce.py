@@ -175,10 +175,6 @@ def _own_dtypes(
     return wanted
 
 
-def _full_name(place: Place, name: str) -> str:
-    return f"{place.name}.{name}" if place.name else name
-
-
 def _parameters(place: Place, wanted: dict[nn.Parameter, torch.dtype]) -> list[Change]:
     changes = []
     for name, parameter in own_float_parameters(place.module).items():
@@ -186,7 +182,7 @@ def _parameters(place: Place, wanted: dict[nn.Parameter, torch.dtype]) -> list[C
         if parameter.dtype == dtype:
             continue
         what = f"{dtype_name(parameter.dtype)} -> {dtype_name(dtype)}"
-        changes.append(Change(_full_name(place, name), what))
+        changes.append(Change(place.full_name(name), what))
         exchange(parameter, "data", parameter.data.to(dtype), dtype)
     return changes
 
@@ -223,7 +219,7 @@ def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
     fresh = dict(fresh_rotary(place.name, place.module).named_buffers(recurse=False)) if rotary else {}
     changes = []
     for name, buffer in rounded.items():
-        full_name = _full_name(place, name)
+        full_name = place.full_name(name)
         if name in rotary:
             restored, how = fresh[name].to(buffer.device), "float32, computed again"
         elif is_pinned(full_name, policy.pinned):

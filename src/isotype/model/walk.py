@@ -37,6 +37,10 @@ class Place:
     tuner: bool
     adapter: bool
 
+    def full_name(self, name: str) -> str:
+        """Return the fully qualified name of the module's parameter or buffer `name`."""
+        return f"{self.name}.{name}" if self.name else name
+
 
 LINEAR_KINDS = ("linear", "linear4bit", "linear8bit")
 

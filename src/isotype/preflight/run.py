@@ -14,7 +14,7 @@ from torch import nn
 
 from isotype.compat.torch import has_values
 from isotype.core.dtypes import dtype_name, parse_dtype
-from isotype.core.errors import IsotypeError, UsageError, first_line
+from isotype.core.errors import IsotypeError, UsageError, error_line
 from isotype.core.names import listed, named, plural, short
 from isotype.core.random_states import random_states_kept
 from isotype.precision.ranges import Ranges
@@ -350,7 +350,7 @@ def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[s
             ranges = ranges_measure.measure(of_module(model), given_batches(dict(inputs)))
         return ranges, tuple(f"value ranges: {note}" for note in ranges.notes)
     except Exception as error:  # noqa: BLE001 - a check never ends a script: the report says what was not measured
-        raised = f"{type(error).__name__}: {first_line(error)}"
+        raised = error_line(error)
         return None, (f"value ranges: the model could not be measured on these inputs, because of {raised}",)
 
 

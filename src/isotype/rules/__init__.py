@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from isotype.core.errors import first_line
+from isotype.core.errors import error_line
 from isotype.core.source import line_of
 from isotype.records.finding import SEVERITIES, Finding, Kind, by_preference
 from isotype.records.trace import Trace
@@ -88,7 +88,7 @@ def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
 
     `what` is the start of the finding's message, and names the failed part. `whose` is the start of the finding's cause.
     """
-    raised = f"{type(error).__name__}: {first_line(error)}"
+    raised = error_line(error)
     code = next(rule.code for rule in all_rules() if rule.kind == "untraced")
     message = f"{what}, because {raised}"
     cause = f"{whose}{raised}"

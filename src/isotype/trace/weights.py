@@ -54,7 +54,10 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
         for buffer, name, tensor in (*parameters, *buffers):
             if id(tensor) in rows:
                 _, known = rows[id(tensor)]
-                rows[id(tensor)] = tensor, replace(known, tied=(*known.tied, _full_name(place, name)))
+                rows[id(tensor)] = (
+                    tensor,
+                    replace(known, tied=(*known.tied, unparametrized(place.full_name(name)))),
+                )
                 continue
             # Values are read before the shape: a lazy layer's error about values names the fix.
             largest, median_magnitude = (None, None) if buffer else _magnitudes(tensor)
@@ -93,8 +96,8 @@ def _row(
     place: Place, name: str, tensor: torch.Tensor, pinned: Sequence[str], gathered: Mapping[str, Any]
 ) -> Weight:
     """Return the record of a parameter or buffer; the fields that need its values are missing."""
-    full = _full_name(place, name)
-    unit, dtype = gathered.get(f"{place.name}.{name}".lstrip("."), (None, None))
+    full = unparametrized(place.full_name(name))
+    unit, dtype = gathered.get(place.full_name(name), (None, None))
     return Weight(
         full,
         tensor.dtype,
@@ -107,10 +110,6 @@ def _row(
         unit=unit,
         gathered=dtype,
     )
-
-
-def _full_name(place: Place, name: str) -> str:
-    return unparametrized(f"{place.name}.{name}" if place.name else name)
 
 
 def state_tensors(tensor: Any, layer: Any = None) -> Iterator[torch.Tensor]:

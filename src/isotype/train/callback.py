@@ -25,7 +25,7 @@ from isotype.compat.accelerate import mark_as_skipped
 from isotype.compat.torch_scaler import loss_scale
 from isotype.compat.transformers import calling_trainer
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import PrecisionError, UsageError, first_line
+from isotype.core.errors import PrecisionError, UsageError, error_line
 from isotype.core.source import line_of
 from isotype.lora.kernels import float32_reductions
 from isotype.lora.loss.trl_head import passed_on, without_its_padding
@@ -201,7 +201,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 def _restore(model: Any, policy: PrecisionPolicy) -> None:
     """Apply the policy to the model and log each change. A change of a frozen weight is logged as a warning."""
     frozen = {
-        f"{place.name}.{name}" if place.name else name
+        place.full_name(name)
         for place in places(model)
         for name, parameter in place.module.named_parameters(recurse=False)
         if not parameter.requires_grad and not place.adapter
@@ -241,8 +241,7 @@ def before_first_step(
                 request = replace(request, ranges=measured, wiring=wiring)
                 report = run(request, verify=False, measure=ranges == "measure")
         except Exception as error:  # noqa: BLE001 - a check never ends a training: its error is logged
-            raised = f"{type(error).__name__}: {first_line(error)}"
-            logger.warning("the step was not checked, because %s (%s)", raised, line_of(error))
+            logger.warning("the step was not checked, because %s (%s)", error_line(error), line_of(error))
             return
         gc.collect()  # a trace has reference cycles, and holds tensors
         handle_report(report)

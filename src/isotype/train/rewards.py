@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from isotype.core.errors import DataError, Problem, TrainingError, UsageError, first_line
+from isotype.core.errors import DataError, Problem, TrainingError, UsageError, error_line
 from isotype.core.source import line_of
 from isotype.data.columns import near, quoted
 from isotype.precision.devices.profile import device_profile
@@ -152,7 +152,7 @@ def _explained(function: Any) -> Any:
         except Exception as error:
             raise TrainingError.of(
                 "a reward function failed",
-                f"{name}: {type(error).__name__}: {first_line(error)}   at {_line_in(function, error)}",
+                f"{name}: {error_line(error)}   at {_line_in(function, error)}",
                 "a list with a float for each completion",
                 "correct the function; a chat's completions are lists of messages, whose text is "
                 'completion[0]["content"]',

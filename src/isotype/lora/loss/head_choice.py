@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from isotype.compat.torch import PLAIN
 from isotype.core.cache import default_cache_dir
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import first_line
+from isotype.core.errors import error_line
 from isotype.core.files import write_whole
 from isotype.lora.loss.log_probs import log_probs
 from isotype.lora.loss.logits import Head
@@ -223,7 +223,7 @@ def measure(weight: torch.Tensor, bias: torch.Tensor | None, shape: HeadShape, t
         except torch.OutOfMemoryError:
             raise
         except Exception as failure:  # compilers, drivers and launches may raise anything
-            raise TheirsFailedError(f"{type(failure).__name__}: {first_line(failure)}") from failure
+            raise TheirsFailedError(error_line(failure)) from failure
         turns = [(timer(ours), timer(theirs)) for _ in range(_TURNS)]
     by_isotype, by_trl = zip(*turns, strict=True)
     return Times.of({"TRL's": by_trl, "isotype's": by_isotype})

@@ -19,7 +19,7 @@ from torch import nn
 from isotype.compat.accelerate import PREPARED, mixed_precision
 from isotype.contracts.contract import CPU_ONLY
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import causes, first_line
+from isotype.core.errors import causes, error_line
 from isotype.core.names import plural
 from isotype.core.source import condition_at, line_of
 from isotype.model.shard import free_gathered
@@ -162,7 +162,7 @@ class Diagnosis:
             with self._output.working(f"tracing the first step before it runs (at most {self._seconds:g} s)"):
                 report = look_ahead(request, TRIED_BEFORE, self._seconds)
         except Exception as error:  # noqa: BLE001 - the script runs even if it cannot be traced ahead
-            self._say(f"the first step could not be traced: {type(error).__name__}: {first_line(error)}")
+            self._say(f"the first step could not be traced: {error_line(error)}")
             return None
         self._loss_traced = all(self._returned.get() for _ in range(self._returned.qsize()))
         # `_say_ahead` reports an error that ended the trace. Then it reports only findings that explain the error.
@@ -382,7 +382,7 @@ class Diagnosis:
     def _explain_elsewhere(self, error: BaseException) -> None:
         """Explain a dtype error that was raised by an operator after the recorded step, or by code outside of operators."""
         text, recorder, model = str(error), self.watch.recorder, self.watch.model
-        headline = f"{type(error).__name__}: {first_line(error)}"
+        headline = error_line(error)
         assert model is not None
         assert self._request is not None
         if _UNSCALE_REFUSED in text:
@@ -469,7 +469,7 @@ class Diagnosis:
             with self._output.working("tracing the step again, and trying the fixes"):
                 report = look_ahead(request, TRIED_AFTER, AGAIN_SECONDS)
         except Exception as error:  # noqa: BLE001 - the script's error was shown; this is one more line
-            self._say(f"the last known step could not be traced: {type(error).__name__}: {first_line(error)}")
+            self._say(f"the last known step could not be traced: {error_line(error)}")
             return None
         for what in casts_since(self.report.trace, report.trace) if self.report else ():
             self._say(f"since the step that was checked before, the script has cast {what}")

@@ -20,7 +20,7 @@ from torch.optim import optimizer as optimizers
 
 from isotype.compat.replaced import Replacements
 from isotype.compat.torch import around_backward, around_scaler_step, no_modes
-from isotype.core.errors import first_line
+from isotype.core.errors import error_line
 from isotype.core.optimizers import parameters_of
 from isotype.core.random_states import RandomStates
 from isotype.core.source import asking_line, shown
@@ -94,7 +94,7 @@ class Numbers:
         try:
             act(*args)
         except Exception as error:  # noqa: BLE001 - an error in the watch must not end the script
-            self._say(f"values are no longer watched: {type(error).__name__}: {first_line(error)}")
+            self._say(f"values are no longer watched: {error_line(error)}")
             self.detach()
 
     # ----------------------------------------------------------------------------------------------- recording
@@ -199,7 +199,7 @@ class Numbers:
             with no_modes():
                 first = first_nonfinite(inner, step, batches, scale)
         except Exception as error:  # noqa: BLE001 - the stop was already reported; this is one more line
-            self._say(f"the step could not be run again: {type(error).__name__}: {first_line(error)}")
+            self._say(f"the step could not be run again: {error_line(error)}")
             return
         if first is not None:
             self._say(f"the step, run again:\n  - {problem_of(first)}")

@@ -17,7 +17,7 @@ from rich.console import Console
 from isotype.compat.imports import when_imported
 from isotype.core import PACKAGE
 from isotype.core.console import TerminalConsole
-from isotype.core.errors import IsotypeError, first_line
+from isotype.core.errors import IsotypeError, error_line
 from isotype.preflight.script.family import Family, Options, family
 from isotype.preflight.script.processes import Processes
 from isotype.report.text import say
@@ -119,7 +119,7 @@ class Session:
         except Exception as error:  # noqa: BLE001 - an error of the watch must not change how the script ends
             self._failed = True
             ours = isinstance(error, IsotypeError)
-            what = str(error) if ours else f"{type(error).__name__}: {first_line(error)}"
+            what = str(error) if ours else error_line(error)
             self._say(f"the watch failed, the script did not: {what}")
             return None
 

@@ -31,7 +31,7 @@ from isotype.contracts.contract import NO_FLOAT8, Contracts, is_exempt
 from isotype.contracts.families import by_shapes
 from isotype.contracts.pattern import CORRUPTS
 from isotype.core.dtypes import named_integer
-from isotype.core.errors import first_line
+from isotype.core.errors import error_line, first_line
 from isotype.core.operators import (
     BFLOAT16_WITHOUT_MEMORY,
     float_indices,
@@ -458,7 +458,6 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         """Return the record of the error that ended the step, with its place."""
         frame = self._raised_in or (self._frames[-1] if self._frames else None)
         source = raising_line(error)
-        text = f"{type(error).__name__}: {first_line(error)}"
         with without_functions():
             held = [(name, value) for name, value in tensors_at_hand(error) if value.dtype in FLOATS]
             operands = self.operands(held)
@@ -466,7 +465,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         recomputes = isinstance(error, CheckpointError) or frame is not None
         recomputed = self.phase == "backward" and recomputes and not isinstance(error, TimeSpentError)
         name, condition = frame.name if frame else "", condition_at(source)
-        return Failure(self.phase, name, source, text, mixed, operands, recomputed, condition)
+        return Failure(self.phase, name, source, error_line(error), mixed, operands, recomputed, condition)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -25,7 +25,7 @@ from isotype.compat.torch_casts import casts_in_place
 from isotype.compat.transformers import fp8_kernels_replaced
 from isotype.contracts.contract import contracts_of
 from isotype.contracts.pattern import Spelled
-from isotype.core.errors import first_line
+from isotype.core.errors import error_line
 from isotype.core.names import base_name, grouped
 from isotype.core.optimizers import (
     kernels_of,
@@ -159,7 +159,7 @@ def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
 
 def failed_trace(model: nn.Module, setup: Setup, error: Exception) -> Trace:
     """Return the trace of a step that raised `error` before it could start."""
-    failure = Failure("load", "", line_of(error), f"{type(error).__name__}: {first_line(error)}")
+    failure = Failure("load", "", line_of(error), error_line(error))
     return Trace(setup, (), (), {}, Memory({}), failure, model=type(model).__name__)
 
 

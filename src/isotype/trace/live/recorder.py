@@ -27,7 +27,7 @@ from isotype.compat.standard import frame_above
 from isotype.compat.torch import OpOverload, current_node, forget_gradient_hooks, node_number
 from isotype.contracts.contract import autocast_lists, contracts_here
 from isotype.core.dtypes import autocast_dtype
-from isotype.core.errors import first_line
+from isotype.core.errors import error_line, first_line
 from isotype.core.operators import given_tensors, leaves, tensors_in
 from isotype.core.source import asking_line, shown
 from isotype.records.finding import in_library
@@ -117,7 +117,7 @@ class LiveRecorder(Recorder):
         try:
             note(*args)
         except Exception as error:  # noqa: BLE001 - an error of the bookkeeping must not affect the script's step
-            self.fault = f"{type(error).__name__}: {first_line(error)}"
+            self.fault = error_line(error)
         self._spent += time.perf_counter() - started
         if self._spent > self._seconds and not self.fault:
             self.fault = f"recording {len(self.calls):,} operators took {self._seconds:g} s"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from isotype.core.errors import first_line
+from isotype.core.errors import error_line
 from isotype.core.names import starred
 from isotype.core.random_states import random_states_kept
 from isotype.core.threads import one_thread
@@ -65,7 +65,7 @@ def measure_reach(
     except NoCopyError as problem:
         return Reach("", rows, tokens, undecided=(str(problem),))
     except Exception as error:  # noqa: BLE001 - a class may refuse to be copied; the reason is reported
-        why = f"no small copy could be made: {type(error).__name__}: {first_line(error)}"
+        why = f"no small copy could be made: {error_line(error)}"
         return Reach("", rows, tokens, undecided=(why,))
     batch, deadline, why = renumbered(batch, copy.tokens), time.thread_time() + seconds, ""
     more = [renumbered(other, copy.tokens) for other in more]
@@ -79,7 +79,7 @@ def measure_reach(
             except UndecidedError as problem:
                 why = str(problem)
             except Exception as error:  # noqa: BLE001 - any code may fail on changed inputs; the reason is reported
-                why = f"the copy could not be run: {type(error).__name__}: {first_line(error)}"
+                why = f"the copy could not be run: {error_line(error)}"
             copy.model.to(torch.float32)
     return Reach(copy.words, rows, tokens, undecided=(why,))
 
@@ -93,7 +93,7 @@ def _of_processes(reach: Reach, model: nn.Module, batches: Sequence[Batch], shar
             reach = replace(reach, skipped=skipped_modules(model, batches))
             return replace(reach, parting=parting(model, batches))
     except Exception as error:  # noqa: BLE001 - any code may fail on another batch; the reason is reported
-        why = f"the processes' batches could not be compared: {type(error).__name__}: {first_line(error)}"
+        why = f"the processes' batches could not be compared: {error_line(error)}"
         return replace(reach, undecided=(*reach.undecided, why))
     return reach
 

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from isotype.compat.peft import activating, without_peft
 from isotype.compat.torch import FakeTensor, has_values, is_traceable_wrapper_subclass
 from isotype.compat.transformers import attention_of, fresh_model, set_attention, use_plain_experts
-from isotype.core.errors import first_line
+from isotype.core.errors import error_line
 from isotype.core.random_states import random_states_kept
 from isotype.model.walk import empty_copies, fill_copies, kind_of, lists_of_blocks
 from isotype.trace.reach.shrunk import of_few_layers, shrunk_config, special_tokens
@@ -222,7 +222,7 @@ def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
         except NoCopyError as problem:
             problems.append(str(problem))
         except Exception as error:  # noqa: BLE001 - any class may fail with small sizes
-            problems.append(f"{type(error).__name__}: {first_line(error)}")
+            problems.append(error_line(error))
         else:
             generator = torch.Generator().manual_seed(0)
             with torch.no_grad():

@@ -16,7 +16,7 @@ import torch
 from isotype.compat.replaced import Replacements
 from isotype.compat.torch_scaler import loss_scale
 from isotype.compat.transformers import batches_as_they_are, steps_seen
-from isotype.core.errors import Problem, TrainingError, first_line
+from isotype.core.errors import Problem, TrainingError, error_line
 from isotype.core.random_states import RandomStates
 from isotype.records.nonfinite import NonFinite
 from isotype.report.nonfinite import problem_of
@@ -116,7 +116,7 @@ class StepMeter:
             with batches_as_they_are(trainer):
                 return first_nonfinite(trainer.model, losses, named, step.scale, stop=alone) or ""
         except Exception as error:  # noqa: BLE001 - reported beside the error that ends the run
-            return f"{type(error).__name__}: {first_line(error)}"
+            return error_line(error)
 
     def _around_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loss = method(*args, **kwargs)
