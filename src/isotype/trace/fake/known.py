@@ -180,29 +180,30 @@ class Known:
         return getattr(tensor, _INTEGERS, None) if known is None else known
 
 
-_Read = Callable[[Any], Iterator[tuple[torch.Tensor, int, int, int | None]]]
+_Reads = Iterator[tuple[torch.Tensor, int, int, int | None]]
+"""(indices, size of the table, lowest index, ignored index) of each read of a table."""
 
 
-def _of_embedding(args: Any) -> Iterator[tuple[torch.Tensor, int, int, int | None]]:
+def _of_embedding(args: Any) -> _Reads:
     yield args[1], args[0].shape[0], 0, None
 
 
-def _of_labels(args: Any) -> Iterator[tuple[torch.Tensor, int, int, int | None]]:
+def _of_labels(args: Any) -> _Reads:
     yield args[1], args[0].shape[min(1, args[0].dim() - 1)], 0, args[4]
 
 
-def _of_selection(args: Any) -> Iterator[tuple[torch.Tensor, int, int, int | None]]:
+def _of_selection(args: Any) -> _Reads:
     if args[0].dim():
         yield args[2], args[0].shape[args[1]], 0, None
 
 
-def _of_indices(args: Any) -> Iterator[tuple[torch.Tensor, int, int, int | None]]:
+def _of_indices(args: Any) -> _Reads:
     for dim, index in enumerate(args[1]):
         if index is not None and index.dtype in (torch.int64, torch.int32):
             yield index, args[0].shape[dim], -args[0].shape[dim], None
 
 
-_INDICES: dict[Any, _Read] = {
+_INDICES: dict[Any, Callable[[Any], _Reads]] = {
     aten.embedding: _of_embedding,
     aten.nll_loss_forward: _of_labels,
     aten.nll_loss2d_forward: _of_labels,
@@ -210,7 +211,7 @@ _INDICES: dict[Any, _Read] = {
     aten.index_select: _of_selection,
     aten.index: _of_indices,
 }
-"""For each operator that reads a table: a function that yields (indices, size of the table, lowest index, ignored index)."""
+"""Operators that read a table -> a function that yields the reads of a call."""
 
 _DECIDES = frozenset({*_INDICES, *_CLEARS, aten._softmax, aten._log_softmax})
 """Operators that are followed for any operands: they read a table, compute a softmax, or replace NaN."""
