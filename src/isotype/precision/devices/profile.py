@@ -123,7 +123,7 @@ class DeviceProfile:
         return next((dtype for dtype in (_BF16, _F16) if dtype in self.native), _F32)
 
     def slower(self, dtype: torch.dtype, other: torch.dtype) -> float | None:
-        """Return the time of matmuls in `dtype` over that in `other`, measured or published; None if unknown."""
+        """Return the time of matmuls in `dtype`, divided by the time in `other` (measured or published); None if unknown."""
         rates = self.speed or self.peak_flops
         return rates[other] / rates[dtype] if {dtype, other} <= rates.keys() else None
 
