@@ -96,6 +96,26 @@ def test_a_crash_before_the_first_step_is_explained(runs: Runs, evaluation: str)
     assert "no training step was seen" not in err
 
 
+def test_a_parametrization_starts_no_step(runs: Runs) -> None:
+    """huggingface/peft #3601: torch calls a parametrization, here of a low rank, when it is registered."""
+    script = """
+class Low(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(32, 1)), nn.Parameter(torch.zeros(1, 8))
+
+    def forward(self, weight):
+        return weight + (self.a @ self.b).to(weight.dtype)
+
+model = Net(torch.float32)
+nn.utils.parametrize.register_parametrization(model.embed, "weight", Low())
+train(model)
+"""
+    _, _, err = runs(script)
+    assert "isotype: predicted before the step:" in err
+    assert "   = cause  head.weight is float32" in err
+
+
 def test_a_cpu_s_error_is_none_of_the_gpu_for_which_the_step_is_checked(runs: Runs) -> None:
     """huggingface/transformers #28868: a CPU has no bfloat16 kernel for this interpolation, CUDA has one."""
     script = """

@@ -16,7 +16,7 @@ from torch.optim import optimizer as optimizers
 
 from isotype.compat.torch import UncompiledMode, put_under, storage_of, take_out
 from isotype.core.operators import ADDS_IN_PLACE, operator_name, tensors_of
-from isotype.core.source import asking_line, shown
+from isotype.core.source import asking_line, is_called_by, shown
 from isotype.records.trace import COPY_OF_WEIGHT, HALVES, Call, Operand, Origin
 
 Kind = TypeVar("Kind")
@@ -25,8 +25,8 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def trains(module: nn.Module) -> bool:
-    """Return whether a forward of `module` may start a training step."""
-    if not torch.is_grad_enabled():
+    """Return whether a forward of `module` may start a training step. A parametrized weight is computed whenever it is read."""
+    if not torch.is_grad_enabled() or is_called_by("torch.nn.utils.parametrize"):
         return False
     return any(p.requires_grad and not p.is_meta for p in module.parameters())
 
