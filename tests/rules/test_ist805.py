@@ -26,6 +26,20 @@ def test_float32_and_short_axes_are_silent() -> None:
     assert not list(find(trace(calls=[wide, experts])))
 
 
+@pytest.mark.parametrize(("dtype", "count", "expected"), [(BF16, 40, 1), (BF16, 8, 0), (FP32, 40, 0)])
+def test_a_loop_that_adds_16_bit_losses(dtype: torch.dtype, count: int, expected: int) -> None:
+    model = nn.Linear(4, 4, dtype=BF16)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        total = torch.zeros((), dtype=dtype)
+        for _ in range(count):
+            total = total + model(torch.ones(2, 4, dtype=BF16)).square().mean()
+        return total
+
+    message = f"a sum of {count} numbers is rounded to bfloat16 after each addition"
+    assert [finding.message for finding in find(traced(model, loss))] == [message] * expected
+
+
 class Scored(nn.Module):
     """Scores of 8 classes or experts for each of 512 tokens."""
 

@@ -76,6 +76,24 @@ def test_no_mask_at_all() -> None:
     assert found(RULE, traced(Attention(INFINITE["filled"]), inputs)) == []
 
 
+@pytest.mark.parametrize(
+    ("value", "reads", "expected"),
+    [
+        (0, lambda losses, mask: losses[mask].mean(), 1),
+        (1, lambda losses, mask: losses[mask].mean(), 0),
+        (0, lambda losses, mask: losses[mask].mean().nan_to_num(), 0),
+        (0, lambda losses, mask: losses[mask].sum() / mask.sum().clamp(min=1), 0),
+        (0, lambda losses, mask: losses.mean() + 0 * losses[losses > 9].mean(), 0),  # an unknown selection
+        (0, lambda losses, mask: (losses.mean(), losses[mask].mean())[0], 0),  # a metric
+    ],
+)
+def test_a_mean_over_an_empty_selection(value: int, reads: Mask, expected: int) -> None:
+    mask = torch.full((4,), value, dtype=torch.bool)
+    model = nn.Linear(8, 1)
+    findings = found(RULE, traced(model, lambda model: reads(model(torch.ones(4, 8))[:, 0] ** 2, mask)))
+    assert [finding.message for finding in findings] == ["a mean over no values is NaN"] * expected
+
+
 @pytest.mark.parametrize(("label", "expected"), [(-100, 1), (3, 0)])
 def test_a_batch_without_labels(label: int, expected: int) -> None:
     labels = torch.full((8,), -100)

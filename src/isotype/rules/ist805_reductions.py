@@ -1,10 +1,11 @@
 """
 **What it means.** An operator returns log-probabilities over a vocabulary, or cumulative sums over a long axis, in 16
 bits. Kernels accumulate in float32, but round the result to the 8 significant bits of bfloat16 or the 11 of float16.
+Or a loop of the code (`total += loss`) adds many 16-bit numbers one after another, and each addition rounds the sum.
 
 **Why it is bad.** A log-probability near -10 is rounded to steps of 0.06 in bfloat16. RL's probability ratios
 and distillation losses use differences of such numbers, and perplexities use their mean. A cumulative sum in
-16 bits stops growing.
+16 bits stops growing: in bfloat16, 256 + 1 is 256. A loop's gradients are right, but its sum is too small or too large.
 
 **An example that costs**
 
@@ -28,6 +29,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import grouped, short
 from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import HALVES, Call, Trace
+from isotype.rules.kit.weight_sets import spacing
 from isotype.rules.kit.words import advice, evidence
 
 TITLE = "A long reduction returned in 16 bits"
@@ -36,9 +38,23 @@ _REDUCTIONS = ("_log_softmax", "logsumexp", "logcumsumexp", "cumsum", "cumprod")
 _LONG = 256
 """A result over fewer values (experts, classes) loses too little for a report."""
 
+_INACCURATE = 1 / 16
+"""Relative error of a sum that is reported: n additions, each with an error of half a unit in the last place at most."""
+
 
 def find(trace: Trace) -> Iterator[Finding]:
-    rounded = (c for c in trace.calls if c.phase == "forward" and not c.recomputed and _is_rounded(c))
+    forward = [call for call in trace.calls if call.phase == "forward" and not call.recomputed]
+    for calls in grouped(filter(_adds_numbers, forward), lambda call: call.source).values():
+        number, low = sum(call.repeats for call in calls), calls[0].results[0][0]
+        if number * spacing(1.0, low) / 2 >= _INACCURATE:
+            yield finding_at(
+                "warning",
+                f"a sum of {number:,} numbers is rounded to {dtype_name(low)} after each addition",
+                calls,
+                cause=f"the sum at {short(calls[0].source) or calls[0].module} is {dtype_name(low)}",
+                fixes=(advice(calls[0].source or calls[0].module, "add the numbers in float32"),),
+            )
+    rounded = filter(_is_rounded, forward)
     for calls in grouped(rounded, lambda call: call.source or call.module).values():
         first = calls[0]
         dtype = dtype_name(first.operands[0].dtype)
@@ -51,6 +67,12 @@ def find(trace: Trace) -> Iterator[Finding]:
             evidence=evidence(first.operands[0].origin),
             fixes=(advice(first.source or first.module, f"cast the input of {name} to float32"),),
         )
+
+
+def _adds_numbers(call: Call) -> bool:
+    """Return whether a call adds two 16-bit tensors without dimensions."""
+    numbers = len(call.operands) == 2 and not any(operand.shape for operand in call.operands)
+    return call.op in ("aten.add.Tensor", "aten.add_.Tensor") and numbers and call.results[0][0] in HALVES
 
 
 def _is_rounded(call: Call) -> bool:

@@ -1,7 +1,8 @@
 """
-**What it means.** The result of an operator is NaN, whatever the weights are. Either a mask hides every position of a
-softmax row, or no label of the batch counts in the loss, whose mean is then 0 / 0. If the losses are summed
-instead, all gradients are 0 (a warning). transformers' `Trainer` divides this sum by 0 labels, but logs the NaN as 0.
+**What it means.** The result of an operator is NaN, whatever the weights are: a mask hides every position of a softmax
+row, a mean is computed over a selection of nothing (`losses[mask].mean()`), or no label of the batch counts in the
+loss, whose mean is then 0 / 0. If the losses are summed instead, all gradients are 0 (a warning). transformers'
+`Trainer` divides this sum by 0 labels, but logs the NaN as 0.
 
 **Why it happens.** Code fills scores with `float("-inf")`. In a causal model with padding on the left, a row's first
 tokens may have nothing to attend to. A row that is only padding has nothing to attend to either. Labels are all -100 if
@@ -29,7 +30,7 @@ on weights or have more than 16,384 elements; `scaled_dot_product_attention`, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from isotype.core.names import grouped, plural, short
 from isotype.records.finding import Finding, finding_at
@@ -47,6 +48,41 @@ def find(trace: Trace) -> Iterator[Finding]:
     undefined = (call for call in nothing if call.undefined > 0 or not labelled)
     for calls in grouped(undefined, lambda call: (call.op, call.source)).values():
         yield (_labels if "nll_loss" in calls[0].op else _rows)(calls)
+    for calls in grouped(_empty_means(trace.calls), lambda call: call.source).values():
+        yield _mean(calls)
+
+
+def _empty_means(calls: Sequence[Call]) -> list[Call]:
+    """Return the means over no values that may reach the loss: a later operator may replace the NaN of an earlier mean."""
+    means: list[Call] = []
+    for call in calls:
+        name = call.op.removeprefix("aten.").partition(".")[0]
+        if call.phase == "forward" and name in _CLEARS:
+            means = []
+        elif call.phase == "forward" and name == "mean" and _has_empty(call) and not _returns_empty(call):
+            means.append(call)
+        elif call.phase == "backward" and _returns_empty(call):
+            return means  # the gradient of an empty selection: the mean belongs to the loss, not to a metric
+    return []
+
+
+_CLEARS = frozenset({"where", "nan_to_num", "nan_to_num_", "masked_fill", "masked_fill_", "nansum"})
+
+
+def _has_empty(call: Call) -> bool:
+    return any(0 in operand.shape for operand in call.operands)
+
+
+def _returns_empty(call: Call) -> bool:
+    return any(0 in shape for _, shape in call.results)
+
+
+def _mean(calls: list[Call]) -> Finding:
+    how = "divide the sum by the number of selected values, or by 1 if there are none (count.clamp(min=1))"
+    where = short(calls[0].source) or calls[0].module
+    cause = f"the selection at {where} is empty for this batch"
+    fixes = (advice(calls[0].source or calls[0].module, how),)
+    return finding_at("error", "a mean over no values is NaN", calls, cause=cause, fixes=fixes)
 
 
 def _rows(calls: list[Call]) -> Finding:
