@@ -700,7 +700,23 @@ def test_pickles_on_the_hub_are_refused(hub: Path, monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("offline", "fix"),
+    [
+        (
+            True,
+            "whether the hub has this name is unknown: connect to the network, or give a local directory; "
+            "HF_HUB_OFFLINE=1 uses the local cache without a wait",
+        ),
+        (False, "check the spelling; for a private or gated model log in with `hf auth login`"),
+    ],
+)
+def test_a_missing_network_is_no_misspelled_name(
+    offline: bool, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr("isotype.compat.hub._why_unreachable", lambda: "")
+
     def unreachable(*_: Any, **__: Any) -> Any:
         raise OSError("We couldn't connect to 'https://huggingface.co'.\nCheck your connection.")
 
@@ -709,7 +725,5 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         "the model cannot be read from the hub\n"
         "  - hub id owner/name: We couldn't connect to 'https://huggingface.co'.\n"
         "    expected  a model on the hub (or in its local cache); no local path has this name either\n"
-        "    fix       check the spelling and the network; for a private or gated model log in with "
-        "`hf auth login`; without a network give a local directory, or set HF_HUB_OFFLINE=1 to use the local "
-        "cache without a wait"
+        f"    fix       {fix}"
     )

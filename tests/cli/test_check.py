@@ -176,6 +176,8 @@ def test_a_policy_that_cannot_be_is_an_error_of_its_own(capsys, config):
     status, out, err = run(capsys, config, "--dtype", "int3", "--device", "h100")
     assert (status, out) == (2, "")
     assert err.startswith("error: unknown dtype\n")
+    _, _, err = run(capsys, config, "--dtype", "int4", "--device", "h100")
+    assert "    fix       --quantization nf4\n" in err
     status, _, err = run(capsys, config, "--device", "h1000")
     assert status == 2
     assert err.startswith("error: unknown device\n")

@@ -41,6 +41,13 @@ def test_a_code_however_it_is_written(rules, written):
     assert find_rule(written) is rules[1]
 
 
+def test_the_beginning_of_codes_names_all_of_them(rules):
+    with pytest.raises(UsageError) as caught:
+        find_rule("IST10")
+    tens = [rule.code for rule in rules if rule.code.startswith("IST10")]
+    assert caught.value.problems[0].fix == f"give one of {', '.join(tens)}"
+
+
 def test_an_unknown_code_names_the_nearest(rules, capsys):
     with pytest.raises(UsageError) as caught:
         find_rule("IST102")

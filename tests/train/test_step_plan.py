@@ -101,7 +101,6 @@ def test_answers_that_begin_beyond_the_length_are_refused_as_in_the_training(mar
     [
         ("--attn_implementation flash_attention_2 --device t4", "flash_attention_2 on NVIDIA T4"),
         ("--attn_implementation flash_attention_3 --device cpu", "flash_attention_3 on "),
-        ("--attn_implementation flash_attention_2 --device a100 --dtype float32", "with --dtype float32"),
         ("--attn_implementation flash_attention_2 --device a100 --dtype bfloat16", None),
         ("--attn_implementation sdpa --device t4", None),
     ],

@@ -180,6 +180,16 @@ def test_the_output_must_not_be_the_model(model):
 
 def test_auto_must_not_come_out_at_a_refused_dtype():
     check_policy(settings("--fp16", "False"), POLICY)
+    flash = settings("--attn_implementation", "flash_attention_2", "--device", "a100")
+    check_policy(flash, POLICY)
+    assert refused(
+        PrecisionError, check_policy, flash, PrecisionPolicy(compute=torch.float32, storage="float32")
+    ) == (
+        "flash-attn has no kernel for float32\n"
+        "  - --attn_implementation flash_attention_2, and float32 as the compute dtype\n"
+        "    expected  bfloat16 or float16\n"
+        "    fix       --dtype bfloat16, or --attn_implementation sdpa"
+    )
     assert refused(PrecisionError, check_policy, settings("--bf16", "False"), POLICY) == (
         "the arguments disagree about precision\n"
         "  - --dtype auto, which is bfloat16 in this run, and --bf16 False\n"

@@ -146,6 +146,8 @@ def find_rule(code: str) -> Rule:
     if wanted in rules:
         return rules[wanted]
     fix = did_you_mean(wanted, rules, "isotype explain lists them", cutoff=0.5)
+    if longer := [rule for rule in rules if rule.startswith(wanted) and wanted[3:]]:
+        fix = f"give one of {', '.join(longer)}"
     raise UsageError.of("unknown code", code, "the code of a rule", fix)
 
 

@@ -283,11 +283,16 @@ def wrong_size(name: str, value: str) -> Problem:
     return Problem(f"{name} {value}", "an amount of memory with its unit", f"{name} {number}GiB")
 
 
+def usual_value(value: str) -> str:
+    """Return isotype's name of a value that other libraries name differently (`int4`: `nf4`), or the value in lower case."""
+    return _OTHER_VALUES.get(value.lower().replace("-", "").replace("_", ""), value.lower())
+
+
 def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
     """Return the `Problem` for a value that is none of the choices, with the most similar choices."""
     known = list(choices)
     lower = {choice.lower(): choice for choice in known}
-    other = _OTHER_VALUES.get(value.lower().replace("-", "").replace("_", ""))
+    other = usual_value(value)
     similar = partial(difflib.get_close_matches, value.lower(), lower, n=2)
     longer = [choice for choice in lower if value and choice.startswith(value.lower())]
     same = [value.lower()] if value.lower() in lower else []

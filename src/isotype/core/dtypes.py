@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from isotype.core.arguments import usual_value
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import QUANTIZATIONS, STORED
 
@@ -97,7 +98,7 @@ def parse_dtype(value: str | torch.dtype) -> torch.dtype:
     dtype = _ALIASES.get(str(value).removeprefix("torch.").lower())
     if dtype is None:
         expected = "one of float32 (fp32), bfloat16 (bf16), float16 (fp16) or auto"
-        stored = ("--quantization", str(value).lower())
+        stored = ("--quantization", usual_value(str(value)))
         swap = (("--dtype", str(value)), stored) if stored[1] in QUANTIZATIONS else None
         fix = " ".join(stored) if swap else "give one of these names"
         raise PrecisionError("unknown dtype", [Problem(f"dtype {value!r}", expected, fix, swap)])

@@ -152,8 +152,6 @@ def _flash(settings: Settings) -> Iterator[Problem]:
         expected = "an NVIDIA GPU of compute capability 8.0 or later, or an AMD CDNA GPU"
         swap = (("--attn_implementation", name), fix.split())
         yield Problem(f"--attn_implementation {name} on {profile.title}", expected, fix, swap)
-    elif settings.precision.dtype == "float32":
-        yield Problem(f"--attn_implementation {name} with --dtype float32", "bfloat16 or float16", fix)
 
 
 _CHECKPOINT = sorted(
@@ -352,8 +350,16 @@ def training_device(settings: Settings) -> DeviceProfile:
 
 
 def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
-    """Raise PrecisionError if `--bf16 False`, `--fp16 False` or `--init_lora_weights` contradicts the decided policy."""
+    """Raise PrecisionError if `--bf16`, `--fp16`, `--attn_implementation` or `--init_lora_weights` contradicts the policy."""
     check_initial(settings, policy)
+    name = str(_attention(settings))
+    if name.startswith("flash_attention") and policy.compute == torch.float32:
+        what = f"--attn_implementation {name}, and float32 as the compute dtype"
+        headline, fix = (
+            "flash-attn has no kernel for float32",
+            "--dtype bfloat16, or --attn_implementation sdpa",
+        )
+        raise PrecisionError.of(headline, what, "bfloat16 or float16", fix)
     for flag, name, other in (("bf16", "bfloat16", "float16"), ("fp16", "float16", "bfloat16")):
         if settings.command.given(flag) is False and dtype_name(policy.compute) == name:
             what = f"--dtype auto, which is {name} in this run, and --{flag} False"

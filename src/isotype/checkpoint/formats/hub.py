@@ -25,15 +25,14 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
         "the model cannot be read from the hub",
         f"hub id {model_id}{at}",
         "a model on the hub (or in its local cache); no local path has this name either",
-        "check the spelling and the network; for a private or gated model log in with `hf auth login`; "
-        "without a network give a local directory, or set HF_HUB_OFFLINE=1 to use the local cache without a wait",
     ):
         return pretrained(AutoConfig, model_id, revision=revision or "main")
 
 
 @contextmanager
-def _asking(headline: str, what: str, expected: str, fix: str) -> Iterator[None]:
+def _asking(headline: str, what: str, expected: str) -> Iterator[None]:
     """Replace an error of the hub or its library in the `with` block by a CheckpointError with this text and the reason."""
+    from huggingface_hub import constants
     from huggingface_hub.errors import HTTPError, StrictDataclassError
 
     why = ""
@@ -41,7 +40,15 @@ def _asking(headline: str, what: str, expected: str, fix: str) -> Iterator[None]
         with offline_if_unreachable() as why:
             yield
     except (OSError, HTTPError, ValueError, StrictDataclassError) as error:
+        fix = _WITHOUT_HUB if why or constants.is_offline_mode() else _OF_HUB
         raise CheckpointError.of(headline, f"{what}: {why or first_line(error)}", expected, fix) from error
+
+
+_OF_HUB = "check the spelling; for a private or gated model log in with `hf auth login`"
+_WITHOUT_HUB = (
+    "whether the hub has this name is unknown: connect to the network, or give a local directory; "
+    "HF_HUB_OFFLINE=1 uses the local cache without a wait"
+)
 
 
 def local_snapshot(model_id: str, revision: str | None = None) -> Path | None:
@@ -79,7 +86,6 @@ def download(model_id: str, revision: str | None) -> Path:
         "the model cannot be downloaded",
         f"hub id {model_id}",
         "a model on the hub, or in its local cache",
-        "check the spelling and the network, or give a local directory",
     ):
         return Path(snapshot_download(model_id, revision=revision, allow_patterns=_OF_A_MODEL))
 
