@@ -125,6 +125,23 @@ def test_the_public_examples_are_read_or_refused_as_written_down() -> None:
     assert written == "\n\n".join(outcome(*each) for each in EXAMPLES.items()) + "\n"
 
 
+@pytest.mark.parametrize(
+    ("frozen", "adapted"),
+    [
+        ({}, "language"),
+        ({"freeze_vision_tower": False}, "language,vision"),
+        ({"freeze_language_model": True, "freeze_multi_modal_projector": False}, "projector"),
+    ],
+)
+def test_frozen_parts_of_a_model_with_images_get_no_adapters(frozen: Mapping[str, Any], adapted: str) -> None:
+    """hiyouga/LLaMA-Factory #9331"""
+    images = {"image_max_pixels": 262144, "model_name_or_path": "m", "stage": "sft", **frozen}
+    assert read({**images, "finetuning_type": "lora", "lora_target": "all"}).values["adapt"] == adapted
+    (problem,) = read({**images, "finetuning_type": "full"}).problems
+    assert problem.expected == "training of all of the model's weights"
+    assert "freeze_vision_tower: false" in problem.fix or "freeze_vision_tower" in frozen
+
+
 def test_there_are_enough_examples_of_every_kind() -> None:
     for trainer in ("axolotl", "LLaMA-Factory"):
         own = {source: values for source, values in EXAMPLES.items() if source.startswith(trainer)}

@@ -16,7 +16,6 @@ _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "me
 _TAGS = {"user": "user_tag", "assistant": "assistant_tag", "tool": "observation_tag", "system": "system_tag"}
 _OF_ROWS = "dataset dataset_dir max_samples"
 _FIX = "write them with isotype's columns (docs/training.md, Data), and give --dataset_name"
-_LANGUAGE = "lora_target: q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj, or a regex of the language model's layers"
 
 
 def method_of(reader: Reader) -> str | None:
@@ -52,20 +51,15 @@ def _rows(reader: Reader) -> None:
     use_rows(reader, _OF_ROWS, rows, "train_on_prompt")
     if reader.get("streaming"):
         reader.use("streaming", **{"streaming" if "datasets" in reader.values else "dataset_streaming": True})
-    towers = ("vision_tower", "multi_modal_projector")
-    parts = {part: reader.given.get(f"freeze_{part}", True) for part in towers}
-    language = reader.given.get("freeze_language_model", False)
-    pictures = reader.get("image_max_pixels") or any("images" in row.columns for row in rows)
-    if pictures and (any(parts.values()) or language):
-        whole = reader.get("finetuning_type") == "full"
-        fix = "freeze_vision_tower: false and freeze_multi_modal_projector: false, or finetuning_type: lora"
-        if whole or language or reader.get("lora_target", "all") == "all":
-            expected = (
-                "adapters on all parts of a model with images, or training of all of the model's weights"
-            )
-            what = f"freeze_vision_tower: {str(parts['vision_tower']).lower()}"
-            reader.refuse(what, expected, fix if whole else _LANGUAGE)
-    reader.use("freeze_vision_tower freeze_multi_modal_projector freeze_language_model")
+    parts = {"language_model": "language", "multi_modal_projector": "projector", "vision_tower": "vision"}
+    frozen = [part for part in parts if reader.given.get(f"freeze_{part}", part != "language_model")]
+    if frozen and (reader.get("image_max_pixels") or any("images" in row.columns for row in rows)):
+        if reader.values.get("use_peft"):
+            reader.values["adapt"] = ",".join(ours for part, ours in parts.items() if part not in frozen)
+        else:
+            fix = f"{', '.join(f'freeze_{part}: false' for part in frozen)}, or finetuning_type: lora"
+            reader.refuse(f"freeze_{frozen[-1]}: true", "training of all of the model's weights", fix)
+    reader.use(" ".join(f"freeze_{part}" for part in parts))
 
 
 def _info(reader: Reader, names: list[str]) -> tuple[dict[str, Any] | None, Path]:
