@@ -274,6 +274,12 @@ def first_words(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]
     The first word is the model unless it names a method or is a file of settings.
     """
     words = list(argv)
+    if words[1:] and words[0] in ("trl", "isotype", "torchrun", "accelerate", "deepspeed"):
+        script = any(word.endswith(".py") for word in words)
+        swap = (("check",), ("run",)) if script else ((words[0],), ()) if words[1] in METHODS else None
+        fix = "begin with the method, and give --devices N for N processes; isotype run starts a script"
+        expected = "MODEL, or a training command of isotype"
+        raise UsageError("another program before the command", [Problem(words[0], expected, fix, swap)])
     method = words.pop(0) if words and words[0] in METHODS else None
     words = named_as_config(words)
     model = words.pop(0) if words and method is None and not words[0].startswith("-") else None
