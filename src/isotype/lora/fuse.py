@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import nn
 
-from isotype.core.names import format_bytes, plural, starred
+from isotype.core.names import format_bytes, grouped, plural, starred
 from isotype.lora.adapted import why_not
 from isotype.lora.attention.registered import AttentionReport, use_fast_attention
 from isotype.lora.gates import GatedParts, gated_parts
@@ -166,6 +166,22 @@ class FusionReport:
         return f"fused: {', '.join(parts)}"
 
     @property
+    def kernel_lines(self) -> list[str]:
+        """A line for each GPU kernel: the operations that it computes."""
+        used = sorted({kernel.name for kernel in self.kernels.values() if kernel.functions})
+        of_kernel = grouped(self.kernels, lambda name: self.kernels[name].name)
+        return [f"{', '.join(of_kernel[name])} by {_KERNELS[name]}" for name in used]
+
+    @property
+    def left_lines(self) -> list[str]:
+        """A line for each reason why layers keep PEFT's forward."""
+        reasons = Counter((starred(name), reason) for name, reason in self.left.items())
+        return [
+            f"left to PEFT: {name} ({plural(count, 'layer')}): {reason}"
+            for (name, reason), count in reasons.items()
+        ]
+
+    @property
     def fallbacks(self) -> list[str]:
         """Lines about operations without a GPU kernel, slow attention, padding that stays, and a model that could not be run."""
         lines = []
@@ -202,17 +218,12 @@ class FusionReport:
             size = format_bytes(self.copied_bytes)
             lines.append(f"stored: dense copies of {plural(self.copies, 'base weight')}, {size}")
         lines += self.fallbacks
-        for kernel_name in sorted({kernel.name for kernel in self.kernels.values() if kernel.functions}):
-            operations = (name for name, kernel in self.kernels.items() if kernel.name == kernel_name)
-            lines.append(f"kernels: {', '.join(operations)} by {_KERNELS[kernel_name]}")
+        lines += [f"kernels: {line}" for line in self.kernel_lines]
         lines.append(str(self.attention))
         if self.attention.sides:
             sides = " or ".join(sorted(self.attention.sides))
             lines.append(f"padding: removed from batches of TRL's trainers if it is {sides} of the tokens")
-        reasons = Counter((starred(name), reason) for name, reason in self.left.items())
-        for (name, reason), count in reasons.items():
-            lines.append(f"left to PEFT: {name} ({plural(count, 'layer')}): {reason}")
-        return "\n".join(lines)
+        return "\n".join((*lines, *self.left_lines))
 
 
 def fuse(

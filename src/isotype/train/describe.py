@@ -147,10 +147,8 @@ def _form(dtype: Any) -> str:
 def show_fusion(console: Console, report: FusionReport, verbose: bool) -> None:
     if not report.fused and not report.left:
         return  # every weight is trained
-    lines = str(report).splitlines()
-    if not verbose:
-        lines = [report.summary, *report.fallbacks, *(line for line in lines if line.startswith("left"))]
-    for line in lines:
+    short = [report.summary, *report.fallbacks, *report.left_lines]
+    for line in str(report).splitlines() if verbose else short:
         say(console, line)
 
 
@@ -289,8 +287,7 @@ def _kernel_rows(fusion: FusionReport | None) -> list[tuple[str, str]]:
     if fusion is None or not (fusion.fused or fusion.left):
         return []
     rows = [("fused", fusion.summary.removeprefix("fused: ")), ("attention", str(fusion.attention))]
-    used = [line.partition(": ")[2] for line in str(fusion).splitlines() if line.startswith("kernels: ")]
-    return rows + [("kernels", line) for line in (*used, *fusion.fallbacks)]
+    return rows + [("kernels", line) for line in (*fusion.kernel_lines, *fusion.fallbacks)]
 
 
 def head_rows(trainer: Any) -> list[tuple[str, str]]:
