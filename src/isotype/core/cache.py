@@ -37,7 +37,7 @@ def default_cache_dir() -> Path:
 def prepare_library_caches() -> None:
     """Give Hugging Face's libraries a temporary folder if their cache is not writable.
 
-    Call this before the libraries are imported; they would raise errors later. Models are still read from a cache that
+    Call this before the libraries are imported. Otherwise, they raise errors later. Models are still read from a cache that
     is only readable. Data sets and modules move to the temporary folder.
     """
     folder, why = _folder("HF_HOME", "huggingface")

@@ -37,7 +37,7 @@ _ROUNDED = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Change:
-    """A change by `enforce`: name of the parameter, buffer or module, and words, mostly `before -> after`."""
+    """A change by `enforce`: the name of the parameter, buffer or module, and the change in words (`before -> after`)."""
 
     name: str
     what: str

@@ -124,7 +124,7 @@ class OperatorRange:
         flushed: share of the results' nonzero elements that float16 rounds to zero (magnitudes up to 2^-25), in the
             batch with the largest share. Large results are sampled evenly.
         source: `file:line` of the call; "" if there is none.
-        flushed_scaled: the same for results times 65536, the initial loss scale of a GradScaler.
+        flushed_scaled: the same share for results times 65536, the initial loss scale of a GradScaler.
     """
 
     module: str

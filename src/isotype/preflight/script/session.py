@@ -72,7 +72,7 @@ class Session:
         return cleaned(error)
 
     def crashed(self, error: BaseException) -> None:
-        """Explain the error that ended the script below its traceback. Call `failed` first."""
+        """Print an explanation of the error that ended the script, below its traceback. Call `failed` first."""
 
         def explain() -> None:
             if self._diagnosis is None or not self._diagnosis.crashed(error):

@@ -33,7 +33,7 @@ class Row:
         module_class: class of the module; "" for a part without weights.
         count: number of such modules in one layer, such as the number of experts.
         stored: storage dtypes of the base weights, the most frequent first.
-        runs: dtypes of the matmuls, that with the most FLOPs first; without matmuls, dtypes of the outputs.
+        runs: dtypes of the matmuls, the one with the most FLOPs first; without matmuls, dtypes of the outputs.
         adapters, adapter_runs: dtypes of the adapters' weights, and dtypes of the adapters' matmuls.
         bytes: bytes of the weights, adapters and buffers in all layers of the row.
         findings: indices in `Report.findings` of the findings about this part.

@@ -303,7 +303,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return in_operands_dtype(result, tensors, target), breach
 
     def _without_integers(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
-        """Run an operator that refuses an integer operand. The operand gets the dtype of the float operands first."""
+        """Run an operator that refuses an integer operand. First, this operand is cast to the dtype of the float operands."""
         if schema_of(func).mutates:
             return args[0]
         floats = [tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS]
