@@ -96,6 +96,18 @@ def test_a_crash_before_the_first_step_is_explained(runs: Runs, evaluation: str)
     assert "no training step was seen" not in err
 
 
+def test_a_training_after_the_recording_stopped_is_not_denied(runs: Runs) -> None:
+    script = """
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.step()
+train(model)
+"""
+    _, _, err = runs(script)
+    assert "no module with parameters that require a gradient was called before the recording stopped" in err
+
+
 def test_a_parametrization_starts_no_step(runs: Runs) -> None:
     """huggingface/peft #3601: torch calls a parametrization, here of a low rank, when it is registered."""
     script = """

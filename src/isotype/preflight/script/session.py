@@ -108,8 +108,9 @@ class Session:
             return f"the script never imported torch{started and f', nor trained{started}'}"
         if self._diagnosis.watch.transformed:
             return "transforms of torch.func (vmap, grad) call the modules, and isotype does not record such calls"
+        ended = " before the recording stopped" if self._diagnosis.watch.notes else ""
         return self._diagnosis.gpu.why_nothing() or (
-            f"no module with parameters that require a gradient was called{started and f', nor{started}'}"
+            f"no module with parameters that require a gradient was called{ended}{started and f', nor{started}'}"
         )
 
     def safely(self, act: Callable[[], T]) -> T | None:
