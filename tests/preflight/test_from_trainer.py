@@ -276,13 +276,17 @@ def test_a_trainer_and_its_training_are_as_without_a_check(method: str, path: Pa
 def test_float16_training_of_a_bfloat16_checkpoint(path: Path, tmp_path: Path) -> None:
     """`fp16=True` over nf4: TRL leaves bfloat16 adapters, whose gradients no GradScaler takes on a GPU."""
     trainer = make("sft", path, tmp_path, bf16=False, use_cpu=True)
-    trainer.args.fp16 = True  # as on the GPU: on a CPU transformers refuses it
-    report = isotype.check(trainer, wiring=False, verify=False)
+    trainer.args.fp16 = True
+    report = isotype.check(trainer, device="t4", wiring=False, verify=False)
     assert report.trace.setup.autocast == torch.float16
     assert report.trace.setup.scaler
     adapters = {weight.dtype for weight in report.trace.weights if weight.trainable}
     assert adapters == {torch.bfloat16}
     assert "IST302" in {finding.code for finding in report.findings}
+    here = isotype.check(
+        trainer, wiring=False, verify=False
+    ).trace.setup  # accelerate has no float16 autocast on a CPU
+    assert (here.autocast, here.scaler) == (None, False)
 
 
 # ------------------------------------------------------------------------------------------------- plain transformers

@@ -124,7 +124,9 @@ def check(
         TypeError: an option that does not exist.
     """
     verify, seconds = options.pop("verify", True), options.pop("seconds", math.inf)
-    _refuse_unknown(options)
+    for name in options.keys() - {field.name for field in fields(StepRequest)}:
+        hint = did_you_mean(name, arguments_of_check(), "", n=1, shown=repr)
+        raise TypeError(f"check() got an unexpected keyword argument {name!r}{hint and f': {hint}'}")
     named = {
         "policy": policy,
         "device": device,
@@ -140,7 +142,7 @@ def check(
     elif isinstance(model, StepRequest):
         request = _changed(_with_inputs(model, inputs), changes)
     else:
-        request = _changed(request_of_trainer(model, inputs), changes)
+        request = _changed(request_of_trainer(model, inputs, device), changes)
     return run(request, verify=verify, seconds=seconds)
 
 
@@ -164,12 +166,6 @@ def _with_inputs(request: StepRequest, inputs: Any) -> StepRequest:
 def arguments_of_check() -> tuple[str, ...]:
     named = [name for name in inspect.signature(check).parameters if name != "options"]
     return (*named, *Options.__annotations__)
-
-
-def _refuse_unknown(options: Mapping[str, Any]) -> None:
-    for name in options.keys() - {field.name for field in fields(StepRequest)}:
-        hint = did_you_mean(name, arguments_of_check(), "", n=1, shown=repr)
-        raise TypeError(f"check() got an unexpected keyword argument {name!r}{hint and f': {hint}'}")
 
 
 _RETURNS = "(model, inputs), or a dict with model, inputs and other arguments of isotype.check"

@@ -21,10 +21,11 @@ from isotype.model.loss import loss_of
 from isotype.model.recompute import checkpointing
 from isotype.model.rollout import CACHES, rollout
 from isotype.model.shard import is_sharded
+from isotype.precision.devices.profile import device_profile
 from isotype.records.request import LossOf, StepRequest, batches_ahead
 
 
-def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
+def request_of_trainer(trainer: Any, inputs: Any = None, device: Any = None) -> StepRequest:
     """Return the request for a trainer's first step with its loss and arguments. Call this before `train()`.
 
     The trainer, its data order and the random states stay unchanged. For a data set with only prompts (GRPO, RLOO), the
@@ -36,6 +37,7 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
         trainer: a trainer of transformers or TRL.
         inputs: a batch in place of the trainer's first batch, or a callable model -> loss in place of the trainer's
             loss.
+        device: the device or device profile to check for, or None for the trainer's device.
 
     Raises:
         UsageError: `trainer` is no trainer, or it has no training data.
@@ -50,6 +52,10 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
     batch = batches[0]
     wiring: Any = True
     loss, scaler = inputs, getattr(trainer.accelerator, "scaler", None)
+    device = trainer.args.device if device is None else device
+    on_cpu = device_profile(device).kind == "cpu"
+    # accelerate 1.15 silently leaves out autocast and GradScaler for float16 on a CPU; isotype's trainers add both.
+    scaled = bool(trainer.args.fp16) and (trainer.accelerator.native_amp or not on_cpu)
     if inputs is None or isinstance(inputs, Mapping):
         loss = _loss_of_trainer(trainer, batch)
         mapped = isinstance(batch, Mapping)
@@ -61,9 +67,11 @@ def request_of_trainer(trainer: Any, inputs: Any = None) -> StepRequest:
         request = replace(request, autocast_eval=_generates_under_autocast(trainer))
     return replace(
         request,
+        device=device,
+        autocast=request.autocast if scaled or not trainer.args.fp16 else False,
         wiring=wiring,
         others=batches[1:] if isinstance(batch, Mapping) else (),
-        scaler=bool(trainer.args.fp16) or (scaler is not None and scaler.is_enabled()),
+        scaler=scaled or (scaler is not None and scaler.is_enabled()),
         gradient_checkpointing=checkpointing(trainer.args),
         evaluation=_between_steps(trainer, batch) if inputs is None else None,
         reference=None if getattr(trainer, "ref_model", None) is None else "weights",
@@ -169,21 +177,16 @@ def _processes_of(model: nn.Module, arguments: Any) -> dict[str, Any]:
     config = arguments.fsdp_config if isinstance(getattr(arguments, "fsdp_config", None), Mapping) else {}
     # The rule is that of `_build_accelerator_args` and `_wrap_model` in transformers/trainer.py.
     unused = getattr(arguments, "ddp_find_unused_parameters", None)
+    plugin = getattr(arguments, "deepspeed_plugin", None)
     return {
         "fsdp": fsdp_version(arguments),
         "devices": arguments.world_size,
         "reshard": str(config.get("reshard_after_forward", True)).lower() in ("true", "1", "full_shard"),
         "shard_integers": False,
-        "zero3": _zero3(arguments),
+        "zero3": version("deepspeed") if plugin is not None and int(plugin.zero_stage) == 3 else "",
         "find_unused": arguments.world_size > 1
         and bool(not checkpointing(arguments) if unused is None else unused),
     }
-
-
-def _zero3(arguments: Any) -> str:
-    """Return the installed version of DeepSpeed if its ZeRO-3 shards the training; else ""."""
-    plugin = getattr(arguments, "deepspeed_plugin", None)
-    return version("deepspeed") if plugin is not None and int(plugin.zero_stage) == 3 else ""
 
 
 def fsdp_version(arguments: Any) -> int:

@@ -63,6 +63,7 @@ def setup_of(request: StepRequest) -> Setup:
     between = [evaluation.between if isinstance(evaluation, LossOf) else "evaluate"]
     phases = {*request.phases, *(between if evaluation is not None else ())}
     dtype = getattr(config, "dtype", None)
+    names = {id(module): plain_name(name) for name, module in request.model.named_modules()}
     family = known_families().get(str(getattr(config, "model_type", "")))
     return Setup(
         **{field.name: getattr(request, field.name) for field in fields(StepSettings)},
@@ -82,7 +83,7 @@ def setup_of(request: StepRequest) -> Setup:
         attention=attention_of(config),
         accumulates=2 if request.accumulates is True else int(request.accumulates),
         batch={n: tuple(v.shape) for n, v in inputs.items() if isinstance(v, torch.Tensor)},
-        towers=_towers(request.model),
+        towers=tuple(names[id(tower)] for _, tower in towers_of(without_peft(request.model))),
         details=(
             *adapter_words(request.model),
             _checkpointing_words(request),
@@ -91,11 +92,6 @@ def setup_of(request: StepRequest) -> Setup:
         incompatible=incompatible_here() if profile.present else (),
         family_ranges=f"{family['reaches']} ({family['source']})" if family else "",
     )
-
-
-def _towers(model: Any) -> tuple[str, ...]:
-    names = {id(module): plain_name(name) for name, module in model.named_modules()}
-    return tuple(names[id(tower)] for _, tower in towers_of(without_peft(model)))
 
 
 def _problems(request: StepRequest) -> Iterator[Problem]:
