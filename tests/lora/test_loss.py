@@ -427,24 +427,36 @@ def test_no_label_at_all(smoothing: float) -> None:
     assert not x.grad.any()
 
 
+def peak_of(run: Callable[[], Any]) -> int:
+    """Bytes that torch's allocator gives out at most while `run` runs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        run()
+    sizes, held = [0], 0
+    for event in watched.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            sizes.append(held)
+    return max(sizes)
+
+
+def test_float16_logits_are_not_copied_in_float32() -> None:
+    head, _, targets = make(64, 8, 500, torch.float16)
+    call = logits.Call(1.0, None, 1.0, torch.float16, (), frozenset(), differentiated=True)
+    buffers = logits.buffers_for(call, 64, head.weight, other=True, slope=True)
+    values, exact = buffers.logits.normal_(), torch.zeros(64)
+    outputs = {name: torch.zeros(64) for name in ("log_probs", "logsumexp", "entropy")}
+    peak = peak_of(lambda: softmax.softmax(call, buffers, values, exact, targets, outputs, ahead=True))
+    assert peak < values.numel() * 4
+
+
 def test_logits_are_never_whole() -> None:
     """Memory stays at the scratch, however many tokens, and below what torch takes here for the whole product.
 
     A CPU without products of bfloat16 takes memory of its own for each, hence relative to it.
     """
-    from torch.profiler import ProfilerActivity, profile
-
     head, hidden, targets = make(2000, 8, 5000, torch.bfloat16)
-
-    def peak_of(run: Callable[[], Any]) -> int:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-            run()
-        sizes, held = [0], 0
-        for event in watched.profiler.kineto_results.events():  # type: ignore[union-attr]
-            if event.name() == "[memory]":
-                held += event.nbytes()
-                sizes.append(held)
-        return max(sizes)
 
     def peak(tokens: int) -> int:
         x = leaf(hidden[:tokens])

@@ -34,7 +34,7 @@ from isotype.lora.loss.logits import (
     multiply_into,
     project,
 )
-from isotype.lora.loss.softmax import gradient, softmax
+from isotype.lora.loss.softmax import gradient, softmax, write_scaled
 
 OUTPUTS = ("entropy", "logsumexp", "mean_logits", "log_sum_sq_probs", "is_top1")
 """Names of the optional results of `log_probs`. All but the last two can be differentiated."""
@@ -215,7 +215,7 @@ def _backward(
                 d_bias.add_(values.sum(0))
             # Each row is scaled so that the largest entry is 1 (in float16 `_LIFT`), and no product overflows.
             norm = torch.linalg.vector_norm(values, torch.inf, dim=-1).clamp_min(1e-30)
-            torch.mul(values, (call.gradient_factor / norm)[:, None], out=logits[rows])
+            write_scaled(values, (call.gradient_factor / norm)[:, None], logits[rows])
             factor[rows] = norm / call.gradient_factor
         if d_hidden is not None:
             unit = x.new_empty(x.shape)

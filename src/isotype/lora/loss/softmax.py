@@ -98,11 +98,20 @@ def softmax(
     share = call.gradient_factor / others.clamp_min(1e-30)
     if slope is not None:
         e.mul_(slope)
-    torch.mul(e, share[:, None], out=logits)
+    write_scaled(e, share[:, None], logits)
     scale = -call.gradient_factor
     target = torch.full_like(exact, scale) if target_slope is None else target_slope * scale
-    logits.scatter_(1, at, target[:, None].to(logits.dtype))
+    # On a CPU, `scatter_` into float16 would allocate a float32 copy of the logits.
+    logits.index_put_((torch.arange(n, device=logits.device), targets), target.to(logits.dtype))
     return others / (others + target_e) * (-call.slope / call.gradient_factor)
+
+
+def write_scaled(values: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+    """Write `values * factor` into `out`, which may have another dtype. On a CPU, `values` is overwritten."""
+    if out.device.type == "cpu":  # with `out` of another dtype, torch would allocate memory for the product
+        out.copy_(values.mul_(factor))
+    else:
+        torch.mul(values, factor, out=out)
 
 
 def _first_of_largest(z: torch.Tensor, top: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
