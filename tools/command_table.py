@@ -58,11 +58,21 @@ def described(method: str) -> dict[str, Spec]:
             bare=action.nargs == "?" or name == "bf16",  # as --fp16
             many=action.nargs == "+",
             none=getattr(action.type, "__qualname__", "").startswith("_accept_none"),
-            choices=() if name == "dtype" else tuple(map(_plain, action.choices or ())),
+            choices=()
+            if name == "dtype"
+            else tuple(map(_plain, action.choices or _listed(action.help or ""))),
             aliases=tuple(flag for flag in action.option_strings if not re.fullmatch(long, flag)),
             help=" ".join(HELP.get(name, action.help or "").split()),
         )
     return found
+
+
+def _listed(text: str) -> list[str]:
+    """The valid values in a help text whose sentence `values are …` has nothing but values; [] without such a sentence."""
+    sentence = re.search(
+        r"values are:? ((?:(?:and )?[`']+\w+[`']+(?: \(default\))?(?:, )?)+)\.", " ".join(text.split())
+    )
+    return re.findall(r"\w+(?=[`'])", sentence[1]) if sentence else []
 
 
 _KINDS = {"string_to_bool": "bool", "int": "int", "float": "float"}

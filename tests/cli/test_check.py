@@ -114,6 +114,12 @@ def report_json(capsys, *argv: object) -> dict:
     return json.loads(out)
 
 
+@pytest.mark.parametrize(("device", "planned"), [("mps", False), ("t4", True)])
+def test_a_plan_is_named_only_where_the_memory_of_the_device_is_known(capsys, config, device, planned):
+    status, out, _ = run(capsys, config, "--device", device, "--length", 16)
+    assert (status, "isotype plan" in out) == (0, planned)
+
+
 @few("quantization", [(), ("--quantization", "nf4"), ("--quantization", "int8")], ("--quantization", "nf4"))
 def test_a_config_alone_is_enough_and_sarif_and_html_are_written(
     capsys, config, quantization, tmp_path, monkeypatch

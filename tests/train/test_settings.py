@@ -252,6 +252,25 @@ def test_one_name_in_a_config_is_a_list_of_one(name, tmp_path):
     assert parse_command("grpo", ["--config", str(path)])[0][name] == ["lm_head"]
 
 
+def test_data_sets_on_the_command_line_are_paths():
+    settings = parse_settings(METHODS["sft"], [*BASE[:2], "--datasets", "a.jsonl", "b"])
+    assert [entry.path for entry in settings.datasets] == ["a.jsonl", "b"]
+
+
+@pytest.mark.parametrize("value", ["x", '{"cp_size": 2}'])
+def test_other_parallelism_is_refused(value):
+    assert "- --parallelism_config\n" in message("--parallelism_config", value)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "word"),
+    [("dpo", "loss_type", "dapo"), ("grpo", "loss_type", "sigmoid"), ("dpo", "f_divergence_type", "kl")],
+)
+def test_names_that_only_the_help_of_trl_lists(method, name, word):
+    with pytest.raises(UsageError, match=f"--{name} {word}"):
+        asked(f"--{name}", word, method=method)
+
+
 def test_use_cpu_names_the_device():
     settings = parse_settings(METHODS["sft"], [*BASE, "--bf16", "False", "--use_cpu", "True"])
     assert settings.device == "cpu"

@@ -73,6 +73,24 @@ def test_a_task_type_that_the_method_does_not_train_is_refused(method: str, task
 @pytest.mark.parametrize(
     ("method", "argv", "refused"),
     [
+        ("dpo", "--beta 0", "--beta 0 with dpo"),
+        ("dpo", "--beta 0 --loss_type sft", None),
+        ("kto", "--beta 0.0", "--beta 0 with kto"),
+        ("grpo", "--beta 0", None),
+        ("sft", "--debug x", "--debug x"),
+    ],
+)
+def test_values_with_which_nothing_is_learned_or_the_trainer_ends(
+    method: str, argv: str, refused: str | None, model: Path, tmp_path: Path
+):
+    data = save_rows(tmp_path / "train.jsonl", rows(method, 4))
+    request = settings(*argv.split(), "--dataset_name", data, method=method, model=model)
+    assert [problem.given for problem in argument_problems(request)] == [refused] * (refused is not None)
+
+
+@pytest.mark.parametrize(
+    ("method", "argv", "refused"),
+    [
         ("kto", "--per_device_train_batch_size 1", "--per_device_train_batch_size 1 with kto"),
         ("kto", "--per_device_train_batch_size 1 --loss_type apo_zero_unpaired", None),
         ("kto", "--train_sampling_strategy random", "--train_sampling_strategy random with kto"),

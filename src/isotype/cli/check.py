@@ -59,8 +59,8 @@ def _prints_text(options: Options) -> bool:
 
 def _next(options: Options, command: Command | None, report: Report) -> dict[str, tuple[str, ...]]:
     """Return the next command (a training or a plan) as {description: command}; empty without one."""
-    if command is None:
-        return {}
+    if command is None or (options.bare and report.trace.setup.profile.memory_bytes is None):
+        return {}  # a plan for a device of unknown memory needs `--max-memory`
     if options.bare:
         arguments = command.but(per_device_train_batch_size=None).arguments()
         devices = () if (options.devices or 1) == 1 else ("--devices", str(options.devices))

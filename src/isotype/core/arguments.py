@@ -128,7 +128,8 @@ class Parser(ValueParser):
         flags = [token for token in tokens if re.match(r"--[A-Za-z0-9]|-[A-Za-z]", token)]
         # If a name is unknown, the tokens after it are most likely its values.
         stray = [] if flags else [token for token in tokens if token]
-        known = self.known_names()
+        named = [action.option_strings for action in actions_of(self) if action.option_strings]
+        known = [next((name for name in names if name.startswith("--")), names[0]) for names in named]
         positional = [action.dest for action in actions_of(self) if not action.option_strings]
         problems = [
             Problem(token, f"{positional[0].upper()} without a flag", f"leave {token} out", ((token,), ()))
@@ -152,10 +153,6 @@ class Parser(ValueParser):
         if name:
             return Problem(value, expected, fix, ((value,), (name, value)))
         return Problem(value, expected, "leave the value out, or write the name of its argument before it")
-
-    def known_names(self) -> list[str]:
-        named = [action.option_strings for action in actions_of(self) if action.option_strings]
-        return [next((name for name in names if name.startswith("--")), names[0]) for names in named]
 
     # argparse calls these hooks to check a value. Its own hooks raise errors: the first one would hide the others.
 

@@ -63,7 +63,6 @@ def argument_problems(settings: Settings) -> list[Problem]:
     return [
         *number_problems(settings.value),
         *name_problems(settings.value),
-        *_stream_without_steps(settings),
         *_checkpointing(settings),
         *_schedule(settings),
         *_padding_free(settings),
@@ -102,12 +101,6 @@ def _targets(settings: Settings) -> Iterator[Problem]:
         yield Problem(f"--adapt {parts} with --use_peft False", "adapters", "leave one of the two out")
 
 
-def _stream_without_steps(settings: Settings) -> Iterator[Problem]:
-    if (settings.dataset_streaming or settings.streaming) and settings.max_steps <= 0:
-        expected = "the number of steps, because the length of a stream is unknown"
-        yield Problem("--dataset_streaming without --max_steps", expected, "add --max_steps N")
-
-
 def _padding_free(settings: Settings) -> Iterator[Problem]:
     alone = settings.padding_free and settings.packing is False
     if alone and settings.max_length is not None:
@@ -119,6 +112,9 @@ def _padding_free(settings: Settings) -> Iterator[Problem]:
 def _trainer(settings: Settings) -> Iterator[Problem]:
     """Yield a problem for arguments that the trainer cannot combine. It would refuse them only after the model is loaded."""
     method, losses = settings.method, settings.loss_type or ""
+    if (settings.dataset_streaming or settings.streaming) and settings.max_steps <= 0:
+        expected = "the number of steps, because the length of a stream is unknown"
+        yield Problem("--dataset_streaming without --max_steps", expected, "add --max_steps N")
     if method.loss == "unpaired" and losses != "apo_zero_unpaired":
         if settings.per_device_train_batch_size == 1:
             expected = "at least 2 rows, because the loss compares each prompt with the answer of another row"
@@ -131,6 +127,9 @@ def _trainer(settings: Settings) -> Iterator[Problem]:
     if settings.train_sampling_strategy == "group_by_length" and method.loss in ("preference", "reward"):
         what, expected = f"--train_sampling_strategy group_by_length with {method.name}", "rows with one text"
         yield Problem(what, expected, "leave it out")
+    if method.loss in ("preference", "unpaired") and not settings.beta and "sft" not in losses:
+        expected = "more than 0: at 0, the loss does not depend on the model"
+        yield Problem(f"--beta 0 with {method.name}", expected, "leave it out, or --beta 0.01")
     if "exo_pair" in losses and not settings.label_smoothing:
         yield Problem("--loss_type exo_pair", "label smoothing above 0", "add --label_smoothing 1e-3")
     if settings.sync_ref_model and settings.use_peft:

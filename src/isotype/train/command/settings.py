@@ -110,6 +110,9 @@ def _incomplete(command: Command) -> Iterator[Problem]:
         what = f"--tokens_per_step {command['tokens_per_step']}"
         fix = "add --per_device_train_batch_size auto, or leave --tokens_per_step out"
         yield Problem(what, "a batch size that the plan chooses", fix)
+    if command["parallelism_config"] is not None:
+        expected = "processes that each have the model, or a part of it with --fsdp full_shard"
+        yield Problem("--parallelism_config", expected, "leave it out")
 
 
 def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,6 +134,8 @@ def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("device") == "cpu":
         values["use_cpu"] = True
     values |= {name: True for name in RECOMPUTE if values.get(name) == AUTO}
+    if names := values.get("datasets"):  # TRL's command line takes the path of each data set
+        values["datasets"] = [n if isinstance(n, dict) else {"path": str(n)} for n in names]
     if (start := values.get("init_lora_weights")) is not None:  # a config file may have a boolean
         values["init_lora_weights"] = str(start).lower()
     profile = device_profile(values.get("device", "auto")) if values.get("tf32") else None
