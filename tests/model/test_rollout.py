@@ -56,7 +56,6 @@ def foreseen(model: Any) -> int:
     return peak["activations"] + peak["inputs"]
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch before 2.13
 @pytest.mark.parametrize(
     ("kind", "sizes"), [("LlamaConfig", {}), ("Gemma3TextConfig", SLIDING)], ids=["full", "sliding"]
 )

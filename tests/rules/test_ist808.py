@@ -80,7 +80,10 @@ def test_a_count_of_steps(dtype: torch.dtype, stops: int) -> None:
         assert finding.fixes[0].verified
 
 
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(
+    "foreach",
+    [False, pytest.param(True, marks=pytest.mark.newest)],  # torch 2.10 adds to all counts by another call
+)
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_a_loaded_optimizer_state_with_a_count_in_16_bits(dtype: torch.dtype, foreach: bool) -> None:
     model = nn.Linear(4, 4)

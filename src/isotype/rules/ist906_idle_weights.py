@@ -81,10 +81,10 @@ def _outside(trace: Trace, reach: Reach) -> Iterator[Finding]:
     if names:
         yield Finding(
             "note",
-            f"{plural(len(names), 'group')} of trainable weights get no gradient from this batch: {and_others(names)}",
+            f"trainable weights without a gradient from this batch: {and_others(names)}",
             module=names[0].rpartition(".")[0],
             phase="backward",
-            cause="this batch does not run the modules, or nothing uses their results",
+            cause="this batch does not run the modules or lacks their tokens, or nothing uses their results",
             notes=(
                 "under DDP without find_unused_parameters, a step with such weights hangs or fails (IST705)",
                 measured_on(reach),

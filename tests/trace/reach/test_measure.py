@@ -21,6 +21,15 @@ from tests.faults.wiring import FAULTS, WiringFault, findings_of, healthy, packe
 from tests.pairwise import few
 from tests.zoo import ARCHITECTURES
 
+SMALL = LlamaConfig(
+    vocab_size=32,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
 NAMES = {"llama": 12, "qwen3_moe": 12, "mamba": 7, "bert-cls": 2, "gemma3-vl": 3, "bart-s2s": 5}
 """Architectures, and how many kinds of faults they have the parts for."""
 
@@ -408,6 +417,18 @@ def test_a_gate_that_only_switches_reaches_the_loss() -> None:
     model.model.norm.register_forward_hook(lambda norm, _, out: out * torch.sigmoid(norm.gate * 1e6))  # type: ignore[union-attr,operator]
     assert gate is None
     assert measured(model, batch).unused == ()
+
+
+@pytest.mark.parametrize(("first", "kinds"), [(0, set()), (8, {"ungraded"})])
+def test_trained_tokens_that_the_batch_lacks(first: int, kinds: set[str]) -> None:
+    config = peft.TrainableTokensConfig(token_indices=[1, 2], target_modules=["embed_tokens"])
+    ids = torch.arange(first, first + 8)[None]
+    report = isotype.check(
+        peft.get_peft_model(LlamaForCausalLM(SMALL), config), {"input_ids": ids, "labels": ids}
+    )
+    assert report.trace.reach is not None
+    assert {unused.kind for unused in report.trace.reach.unused} == kinds
+    assert report.ok
 
 
 def test_code_that_refuses_other_values_of_a_weight_reads_the_weight() -> None:

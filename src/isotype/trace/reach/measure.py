@@ -218,7 +218,17 @@ def _unused_weights(probe: Probe) -> Iterator[NoReach]:
         if probe.late or _changes_loss(probe, group, loss):
             continue  # the gradient is zero only at these values, as behind a saturated softmax
         kind: Unused = "adapter" if "lora_" in name else "weight"
+        kind = "ungraded" if _lacks_tokens(probe, name) else kind
         yield NoReach(kind, name, _reason(probe, name, gradients))
+
+
+def _lacks_tokens(probe: Probe, name: str) -> bool:
+    """Return whether a parameter has PEFT's trained rows of an embedding, for tokens that the batch lacks."""
+    layer, delta, adapter = name.partition(".trainable_tokens_delta.")
+    if not delta:
+        return False
+    tokens: Any = probe.copy.model.get_submodule(layer).token_indices
+    return not bool(torch.isin(probe.batch.ids, torch.as_tensor(tokens[adapter])).any())
 
 
 @torch.no_grad()
