@@ -152,6 +152,17 @@ def test_the_first_magnitudes_of_dora_are_not_rounded(dtype: str) -> None:
     torch.testing.assert_close(magnitude.detach().double(), expected, rtol=1e-6, atol=0)
 
 
+def test_dora_on_a_row_of_zeros_is_named() -> None:
+    """DoRA divides by the row's norm: 0 / 0. xLSTM begins with gates whose weights are zero."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    torch.nn.init.zeros_(model[1].weight[2].detach())
+    policy = isotype.resolve_precision(model, "float32", device="cpu")
+    with pytest.warns(UserWarning, match="some weight rows of 1 are zero") as caught:
+        adapted = isotype.add_lora(model, policy, target_modules=["0", "1"], use_dora=True)
+    assert adapted(torch.ones(1, 4)).isnan().any()
+    assert adapted.adapter_notes[-1] == str(caught[0].message)
+
+
 @pytest.mark.parametrize("dtype", LOW)
 def test_trained_token_rows(saved: Saved, dtype: str) -> None:
     model, policy = loaded(saved("llama"), dtype, target_modules=["q_proj"], trainable_token_indices=[5, 6])

@@ -17,6 +17,7 @@ from isotype.compat.peft import kind_of_adapter, without_peft
 from isotype.compat.transformers import rename
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import PrecisionError, UsageError
+from isotype.core.names import base_name, listed
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.experts.stack import seen_dense
 from isotype.model.parts import ALL, PARTS, read_parts
@@ -93,7 +94,10 @@ def add_lora(
     if left_out and (targets.unable or targets.reads):
         warnings.warn("; ".join(left_out), stacklevel=2)
     save_policy_too(model)
-    _magnitudes_again(model, adapter_name)
+    if undefined := _magnitudes_again(model, adapter_name):
+        rows = f"some weight rows of {listed(undefined, 2)} are zero: DoRA divides by their norm, so the outputs are NaN"
+        model.adapter_notes += (f"{rows}; leave these layers or use_dora out",)
+        warnings.warn(model.adapter_notes[-1], stacklevel=2)
     enforce_model(model, policy)
     return model
 
@@ -137,22 +141,27 @@ def remember_base(model: Any, config: Any) -> None:
 
 
 @torch.no_grad()
-def _magnitudes_again(model: Any, adapter_name: str) -> None:
-    """Recompute the initial magnitudes of DoRA's linear layers in float32.
+def _magnitudes_again(model: Any, adapter_name: str) -> list[str]:
+    """Recompute the initial magnitudes of DoRA's linear layers in float32. Return the layers with a magnitude of zero.
 
     PEFT 0.21 rounds the norms to the base weight's dtype (`DoraLinearLayer.update_layer`), in which they may overflow.
     """
+    undefined = []
     for place in places(model):
         layer: Any = place.module
         if not is_tuner_layer(layer) or adapter_name not in getattr(layer, "lora_magnitude_vector", ()):
             continue
         if adapter_name in layer.lora_A:  # PEFT keeps an embedding's adapters in other attributes
-            layer.lora_magnitude_vector[adapter_name].update_layer(
+            magnitude = layer.lora_magnitude_vector[adapter_name]
+            magnitude.update_layer(
                 base_layer=layer.get_base_layer(),
                 lora_A=layer.lora_A[adapter_name].weight.float(),
                 lora_B=layer.lora_B[adapter_name].weight.float(),
                 scaling=layer.scaling[adapter_name],
             )
+            if not magnitude.weight.is_meta and bool((magnitude.weight == 0).any()):
+                undefined.append(base_name(place.name))
+    return undefined
 
 
 def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:
