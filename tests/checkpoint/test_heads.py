@@ -116,7 +116,7 @@ def test_a_part_below_the_head_is_saved_and_it_is_said(tmp_path: Path) -> None:
     )
     model = isotype.add_lora(model, policy, r=2).eval()
     assert model.adapter_notes == (
-        "pre_classifier: in no file of the checkpoint, so trained whole and saved with the adapter",
+        "pre_classifier: not in the checkpoint, so they are trained whole and saved with the adapter",
     )
     model.save_pretrained(tmp_path / "adapter")
     again, _, _ = load_for_inference(tmp_path / "adapter", device="cpu")
@@ -145,7 +145,7 @@ def test_weights_that_no_module_of_an_adapter_can_hold_are_refused(tmp_path: Pat
     model = isotype.load(tmp_path, policy, model_class=transformers.BertForMaskedLM)
     assert refused(isotype.UsageError, isotype.add_lora, model, policy) == (
         "weights that are in no file would be lost\n"
-        "  - cls.predictions.bias: drawn at random during the load, and outside of the modules that the adapter can save\n"
+        "  - cls.predictions.bias: random values from the load, in no module that the adapter can save\n"
         "    expected  weights that are in the checkpoint or in the adapter\n"
         "    fix       model.save_pretrained(DIRECTORY) before add_lora, and load the model from there"
     )

@@ -184,9 +184,7 @@ def test_missing_tensors_and_wrong_shapes_come_in_one_error(tmp_path):
 
     text = refused(compared(changed("llama", tmp_path, change)))
     assert "- model.norm.weight is in no file" in text
-    assert (
-        "fix       download or save the checkpoint again; if it should start from new random values" in text
-    )
+    assert "fix       download or save the checkpoint again; to start this tensor from random values" in text
     assert (
         "- model.layers.1.mlp.down_proj.weight is of shape [96, 64], in model.safetensors\n"
         "    expected  shape [64, 96], according to config.json"

@@ -416,10 +416,10 @@ REFUSED: dict[str, tuple[Change, dict[str, Any] | None, str]] = {
     "no scale": (fp8(), BLOCKS, "float8_e4m3fn codes without a scale"),
     "no scale, no config": (fp8(), None, "float8_e4m3fn codes without a scale"),
     **{
-        name: (fp8((name, ONE)), BLOCKS, f"float8_e4m3fn codes without a scale; beside it {name} [1]")
+        name: (fp8((name, ONE)), BLOCKS, f"float8_e4m3fn codes without a scale; its module also has {name} [1]")
         for name in ("scales", "weight_scales", "scale_inv", "scale_weight", "descale", "weight_amax")
     },
-    "a plain name without a config": (fp8(("scale", ONE)), None, "codes without a scale; beside it scale [1]"),
+    "a plain name without a config": (fp8(("scale", ONE)), None, "codes without a scale; its module also has scale [1]"),
     "two scales": (fp8(("weight_scale", ONE), ("weight_scale_inv", ONE)), BLOCKS, "weight_scale, weight_scale_inv: one scale is expected"),
     "another shape": (fp8(("weight_scale", ROWS)), BLOCKS, "weight_scale of shape [3, 1] for a weight of shape [64, 96]; by config.json, the weight has one scale per block 128x128 or row or tensor"),
     "blocks of no config": (fp8(("weight_scale_inv", torch.ones(4, 4))), None, "weight_scale_inv of shape [4, 4] for a weight of shape [64, 96]; by config.json, the weight has one scale per row or tensor"),
@@ -532,7 +532,10 @@ def test_every_command_refuses_it(tmp_path: Path, capsys: Any) -> None:
     path = checkpoint(tmp_path / "model", fp8(("scale_weight", ONE)), BLOCKS)
     for command in commands_on(path, tmp_path):
         assert main(command) == 2
-        assert "float8_e4m3fn codes without a scale; beside it scale_weight [1]" in capsys.readouterr().err
+        assert (
+            "float8_e4m3fn codes without a scale; its module also has scale_weight [1]"
+            in capsys.readouterr().err
+        )
     assert not (tmp_path / "out").exists()
 
 

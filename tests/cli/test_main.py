@@ -177,7 +177,7 @@ def test_a_device_that_is_not_here(capsys, model, data, tmp_path):
         "    expected  a device of this machine\n"
         "    fix       leave --device out to train on "
     )
-    assert "; the check shows how the run would go there\n" in err
+    assert ", or check the run for NVIDIA T4\n" in err
     assert "\nthe corrected command:\n    isotype check sft --model_name_or_path " in err
 
 

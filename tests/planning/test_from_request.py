@@ -181,7 +181,7 @@ def test_rows_that_are_too_long_are_said_to_be(config: Path, formula: object) ->
     plan = planned(config, "1.2MiB", quantization="nf4")
     assert plan.chosen is not None
     assert (plan.chosen.length, plan.chosen.rows) == (192, 1)
-    assert "rows of 256 tokens do not fit; the plan uses the longest that fit" in str(plan)
+    assert "rows of 256 tokens do not fit; the plan uses the longest rows that fit" in str(plan)
 
 
 def test_nothing_fits(config: Path, formula: object) -> None:

@@ -104,10 +104,10 @@ def test_measure_all_measures_every_compute_dtype() -> None:
 @pytest.mark.real_cpu
 def test_a_device_that_is_not_here_is_refused() -> None:
     assert refused(PrecisionError, measure_matmul, torch.float32, "t4") == (
-        "only a device that is here can be measured\n"
+        "only a device of this machine can be measured\n"
         "  - device 't4'\n"
         "    expected  a device of this machine\n"
-        "    fix       give auto, cpu or a device that torch finds here"
+        "    fix       give auto, cpu or a device that torch finds on this machine"
     )
 
 

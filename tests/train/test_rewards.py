@@ -241,7 +241,7 @@ def test_check_and_run_refuse_the_same_reward(
         assert main(words) == 2
         assert (
             f"error: a reward function does not fit the data\n  - --reward_funcs {fitting}.scorer needs a column 'gold'; "
-            f"the columns for rewards are 'answer'\n    expected  a column for each parameter, beside {VALUES}\n"
+            f"the columns for rewards are 'answer'\n    expected  a column for each parameter except {VALUES}\n"
             "    fix       --columns gold=COLUMN, or give the parameter a default value\n"
         ) in capsys.readouterr().err
 

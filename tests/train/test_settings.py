@@ -68,13 +68,13 @@ def test_contradictions_are_all_named_with_both_flags():
         "the arguments disagree about precision\n"
         "  - --dtype float32 and --bf16\n"
         "    expected  one compute dtype; in isotype, --dtype sets the compute dtype, and unquantized weights are stored in it\n"
-        "    fix       leave --bf16 out for float32, or --dtype float32 for bfloat16\n"
+        "    fix       leave --bf16 out to get float32, or leave --dtype float32 out to get bfloat16\n"
         "  - --quantization nf4 and --load_in_8bit\n"
         "    expected  one quantization\n"
         "    fix       leave one of the two out\n"
         "  - --fp16_full_eval\n"
         "    expected  evaluation under the same policy as training\n"
-        "    fix       leave it out: it would cast the master weights, too; evaluation runs in the compute dtype anyway"
+        "    fix       leave it out: it casts the master weights, too; without it, evaluation runs in the compute dtype"
     )
 
 

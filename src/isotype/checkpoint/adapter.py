@@ -349,10 +349,10 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
 
 
 def _other_beginning(saved: Sequence[str], wanted: Sequence[str]) -> Problem | None:
-    """Return the one problem of names that differ from the base model's in their beginning alone; else None."""
+    """Return one problem if all saved names differ from the base model's only in the same prefix; else None."""
 
     def beginnings(name: str) -> tuple[str, str]:
-        """Return the parts of `saved[0]` and of a name of the base model before their common end."""
+        """Return (saved prefix, base model's prefix): the parts of `saved[0]` and of a model's name before their common end."""
         ours, theirs = saved[0].split("."), name.split(".")
         while ours and theirs and ours[-1] == theirs[-1]:
             ours, theirs = ours[:-1], theirs[:-1]

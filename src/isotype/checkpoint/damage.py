@@ -353,8 +353,8 @@ def _of_signs(
 
     The function returns u = r ε - p (r · ε), with r = √p and independent random signs ε of ±1. Because E[ε εᵀ] = 1,
     E[u uᵀ] = (diag r - p rᵀ)(diag r - r pᵀ) = diag p - p pᵀ. The gradient of ln p(y), with y sampled from p, has the
-    same second moments, but a larger variance: it is near 0 for most samples and large for a few. Martens, Sutskever
-    and Swersky estimate curvature from random signs in one backward (https://arxiv.org/abs/1206.6464).
+    same second moments. Its variance is larger, because it is near 0 for most samples and large for a few. Martens,
+    Sutskever and Swersky estimate curvature from random signs in one backward (https://arxiv.org/abs/1206.6464).
 
     Args:
         rows: log probabilities `[counted tokens, vocabulary]`, float32.

@@ -204,7 +204,7 @@ def _held(block: Block, name: str) -> tuple[nn.Parameter, QuantizedStack | None]
 def _convert_like(
     name: str, owner: Any, parameter: nn.Parameter, blank: nn.Parameter, former: QuantizedStack | None
 ) -> None:
-    """Convert a weight that was just read to the dtype and quantization state of `blank`, the parameter before it."""
+    """Convert a weight from a file to the dtype and quantization state of `blank`, the parameter that it replaces."""
     stack, kind = quantized_stack(owner, name.rpartition(".")[2]), kind_of(owner)
     if stack is not None:
         stack.dtype = stack.dtype if former is None else former.dtype

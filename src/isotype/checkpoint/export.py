@@ -312,8 +312,8 @@ def require_program(kind: str, adapter: Path, output: Path) -> None:
         (PROGRAM, str(dense), str(final), kind.upper()),
     )
     what = f"--gguf {kind}, and no {PROGRAM} on the PATH"
-    expected = f"{PROGRAM} of https://github.com/ggml-org/llama.cpp, or a type that is written without it (--gguf q8_0, q4_0)"
-    fix = f"put {PROGRAM} on the PATH; or run, on a machine that has it: {' && '.join(map(shlex.join, commands))}"
+    expected = f"{PROGRAM} of https://github.com/ggml-org/llama.cpp, or a type that isotype writes without {PROGRAM} (--gguf q8_0, q4_0)"
+    fix = f"put {PROGRAM} on the PATH, or run these commands on a machine that has {PROGRAM}: {' && '.join(map(shlex.join, commands))}"
     raise UsageError.of(f"only llama.cpp writes {kind}", what, expected, fix)
 
 

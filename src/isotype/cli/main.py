@@ -42,7 +42,7 @@ _LAUNCHERS = {
     **{name: ["run"] for name in ("python", "python3")},
     **{name: ["run", name] for name in ("accelerate", "torchrun", "deepspeed")},
 }
-"""Commands that start a script -> the words of `isotype` in their place."""
+"""Maps a command that starts a script to the words after `isotype` that replace it."""
 
 _OF_TRL = ("bco", "cpo", "gkd", "nash_md", "online_dpo", "orpo", "ppo", "prm", "simpo", "xpo")
 """Methods of TRL without a command in isotype. No similar command is suggested for them."""

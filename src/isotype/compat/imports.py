@@ -14,7 +14,7 @@ from isotype.compat.standard import is_being_imported
 
 
 def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
-    """Call `act` when the module `name` is imported; now if it is. Return a function that cancels the call."""
+    """Call `act` when the module `name` is imported, or now if it already is. Return a function that cancels the call."""
     finder = _Finder(name, act)
     if finder.is_imported():
         act()

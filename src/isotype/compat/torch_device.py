@@ -134,7 +134,7 @@ _NEEDS_GPU = ("bitsandbytes", "isotype", "triton", "torch._", "torch.utils.data"
 
 
 def _answer(replaced: Replacements, simulated: str, named: Callable[[], None]) -> None:
-    """Let torch report that the simulated device is available. Modules that need a real one get the truth."""
+    """Let torch report that the simulated device is available, except to modules that need a real device."""
     backend = getattr(torch, simulated)
 
     def answer(here: Any, there: Any, _ask: Callable[..., Any], *_: Any, **__: Any) -> Any:

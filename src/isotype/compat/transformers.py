@@ -266,9 +266,9 @@ def fakes_taken_for_real() -> Iterator[None]:
 
     If `is_tracing` in transformers/utils/import_utils.py sees a fake tensor, transformers acts as in an export: it
     always makes masks, repeats keys and values, and uses another attention kernel. On the CPU before torch 2.11,
-    `_can_use_grouped_mm` in transformers/integrations/moe.py needs memory that is aligned to 16 bytes. Memory of real
-    tensors is, but fake tensors have none. tests/compat/test_others.py fails when one of the two replacements is no
-    longer needed.
+    `_can_use_grouped_mm` in transformers/integrations/moe.py needs memory that is aligned to 16 bytes. Real tensors
+    have such memory, but fake tensors have no memory. tests/compat/test_others.py fails when one of the two
+    replacements is no longer needed.
     """
     experts = sys.modules.get("transformers.integrations.moe")
     decide: Any = getattr(experts, "_can_use_grouped_mm", None)
@@ -287,8 +287,8 @@ def fakes_taken_for_real() -> Iterator[None]:
 def fp8_kernels_replaced(runs: bool) -> Iterator[None]:
     """In the `with` block, plain products of equal shapes replace FP8 kernels, if the device `runs` FP8 layers.
 
-    The kernels of FP8 layers read memory, which fake tensors do not have. They have no backward; in transformers 5.20,
-    FP8 layers have none, either. For older GPUs, transformers dequantizes the weights when it loads them.
+    The kernels of FP8 layers read memory, which fake tensors do not have. The products have no backward,
+    nor have the FP8 layers of transformers 5.20. For older GPUs, transformers dequantizes the weights when it loads them.
     """
     layers, replacements = sys.modules.get("transformers.integrations.finegrained_fp8"), Replacements()
     if layers is not None and runs:

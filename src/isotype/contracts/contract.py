@@ -93,8 +93,8 @@ class Verdict:
     Attributes:
         accepted: True if the operator runs, False if it raises.
         results: dtypes of the returned tensors; for an in-place operator, of the changed tensor. It is empty if the
-            operator raises, if it was not measured on this device, or if operand dtypes do not decide (scalars, list
-            lengths, 0-dim operands do). The fake kernel then decides.
+            operator raises, if it was not measured on this device, or if the result's dtype depends on scalars, list
+            lengths or 0-dim operands. The fake kernel then decides.
         message: the device's error message if the operator raises, else "".
         assumed: True if the verdict was not measured: it is from a family's rule or from another device.
     """
@@ -307,10 +307,10 @@ _SHIFTED = (str.maketrans("df", "fb"), str.maketrans("d", "b"))
 
 
 def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
-    """Return a verdict of refusal if the CPU is known to refuse float64 beside float32; else None.
+    """Return a verdict of refusal if the CPU is known to refuse float64 together with float32; else None.
 
-    Few operators were measured with float64. One that refuses bfloat16 beside float32, in both orders, is assumed to
-    refuse float32 beside float64, too. A missing bfloat16 kernel does not count as a refusal.
+    Few operators were measured with float64. An operator that refuses bfloat16 together with float32, in both orders,
+    is assumed to refuse float64 together with float32, too. A missing bfloat16 kernel does not count as a refusal.
     """
     if "f" not in pattern:
         return None

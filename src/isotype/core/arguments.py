@@ -305,8 +305,8 @@ def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
 def closest(name: str, known: Sequence[str]) -> tuple[list[str], bool]:
     """Return up to three known names that `name` may mean, and True if it certainly means the first one.
 
-    Aliases come first, then longer names, then similar ones. Certain are an alias, the only longer name, and a name that
-    is clearly the most similar one.
+    Aliases come first, then longer names, then similar ones. An alias, the only longer name, and a name that is clearly
+    the most similar one are certain.
     """
     bare, wanted = {_bare(known_name): known_name for known_name in known}, _bare(name)
     if aliases := [other for other in (wanted, *_OTHER_NAMES.get(wanted, ())) if other in bare]:
@@ -354,7 +354,7 @@ def separated(words: Sequence[str]) -> list[str]:
 
 
 def _swap(line: list[str], old: Sequence[str], new: Sequence[str]) -> bool:
-    """Write `new` in place of `old` in the line. Return True if `old` was there."""
+    """Write `new` in place of `old` in the line. Return True if the line has `old`."""
     size, lower = len(old), [word.lower() for word in old]
     for at in range(len(line)):
         if [word.lower() for word in line[at : at + size]] == lower:

@@ -69,7 +69,7 @@ def why_unusable(folder: Path) -> str:
 
 
 def _folder(variable: str, name: str) -> tuple[Path, str]:
-    """Return a folder (of an environment variable, else in the user's cache), and why it is not writable, or ""."""
+    """Return (the folder in an environment variable or in the user's cache, why it is not writable or "")."""
     chosen = os.environ.get(variable)
     path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / name
     try:

@@ -92,7 +92,7 @@ def columns_problem(columns: Sequence[str], method: str, text_field: str = "text
     elif others:
         fix = f"these columns suit {', '.join(f'isotype {name}' for name in others)}"
     elif method == "sft" and "prompt" in columns:
-        fix = "add 'completion': TRL expects that column beside 'prompt'"
+        fix = "add a column 'completion': TRL expects both 'prompt' and 'completion'"
     elif method == "sft":
         fix = f"name the columns: {_named(formats)}; or name the column of the text: --dataset_text_field COLUMN"
     else:

@@ -130,7 +130,7 @@ def _of_one_form(
         f"'{part.name}' holds {' and '.join(map(repr, names))}{' as text' if text else ''}"
         for part, names, text in zip(parts, required, plain, strict=True)
     )
-    expected = "data sets of the same format (for sft, also conversations beside prompts and completions)"
+    expected = "data sets of the same format (sft can also mix conversations with prompts and completions)"
     fix = "train on the data sets one after the other, or rename an entry's columns with `columns`: {prompt: question, completion: answer}"
     raise data_error("datasets", [Problem(held, expected, fix)])
 

@@ -313,7 +313,7 @@ def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
 
 
 def captioned(path: Path) -> Path | None:
-    """Return the image beside a .txt file that has the same name except for the suffix, or None."""
+    """Return the image in a .txt file's folder that has the file's name with another suffix, or None."""
     if path.suffix.lower() != ".txt":
         return None
     return next((at for suffix in SUFFIXES if (at := path.with_suffix(suffix)).is_file()), None)

@@ -68,7 +68,7 @@ def _why_not_adapters(layer: Any) -> str | None:
             if kind_of(part) != "linear" or boundary_of(part) or part.weight.dim() != 2:
                 return f"adapter {name!r} does not consist of plain linear layers"
         if dora and len(names) > 1:
-            return "the layer has DoRA beside other adapters"
+            return "the layer has DoRA and other adapters"
         if dora and layer.lora_B[name].bias is not None:
             return "the layer has DoRA with lora_bias"
         if dora and layer.training and _dropout(layer, name):

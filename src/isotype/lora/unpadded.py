@@ -85,7 +85,7 @@ _LEAST_SHARE = 0.05
 MOST_TOKENS = 8192
 """Maximum tokens of a batch without padding if attention needs a mask: the mask has a byte for each pair of tokens."""
 _TOLERANCES = {"right": 0.05, "left": 0.25}
-"""Tolerated difference by side of padding, relative to the change that attention to earlier rows would cause.
+"""Side of padding -> tolerated difference, relative to the change that attention to earlier rows would cause.
 
 Left padding shifts rotary positions, and so changes rounding.
 """

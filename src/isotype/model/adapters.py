@@ -47,7 +47,7 @@ def add_lora(
 
     The base weights are frozen and keep their dtypes: nothing is upcast. If the model already has adapters, the new
     adapter becomes the active one, unlike after PEFT's `add_adapter`. `model.set_adapter` activates another adapter.
-    `save_pretrained` saves the policy beside every adapter.
+    `save_pretrained` also saves the policy, in the folder of every adapter.
 
     Args:
         model: a model loaded with `isotype.load`, or any model that PEFT supports.

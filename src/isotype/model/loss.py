@@ -31,8 +31,8 @@ def find_loss(output: Any) -> torch.Tensor | None:
     """Return the field `loss` of a model's output, or a scalar that must be the loss, or None.
 
     A scalar is the loss if it depends on all parameters that the output depends on. The loss in nanoGPT's output
-    `(logits, loss)` does; CLIP's temperature does not. If only all scalars of a mapping do so together, like a
-    detector's losses, return their sum.
+    `(logits, loss)` does; CLIP's temperature does not. If no single scalar of a mapping does, but all scalars together
+    do, like a detector's losses, return their sum.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):

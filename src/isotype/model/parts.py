@@ -38,7 +38,7 @@ class Parts:
         return LANGUAGE if inside else PROJECTOR
 
     def outside_of_language(self) -> Iterator[str]:
-        """With towers, yield the names of the outermost modules with weights that are not in the language model."""
+        """If the model has towers, yield the outermost modules that have weights and are outside of the language model."""
         last = ""
         for name, module in self._base.named_modules() if self.towers else ():
             around = any(in_module(inner, name) for inner in self._language)

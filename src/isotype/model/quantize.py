@@ -20,7 +20,7 @@ import torch
 from isotype.compat.bitsandbytes import quantized_on
 
 _PIECE = 1 << 19
-"""Number of elements that are processed at once: few enough for the caches in float32, and enough for all threads."""
+"""Number of elements that are processed at once. In float32, they fit into the CPU's caches and occupy all threads."""
 _UNDECIDED = 0x80
 _ANY_UNDECIDED = -0x7F7F7F7F7F7F7F80  # the same bit in each byte of an int64
 _HALF_RANGE = 32767

@@ -215,7 +215,7 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
     names = [choice.module for choice in policy.layers]
     unknown = [name for name in names if kind_of(modules.get(name, model)) not in _BITS]
     if unknown:
-        what = f"{listed(unknown)} under a policy with other formats for them"
+        what = f"{listed(unknown)}, for which the policy has formats"
         expected = "quantized linear layers of this model"
         fix = "resolve the policy for this model: isotype.resolve_precision(model, quantization='mixed')"
         raise PrecisionError.of("the policy is for other layers", what, expected, fix)

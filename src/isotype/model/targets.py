@@ -88,18 +88,18 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
         else:
             stuck.append(name)
     if stuck:
-        what = f"{listed(stuck)}: drawn at random during the load, and outside of the modules that the adapter can save"
+        what = f"{listed(stuck)}: random values from the load, in no module that the adapter can save"
         expected = "weights that are in the checkpoint or in the adapter"
         fix = "model.save_pretrained(DIRECTORY) before add_lora, and load the model from there"
         raise UsageError.of("weights that are in no file would be lost", what, expected, fix)
     if not new:
         return ()
     config.modules_to_save = [*(getattr(config, "modules_to_save", None) or ()), *new]
-    return (f"{listed(new)}: in no file of the checkpoint, so trained whole and saved with the adapter",)
+    return (f"{listed(new)}: not in the checkpoint, so they are trained whole and saved with the adapter",)
 
 
 def _module_of(model: Any, name: str, drawn: set[str]) -> str:
-    """Return the name of the largest module with the parameter `name` and only parameters in `drawn`; "" without one."""
+    """Return the name of the largest module with `name` whose parameters are all in `drawn`; "" without one."""
     path, best = name.rpartition(".")[0], ""
     while path:
         module = model.get_submodule(path)
@@ -118,7 +118,7 @@ _OF_WEIGHTS = ("orthogonal", "olora", "pissa")
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets in an adapter's config, and why other layers are none.
+    """The targets in an adapter's config, and why other layers are not among them.
 
     Attributes:
         wide: True if the config's targets are `all-linear`.
@@ -260,7 +260,7 @@ class _Weight:
 
 
 ADAPTED = "adapters are on "
-"""First words of the sentence in `adapter_notes` on the weights with adapters."""
+"""First words of the note in `adapter_notes` that names the weights with adapters."""
 _LINEAR, _STACKED, _ROUTER = "linear layer", "stacked expert weight", "router"
 
 

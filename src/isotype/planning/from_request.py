@@ -322,7 +322,7 @@ def _notes(request: PlanRequest) -> tuple[str, ...]:
     if step.data_rows is None:
         data = f"trains on {EXAMPLE_DATA}" if step.method == "sft" else "names no data: add --dataset_name"
         named = {"dataset_name", "datasets"} & request.command.values.keys()
-        counted = "all rows are counted with one length"
+        counted = "every row counts with the same length"
         notes.append(
             f"the data is not here: {counted}" if named else f"no --data: {counted}, and the command {data}"
         )

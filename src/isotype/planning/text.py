@@ -243,7 +243,7 @@ def _unlike_asked(plan: Record, row: Row) -> str:
     same_device = (other for other in plan.rows if other.device == row.device)
     others = {other.length for other in same_device if other.command != row.command}
     if row.rows == 1 and others and row.length not in others and plan.goal != "longest":
-        return f"rows of {max(others):,} tokens do not fit; the plan uses the longest that fit"
+        return f"rows of {max(others):,} tokens do not fit; the plan uses the longest rows that fit"
     return ""
 
 

@@ -58,7 +58,7 @@ def decide(
 
     Args:
         facts: the model's dtypes, from the checkpoint's headers and config.
-        obstacles: problems with library versions. The error lists them beside the request's conflicts.
+        obstacles: problems with library versions. The error lists them together with the request's conflicts.
         ranges: measured magnitudes of this model's values; None if they were not measured.
 
     Raises:

@@ -61,5 +61,5 @@ def find(trace: Trace) -> Iterator[Finding]:
             "every token predicts itself",
             cause="the loss compares the logits of a token with the id of the same token",
             notes=(f"{plural(reach.labels.learned, 'prediction')} count in the loss", measured_on(reach)),
-            fixes=(advice("loss", "compare the logits of a token with the id of the next one"),),
+            fixes=(advice("loss", "compare the logits of a token with the id of the next token"),),
         )

@@ -276,7 +276,7 @@ def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
     others = [dtype for dtype in elements if dtype != torch.float32]
     if trainable == "full" and compute == torch.float32 and others:
         headline = "weights of different dtypes and no autocast"
-        what = f"frozen weights in {dtype_name(others[0])} beside float32 master weights"
+        what = f"frozen weights in {dtype_name(others[0])}, and master weights in float32"
         fix = "train with bf16=True or fp16=True, or load the model in float32"
         raise PrecisionError.of(headline, what, "all weights in one dtype, or autocast", fix)
     policy = resolve_precision(

@@ -204,7 +204,7 @@ def require_router(config: Any, settings: Settings) -> None:
     if coefficient and not hasattr(config.get_text_config(), "output_router_logits"):
         what = f"--router_aux_loss_coef {coefficient} and a model of the type {config.model_type}"
         expected, fix = "a mixture of experts that returns router logits", "leave --router_aux_loss_coef out"
-        raise UsageError.of("there is no loss of routers", what, expected, fix)
+        raise UsageError.of("this model has no loss for routers", what, expected, fix)
 
 
 def require_plain_head(model: Any, method: Method) -> None:
@@ -212,7 +212,7 @@ def require_plain_head(model: Any, method: Method) -> None:
     if method.loss != "reward" and is_tuner_layer(model.get_output_embeddings()):
         headline, expected = "an adapter on the head would not be trained", "layers below the head"
         fix = "leave the head out, or train it: --lora_modules_to_save lm_head; a saved adapter can be merged first"
-        what = f"an adapter on the head, whose weight isotype {method.name} takes without an adapter"
+        what = f"an adapter on the head: isotype {method.name} computes the loss from the head's weight alone"
         raise UsageError.of(headline, what, expected, fix)
 
 
@@ -263,7 +263,7 @@ def _check_rank(model: Any, config: Any) -> None:
     if rank <= max(widths):
         note = (
             f"rank {rank} is above the width of {len(narrow)} of {len(widths)} adapted layers (the narrowest has "
-            f"{min(widths)}), where a larger rank only takes memory; rank_pattern sets the rank of single layers"
+            f"{min(widths)}), where ranks above the width only take memory; rank_pattern sets the rank of single layers"
         )
         model.adapter_notes = (*getattr(model, "adapter_notes", ()), note)
         return

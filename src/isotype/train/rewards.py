@@ -26,7 +26,7 @@ BUILT_IN = (
 )  # fmt: skip
 
 _VALUES = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""Keyword arguments that TRL passes to every reward function, beside the columns of the rows."""
+"""Keyword arguments that TRL passes to every reward function, in addition to the columns of the rows."""
 
 _UNPASSED = {"prompt", "completion", "completion_ids"}
 """Columns that TRL does not pass (`_calculate_rewards` in trl/trainer/grpo_trainer.py)."""
@@ -100,7 +100,7 @@ def _unfit(flag: str, function: Any, row: Mapping[str, Any], renamed: str | None
         elif name in _UNPASSED:
             fix = f"--columns NAME={name}, with the name of the parameter"
         what = f"{flag} needs a column '{name}'; the columns for rewards are {quoted(columns)}"
-        yield Problem(what, f"a column for each parameter, beside {', '.join(_VALUES)}", fix)
+        yield Problem(what, f"a column for each parameter except {', '.join(_VALUES)}", fix)
         return
     try:
         signature.bind(**dict.fromkeys(passed))

@@ -146,6 +146,6 @@ def not_the_best(settings: Settings) -> str | None:
     if settings.early_stopping_patience is None or settings.load_best_model_at_end:
         return None
     return (
-        "early stopping saves the model of its last step; --load_best_model_at_end True saves the best one (it needs "
+        "early stopping saves the model of its last step; --load_best_model_at_end True saves the best model (it needs "
         "--eval_strategy steps, and --save_steps that are a multiple of --eval_steps)"
     )

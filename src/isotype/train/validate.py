@@ -133,7 +133,7 @@ def _trainer(settings: Settings) -> Iterator[Problem]:
     if "exo_pair" in losses and not settings.label_smoothing:
         yield Problem("--loss_type exo_pair", "label smoothing above 0", "add --label_smoothing 1e-3")
     if settings.sync_ref_model and settings.use_peft:
-        expected = "a training of every weight: the reference model of adapters is their base"
+        expected = "a training of every weight, because adapters have their base as the reference model"
         yield Problem("--sync_ref_model True with adapters", expected, "leave one of the two out")
 
 
@@ -168,7 +168,7 @@ def _checkpointing(settings: Settings) -> Iterator[Problem]:
     every = arguments.get("every_n_layers", 1)
     if not isinstance(every, int) or every < 1:
         what = f"--gradient_checkpointing_kwargs: every_n_layers {every!r}"
-        yield Problem(what, "a whole number of at least 1", "1 checkpoints every layer, 2 every other one")
+        yield Problem(what, "a whole number of at least 1", "1 checkpoints every layer, 2 every second layer")
 
 
 def _offload(settings: Settings) -> Iterator[Problem]:
@@ -338,7 +338,7 @@ def training_device(settings: Settings) -> DeviceProfile:
     device, name = settings.device, settings.method.name
     profile = device_profile(device)
     if not profile.present:
-        fix = f"leave --device out to train on {device_profile('auto').title}; the check shows how the run would go there"
+        fix = f"leave --device out to train on {device_profile('auto').title}, or check the run for {profile.title}"
         problem = Problem(f"--device {device}", "a device of this machine", fix, ((name,), ("check", name)))
         raise UsageError(f"{profile.title} is not in this machine", [problem])
     if index := torch.device(profile.name).index:

@@ -571,7 +571,7 @@ def test_an_evaluation_with_gradients_names_what_it_holds(
     capsys: pytest.CaptureFixture[str], loop: Loop
 ) -> None:
     _, _, err = _run(capsys, "--no-preflight", loop("kept = []", "kept.append(model.eval()(x))"))
-    assert "isotype: forwards with gradients on, but no backward: peak " in err
+    assert "isotype: forwards with gradients, but no backward: peak " in err
     assert "activations" in err.partition("no backward: peak ")[2]
 
 

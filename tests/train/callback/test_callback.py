@@ -284,7 +284,7 @@ def test_16_bit_weights_among_float32_masters_need_autocast(path: Path, tmp_path
     trainer.add_callback(isotype.PrecisionCallback())
     assert refused(isotype.PrecisionError, trainer.train) == (
         "weights of different dtypes and no autocast\n"
-        "  - frozen weights in bfloat16 beside float32 master weights\n"
+        "  - frozen weights in bfloat16, and master weights in float32\n"
         "    expected  all weights in one dtype, or autocast\n"
         "    fix       train with bf16=True or fp16=True, or load the model in float32"
     )

@@ -123,12 +123,12 @@ def test_the_settings_are_those_of_our_own_flags(folder: Path, caplog: pytest.Lo
     ours = parse_settings(METHODS["sft"], OUR_FLAGS)
     assert compared(theirs) == compared(ours)
     assert caplog.messages == [
-        "theirs.yaml: axolotl's file: 23 of its names are used; of the others:\n"
+        "theirs.yaml: 23 names in axolotl's file are used; of the others:\n"
         "  bf16: not done: bfloat16 for a checkpoint in float32 or float16; isotype keeps its dtype (--dtype bfloat16)\n"
         "  tf32: no effect: products are in the compute dtype (--tf32 True for float32)\n"
         "  datasets[0].type: not done: words around an instruction and its input; the prompt is the "
         "instruction, an empty line and the input\n"
-        "  sequence_len: not done: dropping longer rows; isotype cuts them\n"
+        "  sequence_len: not done: dropping rows that are too long; isotype cuts them\n"
         "  model_type: no effect: the files of the checkpoint name its classes and its tokenizer\n"
         "  flash_attention: no effect: isotype uses torch's FlashAttention if the GPU supports it (--attn_implementation "
         "selects another)\n"
@@ -338,4 +338,4 @@ def test_a_plan_of_a_file_does_not_name_other_data(folder: Path) -> None:
     request, _ = parse_request(
         [written({**AXOLOTL, "datasets": [{"path": "a/b", "type": "alpaca"}]}), "--device", "t4"]
     )
-    assert "the data is not here: all rows are counted with one length" in left_out(request)
+    assert "the data is not here: every row counts with the same length" in left_out(request)

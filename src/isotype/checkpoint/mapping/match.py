@@ -282,7 +282,7 @@ def _unread_problems(match: Match) -> Iterator[Problem]:
         names = [tensor.weight.name for tensor, _ in tensors]
         count = f" ({plural(len(names), 'tensor')})" if len(names) > 1 else ""
         some = names[0] if len(names) == 1 else listed(distinct_names(names), 2)
-        yield Problem(f"{some}{count}{why}{f'; beside it {scales}' if scales else ''}", *EXPECTED)
+        yield Problem(f"{some}{count}{why}{f'; its module also has {scales}' if scales else ''}", *EXPECTED)
 
 
 def _unused_problems(match: Match) -> Iterator[Problem]:
@@ -310,7 +310,7 @@ def _missing_problems(match: Match) -> Iterator[Problem]:
             fix = f"{near.weight.file.name} has {near.weight.name} of this shape: {rename}, or {again}"
         else:
             fix = (
-                f"{again}; if it should start from new random values, load the model with transformers and "
+                f"{again}; to start this tensor from random values, load the model with transformers and "
                 "save_pretrained() it"
             )
         noun = "a tensor" if len(names) == 1 else "tensors"

@@ -68,7 +68,7 @@ def is_file(output: Path) -> bool:
 
 
 def written_path(output: Path, directory: Path, stored: str | None) -> Path:
-    """Return the path to write: `directory`, or in it a GGUF file that is named after `output` or after the GGUF type."""
+    """Return `directory`, or the path of a GGUF file in `directory` if `stored` is a GGUF type."""
     if stored not in GGUF_TYPES:
         return directory
     return directory / (output.name if is_file(output) else f"model-{stored}.gguf")
@@ -79,7 +79,7 @@ _BUILDING = ".isotype-merging"
 
 @contextmanager
 def staged(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which becomes `output`, or is removed after an error. Remove folders of killed merges."""
+    """Yield a temporary folder, then rename it to `output`, or remove it after an error. Remove folders of killed merges."""
     fresh = output.parent / f".{output.name}.{uuid.uuid4().hex}"
     built = fresh.with_name(fresh.name + _BUILDING)
     try:

@@ -200,7 +200,7 @@ def packed_by_lengths(model: nn.Module, inputs: Mapping[str, Any]) -> Sequences 
 
 
 def sides_of(model: nn.Module) -> frozenset[str]:
-    """Return the sides of a row on which the model's attention needs no padding. Other attention than isotype's has none."""
+    """Return the sides of a row on which attention needs no padding; an empty set if the attention is not isotype's."""
     report = _reports.get(model)
     return frozenset() if report is None or not report._undo else report.sides
 

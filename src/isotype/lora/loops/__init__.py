@@ -1,1 +1,1 @@
-"""C++ loops for CPU operations that take torch several operators or have none. They need a C++ compiler."""
+"""C++ loops for CPU operations for which torch needs several operators or has none. They need a C++ compiler."""

@@ -54,8 +54,8 @@ class _HeadRequest:
         gradients: names of results that the trainer may differentiate.
         autocast: returns the context in which the head runs: autocast, if accelerate has wrapped the model's forward in
             autocast.
-        result: class of the forward's result. A trainer needs TRL's class; a check avoids the import of TRL, which takes
-            seconds.
+        result: class of the forward's result. Trainers need TRL's class. Checks use isotype's, because importing TRL
+            takes seconds.
         faster: True if isotype's head was measured to be faster than TRL's, see `own_is_better`.
     """
 

@@ -69,8 +69,8 @@ def real_device(device: str | torch.device) -> torch.device:
     """Return a device as a `torch.device`. Raise PrecisionError if it is not in this machine."""
     profile = device_profile(device)
     if not profile.present:
-        headline, actual = "only a device that is here can be measured", f"device {str(device)!r}"
-        fix = "give auto, cpu or a device that torch finds here"
+        headline, actual = "only a device of this machine can be measured", f"device {str(device)!r}"
+        fix = "give auto, cpu or a device that torch finds on this machine"
         raise PrecisionError.of(headline, actual, "a device of this machine", fix)
     return torch.device(profile.name)
 

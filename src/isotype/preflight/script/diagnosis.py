@@ -309,7 +309,7 @@ class Diagnosis:
                 self._say(_ALL_SKIPPED)
             elif watch.recorder is not None and {call.phase for call in watch.recorder.calls} == {"forward"}:
                 peak = peak_of(watch.recorder.ledger.record())
-                self._say(f"forwards with gradients on, but no backward: {peak}, less under torch.no_grad()")
+                self._say(f"forwards with gradients, but no backward: {peak}; torch.no_grad() saves memory")
             return
         steps, last = len(watch.seen), watch.seen[-1]
         words = plural(len(findings), "finding") if findings else "no findings"
@@ -355,7 +355,7 @@ class Diagnosis:
         """Call `explain`, unless another process of the run has explained the error. Return True if one of them has."""
         if self._family.knows("explained"):
             if self._family.is_top:
-                self._say("explained above, by the process that raised it")
+                self._say("the process that raised this error has explained it above")
             return True
         if self._request is None or self.watch.model is None or not self._family.claim("explained"):
             return False

@@ -402,7 +402,7 @@ def _change(first: float, last: float, noise: float) -> tuple[str, ...]:
 
 
 def format_loss(loss: float) -> str:
-    """Format a loss with three decimals; with an exponent below 0.001 and from 1e6."""
+    """Format a loss with three decimals, or with an exponent if it is at least 1e6, or below 0.001 and not 0."""
     if not math.isfinite(loss):
         return format_number(loss)
     plain = loss == 0 or 0.001 <= abs(loss) < 1e6

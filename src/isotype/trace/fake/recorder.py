@@ -89,7 +89,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             operands of mixed dtypes are converted to it.
 
     Attributes:
-        sides: chooses the dtype to which operands of mixed dtypes are converted. Until `sides` is set, it is `compute`.
+        sides: chooses the dtype to which operands of mixed dtypes are converted. By default, it chooses `compute`.
         deadline: latest end of the step in seconds of `time.monotonic`; the first operator after it raises
             TimeSpentError.
         gradients: records which trainable parameters get gradients.

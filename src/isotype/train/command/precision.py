@@ -22,7 +22,7 @@ Claim = tuple[str, str]
 _ONE_DTYPE = (
     "one compute dtype; in isotype, --dtype sets the compute dtype, and unquantized weights are stored in it"
 )
-_NO_CAST = "leave it out: it would cast the master weights, too; evaluation runs in the compute dtype anyway"
+_NO_CAST = "leave it out: it casts the master weights, too; without it, evaluation runs in the compute dtype"
 
 
 def read_precision_request(command: Command) -> PrecisionRequest:
@@ -79,7 +79,7 @@ def _dtype_problems(command: Command, claims: Sequence[Claim]) -> Iterator[Probl
     for claim, name in claims[1:]:
         first, dtype = claims[0]
         if name != dtype:
-            fix = f"leave {claim} out for {dtype}, or {first} for {name}"
+            fix = f"leave {claim} out to get {dtype}, or leave {first} out to get {name}"
             yield Problem(f"{first} and {claim}", _ONE_DTYPE, fix)
     for flag, name in FLAGS:
         if claims and command.given(flag) is False and claims[0][1] == name:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from isotype.data.methods import METHODS
 from isotype.train.dialects.reader import FRAME, Reader, Rows, speaks, tables, use_rows
 
-_CUT = "not done: dropping longer rows; isotype cuts them"
+_CUT = "not done: dropping rows that are too long; isotype cuts them"
 _PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "SwanLabPlugin", "LMEvalPlugin")
 
 
@@ -98,7 +98,7 @@ def _data_set(inner: Reader) -> list[Rows]:
     if not columns or path is None:
         known = (
             ", ".join((*texts, *chats, *tables()["types"][method]))
-            or "none, because code makes axolotl's rows for this method"
+            or "none, because in axolotl a type for this method is the name of a function"
         )
         fix = "write the rows with isotype's columns (docs/training.md, Data), and give --dataset_name"
         what = "type" if "type" in inner.given else f"type: {kind}"

@@ -22,7 +22,7 @@ def method_of(reader: Reader) -> str | None:
     """Return the training method of the file, or None if isotype lacks the stage."""
     stage, methods = str(reader.get("stage", "sft")), tables()["llama_factory"]["methods"]
     if stage not in methods:
-        fix = "to train with rewards, write a file in isotype's names for isotype grpo or rloo"
+        fix = "isotype grpo and isotype rloo train with rewards: write a file with isotype's names for one of them"
         reader.refuse("stage", f"one of {', '.join(methods)}", fix)
         return None
     return str(methods[stage])

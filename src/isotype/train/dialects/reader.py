@@ -22,7 +22,7 @@ from isotype.data.sharegpt import CALL, SPEAKERS
 
 OFF = "off or empty"
 """The note on a name whose value turns off a feature of the other program."""
-NOT_HERE = "not read: {} is not on this machine; each row is as long as the longest possible"
+NOT_HERE = "not read: {} is not on this machine, so each row counts as the longest possible row"
 Kind = Literal["a number above 0", "a list", "names with values", "text"]
 _KINDS: Mapping[Kind, Any] = {
     "a number above 0": (int, float),
@@ -162,7 +162,7 @@ class Reader:
         """Return lines for the user, with the number of translated names and the notes on names that were left out."""
         lines = [f"  {', '.join(names)}: {effect}" for effect, names in self.notes.items() if effect != OFF]
         title = tables()[self.table]["title"]
-        used = f"{title}'s file: {len(self.used)} of its names are used"
+        used = f"{len(self.used)} names in {title}'s file are used"
         return "\n".join([f"{used}; of the others:", *lines]) if lines else used
 
     def _settle(self, name: str, value: Any) -> None:
