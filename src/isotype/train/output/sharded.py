@@ -156,7 +156,7 @@ class Sharded(TrainerSteps):
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
-    def read_weights(self: Any, resume_from_checkpoint: str, model: Any) -> None:
+    def read_weights(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         checkpoint = Path(resume_from_checkpoint)
         if (checkpoint / SHARDS).is_dir():
             load_weights(checkpoint / SHARDS, self.model)
