@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from isotype.core.errors import PrecisionError, UsageError
 from isotype.planning.from_request import plan_of_request
 from isotype.planning.nearest import with_nearest
 from isotype.planning.request import parse_request
+from isotype.planning.search import Search
 from isotype.preflight.repair import plan as repairs_of
 from isotype.records.finding import Finding
 from isotype.train.command.command import Command
@@ -150,3 +152,17 @@ def test_a_checks_commands_train_what_was_asked_for(
         }
         only_what_is_said(asked, accepted(fix.command), said)
         assert fix.safety == "unsafe" or not ({"quantization", "max_length", "dtype"} & said)
+
+
+@pytest.mark.parametrize(
+    ("method", "loss", "least"),
+    [("kto", (), 2), ("kto", ("--loss_type", "apo_zero_unpaired"), 1), ("dpo", (), 1)],
+)
+def test_a_micro_batch_has_as_many_rows_as_the_loss_needs(
+    method: str, loss: tuple[str, ...], least: int
+) -> None:
+    command = parse_command(method, ["--model_name_or_path", "m", *loss])[0]
+    request = SimpleNamespace(rows=None, at_most=None, command=command)
+    search: Any = SimpleNamespace(request=request, step_rows=8, length=8, _even_rows=int)
+    steps: Any = SimpleNamespace(peak=lambda rows, length: 100 * rows, arguments=None)
+    assert Search._micro_batch(search, steps, 150) == (least, least == 1)

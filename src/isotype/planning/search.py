@@ -149,7 +149,7 @@ class Search:
 
     def _sparser_row(self, steps: Steps, profile: DeviceProfile) -> Iterator[Row]:
         """Yield a row that recomputes every n-th layer, if a micro-batch fits only with recomputation."""
-        rows = self.request.rows or 1
+        rows = self.request.rows or self.request.command.least_rows
 
         def foresee(arguments: Mapping[str, Any] | None) -> int:
             return self._steps(steps.step, arguments).peak(rows, self.length)
@@ -326,18 +326,19 @@ class Search:
         return layers.estimate(storages, "nf4")
 
     def _micro_batch(self, steps: Steps, size: int) -> tuple[int, bool]:
-        """Return (rows of the largest micro-batch that fits and divides the step, True), or (1, False) if none fits."""
+        """Return (rows of the largest micro-batch that fits and divides the step, True), or (least rows, False)."""
         if self.request.rows is not None:
             return self.request.rows, steps.peak(self.request.rows, self.length) <= size
         most = largest(
             lambda rows: steps.peak(rows, self.length),
             min(self.step_rows, self.request.at_most or self.step_rows),
             size,
+            self.request.command.least_rows,
             enough=lambda low, high: self._even_rows(low) == self._even_rows(high - 1),
             high_first=steps.arguments is not None,
         )
         if most is None:
-            return 1, False
+            return self.request.command.least_rows, False
         return self._even_rows(most), True
 
     def _even_rows(self, most: int) -> int:
@@ -353,7 +354,7 @@ class Search:
 
     def _longest(self, steps: Steps, size: int) -> tuple[int, bool]:
         """Return the length of the longest row that fits, in tokens, and True if no longer row was tried."""
-        rows = self.request.rows or 1
+        rows = self.request.rows or self.request.command.least_rows
         least = least_row(self.request.step, self.config)
         far = max(positions_of(self.config) or 2**20, least)
         if self.request.goal != "longest":

@@ -213,6 +213,12 @@ class Command:
         return int(rows) * int(self["gradient_accumulation_steps"]) * self.processes
 
     @property
+    def least_rows(self) -> int:
+        """Rows of the smallest micro-batch: KTO's loss compares each prompt with the answer of another row."""
+        pairs = METHODS[self.method].loss == "unpaired" and self["loss_type"] != "apo_zero_unpaired"
+        return 2 if pairs else 1
+
+    @property
     def planned(self) -> tuple[str, ...]:
         return tuple(name for name in PLANNED if self.given(name) == AUTO)
 
