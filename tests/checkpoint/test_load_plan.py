@@ -163,7 +163,7 @@ def test_a_renamed_tensor_is_named_with_its_cure(tmp_path):
         f"{path} does not hold the weights of LlamaForCausalLM\n"
         "  - model.layers.0.self_attn.q_proj.weight is in no file\n"
         f"    expected  a tensor of shape [64, 64] under this name in {path}\n"
-        "    fix       model.safetensors has model.layers.0.self_attn.q_porj.weight of this shape: rename it there, "
+        "    fix       model.safetensors has model.layers.0.self_attn.q_porj.weight of this shape: rename this tensor, "
         "or download or save the checkpoint again"
     )
 
@@ -172,7 +172,7 @@ def test_a_tensor_renamed_in_all_layers_is_one_problem(tmp_path):
     path = changed("llama", tmp_path, rename("mlp.gate_proj", "mlp.w1"))
     text = refused(compared(path))
     assert "- model.layers.*.mlp.gate_proj.weight (2 tensors) are in no file" in text
-    assert "has model.layers.0.mlp.w1.weight of this shape: rename it and similar tensors there" in text
+    assert "has model.layers.0.mlp.w1.weight of this shape: rename this tensor and similar ones" in text
     assert text.count("  - ") == 1
 
 

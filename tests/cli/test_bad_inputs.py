@@ -232,7 +232,7 @@ def test_a_weight_under_another_name(capsys, folder, monkeypatch, tmp_path, comm
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     message = said(capsys, folder, monkeypatch, command.format(shlex.quote(str(other))))
     assert "model.norm.weight is in no file" in message
-    assert "fix model.safetensors has model.nrom.weight of this shape: rename it there" in message
+    assert "fix model.safetensors has model.nrom.weight of this shape: rename this tensor" in message
     assert not (folder / "other").exists()
 
 

@@ -143,7 +143,7 @@ COMMANDS = {
     ),
     "mixture": (
         ["sft", "--config", "mixture.yaml", "--model_name_or_path", "MODEL", "--output_dir", "out"],
-        "'org/data' is no file or directory here, and the hub could not be reached",
+        "'org/data' is no file or directory on this machine, and the hub could not be reached",
     ),
     "adapter's base": ([*SFT, "--model_name_or_path", "ADAPTER"], "org/base"),
     "check": (["check", "org/name"], "hub id org/name"),

@@ -459,7 +459,7 @@ def test_a_hub_data_set_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(datasets, "load_dataset", from_hub)
     assert refusal("owner/name").splitlines()[1:] == [
-        "  - 'owner/name' is no file or directory here, and the hub data set cannot be loaded: Config name is missing.",
+        "  - 'owner/name' is no file or directory on this machine, and the hub data set cannot be loaded: Config name is missing.",
         "    expected  a hub data set of plain data files",
         "    fix       check the spelling, the configuration, the split and your access to the data set, or name a local file",
     ]

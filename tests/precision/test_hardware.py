@@ -446,8 +446,8 @@ def test_auto_without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         "device not in this machine\n"
         "  - device 'cuda:1'\n"
         f"    expected  a device that torch finds; torch {torch.__version__} ({build}) finds 0 cuda devices\n"
-        "    fix       use auto (the CPU if there is no other device), or install a torch built for cuda; to plan for one with "
-        "isotype check, name a profile such as h100"
+        "    fix       use auto (the CPU if there is no other device), or install a torch built for cuda; to check a run "
+        "for another machine, name a profile such as h100"
     )
 
 

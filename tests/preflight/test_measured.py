@@ -71,7 +71,7 @@ def test_what_would_take_long_is_left_to_the_user(monkeypatch: pytest.MonkeyPatc
     report = checked(model())
     assert report.ranges == "unknown"
     (note,) = report.trace.notes
-    assert note.startswith("value ranges: measuring them here would take about ")
+    assert note.startswith("value ranges: a measurement on this machine would take about ")
     assert "runs clean" not in str(report)
     assert "isotype.measure_ranges(model, batch)" in str(report)
     content = json.loads(report.to_json())

@@ -181,7 +181,7 @@ def test_a_checkpoint_that_is_saved_quantized_is_loaded_whole(tmp_path: Path) ->
         model = isotype.load(path, policy, device_map={"": "cpu"})
         model.save_pretrained(tmp_path / "nf4")
     ranges = isotype.measure_ranges(tmp_path / "nf4")
-    assert ranges.notes == ("loaded whole, not block by block: its weights are stored in nf4",)
+    assert ranges.notes == ("the model was loaded whole, not block by block: its weights are stored in nf4",)
     in_memory = isotype.measure_ranges(model)
     assert ranges.by_module["model.layers.0"].output == pytest.approx(
         in_memory.by_module["model.layers.0"].output, rel=1e-3
@@ -207,7 +207,7 @@ def test_what_a_checkpoint_may_lack_is_said(tmp_path: Path, monkeypatch: pytest.
     with quiet():
         ranges = isotype.measure_ranges(path)
     assert ranges.notes == (
-        "loaded whole, not block by block: it has no score.weight, which transformers draws at random",
+        "the model was loaded whole, not block by block: it has no score.weight, which transformers draws at random",
     )
     assert ranges.by_module["model.layers.1"].gradient > 0
 

@@ -9,7 +9,7 @@ from tests.rules.samples import BF16, packed, trace
 def test_bytes_under_fsdp1() -> None:
     (finding,) = find(trace([packed()], fsdp=1))
     assert finding.severity == "error"
-    assert finding.message == "FSDP1 cannot flatten uint8: 1 nf4 weight is stored in it"
+    assert finding.message == "FSDP1 cannot flatten uint8: 1 nf4 weight is stored in this dtype"
     assert finding.fixes[0].description == "load with bnb_4bit_quant_storage=bfloat16"
 
 

@@ -132,7 +132,7 @@ def test_what_cannot_be_measured_says_why(monkeypatch: pytest.MonkeyPatch) -> No
         raise torch.OutOfMemoryError("no room")
 
     choice = choose(weight(), None, SHAPE, timer=full, card=CARD)
-    assert choice == HeadChoice(False, "TRL's: not enough memory to measure isotype's, too")
+    assert choice == HeadChoice(False, "TRL's: not enough memory to measure both heads")
 
     class Sharded(torch.Tensor):
         pass

@@ -223,7 +223,7 @@ def test_a_checkpoint_without_weights(model, tmp_path):
         "a checkpoint without weights\n"
         f"  - {tmp_path}: a config without weights in its directory\n"
         "    expected  model.safetensors, or shards with model.safetensors.index.json\n"
-        "    fix       copy the weights there, or give the directory that save_pretrained() wrote"
+        "    fix       copy the weights into this directory, or give the directory that save_pretrained() wrote"
     )
 
 

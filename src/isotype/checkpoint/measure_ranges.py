@@ -137,5 +137,5 @@ def _loaded(checkpoint: Checkpoint, why: str) -> Measured:
     request = PrecisionRequest("auto", checkpoint.facts.saved_format)
     policy, _ = resolve_request(checkpoint.facts, request, "cpu", checkpoint)
     model = load(checkpoint, policy)
-    note = f"loaded whole, not block by block: {why}"
+    note = f"the model was loaded whole, not block by block: {why}"
     return Measured(model.requires_grad_(False), checkpoint.name, torch.device("cpu"), None, (note,))

@@ -236,7 +236,7 @@ def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
 def _without_weights(checkpoint: Checkpoint) -> CheckpointError:
     what = f"{checkpoint.name}: a config without weights in its directory"
     expected = "model.safetensors, or shards with model.safetensors.index.json"
-    fix = "copy the weights there, or give the directory that save_pretrained() wrote"
+    fix = "copy the weights into this directory, or give the directory that save_pretrained() wrote"
     return CheckpointError.of("a checkpoint without weights", what, expected, fix)
 
 

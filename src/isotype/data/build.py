@@ -277,7 +277,7 @@ def from_hub(path: str, **arguments: Any) -> Any | Problem:
         with offline_if_unreachable() as why:
             return datasets.load_dataset(path, **arguments)
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
-        failure = f"'{path}' is no file or directory here, and the hub "
+        failure = f"'{path}' is no file or directory on this machine, and the hub "
         if isinstance(error, ConnectionError):
             failure += f"could not be reached: {why or first_line(error)}"
             fix = f"name a local file or directory (--dataset_name ./train.jsonl) or {EMBEDDED}precision_qa"

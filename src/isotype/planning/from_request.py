@@ -324,7 +324,7 @@ def _notes(request: PlanRequest) -> tuple[str, ...]:
         named = {"dataset_name", "datasets"} & request.command.values.keys()
         counted = "every row counts with the same length"
         notes.append(
-            f"the data is not here: {counted}" if named else f"no --data: {counted}, and the command {data}"
+            f"the data was not read: {counted}" if named else f"no --data: {counted}, and the command {data}"
         )
     return tuple(notes)
 

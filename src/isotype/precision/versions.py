@@ -90,7 +90,7 @@ def _required(package: str) -> tuple[str, ...]:
 
 
 def tightest(specifier: SpecifierSet) -> SpecifierSet:
-    """Simplify a specifier: keep only the highest `>=` and the lowest `<`. It allows the same versions."""
+    """Simplify a specifier: keep only the highest `>=` and the lowest `<`. The result allows the same versions."""
     bounds = {">=": max, "<": min}
     parts = [str(part) for part in specifier if part.operator not in bounds]
     for operator, pick in bounds.items():

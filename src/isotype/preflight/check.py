@@ -69,9 +69,9 @@ def check(
     reads weights block by block, to measure the values of the step.
 
     Args:
-        model: any `nn.Module`, real or on the meta device; or a transformers or TRL trainer, or a `StepRequest`. A
-            trainer has its first batch and its arguments. For a trainer or a request, the other arguments of `check`
-            are optional, and replace what the trainer or request has.
+        model: any `nn.Module`, real or on the meta device; or a transformers or TRL trainer, or a `StepRequest`.
+            `check` takes the first batch and the arguments from a trainer. For a trainer or a request, the other
+            arguments of `check` are optional, and replace what the trainer or request has.
         inputs: the keyword arguments of a call of the model (labels included), or a callable model -> loss.
         policy: the model's intended policy; by default the policy that is attached to the model, if there is one.
         device: a device profile (`"t4"`) or a real device; by default the policy's device, else the best device
@@ -147,7 +147,7 @@ def check(
 
 
 def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
-    """Return a changed request. Another autocast resets the scaler; another optimizer object resets the learning rate."""
+    """Return a changed request. A new autocast resets the scaler, and a new optimizer object the learning rate."""
     if "autocast" in changes:
         changes = {"scaler": None, **changes}
     if optimizers_in(changes.get("optimizer")):

@@ -343,7 +343,7 @@ def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[s
         return None, ()
     seconds = _seconds_to_measure(model, trace)
     if seconds > SECONDS:
-        return None, (f"value ranges: measuring them here would take about {seconds:.0f} s",)
+        return None, (f"value ranges: a measurement on this machine would take about {seconds:.0f} s",)
     logger.info("measuring value ranges, for about %.0f s at most", seconds)
     try:
         with surroundings():

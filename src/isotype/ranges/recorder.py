@@ -112,8 +112,8 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int] = ()) -> None:
         """Add hooks to the modules of `model`. `names`: module's id -> plain name; `inside`: ids of the modules in blocks.
 
-        Outputs of embeddings outside of blocks require gradients, so that gradients reach all modules. Inside of blocks,
-        they do not: with a position table that does, attention might choose another kernel.
+        Outputs of embeddings outside of blocks require gradients, so that gradients reach all modules. Those inside of
+        blocks do not, because attention might choose another kernel if a position table requires gradients.
         """
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):

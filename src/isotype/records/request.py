@@ -42,8 +42,8 @@ class StepSettings:
 
     Attributes:
         fsdp: version of FSDP (1 or 2); 0 without FSDP.
-        devices: number of devices that train together. With `fsdp`, they share the weights; else each has all (DDP).
-            Memory is that of one device.
+        devices: number of devices that train together. With `fsdp`, they share the weights. Without it, each device has
+            all weights (DDP). Memory is that of one device.
         reshard: whether FSDP frees a block's gathered weights after the block's forward.
         zero3: version of DeepSpeed if the run uses its ZeRO-3; else "".
         find_unused: whether DDP looks for parameters without a gradient (`find_unused_parameters`).
@@ -51,8 +51,8 @@ class StepSettings:
         autocast_eval: whether autocast is also on in evaluation and in the phase `"generate"`.
         ahead: number of batches in the device's memory besides the current batch.
         room: device memory that the step may take; None for the device's limit.
-        ranges: measured value ranges. With None, `run` measures those of a float16 step, if the weights are there and
-            the measurement is short.
+        ranges: measured value ranges. With None, `run` measures those of a float16 step, if the weights are available
+            and the measurement is short.
     """
 
     fsdp: int = 0

@@ -53,7 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield finding_of(
             "error",
             f"FSDP1 cannot flatten {dtype_name(first.dtype)}: "
-            f"{agree(count(weights), f'{state.format} weight', 'are')} stored in it",
+            f"{agree(count(weights), f'{state.format} weight', 'are')} stored in this dtype",
             weights,
             phase="load",
             notes=("FSDP raises: Cannot flatten integer dtype tensors",),

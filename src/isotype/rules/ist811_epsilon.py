@@ -64,7 +64,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             effect = "zero stays zero, and its quotient or logarithm is not finite"
             instead = "torch.finfo(torch.float16).tiny (6e-05)"
         value = written.rpartition(" ")[2]
-        how = f"write {instead} instead of {value}, or compute in float32 there"
+        how = f"write {instead} instead of {value}, or compute this line in float32"
         yield finding_at(
             "warning",
             f"{written} is {whole or 'zero'} in {dtype_name(dtype)}: {effect}",

@@ -110,7 +110,7 @@ def _padding_free(settings: Settings) -> Iterator[Problem]:
 
 
 def _trainer(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem for arguments that the trainer cannot combine. It would refuse them only after the model is loaded."""
+    """Yield a problem for arguments that the trainer cannot combine, and would refuse only after the model is loaded."""
     method, losses = settings.method, settings.loss_type or ""
     if (settings.dataset_streaming or settings.streaming) and settings.max_steps <= 0:
         expected = "the number of steps, because the length of a stream is unknown"

@@ -154,6 +154,6 @@ def test_a_shell_is_not_looked_into_and_that_is_said(script: str, capfd: pytest.
     assert leaving.value.code == 3
     assert subprocess.Popen.__init__ is started
     assert capfd.readouterr().err == (
-        "isotype: no training step was seen: the script started sh, which isotype cannot look into; if the training "
-        "runs there, write `isotype run` in place of `python` in its command\n"
+        "isotype: no training step was seen: the script started other programs (sh), in which isotype records nothing; if one "
+        "of them trains, write `isotype run` in place of `python` in its command\n"
     )

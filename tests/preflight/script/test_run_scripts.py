@@ -309,7 +309,7 @@ def test_whatever_is_wrong_with_the_diagnosis_the_script_ends_as_it_does(
 
     monkeypatch.setattr(Diagnosis, "left", fails)
     monkeypatch.setattr(Diagnosis, "crashed", fails)
-    failed = "isotype: the watch failed, the script did not: StopIteration: of ours\n"
+    failed = "isotype: the watch failed, but the script did not: StopIteration: of ours\n"
     assert runs("sys.exit(5)\n") == (5, "", failed)
     status, _, err = runs("1 / 0\n")
     assert status == 1

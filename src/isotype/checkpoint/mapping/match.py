@@ -306,7 +306,7 @@ def _missing_problems(match: Match) -> Iterator[Problem]:
         near = _near(names[0], shape, match.surplus)
         again = "download or save the checkpoint again"
         if near is not None:
-            rename = "rename it there" if len(names) == 1 else "rename it and similar tensors there"
+            rename = "rename this tensor" if len(names) == 1 else "rename this tensor and similar ones"
             fix = f"{near.weight.file.name} has {near.weight.name} of this shape: {rename}, or {again}"
         else:
             fix = (

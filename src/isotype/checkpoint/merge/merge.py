@@ -342,7 +342,7 @@ def _require_change(report: MergeReport, back: bool) -> None:
         lost = original = ""
         if report.again:
             lost = f"{100 * report.vanished_share:.1f} % of the changed entries have the same codes as in the base"
-            original = f", or into the original of the base: --base ORIGINAL --quantization {report.stored}"
+            original = f"; or merge into the unquantized base: --base ORIGINAL --quantization {report.stored}"
         raise CheckpointError.of(
             f"a merge into {report.stored} would lose what was learned",
             "; ".join(filter(None, (keeps, lost))),

@@ -171,7 +171,7 @@ def choose(weight: torch.Tensor, bias: torch.Tensor | None, shape: HeadShape) ->
         try:
             times = measure(weight, bias, shape, event_timer(weight.device))
         except torch.OutOfMemoryError:
-            return HeadChoice(False, "TRL's: not enough memory to measure isotype's, too")
+            return HeadChoice(False, "TRL's: not enough memory to measure both heads")
         except TheirsFailedError as failure:
             return HeadChoice(True, f"isotype's, because TRL's failed: {failure}")
         how = _store(file, key, times)

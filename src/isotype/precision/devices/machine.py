@@ -91,7 +91,7 @@ class DoctorReport:
 
     @property
     def torch_failure(self) -> str | None:
-        """The error of a float32 matmul on the device; None if it works or the device is not here."""
+        """The error of a float32 matmul on the device; None if it works, or if this machine lacks the device."""
         rate = self.rates.get(torch.float32)
         return rate.message if rate else None
 

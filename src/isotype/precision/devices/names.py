@@ -65,7 +65,7 @@ def apple_chip(name: str) -> tuple[str, ...]:
 def card_of(name: str, number: str = " --devices {}") -> str:
     """Return the key of the record with the name `name`. Raise PrecisionError if no record or several have it.
 
-    `number` is the command's argument for several devices, for the fix of `2x4090`; "" if it has none.
+    `number` is the command's argument for several devices, for the fix of `2x4090`; "" if the command has none.
     """
     cards = _cards(name)
     if len(cards) == 1:

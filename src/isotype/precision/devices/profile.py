@@ -373,8 +373,8 @@ def _absent_device(name: str, kind: str, count: int) -> PrecisionError:
     fix = (
         f"use {kind}:{count - 1}"
         if count
-        else f"use auto (the CPU if there is no other device), or install a torch built for {kind}; to plan for one with "
-        f"isotype check, name a profile such as {'h100' if kind == 'cuda' else kind}"
+        else f"use auto (the CPU if there is no other device), or install a torch built for {kind}; to check a "
+        f"run for another machine, name a profile such as {'h100' if kind == 'cuda' else kind}"
     )
     expected = f"a device that torch finds; {counted}"
     return PrecisionError.of("device not in this machine", f"device {name!r}", expected, fix)

@@ -31,7 +31,7 @@ _INSTEAD = "with --device NAME (t4, h100, …), isotype runs the script's code f
 class MissingGpu:
     """Lets the CPU stand for the GPU of `profile`, if this machine has no such GPU.
 
-    Without a profile, the script runs unchanged. Only its first question for a GPU is recorded.
+    Without a profile, the script runs unchanged. Only the line that first asks for a GPU is recorded.
 
     Attributes:
         kind: device type of the device for which the step is checked.

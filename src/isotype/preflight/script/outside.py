@@ -92,7 +92,7 @@ def _without_gradients(error: BaseException, names: Mapping[int, str]) -> str:
 
 
 def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:
-    """Return a list with the optimizer in a variable of the innermost such traceback frame; [] without one."""
+    """Return a list with the optimizer in a variable of the innermost traceback frame that has one; [] without one."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     variables = (value for frame in frames for value in frame.f_locals.values())
     return [value for value in variables if isinstance(value, torch.optim.Optimizer)][-1:]

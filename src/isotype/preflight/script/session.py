@@ -100,7 +100,7 @@ class Session:
         if processes.unwatched:
             programs = ", ".join(processes.unwatched)
             return (
-                f"the script started {programs}, which isotype cannot look into; if the training runs there, "
+                f"the script started other programs ({programs}), in which isotype records nothing; if one of them trains, "
                 "write `isotype run` in place of `python` in its command"
             )
         started = f" in the processes that were started ({processes.watched})" if processes.watched else ""
@@ -121,7 +121,7 @@ class Session:
             self._failed = True
             ours = isinstance(error, IsotypeError)
             what = str(error) if ours else error_line(error)
-            self._say(f"the watch failed, the script did not: {what}")
+            self._say(f"the watch failed, but the script did not: {what}")
             return None
 
     def _say(self, text: str) -> None:

@@ -58,7 +58,7 @@ _OTHER_RESULTS = ("fft", "numpy")
 
 
 def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
-    """Yield buffers and plain tensors of the same module and dtype as a mismatched tensor: a scale beside a zero point."""
+    """Yield other buffers and plain tensors with a mismatched tensor's module and dtype, such as a scale's zero point."""
     homes = {cause.name.rpartition(".")[0] for cause in group.causes}
     dtypes = {weight.name: weight.dtype for weight in trace.weights if weight.buffer}
     for operand in (operand for call in trace.calls for operand in call.operands):
@@ -147,7 +147,7 @@ def _parameter_fixes(trace: Trace, group: Group, blamed: Sequence[Weight], expec
 
 
 def _runs_in(group: Group, modules: Sequence[str]) -> bool:
-    """Return whether one of `modules` runs a call of the group. Outside of `modules`, casts of them change no dtype."""
+    """Return whether one of `modules` runs a call of the group. If none does, casts of them change no dtype."""
     return any(call.module and starred(call.module) in map(starred, modules) for call in group.calls)
 
 

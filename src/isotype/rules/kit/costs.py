@@ -32,7 +32,7 @@ _CASTS = ("aten._to_copy.", "prims.convert_element_type.")
 
 @dataclass(frozen=True)
 class Cast:
-    """A cast of a float tensor to another float dtype. `elements` is their number in all calls that `call` represents."""
+    """A cast between float dtypes. `elements` is the number of cast elements in all calls that `call` represents."""
 
     call: Call
     operand: Operand

@@ -55,8 +55,8 @@ _HALVES = {torch.float32: torch.float16, torch.complex64: torch.complex32}
 class Functions(TorchFunctionMode):
     """A function mode that records the name of the running function, and applies a device's autocast lists.
 
-    `kind` is the kind of the simulated device (`cpu`, `cuda`, …). Without a device profile, attention runs as on this
-    machine, and so do questions about the device.
+    `kind` is the kind of the simulated device (`cpu`, `cuda`, …). Without a device profile, attention and functions
+    about the device run as on this machine.
     """
 
     def __init__(self, recorder: FakeRecorder, kind: str, profile: DeviceProfile | None = None) -> None:

@@ -408,7 +408,7 @@ class _Step:
         return optimizer
 
     def _evaluate(self) -> None:
-        """Count the memory of an evaluation or a rollout between steps, and remove its calls: the forward has the same."""
+        """Count the memory of an evaluation or rollout between steps, without its calls, which the forward has, too."""
         ledger, calls, twin = self.recorder.ledger, self.recorder.calls, self.twin
         before = len(calls)
         for name, value in _named(self.evaluated):

@@ -115,7 +115,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         self._hooks = ExitStack()
 
     def stepped(self, models: Sequence[nn.Module]) -> None:
-        """Called after an optimizer step of these models: watch until the next forward, or the next step of another one."""
+        """Called after an optimizer step of these models: watch until the next forward, or another optimizer's step."""
         self.detach()
         if not self._reported:
             self._weights = [weight for model in models for weight in model.parameters()]

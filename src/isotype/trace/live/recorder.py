@@ -353,7 +353,7 @@ _MODES = (__file__, torch_device.__file__)
 
 @contextmanager
 def warnings_at_callers() -> Iterator[None]:
-    """In the `with` block, a warning names the line that calls a function, not that of a mode that passes the call on."""
+    """In the `with` block, a warning names the line of a function's call, not the line of a mode that passes on the call."""
     before: Any = warnings.showwarning
 
     def show(message: Any, category: Any, file: str, line: int, *others: Any) -> None:

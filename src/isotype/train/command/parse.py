@@ -128,7 +128,7 @@ def _argument_before(word: str, typed: Mapping[str, Any], *, trains: bool) -> st
 
 
 def _two_models(first: str, second: str) -> Problem:
-    """Return the problem of two models. The first is often the name of a method that isotype does not know."""
+    """Return the problem of a command with two models. The first is often a method that isotype lacks."""
     meant = SAME_METHODS.get(first.lower(), first.lower())
     fix = did_you_mean(meant, METHODS, "leave one of the two out", 1, 0.7, "isotype check {}".format)
     swap = ((first,), (meant,)) if meant in METHODS else None

@@ -94,7 +94,7 @@ def _info(reader: Reader, names: list[str]) -> tuple[dict[str, Any] | None, Path
 def _data_set(reader: Reader, name: str, about: Any, root: Path) -> list[Rows]:
     where, info = f"dataset: {name}", root / "dataset_info.json"
     if not isinstance(about, dict):
-        reader.refuse(where, f"a data set of {info}", "correct the name, or describe it there")
+        reader.refuse(where, f"a data set of {info}", "correct the name, or add it to that file")
         return []
     path = about.get("hf_hub_url") or (str(root / about["file_name"]) if "file_name" in about else None)
     columns, tags = about.get("columns", _COLUMNS), about.get("tags", {})

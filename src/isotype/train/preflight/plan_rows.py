@@ -214,7 +214,7 @@ _TRIED = 8
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
-    """Encode images of sampled rows, and return those of the row with the most pixel values. None if this row is unknown."""
+    """Encode images of sampled rows. Return those of the row with the most pixel values, or None if it is unknown."""
     if not hasattr(rows, "__len__") or not len(rows):
         return None
     if not picture_columns(rows):
