@@ -147,7 +147,7 @@ def test_weights_that_no_module_of_an_adapter_can_hold_are_refused(tmp_path: Pat
         "weights that are in no file would be lost\n"
         "  - cls.predictions.bias: random values from the load, in no module that the adapter can save\n"
         "    expected  weights that are in the checkpoint or in the adapter\n"
-        "    fix       model.save_pretrained(DIRECTORY) before add_lora, and load the model from there"
+        "    fix       model.save_pretrained(DIRECTORY) before add_lora, and load the model from DIRECTORY"
     )
 
 

@@ -80,7 +80,7 @@ def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(fcntl, "flock", none)
     with only_writer(tmp_path, "x") as unlocked:
         assert unlocked == (
-            f"{tmp_path} cannot be locked (No locks available): make sure that no other run writes there"
+            f"{tmp_path} cannot be locked (No locks available): make sure that no other run writes into it"
         )
     assert list(tmp_path.iterdir()) == []
 

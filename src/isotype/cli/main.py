@@ -148,7 +148,7 @@ def _parsed(line: list[str]) -> None:
 
 
 def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the arguments without isotype's `--debug`, and whether it was there. transformers' `--debug VALUE` stays."""
+    """Return (arguments without isotype's `--debug`, True if it was one of them). transformers' `--debug VALUE` stays."""
     rest, debug = [], False
     for position, token in enumerate(arguments):
         following = arguments[position + 1] if position + 1 < len(arguments) else "--"

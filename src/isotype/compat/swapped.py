@@ -120,7 +120,7 @@ def update_globals(copy: types.FunctionType, function: types.FunctionType, name:
 
 
 def _cell(function: types.FunctionType) -> int | None:
-    """Return the index of the decorated function in a decorator's closure; None if it is not there."""
+    """Return the index of the decorated function in a decorator's closure; None if the closure lacks it."""
     inner = getattr(function, "__wrapped__", None)
     if not isinstance(inner, types.FunctionType):
         return None

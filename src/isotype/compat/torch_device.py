@@ -77,7 +77,7 @@ class Device(Protocol):
     def memory_bytes(self) -> int | None: ...
 
     def supports(self, dtype: torch.dtype) -> str:
-        """Return `"native"` or `"emulated"` if the device computes in `dtype`; another word if not."""
+        """Return `"native"` or `"emulated"` if the device computes in `dtype`, else another word."""
 
 
 def device_type(kind: str) -> str:
@@ -110,7 +110,7 @@ def written_for(profile: Device, named: Callable[[], None] = lambda: None) -> It
 
     torch reports that the device is available, so code with a branch for it takes this branch. Libraries may cache the
     answer. So use this function only in a process that does nothing else. `named` is called whenever code asks for the
-    device, or makes or moves a tensor there.
+    device, or makes or moves a tensor on it.
     """
     simulated = device_type(profile.kind)
     with contextlib.ExitStack() as stack:

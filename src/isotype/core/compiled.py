@@ -55,7 +55,7 @@ class RefusedError(NotCompiledError):
 
 
 def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] = ()) -> ctypes.CDLL:
-    """Load a C++ source's library from the cache folder. If it is not there, compile it first.
+    """Load a C++ source's library from the cache folder. If the folder lacks it, compile it first.
 
     The compiler is `$CXX`, or the first of c++, g++ and clang++ that succeeds. `headers` are isotype's headers in the
     source.

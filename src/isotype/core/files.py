@@ -129,7 +129,7 @@ def discard(directory: Path) -> None:
 
 
 def recover(directory: Path) -> None:
-    """Finish or undo a killed process's incomplete writes in `directory`. No other process may write there now."""
+    """Finish or undo a killed process's incomplete writes in `directory`. No other process may write into it now."""
     if not directory.is_dir():
         return
     for deleted in directory.glob(f".*{_DELETED}"):
@@ -243,7 +243,7 @@ _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVA
 
 @contextmanager
 def only_writer(directory: Path, command: str) -> Iterator[str | None]:
-    """Lock `directory`: no other process of isotype writes there.
+    """Lock `directory`: no other process of isotype writes into it.
 
     Yields None, or a sentence on why locks are not supported. The lock is a `flock`, which the kernel releases when the
     process ends, even by SIGKILL. On NFS, it also excludes other hosts. Errors of other processes show `command`.
@@ -255,7 +255,7 @@ def only_writer(directory: Path, command: str) -> Iterator[str | None]:
     path = directory / LOCK_FILE
     descriptor = _locked_file(path)
     if isinstance(descriptor, str):
-        yield f"{directory} cannot be locked ({descriptor}): make sure that no other run writes there"
+        yield f"{directory} cannot be locked ({descriptor}): make sure that no other run writes into it"
         return
     try:
         now = datetime.now(UTC).isoformat(timespec="seconds")

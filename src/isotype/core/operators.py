@@ -84,7 +84,7 @@ _INDICES = {
 
 
 def float_indices(op: str, dtypes: Sequence[torch.dtype]) -> tuple[int, ...]:
-    """Return the positions of float tensors in a call that needs integers or a mask there."""
+    """Return the positions of float tensors in a call that needs integers or a mask at these positions."""
     positions = _INDICES.get(op.partition(".")[2].partition(".")[0].removesuffix("_"), slice(0))
     return tuple(at for at in range(len(dtypes))[positions] if dtypes[at].is_floating_point)
 

@@ -68,7 +68,7 @@ def raising_line(error: BaseException) -> str:
 
 
 def tensors_at_hand(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of the local variables at an error, and of the weights of the module there.
+    """Yield (name, tensor) of the local variables at an error, and of the weights of the module that raised it.
 
     Checks in torch's modules (`RNNBase.check_input`) raise their error inside of torch. So the local variables of the
     innermost frame outside of torch and this package are included.

@@ -1,4 +1,4 @@
-"""Tables of facts and texts: JSON files beside the modules that read them."""
+"""Tables of facts and texts: JSON files in the folders of the modules that read them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def table(module: str, name: str = "") -> Any:
-    """Return the content of a JSON file beside a module. By default, it has the module's name.
+    """Return the content of a JSON file in a module's folder. By default, it has the module's name.
 
     Args:
         module: the module's `__file__`.

@@ -179,7 +179,7 @@ def integers_named() -> Iterator[None]:
 def _plain_codes(model: nn.Module) -> None:
     """Make codes plain parameters with their constants on the layer, because FSDP2 drops a parameter's attributes.
 
-    bitsandbytes (`fix_4bit_weight_quant_state_from_module`) and the boundary of 8-bit layers read them there.
+    bitsandbytes (`fix_4bit_weight_quant_state_from_module`) and the boundary of 8-bit layers read them from the layer.
     """
     for place in places(model):
         layer: Any = place.module

@@ -90,7 +90,7 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
     if stuck:
         what = f"{listed(stuck)}: random values from the load, in no module that the adapter can save"
         expected = "weights that are in the checkpoint or in the adapter"
-        fix = "model.save_pretrained(DIRECTORY) before add_lora, and load the model from there"
+        fix = "model.save_pretrained(DIRECTORY) before add_lora, and load the model from DIRECTORY"
         raise UsageError.of("weights that are in no file would be lost", what, expected, fix)
     if not new:
         return ()

@@ -208,7 +208,7 @@ def _module(text: str) -> Any:
         bare = f"{stem}:{text.partition(':')[2]}"
         is_file = name.endswith(".py") and Path(f"{stem}.py").is_file()
         fix = f"isotype check {bare}" if is_file else "check its name and the directory that you are in"
-        expected = "a module that can be imported from here, without .py"
+        expected = "a module that can be imported from the working directory, without .py"
         raise UsageError.of("no such module", f"{text}: no module {error.name}", expected, fix) from error
     except Exception as error:
         raise _failed(text, "importing it", error) from error

@@ -163,8 +163,8 @@ def _request(model: nn.Module, loss: Any, arguments: Any) -> StepRequest:
 def _processes_of(model: nn.Module, arguments: Any) -> dict[str, Any]:
     """Return the fields of a request that describe FSDP, DeepSpeed and DDP.
 
-    For a sharded model, the fields describe its sharding; else, how accelerate will shard it. accelerate 1.15 does not
-    shard frozen integer weights (`fsdp2_prepare_model` in accelerate/utils/fsdp_utils.py).
+    The fields describe how a sharded model is sharded, or how accelerate will shard any other model. accelerate 1.15
+    does not shard frozen integer weights (`fsdp2_prepare_model` in accelerate/utils/fsdp_utils.py).
     """
     sharded: Any = next(filter(is_sharded, model.parameters()), None)
     if sharded is not None:

@@ -80,7 +80,7 @@ class Action:
 
 @cache
 def in_library(source: str) -> bool:
-    """Return True if `file:line` is in an installed package or the standard library. An update would undo edits there."""
+    """Return True if `file:line` is in an installed package or the standard library. An update would undo edits."""
     path = Path(source.rpartition(":")[0])
     installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
     return installed or path.is_relative_to(sysconfig.get_path("stdlib"))

@@ -68,8 +68,8 @@ class NonFinite:
         source: `file:line` of the call; "" if unknown.
         operands: float operands before the operator ran.
         culprit: the operand that was not finite before; None if all were finite.
-        exact: largest magnitude of the result in the next wider dtype (float32 for 16 bits, else float64). None if it is
-            not finite there either, or if the operator refuses that dtype.
+        exact: largest magnitude of the result in the next wider dtype (float32 for 16 bits, else float64). None if it
+            is not finite in that dtype either, or if the operator refuses that dtype.
         entries: operand values of an element-wise operator at the first element that is not finite; empty for the cause
             `"row"`.
         rows: indices of the batch's rows with a non-finite result; empty if the result has no such rows.

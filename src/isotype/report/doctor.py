@@ -27,7 +27,7 @@ from isotype.report.text import fitting, pair_table, table_of
 
 
 def speeds(report: DoctorReport) -> dict[torch.dtype, float]:
-    """Return the FLOP/s of each compute dtype: measured if the device is here, else from its data sheet."""
+    """Return the FLOP/s of each compute dtype: measured if the device is in this machine, else from its data sheet."""
     if not report.profile.present:
         return {dtype: rate for dtype, rate in report.profile.peak_flops.items() if dtype in COMPUTE_DTYPES}
     measured = {dtype: rate.flops_per_second for dtype, rate in report.rates.items()}
@@ -107,7 +107,7 @@ def verdict(report: DoctorReport) -> str:
 def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
     """Return (operation, kernel) for each operation between matmuls; an empty list for a CPU.
 
-    If the GPU is here, its kernels were tried in its best dtype. Otherwise, they are only expected.
+    If the GPU is in this machine, its kernels were tried in its best dtype. Otherwise, they are only expected.
     """
     kind = {"rocm": "cuda"}.get(profile.kind, profile.kind)
     if kind not in kernels.DEVICES:

@@ -1,7 +1,7 @@
 """
 **What it means.** Gradient checkpointing runs parts of the forward again during the backward. In this repeated
 run, the operators get other dtypes than in the forward. Non-reentrant checkpointing then raises an error; with
-`use_reentrant=True`, the gradients silently are those of another forward.
+`use_reentrant=True`, no error is raised, and the gradients are those of another forward.
 
 **Why it happens.** The forward ran under autocast, but a custom checkpointing function or hook does not switch autocast
 on again for the second run. Or the weights were cast between forward and backward. Or `torch.set_default_dtype` was set only

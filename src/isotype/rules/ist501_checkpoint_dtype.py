@@ -21,7 +21,7 @@ config is not the dtype of the weights in the file.
 **What is not reported.**
 
 - trainable weights, adapters, quantized layers, and weights that the model's author keeps in float32;
-- float32 weights beside a larger number of quantized weights, which IST203 reports;
+- float32 weights in a model with more quantized weights, which IST203 reports;
 - dtypes that the policy requests;
 - a checkpoint dtype that the device does not run natively;
 - float32 checkpoints that are loaded in 16 bits: a user has to request this cast.

@@ -26,7 +26,7 @@ class Block:
     """The queries with the indices `rows`, and the keys to which they attend.
 
     Attributes:
-        masked: the part of `keys` that needs a mask: some queries do not attend to it, or the mask adds a bias there.
+        masked: the part of `keys` that needs a mask: some queries do not attend to it, or it has a bias.
         tile: the mask of the keys in `masked`, times log2(e), as float32 `[1 or heads, rows, masked]`. A kernel adds the
             tile to scores that are also times log2(e).
     """

@@ -26,7 +26,7 @@ class Outside:
 
     Attributes:
         source: `file:line` of the code that raised the error: the script's or a library's.
-        tensors: variable, dtype, shape and name in the model (or "") of each float tensor in the variables there.
+        tensors: variable, dtype, shape and name in the model (or "") of each float tensor in the variables of this code.
         help: advice, or "".
         cause: the cause in words, or "" if the tensors show it.
     """

@@ -170,7 +170,7 @@ def _of_test(place: ast.AST, order: Order, parents: dict[ast.AST, ast.AST]) -> U
 
 
 def _upwards(node: ast.expr, order: Order, parents: dict[ast.AST, ast.AST]) -> tuple[Order, ast.AST]:
-    """Return the path from an expression to the statement or `… if … else …` around it, and the node there."""
+    """Return the path from an expression to the statement or `… if … else …` around it, and that statement's node."""
     part: ast.AST = node
     while not isinstance(place := parents[part], ast.stmt):
         match place:

@@ -95,7 +95,7 @@ class Watch:
     Args:
         steps: number of optimizer steps, at least 1.
         before: called once, before the first training forward, which waits for the end of the call.
-        after: called at the end of a step, also of a skipped one. The step's calls are still there.
+        after: called at the end of a step, also of a skipped one. The step's calls are still recorded.
         evaluates: called before each recorded forward of an evaluation or generation.
         repeats: called with the lines of two optimizer steps if both use the same gradients.
 

@@ -84,7 +84,7 @@ def entries_at(call: TensorCall, fresh: torch.Tensor) -> tuple[float, ...]:
 def exact_result(call: TensorCall, fresh: torch.Tensor, dtype: torch.dtype) -> float | None:
     """Compute the result in the next wider dtype, and return its largest magnitude where the mask `fresh` is True.
 
-    Return None if the wider dtype does not help: an element is not finite there either, or the operator refuses the dtype.
+    Return None if the wider dtype does not help: an element is not finite either, or the operator refuses the dtype.
     """
     wide = torch.float32 if dtype.itemsize <= 2 else torch.float64
     try:
