@@ -252,7 +252,7 @@ def test_another_torch_than_the_tables_is_said(monkeypatch: pytest.MonkeyPatch) 
         assert doubts(device_profile(name)) == []
         monkeypatch.setattr(torch, "__version__", "2.10.0+cpu")
         assert doubts(device_profile(name)) == [
-            "operators were measured with torch 2.13.0, this is torch 2.10.0"
+            "operators were measured with torch 2.13.0, and the installed torch is 2.10.0"
         ]
 
 

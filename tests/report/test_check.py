@@ -109,7 +109,7 @@ def test_assumed_contracts_are_named_once() -> None:
 
 def test_a_table_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.10.0+cpu")
-    doubt = "operators were measured with torch 2.13.0, this is torch 2.10.0"
+    doubt = "operators were measured with torch 2.13.0, and the installed torch is 2.10.0"
     assert re.search(rf"^assumed +{re.escape(doubt)}$", str(clean()), re.MULTILINE)
     assert json.loads(clean().to_json())["doubts"] == [doubt]
 

@@ -335,7 +335,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_table_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.10.0+cpu")
-    doubt = "operators were measured with torch 2.13.0, this is torch 2.10.0"
+    doubt = "operators were measured with torch 2.13.0, and the installed torch is 2.10.0"
     text = io.StringIO()
     render_doctor(_report(), Console(file=text, width=120))
     assert doubt in text.getvalue()

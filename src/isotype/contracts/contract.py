@@ -271,7 +271,7 @@ def doubts(profile: DeviceProfile) -> list[str]:
         reasons.append(f"{contracts.unlike}: the check uses the table {contracts.table.name}")
     measured, here = (Version(version).base_version for version in (table.torch_version, torch.__version__))
     if measured != here:
-        reasons.append(f"operators were measured with torch {measured}, this is torch {here}")
+        reasons.append(f"operators were measured with torch {measured}, and the installed torch is {here}")
     if profile.kind == "cuda" and not profile.present and (profile.capability or (8, 0)) < (7, 5):
         reasons.append(f"torch is a build for CUDA 12.6: builds for CUDA 13 do not run on {profile.title}")
     return reasons

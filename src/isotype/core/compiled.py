@@ -1,4 +1,4 @@
-"""Compiles isotype's C++ sources, once on each machine with a compiler; elsewhere, torch's operators compute the same.
+"""Compiles isotype's C++ sources once on each machine with a compiler. Without one, torch's operators compute the same.
 
 A library's code runs in this process. So isotype loads only libraries that belong to this user, in a folder that others
 cannot write to. The checksum in a file's name is verified before the file is mapped to memory, because reading a

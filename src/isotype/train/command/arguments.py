@@ -51,7 +51,7 @@ class Argument:
     Attributes:
         group: heading above the argument in the short help, or "" if the short help leaves the argument out.
         example, text: an example value and a short description for the short help.
-        losses: the short help lists the argument for methods with these losses; for all methods if `losses` is empty.
+        losses: losses of the methods whose short help lists the argument; empty for all methods.
         choices_of: dotted name of another library's enumeration or registry of valid names, if that library checks the
             name only after the model is loaded.
         more: valid names that `choices_of` lacks.
