@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from isotype.contracts.contract import (
@@ -349,6 +349,7 @@ def test_targets_of_any_dtype_are_refused_in_the_words_of_torch(dtype: torch.dty
 
 @given(st.sampled_from(OPERATORS), st.lists(DTYPES, max_size=9), st.sampled_from(KINDS))
 def test_a_verdict_is_consistent_for_any_operands(op: str, dtypes: list[torch.dtype], kind: str) -> None:
+    assume(len(dtypes) > 2 or ".addmv" not in op)  # its error names three operands
     verdict = contracts_for(kind).judge(op, tuple(dtypes))
     if verdict is None:
         return

@@ -11,6 +11,7 @@ from isotype.planning import rates
 from isotype.planning.rates import REACHED, with_rates
 from isotype.planning.record import Time
 from isotype.planning.text import cells_of, speed_of
+from isotype.precision.devices.probe import MatmulRate
 from isotype.precision.devices.profile import device_profile
 from isotype.records.memory import StepTime
 from isotype.records.trace import Call
@@ -62,6 +63,9 @@ def test_a_card_elsewhere_reaches_less_than_its_data_sheet() -> None:
 def test_the_seconds_of_this_cpu_are_the_sum_of_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("copy_rate", "draw_rate", "page_rate"):
         monkeypatch.setattr(rates, name, lambda _: 1e9)
+    busy = MatmulRate(torch.float32, 1e9, repeats=5, size=64)
+    monkeypatch.setattr(rates, "measure_all", lambda name, seconds: {torch.float32: busy})
+    assert with_rates(device_profile("cpu"))[1].endswith("this machine, which was busy: times are uncertain")
     monkeypatch.setattr(rates, "measure_all", lambda name, seconds: {})
     rated, source = with_rates(device_profile("cpu"))
     assert source == "rates measured on this machine"

@@ -79,6 +79,17 @@ def test_a_machine_that_is_busy_now_and_then_makes_no_dtype_fast(monkeypatch: py
 
 
 @pytest.mark.real_cpu
+def test_calls_that_wait_for_other_programs_do_not_keep_matrices_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every call waits 16 ms for a thread that another program keeps from running."""
+    machine = Machine(monkeypatch)
+    monkeypatch.setattr(probe, "_time_call", lambda *call: 0.016 + machine.call(*call))
+    rates = measure_all("cpu", seconds_total=3.0)
+    assert [rates[dtype].size for dtype in (torch.float32, torch.float16)] == [1024, 256]
+
+
+@pytest.mark.real_cpu
 def test_calls_that_differ_much_are_no_basis_for_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch, lambda call: 1.0 + call % 4)
     assert not any(rate.steady for rate in measure_all("cpu", seconds_total=3.0).values())

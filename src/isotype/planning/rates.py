@@ -73,23 +73,28 @@ def with_rates(profile: DeviceProfile, reached: Reached = REACHED) -> tuple[Devi
     """
     steps = None if profile.kind == "cpu" else reached
     if profile.present:
-        return replace(_measured(profile), steps=steps), "rates measured on this machine"
+        measured, steady = _measured(profile)
+        busy = "" if steady else ", which was busy: times are uncertain"
+        return replace(measured, steps=steps), f"rates measured on this machine{busy}"
     if not profile.peak_flops or profile.memory_bandwidth is None:
         return profile, ""
     rates = reached.rates(profile.peak_flops)
     return replace(profile, peak_flops=rates, steps=steps), "speed estimated from published runs on GPUs"
 
 
-def _measured(profile: DeviceProfile) -> DeviceProfile:
+def _measured(profile: DeviceProfile) -> tuple[DeviceProfile, bool]:
+    """Return the profile with measured rates, and whether the rates of matrix products are reliable."""
     device = torch.device(profile.name)
     rates = measure_all(profile.name, _SECONDS)
-    return replace(
+    steady = all(rate.steady for rate in rates.values() if rate.message is None)
+    rated = replace(
         profile,
         peak_flops={dtype: rate.flops_per_second for dtype, rate in rates.items() if rate.flops_per_second},
         memory_bandwidth=copy_rate(device),
         random_rate=draw_rate(device),
         page_rate=page_rate(device),
     )
+    return rated, steady
 
 
 def copy_rate(device: torch.device) -> float:

@@ -19,7 +19,7 @@ from isotype.core.dtypes import COMPUTE_DTYPES
 from isotype.core.errors import PrecisionError, first_line
 from isotype.precision.devices.profile import device_profile
 
-_FIRST_SIDE = 64
+_FIRST_SIDE = 32
 # On an accelerator, the launch time is negligible only for large matrices.
 _ACCELERATOR_SIZE = 4096
 _CPU_SIZE = 1024
@@ -54,14 +54,15 @@ class MatmulRate:
         return self.size >= _LEAST_SIDE and self.repeats >= _LEAST_CALLS and self.spread <= _STEADY
 
 
-def next_side(side: int, size: int, call_seconds: float, remaining: float) -> int:
+def next_side(side: int, size: int, call_seconds: float, remaining: float, waiting: float = 0.0) -> int:
     """Return the side length of the next matrices: `side` doubled, at most `size`, or `side` if that would take too long.
 
-    A call with matrices of `side` took `call_seconds`; the time grows with the cube of the side length. The predicted
-    time may be a quarter of the remaining seconds: matrices larger than a cache take longer than predicted.
+    A call with matrices of `side` took `call_seconds`. All but `waiting` seconds of it grow with the cube of the side
+    length. The predicted time may be a quarter of the remaining seconds: matrices larger than a cache take longer than
+    predicted.
     """
     larger = min(2 * side, size)
-    predicted = call_seconds * (larger / side) ** 3
+    predicted = waiting + (call_seconds - waiting) * (larger / side) ** 3
     return larger if predicted <= remaining / 4 else side
 
 
@@ -118,12 +119,16 @@ class _Probe:
     def grow(self, size: int) -> None:
         """Set `side` to the largest side up to `size` within the time limit, and warm up."""
         self._prepare(min(_FIRST_SIDE, size))
+        before = None
         while self.message is None:
             # The faster one of two calls: a call that had to wait says nothing about the next size.
             took = min(self._call(), self._call())
-            larger = next_side(self.side, size, took, self.seconds - self.spent)
+            # On a busy machine, torch's threads wait for each other, as long in a small product as in a large one.
+            waiting = took if before is None else min(max(0.0, (8 * before - took) / 7), took)
+            larger = next_side(self.side, size, took, self.seconds - self.spent, waiting)
             if larger == self.side:
                 return
+            before = took
             self._prepare(larger)
 
     def measure(self) -> None:
