@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from isotype.preflight import from_trainer
 from isotype.rules.ist704_zero_gathers import find
@@ -30,6 +31,7 @@ def test_one_dtype_is_silent() -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_trainer_under_zero(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(from_trainer, "version", lambda name: f"{name} 7")
-    arguments: Any = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
-    assert from_trainer._zero3(arguments) == ("deepspeed 7" if stage == 3 else "")
-    assert from_trainer._zero3(SimpleNamespace(deepspeed_plugin=None)) == ""
+    arguments: Any = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage), world_size=1)
+    fields = from_trainer._processes_of(nn.Linear(2, 2), arguments)
+    assert fields["zero3"] == ("deepspeed 7" if stage == 3 else "")
+    assert from_trainer._processes_of(nn.Linear(2, 2), SimpleNamespace(world_size=1))["zero3"] == ""

@@ -25,7 +25,7 @@ from isotype.lora.spec import Spec
 from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of, set_boundary
 from isotype.model.walk import kind_of, must_be_called
-from isotype.precision.devices.simulated import simulates_cpu, working_dtype
+from isotype.precision.devices.simulated import is_on_cpu, working_dtype
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _run(
     x = inputs[0]
     working = working_dtype(compute, x)
     # A trace assumes the loops on every CPU: they need more memory, the weights of all layers in scratch memory at once.
-    compiled = simulates_cpu(x) if isinstance(x, FakeTensor) else is_used(working, x)
+    compiled = is_on_cpu(x) if isinstance(x, FakeTensor) else is_used(working, x)
     spec = Spec(layers, weights, working, result, gate, torch.is_grad_enabled(), compiled)
     return lora_linear(spec, inputs, [tensor for reading in readings for tensor in reading.tensors])
 

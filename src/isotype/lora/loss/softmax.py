@@ -15,6 +15,7 @@ import torch
 from isotype.compat.torch import FakeTensor, dispatch_depth, needs_operators
 from isotype.lora.loops.loading import NAMES, loops_of
 from isotype.lora.loss.logits import Buffers, Call, scale_and_cap
+from isotype.precision.devices.simulated import is_on_cpu
 
 _LOOPS = Path(__file__).parents[1] / "loops"
 _loops = cache(partial(loops_of, _LOOPS / "softmax.cpp", _LOOPS / "vectors.h"))
@@ -101,14 +102,16 @@ def softmax(
     write_scaled(e, share[:, None], logits)
     scale = -call.gradient_factor
     target = torch.full_like(exact, scale) if target_slope is None else target_slope * scale
-    # On a CPU, `scatter_` into float16 would allocate a float32 copy of the logits.
-    logits.index_put_((torch.arange(n, device=logits.device), targets), target.to(logits.dtype))
+    if is_on_cpu(logits):  # `scatter_` into 16 bits would allocate a float32 copy of the logits
+        logits.index_put_((torch.arange(n), targets), target.to(logits.dtype))
+    else:
+        logits.scatter_(1, at, target[:, None].to(logits.dtype))
     return others / (others + target_e) * (-call.slope / call.gradient_factor)
 
 
 def write_scaled(values: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
     """Write `values * factor` into `out`, which may have another dtype. On a CPU, `values` is overwritten."""
-    if out.device.type == "cpu":  # with `out` of another dtype, torch would allocate memory for the product
+    if is_on_cpu(out):  # with `out` of another dtype, torch would allocate memory for the product
         out.copy_(values.mul_(factor))
     else:
         torch.mul(values, factor, out=out)

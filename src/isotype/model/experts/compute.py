@@ -27,7 +27,7 @@ from torch.nn import functional
 from isotype.compat.torch import FakeTensor
 from isotype.core.dtypes import NoAutocast
 from isotype.model.fold import representing
-from isotype.precision.devices.simulated import simulates_cpu
+from isotype.precision.devices.simulated import is_on_cpu
 
 _DENSE_BYTES = 1 << 27
 """Of quantized experts, at most this many bytes of weights are dense at a time."""
@@ -187,7 +187,7 @@ def _together(spec: Experts, x: torch.Tensor, rows: int, factors: Sequence[torch
         return 1
     stored = max(spec.up.bytes, spec.down.bytes)
     most = max(1, _DENSE_BYTES // stored) if stored else spec.count
-    on_cpu = simulates_cpu(x) if isinstance(x, FakeTensor) else x.device.type == "cpu"
+    on_cpu = is_on_cpu(x)
     return min(most, max(1, _ROWS * spec.count // max(1, rows))) if on_cpu else most
 
 

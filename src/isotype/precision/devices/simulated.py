@@ -31,9 +31,11 @@ class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.emulated = frozenset(dtype for dtype in _LOW if cpu and cpu.supports(dtype) != "native")
 
 
-def simulates_cpu(fake: FakeTensor) -> bool:
-    """Return whether `fake` simulates a tensor on a CPU."""
-    return isinstance(fake.fake_mode, SimulatedMode) and fake.fake_mode.is_cpu
+def is_on_cpu(x: torch.Tensor) -> bool:
+    """Return whether a tensor is on a CPU, or a fake tensor simulates a tensor on a CPU."""
+    if isinstance(x, FakeTensor):
+        return isinstance(x.fake_mode, SimulatedMode) and x.fake_mode.is_cpu
+    return x.device.type == "cpu"
 
 
 def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
