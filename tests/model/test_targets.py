@@ -60,7 +60,7 @@ def test_layers_whose_weight_the_model_reads_itself_are_left_out(name: str) -> N
     assert last(names_adapted(model)) == wanted
     note, *_ = model.adapter_notes
     assert f"({', '.join(sorted(left))}: " in note
-    assert "uses their weights without calling the layers" in note
+    assert "reads the weights of these layers without calling the layers" in note
 
 
 @pytest.mark.parametrize("name", ["recurrent_gemma", "rwkv", "lfm2", "qwen3_next"])

@@ -195,7 +195,7 @@ def test_storage_in_the_compute_dtype_is_the_default():
             Problem(
                 "storage bfloat16 with compute float32",
                 "storage float32: there is no autocast to float32",
-                "leave the storage out, or compute in bfloat16",
+                "set no storage dtype, or compute in bfloat16",
             ),
         ),
         (
@@ -204,7 +204,7 @@ def test_storage_in_the_compute_dtype_is_the_default():
             Problem(
                 "storage bfloat16 with every weight trainable and float32 masters",
                 "the masters' dtype: the weights are the masters",
-                "leave the storage out, or train adapters (trainable='lora')",
+                "set no storage dtype, or train adapters (trainable='lora')",
             ),
         ),
     ],

@@ -129,7 +129,7 @@ def _by_blocks(kernel: Callable[..., object]) -> Callable[..., None]:
 
 
 def give_quantized_class(layer: Any) -> None:
-    """Make a quantized layer's fake codes a weight with bitsandbytes' class and attributes."""
+    """Replace the fake codes of a quantized layer by a weight with bitsandbytes' class and attributes."""
     from bitsandbytes.nn import Int8Params, Linear8bitLt, Params4bit
 
     weight = layer.weight

@@ -206,8 +206,8 @@ _Mixin: Any = object
 class TrainerSteps(_Mixin):  # type: ignore[misc]
     """Gives private methods of transformers' Trainer the public names in `STEPS`. A subclass may override and call them.
 
-    A subclass has `TrainerSteps` before the Trainer in its bases. Each private method here calls the public one. If that
-    one is not overridden, it calls the Trainer's private method.
+    A subclass has `TrainerSteps` before the Trainer in its bases. A private method of this class calls the public method
+    in `STEPS`. If no subclass overrides the public method, it calls the Trainer's private method.
     """
 
 

@@ -74,7 +74,7 @@ LETTERS: dict[torch.dtype, str] = {
 
 @dataclass(frozen=True)
 class Spelled:
-    """A dtype that `str.format` writes: `{0}` as the C++ type, `{0:name}` as the scalar type, `{0:torch}` as in torch."""
+    """A dtype for format strings: `{0}` as the C++ type, `{0:name}` as the scalar type, `{0:torch}` as in torch."""
 
     dtype: torch.dtype
 

@@ -99,7 +99,7 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
 
 
 def _module_of(model: Any, name: str, drawn: set[str]) -> str:
-    """Return the name of the largest module with `name` whose parameters are all in `drawn`; "" without one."""
+    """Return the name of the largest module that contains `name` and only parameters in `drawn`; "" if there is none."""
     path, best = name.rpartition(".")[0], ""
     while path:
         module = model.get_submodule(path)
@@ -302,7 +302,7 @@ def _size_on_experts(model: Any) -> tuple[str, ...]:
 
 def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
     if weight.reader is not None:
-        return f"{weight.reader} uses their weights without calling the layers, so an adapter would have no effect"
+        return f"{weight.reader} reads the weights of these layers without calling the layers, so an adapter would have no effect"
     if weight.kind == _ROUTER and weight.name not in targets.excluded:
         return "routers get adapters only if the targets name them"
     if weight.name in targets.excluded:

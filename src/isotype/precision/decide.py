@@ -276,9 +276,9 @@ class _Draft:
         if self.request.trainable == "full" and storage != master:
             what = f"storage {name} with every weight trainable and {dtype_name(master)} masters"
             expected = "the masters' dtype: the weights are the masters"
-            self._refuse(what, expected, "leave the storage out, or train adapters (trainable='lora')")
+            self._refuse(what, expected, "set no storage dtype, or train adapters (trainable='lora')")
         elif compute == torch.float32 != storage:
-            what, fix = f"storage {name} with compute float32", f"leave the storage out, or compute in {name}"
+            what, fix = f"storage {name} with compute float32", f"set no storage dtype, or compute in {name}"
             self._refuse(what, "storage float32: there is no autocast to float32", fix)
         self.reasons["storage"] = "as requested"
         if storage != compute and self.request.trainable == "lora":

@@ -144,7 +144,7 @@ class Fix:
 
     @property
     def scope(self) -> Scope:
-        """The scope of the action that is last in `SCOPES`. A fix of a model and a setting has `setting`."""
+        """The widest scope of the actions: the one that comes last in `SCOPES`. A fix of a model and a setting has `setting`."""
         return max((action.scope for action in self.actions), key=SCOPES.index, default="advice")
 
 

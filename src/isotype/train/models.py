@@ -263,7 +263,7 @@ def _check_rank(model: Any, config: Any) -> None:
     if rank <= max(widths):
         note = (
             f"rank {rank} is above the width of {len(narrow)} of {len(widths)} adapted layers (the narrowest has "
-            f"{min(widths)}), where ranks above the width only take memory; rank_pattern sets the rank of single layers"
+            f"{min(widths)}), and such ranks only cost memory; rank_pattern sets the rank of single layers"
         )
         model.adapter_notes = (*getattr(model, "adapter_notes", ()), note)
         return

@@ -674,7 +674,7 @@ def test_code_for_a_gpu_runs_on_the_cpu_if_the_device_is_named(
     before = torch.cuda.is_available, torch.load, torch.get_autocast_dtype("cpu")
     status, out, err = _run(capsys, "--device", device, str(script))
     assert (status, out.splitlines()[-1]) == (0, f"torch.{dtype}")
-    note = "this machine has no NVIDIA T4: the script runs its code for this GPU on the CPU"
+    note = "this machine has no NVIDIA T4: the script's GPU code runs on the CPU"
     assert (note in " ".join(err.split())) == sentence
     assert (torch.cuda.is_available, torch.load, torch.get_autocast_dtype("cpu")) == before
 

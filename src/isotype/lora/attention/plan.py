@@ -51,7 +51,7 @@ class Plan:
 
     Attributes:
         closed_finitely: True if the mask hides all keys from some query by finite numbers instead of -inf. In torch's
-            kernels such a query attends to all keys about equally, which blocks cannot compute.
+            kernels such a query attends to all keys about equally. Blocks cannot compute this.
     """
 
     batch: int

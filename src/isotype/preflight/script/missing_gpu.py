@@ -73,7 +73,7 @@ class MissingGpu:
         """A sentence that the CPU stands for the GPU; "" if the script has not named the GPU, or runs on it."""
         if self._profile is None or not self._named:
             return ""
-        return f"this machine has no {self._profile.title}: the script runs its code for this GPU on the CPU"
+        return f"this machine has no {self._profile.title}: the script's GPU code runs on the CPU"
 
     def why_nothing(self) -> str:
         """Return why a script without a training step may need a GPU; "" if it has not asked for one."""

@@ -205,7 +205,7 @@ def _modules(trace: Trace) -> Mapping[tuple[str, str], list[str]]:
 def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
     """Return the names of weights, and of the weights of the same dtype in other layers.
 
-    `*` replaces the layer number if the weight has this dtype in all layers, or if a traced layer represents several.
+    `*` replaces the layer number if the weight has the same dtype in all layers, or if the trace has one layer for several.
     """
 
     def written(name: str) -> Iterator[str]:

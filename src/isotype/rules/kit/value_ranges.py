@@ -158,7 +158,7 @@ def _folded_away(trace: Trace, measured: Iterable[_Key]) -> Mapping[str, Sequenc
 
 
 def _by_module(ranges: Ranges, module: str, call: Call) -> list[tuple[int, OperatorRange]]:
-    """Return the measured range of a quantized layer for the call of the layer's kernel, because kernels are not measured."""
+    """Ranges are measured for layers, not for kernels. Return a quantized layer's range for the call of its kernel."""
     layer = ranges.by_module.get(module)
     kernel = call.op.startswith("bitsandbytes.") and "dequantize" not in call.op
     if layer is None or not kernel or call.phase != "forward":

@@ -1,4 +1,4 @@
-"""The batch in which leaks are measured: on the CPU, with the tokens around a border of a sequence or of padding."""
+"""The batch in which leaks are measured. It is on the CPU and has the tokens near the borders of sequences and of padding."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class StepMeter:
         together: True if all processes read every step in a collective operation. If False (in a script), tokens are not
             counted, and processes combine their losses only if the gradient norm is not finite. The gradient norm is the
             same in all processes, so all make the same decision, and other steps need no synchronization.
-        signals: the signals to stop that this process has received so far.
+        signals: the stop signals (SIGINT, SIGTERM) that this process has received so far.
 
     Attributes:
         now: the current or last step.
