@@ -55,6 +55,17 @@ def _like(member: Any, original: Any) -> Callable[..., Any]:
     return functools.wraps(original)(copy)
 
 
+def copy_of(
+    function: Any, names: dict[str, Any], closure: tuple[types.CellType, ...] | None
+) -> types.FunctionType:
+    """Return a copy of a function with the globals `names` and another closure."""
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__qualname__ = function.__qualname__
+    vars(copy).update(vars(function))
+    return copy
+
+
 def swap(module: nn.Module, cls: Any) -> None:
     """Set the class of `module` to `cls`: a result of `swapped_class`, or the original class."""
     module.__class__ = cls
@@ -92,21 +103,18 @@ def with_global(function: types.FunctionType, name: str, value: Any) -> types.Fu
 
     Raise ValueError if the function is not in a decorator's closure; `globals_of` returns None for it.
     """
-    names, closure = function.__globals__, function.__closure__
-    attributes = dict(vars(function))
+    names, closure, inner = function.__globals__, function.__closure__, None
     if hasattr(function, "__wrapped__"):
         at = _cell(function)
         if at is None or closure is None:
             raise ValueError(f"{function.__qualname__} is not in the closure of its decorator")
         inner = with_global(function.__wrapped__, name, value)
         closure = (*closure[:at], types.CellType(inner), *closure[at + 1 :])
-        attributes["__wrapped__"] = inner
     else:
         names = {**names, name: value}
-    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__qualname__ = function.__qualname__
-    vars(copy).update(attributes)
+    copy = copy_of(function, names, closure)
+    if inner is not None:
+        vars(copy)["__wrapped__"] = inner
     return copy
 
 

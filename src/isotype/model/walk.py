@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from isotype.compat.swapped import copy_of
 from isotype.compat.torch import own_buffers, own_modules, own_parameters
 from isotype.core.names import in_module
 from isotype.model.boundary import Boundary
@@ -239,10 +240,14 @@ def fill_copies(model: nn.Module, memo: dict[int, Any], leave: Collection[int] =
         if copy is not module and id(module) not in leave:
             for name, value in module.__dict__.items():
                 copy.__dict__[name] = copied(value, memo)
-            slotted = (vars(cls) for cls in type(module).__mro__ if "__slots__" in vars(cls))
-            for member in (member for members in slotted for member in members.values()):
-                if isinstance(member, types.MemberDescriptorType) and hasattr(module, member.__name__):
-                    member.__set__(copy, copied(member.__get__(module), memo))
+            _fill_slots(copy, module, memo)
+
+
+def _fill_slots(copy: Any, original: Any, memo: dict[int, Any]) -> None:
+    for cls in type(original).__mro__:
+        for member in vars(cls).values() if "__slots__" in vars(cls) else ():
+            if isinstance(member, types.MemberDescriptorType) and hasattr(original, member.__name__):
+                member.__set__(copy, copied(member.__get__(original), memo))
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -280,8 +285,4 @@ def _with_copies(function: Any, memo: dict[int, Any]) -> Any:
     cells = tuple(map(cell_of, old))
     if all(map(operator.is_, cells, old)):
         return function
-    code, names = function.__code__, function.__globals__
-    again = types.FunctionType(code, names, function.__name__, function.__defaults__, cells)
-    again.__kwdefaults__ = function.__kwdefaults__
-    again.__dict__.update(function.__dict__)
-    return again
+    return copy_of(function, function.__globals__, cells)
