@@ -38,32 +38,26 @@ from isotype.core.names import agree, grouped, plural, short
 from isotype.precision.ranges import FLOAT16_LARGEST
 from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.contract_rule import contract_rule
-from isotype.rules.kit.groups import Claim, code_of, groups
+from isotype.rules.kit.contract_rule import group_findings
+from isotype.rules.kit.groups import Claim, code_of
 from isotype.rules.kit.weight_sets import count, finding_of
 from isotype.rules.kit.words import advice, fix
 
 TITLE = "Values beyond float16's range"
 CLAIMS = (Claim("value", lambda broken: "without overflow" in broken.message, settled=False),)
 
-_written_beyond = contract_rule(
-    __name__,
-    "a number beyond {given}'s range is written into a {given} tensor",
-    lambda finding: advice(
-        finding.source, "write torch.finfo(tensor.dtype).min, where `tensor` is the filled tensor"
-    ),
-)
+_HEADLINE = "a number beyond {given}'s range is written into a {given} tensor"
+_FINITE = "write torch.finfo(tensor.dtype).min, where `tensor` is the filled tensor"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    own = (group for group in groups(trace) if group.code == code_of(__name__))
-    for group, finding in zip(own, _written_beyond(trace), strict=True):
+    for group, finding in group_findings(trace, code_of(__name__), _HEADLINE):
         source, dtype = finding.source, group.mismatched.dtype
         number = max((value for _, value in group.calls[0].numbers), key=abs)
         where = f" at {short(source)}" if source else ""
         cause = f"the number {number:g}{where} is beyond {torch.finfo(dtype).max:g}, the largest of {dtype_name(dtype)}"
-        wide = fix(f"fill a float32 tensor{where}", "line", (source,), "float32")
-        yield replace(finding, cause=cause, fixes=(wide, *finding.fixes) if source else finding.fixes)
+        wide = [fix(f"fill a float32 tensor{where}", "line", (source,), "float32")] if source else []
+        yield replace(finding, cause=cause, fixes=(*wide, *finding.fixes, advice(source, _FINITE)))
     yield from _emptied_rows(trace)
     # Packed codes may have a float dtype (`quant_storage`). Their bits are no numbers.
     dense = (weight for weight in trace.weights if weight.quantization is None)

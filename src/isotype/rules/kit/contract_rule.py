@@ -28,12 +28,15 @@ def contract_rule(
     code = code_of(module)
 
     def find(trace: Trace) -> Iterator[Finding]:
-        for group in groups(trace):
-            if group.code == code:
-                finding = _finding(trace, group, headline)
-                yield replace(finding, fixes=(*finding.fixes, advise(finding))) if advise else finding
+        for _, finding in group_findings(trace, code, headline):
+            yield replace(finding, fixes=(*finding.fixes, advise(finding))) if advise else finding
 
     return find
+
+
+def group_findings(trace: Trace, code: str, headline: str) -> Iterator[tuple[Group, Finding]]:
+    """Yield each group of broken contracts of the rule `code` with its finding. `headline` is as in `contract_rule`."""
+    return ((group, _finding(trace, group, headline)) for group in groups(trace) if group.code == code)
 
 
 def settled(trace: Trace) -> frozenset[tuple[str, str]]:
