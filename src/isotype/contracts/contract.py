@@ -216,13 +216,18 @@ class Contracts:
             return _refusal_of_doubles(self.measured or self.reference, op, pattern, integer)
         verdict = _look_up(self.reference, op, pattern, integer)
         accepted = verdict is not None and verdict.accepted
-        if verdict is not None and not accepted and not any(mark in verdict.message for mark in CPU_ONLY):
+        if verdict is not None and not accepted and not applies_to_cpus_only(verdict.message):
             return Verdict(False, message=verdict.message, assumed=True)
         return Verdict(True, assumed=True) if families or accepted else None
 
 
 # A CPU's errors about missing kernels, misread operands and CPU libraries say nothing about other devices.
-CPU_ONLY = (CORRUPTS, " not implemented for ", "CPU", "MKL", "primitive descriptor", "flash_attention")
+_CPU_ONLY = (CORRUPTS, " not implemented for ", "CPU", "MKL", "primitive descriptor", "flash_attention")
+
+
+def applies_to_cpus_only(message: str) -> bool:
+    """Return whether a CPU's error says nothing about other devices."""
+    return any(mark in message for mark in _CPU_ONLY)
 
 
 def _look_up(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
@@ -318,7 +323,7 @@ def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtyp
     for shift in _SHIFTED:
         entry = table.operators.get(op, {}).get(pattern.translate(shift))
         message = table.messages[entry] if isinstance(entry, int) else ""
-        if not message or any(mark in message for mark in CPU_ONLY):
+        if not message or applies_to_cpus_only(message):
             return None
     return Verdict(False, message=fill(message, letters_in(pattern), integer), assumed=True)
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import nn
 
 from isotype.compat.accelerate import PREPARED, mixed_precision
-from isotype.contracts.contract import CPU_ONLY
+from isotype.contracts.contract import applies_to_cpus_only
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import causes, error_line
 from isotype.core.names import plural
@@ -313,8 +313,9 @@ class Diagnosis:
             return
         steps, last = len(watch.seen), watch.seen[-1]
         words = plural(len(findings), "finding") if findings else "no findings"
+        watched = "step 1" if steps == 1 else f"steps 1-{steps}"
         self._say(
-            f"step{'s 1-' if steps > 1 else ' '}{steps} watched: {plural(last.operators, 'operator')}, {words}; {peak_of(last.memory)}; "
+            f"{watched} watched: {plural(last.operators, 'operator')}, {words}; {peak_of(last.memory)}; "
             "later steps and evaluations are not included"
         )
 
@@ -446,7 +447,7 @@ class Diagnosis:
         if again is not None:
             self._say("predicted before the step:" if foreseen else "a trace of the step explains the error:")
             self._output.render(again)
-        elif live and (setup.profile.present or not any(words in headline for words in CPU_ONLY)):
+        elif live and (setup.profile.present or not applies_to_cpus_only(headline)):
             self._output.render(Report(trace, tuple(live)))
         else:
             absent = (
