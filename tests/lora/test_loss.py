@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from isotype.lora.loss import logits, softmax
 from isotype.lora.loss.log_probs import PerToken, log_probs, log_probs_of_logits
 from isotype.lora.loss.logits import Head
+from tests.allocations import peak_of
 from tests.pairwise import pairwise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -427,27 +427,13 @@ def test_no_label_at_all(smoothing: float) -> None:
     assert not x.grad.any()
 
 
-def peak_of(run: Callable[[], Any]) -> int:
-    """Bytes that torch's allocator gives out at most while `run` runs."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        run()
-    sizes, held = [0], 0
-    for event in watched.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            sizes.append(held)
-    return max(sizes)
-
-
 def test_float16_logits_are_not_copied_in_float32() -> None:
     head, _, targets = make(64, 8, 500, torch.float16)
     call = logits.Call(1.0, None, 1.0, torch.float16, (), frozenset(), differentiated=True)
     buffers = logits.buffers_for(call, 64, head.weight, other=True, slope=True)
     values, exact = buffers.logits.normal_(), torch.zeros(64)
     outputs = {name: torch.zeros(64) for name in ("log_probs", "logsumexp", "entropy")}
-    peak = peak_of(lambda: softmax.softmax(call, buffers, values, exact, targets, outputs, ahead=True))
+    peak, _ = peak_of(lambda: softmax.softmax(call, buffers, values, exact, targets, outputs, ahead=True))
     assert peak < values.numel() * 4
 
 
@@ -460,10 +446,12 @@ def test_logits_are_never_whole() -> None:
 
     def peak(tokens: int) -> int:
         x = leaf(hidden[:tokens])
-        return peak_of(lambda: log_probs(head, x, targets[:tokens], ("entropy",)).log_probs.sum().backward())
+        return peak_of(lambda: log_probs(head, x, targets[:tokens], ("entropy",)).log_probs.sum().backward())[
+            0
+        ]
 
     assert isinstance(log_probs(head, hidden, targets), PerToken)
-    assert peak(2000) < peak(768) * 1.1 < peak_of(lambda: hidden @ head.weight.t())
+    assert peak(2000) < peak(768) * 1.1 < peak_of(lambda: hidden @ head.weight.t())[0]
 
 
 @pytest.mark.usefixtures("loops")

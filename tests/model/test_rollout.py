@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import peft
 import pytest
 import torch
 import transformers
-from torch.profiler import ProfilerActivity, profile
 
 from isotype.model.fold import fold
 from isotype.model.rollout import rollout
 from isotype.preflight.check import check
+from tests.allocations import peak_of
 from tests.models import tiny_config
 
 ROWS, PROMPT, COMPLETION = 8, 40, 40
@@ -39,11 +38,9 @@ def allocated(model: Any) -> int:
     settings = transformers.GenerationConfig(
         max_new_tokens=COMPLETION, do_sample=True, eos_token_id=None, pad_token_id=0
     )
-    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sizes = (int(event.nbytes()) for event in sorted(events, key=lambda event: event.start_ns()))
-    return max(accumulate(sizes))
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        return peak_of(lambda: model.generate(ids, attention_mask=mask, generation_config=settings))[0]
 
 
 def foreseen(model: Any) -> int:

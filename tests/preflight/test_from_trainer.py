@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +17,13 @@ import torch
 import transformers
 import trl
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import isotype
 from isotype.core.errors import UsageError
 from isotype.model.recompute import checkpointing
 from isotype.preflight.from_trainer import request_of_trainer
 from isotype.train.callback import before_first_step
+from tests.allocations import peak_of
 from tests.models import quiet, tiny_model
 from tests.pairwise import few
 from tests.refusals import refused
@@ -181,13 +180,8 @@ def test_the_memory_of_a_rollout_is_what_the_trainer_needs(path: Path, tmp_path:
 
     def allocated(of: Any, *args: Any, **kwargs: Any) -> Any:
         kind = "forward" if torch.is_grad_enabled() else "rollout"
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            output = of(*args, **kwargs)
-        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-        sizes = accumulate(
-            int(event.nbytes()) for event in sorted(events, key=lambda event: event.start_ns())
-        )
-        real[kind] = max(real[kind], *sizes)
+        peak, output = peak_of(lambda: of(*args, **kwargs))
+        real[kind] = max(real[kind], peak)
         return output
 
     generate, forward = model.generate, model.forward
