@@ -261,7 +261,7 @@ def test_what_llama_cpp_alone_writes_is_said_with_what_to_type(
         merge_adapter(adapter, tmp_path / "my model.gguf", stored="q4_k_m")
     (problem,) = caught.value.problems
     first, second = (
-        shlex.split(each) for each in problem.fix.partition("that has llama-quantize: ")[2].split("&&")
+        shlex.split(command) for command in problem.fix.partition("that has llama-quantize: ")[2].split("&&")
     )
     dense, final = str(tmp_path / "my model-f32.gguf"), str(tmp_path / "my model.gguf")
     assert second == ["llama-quantize", dense, final, "Q4_K_M"]

@@ -359,7 +359,7 @@ def test_an_adapter_outside_of_the_checkpointed_layers_is_not_left_out_by_recomp
 
     model = peft.get_peft_model(Tower(), peft.LoraConfig(target_modules="all-linear"))
     report = isotype.check(model, lambda module: module(torch.ones(2, 8)).sum(), verify=False)
-    matches = [(each.code, each.severity) for each in report.findings if each.code == "IST307"]
+    matches = [(f.code, f.severity) for f in report.findings if f.code == "IST307"]
     assert matches == [("IST307", "note")]
     assert report.findings[0].cause.startswith(
         "the loss does not depend on what is computed with base_model.model.head."

@@ -350,7 +350,7 @@ def test_reasons_to_stop():
     assert reason.of(math.nan, 2.0, lambda: 65536.0) == "the loss is not finite"
     assert reason.of(1.0, math.inf, None) == "the gradient is not finite"
     assert all(reason.of(1.0, math.inf, lambda: 2.0**16 / 2 ** next(scales)) is None for _ in range(16))
-    said = reason.of(1.0, math.inf, lambda: 1.0)
-    assert said == "the gradient is not finite at any loss scale: 17 steps were skipped in a row"
+    why = reason.of(1.0, math.inf, lambda: 1.0)
+    assert why == "the gradient is not finite at any loss scale: 17 steps were skipped in a row"
     assert reason.of(1.0, 1.0, lambda: 1.0) is None
     assert reason.of(1.0, math.inf, lambda: 1.0) is None

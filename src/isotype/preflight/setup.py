@@ -74,7 +74,8 @@ def setup_of(request: StepRequest) -> Setup:
         compute=decided or compute_dtype(request.model),
         learning_rate=learning_rate_of(*optimizers) if optimizers and rate is None else rate,
         updates={
-            n: (kind, own if rate is None else rate) for n, (kind, own) in updates_of(optimizers).items()
+            n: (kind, group_rate if rate is None else rate)
+            for n, (kind, group_rate) in updates_of(optimizers).items()
         },
         phases=tuple(phase for phase in PHASES if phase in phases),
         policy=policy,

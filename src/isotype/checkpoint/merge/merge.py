@@ -226,7 +226,7 @@ def _base(
         if not back or facts.saved_format is not None:
             return source, facts, trained, trained
         # A dequantized weight is the value of a code. An update below half the distance to the next value would be lost.
-        # The weights in the files lie between these values, so a small update moves some of them to the next code.
+        # The files have the weights before quantization. A small update moves some of these weights to the next code.
     policy = resolve_precision(source, "float32", device="cpu", revision=revision)
     if policy.quantized:
         return source, facts, inference_policy(source, None, revision=revision), trained

@@ -427,9 +427,9 @@ class Watch:
             if id(weight) not in self.recorder.names:
                 self.recorder.ledger.count(weight, "optimizer")
             for key, state in optimizer.state.get(weight, {}).items():
-                for held in tensors_of(state):
-                    self.recorder.ledger.count(held, "optimizer")
-                    self.recorder.mark(held, Origin("outside", held.dtype, f"the optimizer's {key}"))
+                for tensor in tensors_of(state):
+                    self.recorder.ledger.count(tensor, "optimizer")
+                    self.recorder.mark(tensor, Origin("outside", tensor.dtype, f"the optimizer's {key}"))
         self._held = self.recorder.ledger.alive("optimizer")
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
