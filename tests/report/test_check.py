@@ -22,6 +22,7 @@ from isotype import __version__
 from isotype.core.errors import PrecisionError, SaveError
 from isotype.records.finding import Action, Cost, Finding, Fix
 from isotype.records.memory import Memory
+from isotype.records.request import DEEPSPEED
 from isotype.report.check.html import to_html
 from isotype.report.check.json import SCHEMA_VERSION
 from isotype.report.check.report import Report
@@ -122,6 +123,28 @@ def test_raise_for_errors_names_everything_at_once() -> None:
 
 def test_raise_for_errors_lets_warnings_pass() -> None:
     costly().raise_for_errors()
+
+
+def test_a_verdict_is_only_about_the_traced_parts() -> None:
+    untraced = {"the step of optimizer paged_lion": "the optimizer has its own kernels", DEEPSPEED: ""}
+    part = replace(clean(), trace=replace(clean().trace, untraced=untraced))
+    left = f"not traced: the step of optimizer paged_lion, {DEEPSPEED}"
+    assert part.status == "partial"
+    assert verdict(part).startswith("The traced part of this step runs on NVIDIA T4: ")
+    assert verdict(part).endswith(f"; {left}")
+    assert verdict(replace(costly(), trace=replace(costly().trace, untraced=untraced))).endswith(left)
+    text, read = str(part), json.loads(part.to_json())
+    row = "the step of optimizer paged_lion: the optimizer has its own kernels"
+    assert re.search(rf"^not seen +{row}$\n +{DEEPSPEED}$", text, re.MULTILINE)
+    assert read["not_traced"] == [row, DEEPSPEED]
+
+
+def test_a_note_is_about_the_effect_of_a_setting_whatever_its_words() -> None:
+    report = replace(clean(), trace=replace(clean().trace, notes=("dropout is not traced",)))
+    assert report.status == "clean"
+    assert re.search(r"^note +dropout is not traced$", str(report), re.MULTILINE)
+    read = json.loads(report.to_json())
+    assert (read["not_traced"], read["notes"]) == ([], ["dropout is not traced"])
 
 
 # --- terminal ---------------------------------------------------------------------------------------------

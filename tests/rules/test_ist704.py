@@ -33,5 +33,6 @@ def test_a_trainer_under_zero(stage: int, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(from_trainer, "version", lambda name: f"{name} 7")
     arguments: Any = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage), world_size=1)
     fields = from_trainer._processes_of(nn.Linear(2, 2), arguments)
-    assert fields["zero3"] == ("deepspeed 7" if stage == 3 else "")
-    assert from_trainer._processes_of(nn.Linear(2, 2), SimpleNamespace(world_size=1))["zero3"] == ""
+    assert (fields["deepspeed"], fields["zero3"]) == (True, "deepspeed 7" if stage == 3 else "")
+    without = from_trainer._processes_of(nn.Linear(2, 2), SimpleNamespace(world_size=1))
+    assert (without["deepspeed"], without["zero3"]) == (False, "")

@@ -144,11 +144,15 @@ def test_nothing_trainable_is_a_note() -> None:
     assert phases_seen(trace) == ["forward"]
 
 
-def test_an_optimizer_that_is_not_traced_is_a_note() -> None:
+def test_an_optimizer_that_is_not_traced() -> None:
     trace = trace_step(StepCode(nn.Linear(WIDTH, 2), X), replace(SETUP, optimizer="adamw_bnb_8bit"))
-    assert trace.notes == (
-        "the step of optimizer adamw_bnb_8bit is not traced: the optimizer has its own kernels",
-    )
+    assert trace.untraced == {"the step of optimizer adamw_bnb_8bit": "the optimizer has its own kernels"}
+    assert trace.notes == ()
+
+
+def test_deepspeeds_part_of_a_step_is_not_traced() -> None:
+    trace = trace_step(StepCode(nn.Linear(WIDTH, 2), X), replace(SETUP, deepspeed=True))
+    assert list(trace.untraced) == ["DeepSpeed's casts and sharding"]
 
 
 def test_what_comes_after_a_failure_is_not_run() -> None:
@@ -354,14 +358,14 @@ def test_an_optimizer_steps_the_parameters_of_its_groups() -> None:
     torch.optim.lr_scheduler.LambdaLR(muon, lambda _: 1.0)
     for optimizer, shapes in ((muon, {(WIDTH, WIDTH)}), (kinds, {(WIDTH, WIDTH), (WIDTH,)})):
         trace = trace_step(StepCode(model, X, optimizer=optimizer), SETUP)
-        assert (trace.failure, trace.notes) == (None, ())
+        assert (trace.failure, trace.notes, trace.untraced) == (None, (), {})
         updates = (call for call in trace.calls if call.phase == "optimizer")
         updated = {operand.shape for call in updates for operand in call.operands}
         assert shapes <= updated
         assert ((WIDTH,) in shapes) == ((WIDTH,) in updated)
     trace = trace_step(StepCode(model, X, optimizer=OfRate(0.1, [model.weight])), SETUP)
     assert trace.failure is None
-    assert "the step of optimizer OfRate is not traced: its constructor raises" in trace.notes[0]
+    assert trace.untraced["the step of optimizer OfRate"].startswith("its constructor raises")
 
 
 def test_an_expert_that_stands_for_tokens_without_one_is_taken_for_another() -> None:

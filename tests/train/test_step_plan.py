@@ -290,7 +290,7 @@ def test_a_check_for_another_device_does_not_need_deepspeed(monkeypatch):
     monkeypatch.setattr("isotype.train.command.settings.find_spec", lambda name: None)
     monkeypatch.setattr("isotype.train.validate.find_spec", lambda name: None)
     arguments = ("sft", "--model_name_or_path", "m", "--deepspeed", "ds_z3_config.json")
-    assert "DeepSpeed's casts and sharding are not traced" in plan(*arguments, "--device", "v100").notes
+    assert plan(*arguments, "--device", "v100").deepspeed
     with pytest.raises(UsageError, match=r"--deepspeed ds_z3_config.json\n.*the package deepspeed"):
         plan(*arguments, "--device", "cpu")
 

@@ -183,7 +183,7 @@ def kernels_of(request: Any) -> str:
 def make_optimizer(
     request: Any, parameters: Sequence[torch.Tensor], learning_rate: float | None, names: Sequence[str] = ()
 ) -> Any:
-    """Return an optimizer of `parameters`, or a string on why its step cannot be traced on fake tensors.
+    """Return an optimizer of `parameters`, or the reason why its step cannot be traced on fake tensors.
 
     Args:
         request: a name, an optimizer (for its class and settings), or a callable (parameters -> optimizer).
@@ -192,8 +192,7 @@ def make_optimizer(
         names: names of the parameters. If `request` has such names and no parameters, its groups are used.
     """
     if kernels_of(request):
-        name = request if isinstance(request, str) else type(request).__name__
-        return f"the step of optimizer {name} is not traced: the optimizer has its own kernels"
+        return "the optimizer has its own kernels"
     if isinstance(request, torch.optim.Optimizer):
         return _remade(request, parameters, dict(zip(names, parameters, strict=False)))
     if callable(request):
@@ -216,14 +215,13 @@ def _remade(
     arguments: list[Any] = groups if any(group["params"] for group in groups) else [*parameters]
     if len(groups) == 1 and groups[0].keys() <= {"params", *request.defaults}:
         arguments = groups[0]["params"] or arguments
-    not_traced = f"the step of optimizer {kind.__name__} is not traced: "
     closure = signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
-        return f"{not_traced}the step calls a closure that computes the loss"
+        return "the step calls a closure that computes the loss"
     try:
         copy = kind(arguments, **{k: v for k, v in (plain | request.defaults).items() if k in accepted})
     except Exception as error:  # noqa: BLE001 - a constructor of the user's code may take other arguments
-        return f"{not_traced}its constructor raises {first_line(error)}"
+        return f"its constructor raises {first_line(error)}"
     vars(copy).update(plain)
     if len(copy.param_groups) == len(groups):  # `arguments` may be parameters without their group's options
         for group, options in zip(copy.param_groups, groups, strict=True):

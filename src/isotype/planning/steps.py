@@ -75,8 +75,9 @@ class Steps:
         key = (rows, tokens)
         if key not in self.traced:
             trace = self.step.traced(self.arguments, rows, tokens)
+            untraced = (f"not traced: {part}" for part in trace.untraced_parts())
             adapted = getattr(self.step.model(self.arguments)[0], "adapter_notes", ())
-            self.traced[key] = _traced(trace, self.profiles, (*trace.notes, *adapted))
+            self.traced[key] = _traced(trace, self.profiles, (*untraced, *trace.notes, *adapted))
         return self.traced[key]
 
     @cached_property

@@ -183,6 +183,7 @@ def _processes_of(model: nn.Module, arguments: Any) -> dict[str, Any]:
         "devices": arguments.world_size,
         "reshard": str(config.get("reshard_after_forward", True)).lower() in ("true", "1", "full_shard"),
         "shard_integers": False,
+        "deepspeed": plugin is not None,
         "zero3": version("deepspeed") if plugin is not None and int(plugin.zero_stage) == 3 else "",
         "find_unused": arguments.world_size > 1
         and bool(not checkpointing(arguments) if unused is None else unused),

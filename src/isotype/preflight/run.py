@@ -141,12 +141,12 @@ class _Step:
 
     def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
         """Return the findings, each with its advice and the fixes that work. Errors with the same cause are joined."""
-        values_known = trace.setup.ranges is not None or not computes_float16(trace)
-        fixed = [replace(f, fixes=self._working(f, findings, values_known)) for f in findings]
+        all_known = not trace.untraced and (trace.setup.ranges is not None or not computes_float16(trace))
+        fixed = [replace(f, fixes=self._working(f, findings, all_known)) for f in findings]
         order = {place: at for at, place in enumerate(dict.fromkeys(map(_place, trace.breaches())))}
         return _roots(fixed, self.tried, order)
 
-    def _working(self, finding: Finding, findings: Sequence[Finding], values_known: bool) -> tuple[Fix, ...]:
+    def _working(self, finding: Finding, findings: Sequence[Finding], all_known: bool) -> tuple[Fix, ...]:
         good: list[Fix] = []
         costly: list[Fix] = []
         advice = [fix for fix in finding.fixes if all(action.kind == "advice" for action in fix.actions)]
@@ -158,7 +158,7 @@ class _Step:
                 continue
             whole = all(other.kind != "untraced" for other in after)
             if resolves(finding, findings, after):
-                good.append(replace(fix, verified=whole, outcome=_outcome(after, values_known)))
+                good.append(replace(fix, verified=whole, outcome=_outcome(after, all_known)))
             elif finding.severity == "error" and resolves(finding, findings, after, True):
                 new = {f.code for f in after if f.severity == "warning"} - {f.code for f in findings}
                 outcome = f"the finding is gone, but the step then has {', '.join(sorted(new))}"
@@ -262,12 +262,12 @@ def _downstream(errors: Sequence[Finding]) -> str:
 _FIXES_SHOWN: Mapping[Severity, int] = {"error": 3, "warning": 3, "note": 1}
 
 
-def _outcome(after: Sequence[Finding], values_known: bool) -> str:
+def _outcome(after: Sequence[Finding], all_known: bool) -> str:
     if any(finding.kind == "untraced" for finding in after):
         return "the finding is gone, but the step was not traced to its end"
     remaining = sum(finding.severity != "note" for finding in after)
     if not remaining:
-        return "the step then runs clean" if values_known else "nothing else is found"
+        return "the step then runs clean" if all_known else "nothing else is found"
     return f"the finding is gone; {plural(remaining, 'other finding')} left"
 
 

@@ -36,6 +36,10 @@ class LossOf:
         return "rollout" if self.generates else "evaluate"
 
 
+DEEPSPEED = "DeepSpeed's casts and sharding"
+"""The part of a step that is not traced if DeepSpeed runs it."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepSettings:
     """Settings that a `StepRequest` and the `Setup` of its step share.
@@ -45,6 +49,7 @@ class StepSettings:
         devices: number of devices that train together. With `fsdp`, they share the weights. Without it, each device has
             all weights (DDP). Memory is that of one device.
         reshard: whether FSDP frees a block's gathered weights after the block's forward.
+        deepspeed: whether DeepSpeed runs the step. Its casts and sharding are not traced.
         zero3: version of DeepSpeed if the run uses its ZeRO-3; else "".
         find_unused: whether DDP looks for parameters without a gradient (`find_unused_parameters`).
         shard_integers: whether FSDP shards frozen weights stored as integers (isotype does so, accelerate does not).
@@ -58,6 +63,7 @@ class StepSettings:
     fsdp: int = 0
     devices: int = 1
     reshard: bool = True
+    deepspeed: bool = False
     zero3: str = ""
     find_unused: bool = False
     shard_integers: bool = True

@@ -381,7 +381,8 @@ class Trace:
         modules: fully qualified name -> class name.
         memory: memory peaks of the phases.
         failure: the error that ended the trace early; None if the step was traced to its end.
-        notes: which parts were not traced and why, and other facts, such as the effect of a setting.
+        notes: other facts, such as the effect of a setting.
+        untraced: part of the step that was not traced -> reason, or "". A verdict is not about these parts.
         left: sentences about state that the trace could not restore.
         model: name or class of the model.
         input_dtypes: dtypes of the step's float inputs by name.
@@ -411,6 +412,7 @@ class Trace:
     memory: Memory
     failure: Failure | None = None
     notes: tuple[str, ...] = ()
+    untraced: Mapping[str, str] = field(default_factory=dict)
     left: tuple[str, ...] = ()
     model: str = ""
     input_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -449,6 +451,10 @@ class Trace:
         """Return the step as text: its phases, modules as a tree, and a line for each operator."""
         return "\n".join(_lines(self))
 
+    def untraced_parts(self) -> Iterator[str]:
+        """Yield a phrase with its reason for each part of the step that was not traced."""
+        return (f"{part}: {why}" if why else part for part, why in self.untraced.items())
+
     def breaches(self) -> Iterator[Call]:
         """Return the calls that broke a contract."""
         return (call for call in self.calls if call.breach is not None)
@@ -474,6 +480,7 @@ def _lines(trace: Trace) -> Iterator[str]:
         yield f"{'  ' * (len(path) + 1)}{_words(call)}"
     if trace.failure is not None:
         yield f"ended in {trace.failure.phase} at {trace.failure.module or 'the model'}: {trace.failure.error}"
+    yield from (f"not traced: {part}" for part in trace.untraced_parts())
     yield from (f"note: {note}" for note in trace.notes)
 
 

@@ -20,7 +20,7 @@ from isotype.compat.accelerate import PREPARED, mixed_precision
 from isotype.contracts.contract import applies_to_cpus_only
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import causes, error_line
-from isotype.core.names import plural
+from isotype.core.names import listed, plural
 from isotype.core.source import condition_at, line_of
 from isotype.model.shard import free_gathered
 from isotype.precision.devices.profile import device_profile
@@ -415,7 +415,8 @@ class Diagnosis:
         elif (end := report.trace.failure) is not None:
             self._say(f"a trace of the script's last known step ended in {end.phase}: {end.error}")
         else:
-            self._say("a trace of the script's last known step runs clean: the cause is elsewhere")
+            without = f", without {listed(report.trace.untraced)}" if report.trace.untraced else ""
+            self._say(f"a trace of the script's last known step{without} runs clean: the cause is elsewhere")
             for line in outside(error, model, report.trace).lines():
                 self._output.plain(line)
             for optimizer in stepped_at(error) if NOTHING_UNSCALED in text and recorder is not None else []:

@@ -74,7 +74,12 @@ class Check(Record):
     @property
     def not_traced(self) -> tuple[str, ...]:
         """Descriptions of the parts of the step that the trace does not contain."""
-        return (*sharding_notes(self.trace.setup), *self.trace.notes)
+        return (*sharding_notes(self.trace.setup), *self.trace.untraced_parts())
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Other facts about the step, such as the effect of a setting."""
+        return self.trace.notes
 
 
 NAMES: Names = {
@@ -82,7 +87,7 @@ NAMES: Names = {
     "findings resolved_by memory.peak_bytes=trace.memory.peak memory.peak_phase=trace.memory.peak_phase "
     "memory.capacity_bytes=trace.setup.profile.memory_bytes memory.room_bytes=trace.setup.limit.size "
     "memory.room=trace.setup.limit.words memory.phases=trace.memory.phases flops time operators assumed contracts doubts "
-    "not_traced failure=trace.failure",
+    "not_traced notes=facts failure=trace.failure",
     Setup: "device=profile autocast autocast_eval scaler optimizer learning_rate compute phases fsdp devices reshard batch details "
     "data policy",
     DeviceProfile: "name title memory_bytes",
@@ -143,7 +148,8 @@ def _rule(code: str, rule: Rule | None) -> dict[str, Any]:
 
 def _invocation(report: Record) -> dict[str, Any]:
     failure = report.trace.failure
-    notices = [{"level": "note", "message": {"text": note}} for note in report.trace.notes]
+    texts = (*(f"not traced: {part}" for part in report.trace.untraced_parts()), *report.trace.notes)
+    notices = [{"level": "note", "message": {"text": text}} for text in texts]
     if failure is not None:
         at = f"{failure.phase} {failure.module}".rstrip()
         text = f"the step was traced only up to {at}: {failure.error}"

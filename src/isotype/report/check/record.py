@@ -103,7 +103,7 @@ class Record:
             return "costs"
         if self.ranges in ("known", "unknown"):
             return "unmeasured"
-        return "partial" if self.unseen else "clean"
+        return "partial" if self.unseen or self.trace.untraced else "clean"
 
     @property
     def unseen(self) -> tuple[str, ...]:

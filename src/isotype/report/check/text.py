@@ -46,7 +46,7 @@ STATUS: Mapping[Status, tuple[str, str]] = {
     "unknown": ("interrupted", "? not known"),
     "costs": ("interrupted", "◐ runs with warnings"),
     "unmeasured": ("interrupted", "? values not measured"),
-    "partial": ("interrupted", "? text alone"),
+    "partial": ("interrupted", "? runs in part"),
     "clean": ("finished", "✓ runs clean"),
 }
 """Status of a check -> its style on an HTML page, and its label."""
@@ -69,7 +69,8 @@ def verdict(report: Record) -> str:
     per_device = " each" if report.trace.setup.devices > 1 else ""
     lacking = f"needs {peak}{per_device}, more than {report.trace.setup.limit}"
     unseen = "" if failure is None else f"traced only up to {_where(failure.phase, failure.module)}"
-    rest = [clause for clause in (counted, unseen) if clause]
+    untraced = f"not traced: {listed(report.trace.untraced)}" if report.trace.untraced else ""
+    rest = [clause for clause in (counted, unseen, untraced) if clause]
     match report.status:
         case "fails":
             short = [f"also {lacking}"] if report.fits is False else []
@@ -78,19 +79,20 @@ def verdict(report: Record) -> str:
         case "does not fit":
             return "; ".join([f"This step does not fit on {title}: it {lacking}", *rest])
         case "unknown":
-            return f"Unknown whether this step runs on {title}: {'; '.join(filter(None, (unseen, counted)))}"
+            return f"Unknown whether this step runs on {title}: {'; '.join(filter(None, (unseen, counted, untraced)))}"
         case "costs":
             unmeasured = [] if report.ranges in (None, "measured") else [_UNMEASURED]
             towers = [_unseen(report)] if report.unseen else []
-            return f"This step runs on {title}, with {'; '.join([counted, *unmeasured, *towers])}"
+            return f"This step runs on {title}, with {'; '.join([*rest, *unmeasured, *towers])}"
         case "unmeasured":
             return f"{title} accepts every dtype of this step; {'; '.join([_UNMEASURED, *rest])}"
-        case "partial":
+        case "partial" if report.unseen:
             return f"The text part of this step runs on {title}; {'; '.join([_unseen(report), *rest])}"
-        case "clean":
+        case "partial" | "clean":
             room = "" if report.largest is None else f", headroom of float16 {report.largest.headroom:.2g}"
             checked = f"{plural(report.operators, 'operator')} checked{room}"
-            return f"This step runs clean on {title}: {'; '.join([checked, *rest])}"
+            fact = "The traced part of this step runs" if untraced else "This step runs clean"
+            return f"{fact} on {title}: {'; '.join([checked, *rest])}"
 
 
 def _unseen(report: Record) -> str:
@@ -203,7 +205,8 @@ def trust(report: Record) -> list[tuple[str, str]]:
         place = f"{_where(failure.phase, failure.module)}{at}"
         rows.append(("not seen", f"all operators after {place}: {failure.error}{mixed}"))
     rows += [("not seen", note) for note in sharding_notes(report.trace.setup)]
-    rows += [("not seen" if " not traced" in note else "note", note) for note in report.trace.notes]
+    rows += [("not seen", part) for part in report.trace.untraced_parts()]
+    rows += [("note", note) for note in report.trace.notes]
     if report.ranges in ("known", "unknown"):
         known = report.trace.setup.family_ranges
         family = f"; known of the model's family: {known}" if known else ""

@@ -40,7 +40,7 @@ from isotype.model.adapters import unmatched
 from isotype.model.boundary import exponent_by_ranges
 from isotype.model.fold import fold
 from isotype.records.memory import Memory
-from isotype.records.request import LossOf, named_inputs
+from isotype.records.request import DEEPSPEED, LossOf, named_inputs
 from isotype.records.trace import (
     NO_GRADIENT,
     NOTHING_UNSCALED,
@@ -140,9 +140,9 @@ def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
         memory=memory,
         notes=(
             *step.notes,
-            *step.recorder.values.numbers.notes(),
             *(attention.notes(memory.peak) if attention else ()),
         ),
+        untraced={**step.untraced, **step.recorder.values.numbers.untraced()},
         model=type(model).__name__,
         input_dtypes=dict(step.recorder.inputs),
         reached=step.reached,
@@ -196,6 +196,7 @@ class _Step:
         # The values are copied outside of the modes: inside of a mode the copies would be fakes.
         self.known = _values(code.named_inputs)
         self.notes: list[str] = []
+        self.untraced: dict[str, str] = {DEEPSPEED: ""} if setup.deepspeed else {}
         self.hooks = contextlib.ExitStack()
         self.loss: torch.Tensor | None = None
         self.reached: int | None = None
@@ -390,7 +391,8 @@ class _Step:
         parameters = [parameter for _, parameter in named]
         optimizer = make_optimizer(request, parameters, self.setup.learning_rate, [name for name, _ in named])
         if isinstance(optimizer, str):
-            self.notes.append(optimizer)
+            name = request if isinstance(request, str) else type(request).__name__
+            self.untraced[f"the step of optimizer {name}"] = optimizer
             kernels, pages = kernels_of(request), self.setup.profile.kind != "cpu"
             for name, parameter in named if kernels else ():
                 # transformers' Trainer registers the embeddings' states in 32 bits.

@@ -92,11 +92,10 @@ class Numbers:
             return bool(number)
         return number if tensor.is_floating_point() else int(number)
 
-    def notes(self) -> Iterator[str]:
-        """Yield a note on every loop whose later rounds were not traced."""
-        for file, line in self._loops:
-            place = short(f"{file}:{line}")
-            yield f"the end of the loop at {place} depends on values: only its first rounds are traced and counted"
+    def untraced(self) -> dict[str, str]:
+        """Return part of the step -> reason, for every loop whose later rounds were not traced."""
+        places = (short(f"{file}:{line}") for file, line in self._loops)
+        return {f"later rounds of the loop at {place}": "its end depends on values" for place in places}
 
     def _number(self, frame: FrameType, tensor: torch.Tensor) -> float:
         use, frame = use_in(frame)

@@ -65,6 +65,7 @@ class StepPlan:
         unforeseen: a clause that says why the step's memory cannot be estimated, or "" if a trace shows the memory.
         lora: a `peft.LoraConfig` or its arguments, or None if every weight is trained.
         fsdp: version of FSDP, or 0 for no FSDP.
+        deepspeed: True if DeepSpeed runs the step.
         reshard: True if FSDP frees a block's gathered weights after its forward.
         step_rows: rows of an optimizer step on one device. If `step_rows` is more than `rows`, gradients are accumulated.
         evaluation: rows in an evaluation batch (0 means `rows`), or None if the training has no evaluation.
@@ -100,6 +101,7 @@ class StepPlan:
     unforeseen: str = ""
     fsdp: int = 0
     devices: int = 1
+    deepspeed: bool = False
     reshard: bool = True
     step_rows: int = 0
     evaluation: int | None = None

@@ -16,6 +16,7 @@ from isotype.model.recompute import CHECKPOINTING, checkpointing
 from isotype.precision.devices.profile import device_profile
 from isotype.ranges.pictures import NONE, Pictures, pictures_of
 from isotype.records.memory import MemoryKind
+from isotype.records.request import DEEPSPEED
 from isotype.train.command.command import Command
 from isotype.train.command.settings import Settings, settings_of
 from isotype.train.initial_adapter import is_its_own_reference, start_of
@@ -46,8 +47,6 @@ from isotype.train.validate import (
     optimizer_problems,
     plain_turns,
 )
-
-_UNTRACED = "DeepSpeed's casts and sharding are not traced"
 
 
 def plan_of_training(options: Options, command: Command) -> StepPlan:
@@ -110,8 +109,6 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
         notes.append(
             "torch.compile: the uncompiled step is checked: its dtypes and findings are the same, its memory can differ"
         )
-    if settings.deepspeed:
-        notes.append(_UNTRACED)
     compares = method.compares(settings.training)
     precomputed = settings.precompute_ref_log_probs
     copied: MemoryKind | None = None
@@ -146,9 +143,10 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
         optimizer=settings.optim,
         checkpointing=keywords,
         auto=settings.auto_checkpointing and not recomputes,
-        unforeseen=_UNTRACED if settings.deepspeed else "" if bounded else UNBOUNDED,
+        unforeseen=f"{DEEPSPEED} are not traced" if settings.deepspeed else "" if bounded else UNBOUNDED,
         fsdp=options.fsdp if options.fsdp is not None else sharding.version if sharding else 0,
         devices=options.devices or processes(),
+        deepspeed=bool(settings.deepspeed),
         reshard=sharding is None or sharding.reshard,
         step_rows=0 if accumulation == 1 else rows * accumulation,
         evaluation=evaluation,

@@ -155,6 +155,7 @@ class PlannedStep:
             fsdp=plan.fsdp,
             devices=plan.devices,
             reshard=plan.reshard,
+            deepspeed=plan.deepspeed,
             reference=plan.copied,
             accumulates=-(-plan.step_rows // rows),
             ahead=batches_ahead(max(1, plan.step_rows // rows), device_profile(plan.device).kind),
