@@ -705,7 +705,7 @@ def test_pickles_on_the_hub_are_refused(hub: Path, monkeypatch: pytest.MonkeyPat
     [
         (
             True,
-            "whether the hub has this name is unknown: connect to the network, or give a local directory; "
+            "connect to the network, so that isotype can search the hub, or give a local directory; "
             "HF_HUB_OFFLINE=1 uses the local cache without a wait",
         ),
         (False, "check the spelling; for a private or gated model log in with `hf auth login`"),

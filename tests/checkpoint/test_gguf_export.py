@@ -182,7 +182,7 @@ def test_rows_that_are_no_blocks_are_said(tmp_path: Path):
     model = tiny("llama", intermediate_size=100)
     (note,) = write_gguf(model, byte_level(), tmp_path / "model.gguf", "q8_0", "tiny")
     assert note.startswith(
-        "2 weights are in f16: their rows are not a multiple of q8_0's blocks of 32 (blk.0.ffn_down"
+        "2 weights are in f16: their row length is not a multiple of 32, the block size of q8_0 (blk.0.ffn_down"
     )
 
 

@@ -172,7 +172,7 @@ def test_a_tensor_renamed_in_all_layers_is_one_problem(tmp_path):
     path = changed("llama", tmp_path, rename("mlp.gate_proj", "mlp.w1"))
     text = refused(compared(path))
     assert "- model.layers.*.mlp.gate_proj.weight (2 tensors) are in no file" in text
-    assert "has model.layers.0.mlp.w1.weight of this shape: rename this tensor and similar ones" in text
+    assert "has model.layers.0.mlp.w1.weight of this shape: rename this tensor and similar tensors" in text
     assert text.count("  - ") == 1
 
 

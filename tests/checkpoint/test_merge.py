@@ -676,7 +676,7 @@ def test_no_adapter(base: Path, tmp_path: Path) -> None:
         f"  - the directory {base} holds config.json, generation_config.json, model.safetensors, tokenizer.json, "
         "tokenizer_config.json\n"
         "    expected  adapter_config.json and adapter_model.safetensors\n"
-        "    fix       it is a whole model, not an adapter: there is nothing to merge"
+        "    fix       give the directory of an adapter; this directory holds a whole model, which needs no merge"
     )
 
 
@@ -750,7 +750,7 @@ def test_names_without_the_prefix_of_the_base_are_one_problem(make: Make, tmp_pa
         "  - the prefix '' instead of 'model.' in the names of 2 tensors\n"
         f"    expected  names as in the base model: {Q}.lora_A.weight\n"
         "    fix       give the base model that the adapter was trained on, or rename the tensors in the file: "
-        f"base_model.model.{Q}.lora_A.weight for base_model.model.{Q.removeprefix('model.')}.lora_A.weight"
+        f"base_model.model.{Q.removeprefix('model.')}.lora_A.weight to base_model.model.{Q}.lora_A.weight"
     )
 
 

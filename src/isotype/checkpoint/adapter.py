@@ -89,7 +89,7 @@ def read_adapter(directory: str | Path) -> Adapter:
         if inside := sorted(str(file.parent) for file in path.glob(f"*/{CONFIG_FILE}")):
             fix = f"give a folder in it that holds an adapter: {listed(inside)}"
         elif (path / "config.json").is_file():
-            fix = "it is a whole model, not an adapter: there is nothing to merge"
+            fix = "give the directory of an adapter; this directory holds a whole model, which needs no merge"
         expected = f"{CONFIG_FILE} and adapter_model.safetensors"
         raise CheckpointError.of("not an adapter", what, expected, fix)
     weights = find_weights(path)
@@ -109,7 +109,7 @@ def inference_policy(
     device: str = "auto",
     revision: str | None = None,
 ) -> PrecisionPolicy:
-    """Return the policy for inference. Values that are not requested come from `saved`, the policy of the training.
+    """Return the policy for inference. By default, dtype and quantization come from `saved`, the policy of the training.
 
     Without `saved`, the policy is the best for this machine. `quantization` is a format, `"none"`, or None for the
     format of `saved`. `isotype.resolve_precision` describes the other arguments.
@@ -144,11 +144,11 @@ UNUSABLE: Mapping[str, str] = {
     "corda": "whose initialisation changed the base's weights by covariances that are not saved",
     "lora_ga": "whose initialisation changed the base's weights by gradients that are not saved",
 }
-"""Kinds of adapters, or initialisations, that isotype cannot use with a base, each with the reason."""
+"""Kinds and initialisations of adapters that isotype cannot use, with the reasons."""
 
 
 def require_usable(adapter: Adapter) -> None:
-    """Raise UsageError if isotype cannot use the adapter's kind, see `UNUSABLE`."""
+    """Raise UsageError if the adapter's kind or initialisation is in `UNUSABLE`."""
     kind, start = kind_of_adapter(adapter.config), str(getattr(adapter.config, "init_lora_weights", None))
     for name in (kind, start):
         if name in UNUSABLE:
@@ -189,7 +189,7 @@ def load_base(
     model_class: Any = None,
     **arguments: Any,
 ) -> Any:
-    """Load an adapter's base with the vocabulary size of the training. `model_class` defaults to the trained class."""
+    """Load the base model with the vocabulary size of the training. By default, its class is the class of the training."""
     checkpoint = open_checkpoint(base, revision)
     head = model_class or _head(adapter, config_of(checkpoint))
     labels = _labels(adapter, config_of(checkpoint), policy, head)
@@ -221,7 +221,7 @@ _LABELS = 991  # a number of labels that is no other size in a model
 
 
 def _labels(adapter: Adapter, config: Any, policy: PrecisionPolicy, head: Any) -> int | None:
-    """Return the number of labels of the classification head in the adapter's file, or None if there is no such head."""
+    """Return the number of labels of the classification head in the adapter's file, or None if the file has no such head."""
     task = task_of(adapter.config)
     if head is None or task in ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"):
         return None
@@ -236,10 +236,10 @@ _DRAWN = (True, False, None, "gaussian", "orthogonal")
 
 
 def deferred_base(adapter: Adapter) -> DeferredBlocks:
-    """Return `DeferredBlocks` for the base of an adapter: they read most weights later, block by block.
+    """Return `DeferredBlocks` that read most weights of the adapter's base later, block by block.
 
-    Weights that the adapter's file replaces are loaded at once. All weights are loaded at once if the adapter is not
-    LoRA, or if PEFT reads the weights to add the adapter (DoRA, PiSSA, OLoRA).
+    `load` reads the weights that the adapter's file replaces. It reads all weights if the adapter is not LoRA, or if PEFT
+    reads the weights to add the adapter (DoRA, PiSSA, OLoRA).
     """
     config = adapter.config
     drawn = kind_of_adapter(config) == "LORA" and not config.use_dora and config.init_lora_weights in _DRAWN
@@ -247,7 +247,7 @@ def deferred_base(adapter: Adapter) -> DeferredBlocks:
 
 
 def _vocabulary(adapter: Adapter, model: Any) -> int:
-    """Return the number of embedding rows that the adapter needs, or 0 if it trains neither embeddings nor tokens."""
+    """Return the number of embedding rows that the adapter needs, or 0 if the adapter trains no embeddings."""
     heads = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {name for name, module in model.named_modules() if any(module is head for head in heads)}
     rows = [t.shape[0] for t in adapter.headers.tensors if base_name(t.name).removesuffix(".weight") in names]
@@ -257,7 +257,7 @@ def _vocabulary(adapter: Adapter, model: Any) -> int:
 
 
 def attach(model: Any, adapter: Adapter) -> Any:
-    """Add a saved adapter without rounding, and return the PEFT model. Raise CheckpointError if the adapter does not fit."""
+    """Add a saved adapter without rounding it; return the PEFT model. Raise CheckpointError if the adapter does not fit."""
     policy = policy_of(model)
     assert policy is not None, "load() sets the model's policy"
     peft_model = inject(model, adapter, policy)
@@ -266,7 +266,7 @@ def attach(model: Any, adapter: Adapter) -> Any:
 
 
 def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
-    """Add the adapter's modules with initial values. PEFT's `from_pretrained` would round a float32 adapter."""
+    """Add the adapter's modules with initial values. (PEFT's `from_pretrained` would round a float32 adapter.)"""
     saved = {base_name(tensor.name) for tensor in adapter.headers.tensors}
     lost = [name for name in getattr(model, "drawn_parameters", ()) if name not in saved]
     if lost:
@@ -285,13 +285,13 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
 
 
 def require_whole_weights(config: Any, policy: PrecisionPolicy) -> None:
-    """Raise CheckpointError if the base is quantized, but PEFT would decompose its weights to add the adapter."""
+    """Raise CheckpointError if the base is quantized, and PEFT would decompose its weights to add the adapter."""
     method = getattr(config, "init_lora_weights", None)
     if policy.quantized and isinstance(method, str) and method.startswith(_OF_WHOLE_WEIGHTS):
         conflict = f"a base in {policy.storage}, and an adapter that {method} initialised"
         expected = "a base in float32, bfloat16 or float16: PEFT subtracts the adapter's initial values from the base's weights"
         fix = "--quantization none, or merge the adapter first"
-        raise CheckpointError.of("the adapter needs whole weights", conflict, expected, fix)
+        raise CheckpointError.of("the adapter needs an unquantized base", conflict, expected, fix)
 
 
 # Initialisations for which PEFT decomposes the base's weights (`pissa_init`, `mica_init`): these must not be quantized.
@@ -349,10 +349,10 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
 
 
 def _other_beginning(saved: Sequence[str], wanted: Sequence[str]) -> Problem | None:
-    """Return one problem if all saved names differ from the base model's only in the same prefix; else None."""
+    """Return a problem if all saved names become the base model's names when one prefix is replaced; else None."""
 
     def beginnings(name: str) -> tuple[str, str]:
-        """Return (saved prefix, base model's prefix): the parts of `saved[0]` and of a model's name before their common end."""
+        """Return the beginnings of `saved[0]` and of `name`: the parts before the end that is equal in both names."""
         ours, theirs = saved[0].split("."), name.split(".")
         while ours and theirs and ours[-1] == theirs[-1]:
             ours, theirs = ours[:-1], theirs[:-1]
@@ -363,7 +363,7 @@ def _other_beginning(saved: Sequence[str], wanted: Sequence[str]) -> Problem | N
     if {new + name.removeprefix(old) for name in saved} != {*wanted}:
         return None
     what = f"the prefix {old!r} instead of {new!r} in the names of {plural(len(saved), 'tensor')}"
-    fix = f"{_FIX}, or rename the tensors in the file: base_model.model.{nearest} for base_model.model.{saved[0]}"
+    fix = f"{_FIX}, or rename the tensors in the file: base_model.model.{saved[0]} to base_model.model.{nearest}"
     return Problem(what, f"names as in the base model: {nearest}", fix)
 
 
@@ -400,7 +400,7 @@ _ENTRIES = (
     Entry(r".*(seed|key|step|warmup|tinit|tfinal).*", None, low=-(2**63), high=2**63),
     Entry(r".*", None, low=-1e9, high=1e7),
 )
-"""The first pattern that matches a field's name decides which values are valid. A type replaces PEFT's annotation."""
+"""The valid values of a config's fields. The first pattern that matches a field's name applies."""
 _EXPRESSIONS = (
     "target_modules", "exclude_modules", "feedforward_modules", "layers_pattern", "modules_to_save",
 )  # fmt: skip

@@ -4,7 +4,7 @@ The rules follow the source code of these programs' loaders on 2026-11-27:
 
 - `peft` 0.21: `set_peft_model_state_dict` and `LoraLayer`;
 - `vllm` 0.28: vllm/lora/peft_helper.py, lora_model.py and utils.py. vLLM accepts a tensor if a linear layer's name
-  has the same last part (`q_proj`). The tensor has no effect if no module has the same full name
+  has the same last part (`q_proj`). If no module has the tensor's full name, vLLM then ignores the tensor
   (https://github.com/vllm-project/vllm/issues/34186, /48019, /41754);
 - `llama.cpp`: convert_lora_to_gguf.py, and `llama_adapter_lora_weight::get_scale` (the scale is alpha / rank, even
   for rsLoRA).
@@ -48,7 +48,7 @@ class Consumer:
         refuses: options of adapter_config.json that the program refuses -> the reason.
         unplaced: effect of a tensor for which the model has no module.
         other: effect of a tensor that is not a LoRA matrix; None if the program applies such tensors.
-        stacked: (effect, reason) for an adapter of experts stacked in one tensor; None if the program applies it.
+        stacked: (effect, reason) for adapters of experts stacked in one tensor; None if the program applies such adapters.
         towers: True if the program applies adapters outside of the language model (towers and projectors).
         scale: function of (config's alpha, config's r, layer's r, is rsLoRA) that returns the scale; None for PEFT's scale.
         rank: largest rank that the program loads without its option `flag`; 0 if there is no limit.
@@ -118,9 +118,9 @@ class Fit:
 def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None) -> Fit:
     """Predict how another program uses an adapter with a model, without reading the model's weights.
 
-    `consumer` is a key of `CONSUMERS`. `model` is the model that the program loads, by default the adapter's base.
-    Raises CheckpointError if the adapter or the model does not exist, and UsageError if neither `model` nor a base is
-    known.
+    `consumer` is a key of `CONSUMERS`. `model` is the model that the program loads, by default the adapter's base. Raises
+    CheckpointError if the adapter or the model does not exist, and UsageError if neither `model` nor the adapter names a
+    model.
     """
     adapter, rules = read_adapter(directory), CONSUMERS[consumer]
     source = adapter.base if model is None else model
@@ -174,7 +174,7 @@ class _Judge:
             return "refused", why, _OTHER_MODEL
         part = self.parts.of(module)
         if not rules.towers and part != LANGUAGE:
-            return "ignored", f"no adapters outside the language model; this module is in the {part}", _MERGE
+            return "ignored", f"the program applies no adapters to the {part} of a model", _MERGE
         return self._scaled(tensor, module)
 
     def _scaled(self, tensor: TensorHeader, module: str) -> tuple[Effect, str, str]:

@@ -1,4 +1,4 @@
-"""measure_quality: measure how storing a linear layer in fewer bits changes the next-token distribution."""
+"""`measure_quality` measures how the next-token distribution changes if a linear layer is stored in fewer bits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _BLOCKS = 64  # so many rows of any width fill whole 4-bit blocks
 
 
 class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
-    """`TorchDispatchMode` that reads only the looked-up rows of embedding weights, and all rows of other weights."""
+    """`TorchDispatchMode` that reads weights when operators use them: all rows, but only the looked-up rows of embeddings."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator_name(func).startswith("aten.embedding") and "backward" not in operator_name(func):
@@ -54,9 +54,9 @@ class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
 class Sums:
     """The sums that are measured for one linear layer.
 
-    `damage` is in nats, and `error` is the squared error of the weight; both are dicts by format. `squares` `[columns]`
-    is Σ |g|² x² over `tokens` tokens, with a token's input x and its output gradient g. This sum is the diagonal of the
-    Fisher information, summed over the weight's rows.
+    `damage` is in nats, and `error` is the squared error of the weight; both are dicts by format. `squares` `[columns]` is
+    Σ |g|² x² over `tokens` tokens, for each token's input x and output gradient g: the diagonal of the Fisher information,
+    summed over the weight's rows.
     """
 
     rows: int = 0
@@ -78,9 +78,9 @@ class Layers:
 
     Let f be ln p(y | x), with y sampled from the model. If the weights W change by D, the divergence from the model is
     ½ E[<D, df/dW>²] to second order (the Fisher information). The backward starts from the result of `_of_signs`, a
-    gradient with the same second moments as the gradient of f. For each token, with the layer's input x and the output's
-    gradient g, the estimate is ½ Σ (g² xᵀ²) D². The estimate omits products of two weights, because their errors are
-    nearly independent, and products of two tokens, because these would need hundreds of samples.
+    gradient with the same second moments as the gradient of f. A token with the input x and the output gradient g adds
+    ½ Σ (g² xᵀ²) D² to the estimate. The estimate omits products of two weights, because their errors are nearly independent.
+    It also omits products of two tokens, because hundreds of samples would be needed.
 
     Attributes:
         wanted: names of the layers to measure.
@@ -93,7 +93,7 @@ class Layers:
     sums: dict[str, Sums] = field(default_factory=dict)
 
     def again(self) -> Any:
-        """Return an empty context: this recorder needs no preparation before a block runs."""
+        """Return an empty context: this recorder does nothing when a block runs."""
         return nullcontext()
 
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int]) -> None:
@@ -163,11 +163,11 @@ class _Product(torch.autograd.Function):
 def rounded(
     weight: torch.Tensor, form: str, moments: torch.Tensor | None = None, *, exact: bool = True
 ) -> torch.Tensor:
-    """Round a float32 weight, or rows of it that fill whole blocks, to a format. Return float32 `[rows, columns]`.
+    """Round a float32 weight to a format; return float32 `[rows, columns]`. Slices of a weight must contain whole blocks.
 
     Args:
         form: one of `isotype.core.formats.MEASURED`.
-        moments: second moments of the input channels, `[columns]`; None raises ValueError if `form` is fitted to moments.
+        moments: second moments of the input channels, `[columns]`; required (else ValueError) if `form` is fitted to them.
         exact: True to round as bitsandbytes does; False to use `fitted.nearest_values`, which takes half the time.
     """
     if form == "int8":
@@ -207,12 +207,12 @@ def measure_quality(
     progress: bool = True,
     revision: str | None = None,
 ) -> Damages:
-    """Measure, for each linear layer and format, how storing the layer in the format changes the next-token distribution.
+    """Measure how rounding a linear layer to a format changes the next-token distribution, for each layer and format.
 
-    A forward and a backward in float32 estimate all layers at once (`isotype.checkpoint.damage.Layers`). For each
-    format in `exact`, another forward with all layers in this format measures the divergence from the float32 model.
-    Each pass reads a checkpoint block by block. A model in memory is not changed. The measurement of a checkpoint on
-    isotype's texts is cached.
+    A forward and a backward in float32 estimate all layers at once (`isotype.checkpoint.damage.Layers`). For each format in
+    `exact`, another forward with all layers in this format measures the divergence from the float32 model. Each pass reads
+    a checkpoint block by block. A model in memory is not changed. The measurement of a checkpoint on the default texts is
+    cached.
 
     Args:
         model: a module that returns logits, or a checkpoint: a directory, a GGUF file, `embedded:NAME`, a hub id, or an
@@ -269,7 +269,7 @@ def _measured(
 
 
 class Session:
-    """Runs the forwards and backwards of one measurement. `passes` is their number, for the progress bar.
+    """Runs the forwards and backwards of one measurement. `passes` is the length of the progress bar.
 
     Attributes:
         reference: the float32 log probabilities of each batch, `[tokens, vocabulary]`; `backward` sets them.
@@ -294,7 +294,7 @@ class Session:
         self.bar.total = passes * len(run.batches) * sum(map(len, self.twin.blocks))
 
     def backward(self) -> int:
-        """Run every batch forward and backward to add up the layers' sums; return the number of counted tokens."""
+        """Run a forward and a backward of each batch, which fill the layers' sums; return the number of counted tokens."""
         generator = torch.Generator(device="cpu").manual_seed(_SEED)
         with undisturbed(self.device), self.rows:
             for batch in self.run.batches:
@@ -305,7 +305,7 @@ class Session:
         return sum(len(rows) for rows in self.reference)
 
     def divergence(self, form: str) -> float:
-        """Return the divergence from `reference` with all layers in a format, in nats per token."""
+        """Return the divergence from `reference` in nats per token if all layers are rounded to a format."""
         self.layers.form = form
         try:
             pairs = list(zip(self.reference, self.distributions(), strict=True))
@@ -326,7 +326,7 @@ class Session:
         logits = getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor):
             what = f"{self.measured.source}, which returns {type(output).__name__} without logits"
-            expected = "a model with a distribution of the next token (or of classes)"
+            expected = "a model that returns logits of the next token (or of classes)"
             fix = "give the model with its head"
             raise UsageError.of("the damage of quantization cannot be measured", what, expected, fix)
         counted = _counted(batch, logits.shape[:-1])
@@ -334,7 +334,7 @@ class Session:
 
 
 def _counted(batch: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
-    """Return a mask `[batch, tokens]` of the logits to compare, which is False at padding and before labels of -100."""
+    """Return a mask `[batch, tokens]` of the logits to compare. It is False at padding, and if the next label is -100."""
     counted = torch.ones(shape, dtype=torch.bool)
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if isinstance(mask, torch.Tensor) and mask.shape == shape:
@@ -353,8 +353,8 @@ def _of_signs(
 
     The function returns u = r ε - p (r · ε), with r = √p and independent random signs ε of ±1. Because E[ε εᵀ] = 1,
     E[u uᵀ] = (diag r - p rᵀ)(diag r - r pᵀ) = diag p - p pᵀ. The gradient of ln p(y), with y sampled from p, has the
-    same second moments. Its variance is larger, because it is near 0 for most samples and large for a few. Martens,
-    Sutskever and Swersky estimate curvature from random signs in one backward (https://arxiv.org/abs/1206.6464).
+    same second moments. Its variance is larger, because that gradient is near 0 for most samples and large for a few.
+    Random signs in one backward: Martens, Sutskever and Swersky, https://arxiv.org/abs/1206.6464.
 
     Args:
         rows: log probabilities `[counted tokens, vocabulary]`, float32.
@@ -371,7 +371,7 @@ def _of_signs(
 
 
 def _divergence(p: torch.Tensor, q: torch.Tensor) -> float:
-    """Return Σ p (ln p - ln q) over all rows; the arguments are ln p and ln q.
+    """Return Σ p (ln p - ln q) over all rows, for the arguments ln p and ln q.
 
     With d = ln p - ln q, the function computes Σ p (d + exp(-d) - 1). This is the same sum, because p and q each sum to
     one. Each term is of second order in d, whereas Σ p d would contain the float32 rounding errors of Σ p and Σ q.

@@ -47,7 +47,7 @@ class Block:
 
 
 class DeferredBlocks:
-    """The weights of a model's blocks that are read later, for `isotype.checkpoint.load.load`.
+    """The blocks of a model whose weights are read after `isotype.checkpoint.load.load`.
 
     Args:
         wait: True to defer the blocks' weights; False to fill all weights when the model is loaded.
@@ -168,7 +168,7 @@ class DeferredBlocks:
                 owner.state.CB, owner.state.SCB = None, owner.state.SCB.to("meta")
 
     def on_forward(self) -> None:
-        """Install hooks: a block is read before it or one of its layers runs, and freed after its forward."""
+        """Install hooks that read a block before the block or one of its layers runs, and free it after its forward."""
         for block in self.blocks:
             if block.sources or block.dense:
                 dense = (weight.module for weight in block.dense)

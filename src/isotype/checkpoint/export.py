@@ -92,7 +92,7 @@ _NO_TOKENIZER = "this tokenizer cannot be written to GGUF"
 
 
 def check_exportable(config: Any) -> Architecture:
-    """Return the rules for writing a model of this config; raise UsageError if GGUF cannot represent it."""
+    """Return the rules for writing a model of this config; raise UsageError if GGUF cannot represent the model."""
     text = config.get_text_config()
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None and getattr(config, "vision_config", None) is not None:
@@ -115,7 +115,7 @@ def check_exportable(config: Any) -> Architecture:
 
 
 def exportable_tokenizer(tokenizer: Any) -> Any:
-    """Return a tokenizer, or a processor's tokenizer. Raise UsageError if there is none, or GGUF cannot represent it."""
+    """Return a tokenizer, or a processor's tokenizer. Raise UsageError for None, or if GGUF cannot represent the tokenizer."""
     words = getattr(tokenizer, "tokenizer", tokenizer)
     if not getattr(words, "is_fast", False):
         what = "no tokenizer that can be read as tokenizer.json"
@@ -197,7 +197,7 @@ def write_tensors(
     finally:
         writer.close()
     wide = [key for key, stored in kinds.items() if kind in GGUF_BLOCKS and stored == "F16"]
-    why = f"their rows are not a multiple of {kind}'s blocks of 32"
+    why = f"their row length is not a multiple of 32, the block size of {kind}"
     return [f"{len(wide)} weights are in f16: {why} ({wide[0]}, …)"] if wide else []
 
 
@@ -302,7 +302,7 @@ PROGRAM = "llama-quantize"  # writes the types in LLAMA_CPP_TYPES
 
 
 def require_program(kind: str, adapter: Path, output: Path) -> None:
-    """Raise UsageError if `kind` needs llama.cpp's program and it is not on the PATH."""
+    """Raise UsageError if `kind` needs llama.cpp's program and the program is not on the PATH."""
     if kind not in LLAMA_CPP_TYPES or shutil.which(PROGRAM):
         return
     final = output if output.suffix == ".gguf" else output / f"model-{kind}.gguf"
@@ -341,7 +341,7 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
     """Write a tokenizer's vocabulary, merges, token types and special tokens with `gguf.GGUFWriter`.
 
     Embedding rows without a token are named `[PADn]` and marked as unused. Raises UsageError if the tokenizer is not BPE,
-    or llama.cpp has no name for its pre-tokenizer.
+    or if llama.cpp has no name for its pre-tokenizer.
     """
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model, split = content["model"], _name_of_split(content)

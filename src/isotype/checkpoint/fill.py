@@ -1,4 +1,4 @@
-"""Fills a model's tensors one at a time from mapped files: converts, dequantizes, casts, quantizes and moves each as needed."""
+"""Fills a model's tensors one at a time from mapped files, and converts them to the model's dtypes and formats."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def fill(
 ) -> tuple[set[str], dict[str, str]]:
     """Fill a model's tensors from a checkpoint; tensors that the checkpoint lacks stay unchanged.
 
-    Peak memory is the filled model plus the largest tensor. Stacked experts that are quantized are read one by one. A
+    Peak memory is the filled model plus the largest tensor. Stacked experts are read one by one if they are quantized. A
     tensor that needs no conversion stays memory-mapped. For weights on a GPU, a thread reads ahead into two additional
     buffers in pinned memory.
 
@@ -141,7 +141,7 @@ def _mapped(sources: Sequence[Source], files: MappedFiles) -> Generator[tuple[So
 def _staged(
     sources: Sequence[Source], files: MappedFiles, placement: Placement, size: int, pinned: bool
 ) -> Generator[tuple[Source, Tensors], None, None]:
-    """Yield each source with a reader of its tensors: a buffer that has all of them, or else the mapped files."""
+    """Yield each source with a reader of its tensors: a buffer that contains all these tensors, or the mapped files."""
     # A weight that is saved quantized may use the tensor's memory without a copy, and a reused buffer would overwrite it.
     saved = {id(source) for source in sources if not pinned and _is_saved(source, placement)}
     work = [(source, () if id(source) in saved else tuple(_headers(source))) for source in sources]
@@ -325,10 +325,10 @@ def read_source(
 
 
 def rows_of(model: Any, source: Source, name: str, shape: torch.Size, start: int, stop: int) -> Source | None:
-    """Return the part of a source that is enough to make rows `start` to `stop` of the tensor `name`.
+    """Return the part of a source from which rows `start` to `stop` of the tensor `name` can be made.
 
-    If each pattern of the conversion has one source tensor per row, the part has the tensors of these rows. Otherwise it has
-    these rows of every source tensor. Returns None if neither is enough.
+    If each row is made from tensors of its own (an expert), the part contains the tensors of these rows. Otherwise, the
+    part contains these rows of every source tensor. Returns None if the rows cannot be made from such a part.
     """
     rows = torch.Size((stop - start, *shape[1:]))
     by_pattern = grouped(source.tensors, lambda pair: pair[1]).values()
@@ -354,7 +354,7 @@ def _makes(model: Any, source: Source, name: str, shape: torch.Size) -> bool:
 
 
 def _sliced(source: Source, rows: int, start: int, stop: int) -> Source | None:
-    """Return a source with only rows `start` to `stop` of each tensor; None if a tensor cannot be cut."""
+    """Return a source with only rows `start` to `stop` of each tensor; None if a tensor cannot be divided into rows."""
 
     def cut(header: TensorHeader) -> TensorHeader:
         size = header.bytes // rows

@@ -109,7 +109,7 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
     """Read the headers of a checkpoint and group its tensors.
 
     `path`: a directory, a .safetensors file, an index of shards, a .gguf file, `embedded:NAME` or a hub id.
-    `revision`: branch, tag or commit of a hub id. Raises CheckpointError if there is no checkpoint, or it is damaged,
+    `revision`: branch, tag or commit of a hub id. Raises CheckpointError if the checkpoint does not exist, or is damaged,
     incomplete or pickled.
     """
     source = local_path(path)

@@ -79,7 +79,7 @@ def load(
 ) -> Any:
     """Load a model (no adapter), with the arguments and errors of `isotype.load`. `path` may be an open checkpoint.
 
-    Weights to read later, block by block, are added to `deferred`; if it is None, all weights are read now.
+    If `deferred` is not None, the weights of blocks are added to it and are read later.
     """
     checkpoint = open_checkpoint(path, kwargs.pop("revision", None))
     source, facts = checkpoint.source, checkpoint.facts
@@ -146,7 +146,7 @@ def _class(
 ) -> Any:
     """Return a subclass of `cls` for one load. It reads the files of `headers`, or the files that transformers finds.
 
-    The load adds (name, problem) of each parameter that is not finite to `broken`, and names that no file has to `lacking`.
+    The load fills `broken` (name of a parameter that is not finite -> problem) and `lacking` (tensors that no file has).
     """
 
     def read(model: Any, state_dict: Any, files: Any, settings: Any, theirs: Callable[[], Any]) -> Any:

@@ -53,11 +53,11 @@ def load(
 ) -> Any:
     """Load the model at `path` under `policy`, in evaluation mode. If `path` is an adapter, load it on its base model.
 
-    Quantized, pinned and plain weights have the policy's dtypes. A checkpoint that is already quantized keeps its
-    quantization states, constants and compute dtype. The model's attribute `precision_policy` is the policy.
+    The policy gives the dtype or format of each weight. A checkpoint that is already quantized keeps its quantization
+    states, constants and compute dtype. The model's attribute `precision_policy` is the policy.
 
-    An adapter (`runs/sft`, one of its checkpoint folders, or any adapter saved by PEFT) is added to the base model that
-    its adapter_config.json names, at the named commit. The adapter's values are not rounded and can be trained further.
+    The adapter may be saved by isotype or by PEFT. The base model, and its commit, are those in adapter_config.json. The
+    adapter's values are not rounded and can be trained further.
 
     Args:
         path: checkpoint directory, GGUF file, hub id, `embedded:smollm2`, or an adapter's directory.
@@ -70,8 +70,8 @@ def load(
             not `trust_remote_code`.
 
     Raises:
-        CheckpointError: `path` is not a checkpoint, its format is unsupported, its shapes contradict its config, or
-            values are not finite. For an adapter, also if its base does not exist or does not fit.
+        CheckpointError: `path` is not a checkpoint, its format is unsupported, its shapes contradict its config, or values
+            are not finite; or an adapter's base does not exist or does not fit.
         PrecisionError: the checkpoint is already quantized, in another format than the policy's storage.
     """
     revision = kwargs.pop("revision", None)
@@ -155,7 +155,7 @@ def load_module(
     If the policy is quantized, linear layers are replaced by bitsandbytes layers.
 
     Args:
-        model: any module. Parameters may be on the meta device, and so may buffers whose values the checkpoint has.
+        model: any module. Its parameters, and the buffers that the checkpoint contains, may be on the meta device.
         path: checkpoint directory or .safetensors file.
         policy: from `isotype.resolve_precision`.
         adapter: conversion of the tensors, needed if the module's names or shapes differ from the checkpoint's.

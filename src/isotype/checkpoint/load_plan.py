@@ -109,7 +109,7 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
 
 
 def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
-    """Return name -> dtype name or format in which the policy stores a tensor, for each float tensor of a dense model."""
+    """Return the dtype name or format in which the policy stores each float tensor of a dense model, by name."""
     quantized = quantized_weights(model, policy) if policy.quantized else ()
     stacks = formats_of_stacks(model, policy, _skipped(model, policy.dense)) if policy.quantization else {}
     placement = placement_of(model, policy, quantized, lambda _: "cpu", stacks, policy.pinned)
@@ -120,8 +120,8 @@ def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
 def quantized_weights(model: Any, policy: PrecisionPolicy | None = None) -> frozenset[str]:
     """Return the names of the weights that transformers quantizes with bitsandbytes when it loads a dense model.
 
-    For a module that is not from transformers, these are all linear layers' weights. Modules and parameters that
-    `policy` leaves dense are left out.
+    For a module that is not from transformers, these are all linear layers' weights. The result has no weights that
+    `policy` stores dense.
     """
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module

@@ -35,7 +35,7 @@ _TURNS = 4
 
 @torch.no_grad()
 def begin_from_error(model: Any, checkpoint: Checkpoint, moments: Mapping[str, torch.Tensor]) -> int:
-    """Set each 4-bit layer's adapter to the matrix nearest to the quantization error; return the number of such layers.
+    """Initialise the adapters of 4-bit layers from the quantization error; return the number of these layers.
 
     Adapters of int8 layers are not changed, because int8 errors are a hundredth of 4-bit errors. `moments`: layer name
     in the base model -> relative second moments `[in]` of its input channels. Raises PrecisionError if the checkpoint

@@ -53,10 +53,10 @@ def measure_ranges(
 ) -> Ranges:
     """Run a forward and a backward, and record the largest magnitude in every tensor of the step.
 
-    The step computes the mean loss in float32 from the stored weights, in evaluation mode. It uses neither autocast nor
-    a policy's casts between modules. Only one block at a time is converted to float32; blocks are recomputed in the
-    backward. A model in memory, its gradients, hooks, modes and random states stay unchanged. The measurement of a
-    checkpoint on isotype's texts, with at least the default number of tokens, is cached.
+    The step computes the mean loss in float32 from the stored weights, in evaluation mode. It uses neither autocast nor a
+    policy's casts between modules. Only one block at a time is converted to float32; blocks are recomputed in the backward.
+    A model in memory, its gradients, hooks, modes and random states stay unchanged. The measurement of a checkpoint is
+    cached if it uses at least the default number of tokens of the default texts.
 
     Args:
         model: a module (with or without PEFT adapters and quantized layers), or a checkpoint: a directory, a GGUF file,

@@ -178,7 +178,7 @@ def require_complete_gguf(checkpoint: Checkpoint) -> None:
 def require_loadable(name: str | Path, revision: str | None) -> None:
     """If a checkpoint does not match its model or its config, raise the CheckpointError that `load` would raise.
 
-    For a single file, an adapter, or a model that is not from transformers, it checks only the quantization.
+    For a single file, an adapter, or a model that is not from transformers, only the quantization is checked.
     """
     from transformers import CONFIG_MAPPING
 

@@ -24,7 +24,7 @@ from isotype.precision.versions import incompatible_here, installed
 
 
 class StorageOptions(TypedDict, total=False):
-    """Rarely used options of a `PrecisionRequest`."""
+    """The options `**storage` of `resolve_precision`, which describes them."""
 
     master: str | torch.dtype | None
     double_quant: bool | None

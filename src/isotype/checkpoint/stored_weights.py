@@ -41,7 +41,7 @@ class StoredWeights:
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """Name -> shape, for each tensor of the model that the checkpoint has. Call this first while the model is dense."""
+        """Name -> shape, for each tensor of the model that the checkpoint has. Read it first while the model is dense."""
         state = self._model.state_dict(keep_vars=True)
         # The headers of a GGUF file do not determine the shapes after its conversion, so these are taken from the model.
         shapes = {
@@ -51,7 +51,7 @@ class StoredWeights:
         return {name: torch.Size(shape) for name, shape in shapes.items() if shape is not None}
 
     def in_other_dtypes(self, quantized: Collection[str]) -> dict[str, torch.dtype]:
-        """Return name -> dtype for the float tensors that are stored in another dtype than most, except those in `quantized`."""
+        """Return name -> dtype for float tensors outside of `quantized` that have another dtype than most tensors."""
         tensors = {name: source.tensors for name, source in self._sources.items() if name not in quantized}
         plain = {n: parts[0][0] for n, parts in tensors.items() if all(part.plain for part, _ in parts)}
         main = main_form(plain.values())
@@ -69,8 +69,7 @@ class StoredWeights:
     def read_rows(self, name: str, start: int, stop: int, dim: int = 0) -> torch.Tensor:
         """Return rows `start` to `stop` (columns, if `dim` is 1) of `read(name)`.
 
-        Only these rows are read if each row is a tensor in the files (as for experts), or is made from the same row of each
-        source tensor. Otherwise the whole tensor is read.
+        The whole tensor is read if its rows cannot be made from a part of the files (see `rows_of` in fill.py).
         """
         source = self._sources[name]
         where = (slice(None),) * dim + (slice(start, stop),)

@@ -208,7 +208,7 @@ class DenseWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the parameter that now has this name. It may change between the model's dequantization and `read`."""
+        """Dtype of the parameter that now has this name. The dtype may change between the model's dequantization and `read`."""
         parameter = own_parameters(self.module)[self.name.rpartition(".")[2]]
         assert parameter is not None
         return parameter.dtype

@@ -32,7 +32,7 @@ BUILD_ERRORS = (
 
 
 def read_config(directory: Path) -> Any:
-    """Return a directory's transformers config without running its code; raise CheckpointError if it is invalid."""
+    """Return a directory's transformers config without running code of the directory; raise CheckpointError if invalid."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers import __version__ as version
@@ -188,7 +188,7 @@ def building(cls: type, source: str = "") -> Iterator[None]:
 
 
 def concrete_class(config: Any, wanted: type | None = None, source: str = "") -> Any:
-    """Return `wanted` or, if it is None or an auto class, the config's class. Raise CheckpointError if there is none."""
+    """Return `wanted`; for None or an auto class, return the config's class, or raise CheckpointError if it has none."""
     if wanted is not None and mapping_of(wanted) is None:
         return wanted
     cls = model_class(config, wanted)
@@ -232,7 +232,7 @@ def config_dtype(config: Any) -> torch.dtype | None:
 
 
 def torch_dtype(value: Any, what: str) -> torch.dtype | None:
-    """Return the torch dtype with this name; None for None. If torch lacks it, raise a CheckpointError that names `what`."""
+    """Return the torch dtype with this name; None for None. `what` names the dtype's place in the CheckpointError."""
     if value is None or isinstance(value, torch.dtype):
         return value
     dtype = getattr(torch, str(value).removeprefix("torch."), None)

@@ -33,8 +33,8 @@ _STRING, _ARRAY = 8, 9
 def read_gguf_header(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
     """Return the tensor headers of a GGUF file, sorted by name, and the scalars and strings of its metadata.
 
-    Arrays are skipped. gguf.GGUFReader reads them, and takes seconds for the 10^5 strings of a vocabulary. Raises
-    CheckpointError if the file is missing, truncated or damaged, or has an unknown version or tensor type.
+    Arrays are skipped. (gguf.GGUFReader takes seconds to read the 10^5 strings of a vocabulary.) Raises CheckpointError if
+    the file is missing, truncated or damaged, or has an unknown version or tensor type.
     """
     if file_size(path) == 0:
         raise broken(path, "an empty file", "a GGUF file")

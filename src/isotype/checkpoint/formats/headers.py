@@ -1,7 +1,7 @@
 """Reads names, dtypes, shapes and sizes of a checkpoint's tensors from its headers, without reading a weight.
 
-The formats are safetensors (https://github.com/huggingface/safetensors#format), `torch.save` and GGUF. A checkpoint in
-one of the first two may consist of shards and an index.
+The formats are safetensors (https://github.com/huggingface/safetensors#format), `torch.save` and GGUF. Safetensors and
+torch files may be shards with an index.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _refuse_pickle(files: Sequence[Path]) -> CheckpointError:
         "save_file({k: v.contiguous() for k, v in torch.load('adapter_model.bin', weights_only=True).items()}, "
         "'adapter_model.safetensors')\""
     )
-    expected = "safetensors: reading a pickle runs whatever code its author put in it"
+    expected = "safetensors: reading a pickle runs the code that its author put into it"
     return CheckpointError.of("the weights are pickled", what, expected, fix)
 
 
@@ -234,7 +234,7 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
 
 
 def _fetched(files: Sequence[Path]) -> Iterator[bool]:
-    """Yield for each file whether it exists. Threads read the headers in advance, because a file server is slow."""
+    """Yield True for each file that exists, and else False. Threads read the headers ahead, because a file server is slow."""
 
     def fetch(file: Path) -> bool:
         if not file.is_file():
@@ -278,6 +278,6 @@ def _read_index(index: Path) -> tuple[dict[str, str], Mapping[str, object]]:
 
 @functools.lru_cache(maxsize=64)
 def _is_file_name(shard: str) -> bool:
-    """Return True for a plain file name: an index must not name a file outside of its own directory."""
+    """Return True for a file name without folders: an index must not name files outside of its directory."""
     plain = printable(shard) and "\0" not in shard and Path(shard).name == shard != ".."
     return bool(shard) and plain and len(shard.encode()) <= _LONGEST

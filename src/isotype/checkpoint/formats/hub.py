@@ -31,7 +31,7 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
 
 @contextmanager
 def _asking(headline: str, what: str, expected: str) -> Iterator[None]:
-    """Replace an error of the hub or its library in the `with` block by a CheckpointError with this text and the reason."""
+    """Replace the hub's errors in the `with` block by CheckpointErrors with these texts and the reason."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HTTPError, StrictDataclassError
 
@@ -46,7 +46,7 @@ def _asking(headline: str, what: str, expected: str) -> Iterator[None]:
 
 _OF_HUB = "check the spelling; for a private or gated model log in with `hf auth login`"
 _WITHOUT_HUB = (
-    "whether the hub has this name is unknown: connect to the network, or give a local directory; "
+    "connect to the network, so that isotype can search the hub, or give a local directory; "
     "HF_HUB_OFFLINE=1 uses the local cache without a wait"
 )
 
@@ -91,7 +91,7 @@ def download(model_id: str, revision: str | None) -> Path:
 
 
 def remote_headers(model_id: str, revision: str | None = None) -> CheckpointHeaders | str:
-    """Read headers by range requests; return them, or the reason if the hub cannot be reached."""
+    """Return headers that are read by range requests, or the reason why the hub cannot be reached."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 

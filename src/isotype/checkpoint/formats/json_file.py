@@ -22,7 +22,7 @@ AGAIN = "correct the file, or copy or download it again"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; raise CheckpointError if the file is not JSON, or not an object."""
+    """Return the JSON object in a file; raise CheckpointError if the file contains anything else."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -66,7 +66,7 @@ class Entry(NamedTuple):
 def entry_problems(
     content: Mapping[str, Any], entries: Sequence[Entry], path: Path, kinds: Mapping[str, Any] | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem for each value that breaks the first `Entry` matching its name. `kinds` has types for `kind=None`."""
+    """Yield a problem for each invalid value. The first `Entry` that matches a name applies; `kinds` is for `kind=None`."""
     for key, value in content.items():
         entry = next((entry for entry in entries if re.fullmatch(entry.names, key)), Entry(key))
         fits, words = _rule((kinds or {})[key] if entry.kind is None else entry.kind)
@@ -94,7 +94,7 @@ _PLAIN = {bool: "true or false", str: "text", types.NoneType: "null", dict: "an 
 
 @functools.cache
 def _rule(kind: Any) -> tuple[Callable[[Any], bool], str]:
-    """Return (function that says whether a JSON value has the annotated type, the type in words)."""
+    """Return (function that returns True for a JSON value of the annotated type, the type in words)."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         # In a union of str and an enumeration, the text must be a value of the enumeration.

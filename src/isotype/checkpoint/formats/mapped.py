@@ -122,13 +122,13 @@ class StagedTensors:
 def staged(
     work: Sequence[tuple[Work, Sequence[TensorHeader]]], size: int = BUFFER, *, pinned: bool
 ) -> Generator[tuple[Work, StagedTensors | None], None, None]:
-    """Yield (piece of work, its tensors in a buffer, or None if the caller must read the tensors).
+    """Yield each piece of work with a buffer of its tensors, or with None if the caller must read the tensors.
 
     The pieces keep their order. Tensors are valid until the generator resumes. The reading thread ends when the
     generator is closed, also after an interrupt.
 
     Args:
-        work: (piece of work, headers of its tensors). None replaces the buffer if a header has no offset, or if the
+        work: (piece of work, headers of its tensors). The caller must read the tensors if a header has no offset, or if the
             tensors need more than `size` bytes.
         pinned: allocate buffers in pinned memory; if that fails, log a warning and use other memory.
     """
@@ -157,7 +157,7 @@ def staged(
 def _groups(
     work: Iterable[tuple[Work, Sequence[TensorHeader]]], size: int
 ) -> Iterator[list[tuple[Work, Sequence[TensorHeader] | None]]]:
-    """Yield groups of neighbouring pieces that fit into one buffer. A piece that needs no buffer has None as headers."""
+    """Yield groups of consecutive pieces that fit into one buffer. A piece that uses no buffer has None as headers."""
     group: list[tuple[Work, Sequence[TensorHeader] | None]] = []
     room = size
     for piece, headers in work:
@@ -188,7 +188,6 @@ def _fill(
     files: _Files,
     stop: threading.Event,
 ) -> list[tuple[Work, StagedTensors | None]]:
-    """Read the tensors of a group into the next free buffer; return at once if the group needs no buffer."""
     if all(headers is None for _, headers in group):
         return [(piece, None) for piece, _ in group]
     buffer = free.get()

@@ -47,7 +47,7 @@ class TensorHeader:
 
 
 def limit_tensors(path: Path, count: int) -> None:
-    """Raise CheckpointError if a file describes more tensors than any model has. Reading them would take minutes."""
+    """Raise CheckpointError if a file describes more tensors than any model has. Reading so many headers would take minutes."""
     if count > MAX_TENSORS:
         raise broken(path, f"{count:,} tensors", f"at most {MAX_TENSORS:,}", "give a checkpoint of a model")
 

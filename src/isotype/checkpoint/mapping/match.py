@@ -66,11 +66,11 @@ class WrongShape:
 
 @dataclass(frozen=True)
 class Match:
-    """A model's tensors compared with those of a checkpoint.
+    """The differences between a model's tensors and a checkpoint's.
 
     Attributes:
         missing: names and shapes of the model's tensors that the checkpoint lacks.
-        initialised: tensors that the checkpoint lacks and transformers initialises, with the reason by name.
+        initialised: name -> reason, for each tensor that the checkpoint lacks and that transformers initialises.
         tied: name of a tensor that shares another tensor's values -> the other tensor's name in the checkpoint.
         surplus: tensors of the checkpoint that the model neither has nor ignores.
         unused: tensors of `surplus` that no other class for the model's config uses either.
@@ -295,7 +295,7 @@ def _unused_problems(match: Match) -> Iterator[Problem]:
         first = by_name[names[0]]
         yield Problem(
             f"{_some(names)} of shape {list(first.shape)} in {first.file.name}, which {match.model} does not use",
-            "only tensors that the model uses: without the others, its outputs are different",
+            "only tensors that the model uses: without the other tensors, the model's outputs are different",
             f"{_SAME_PLACE}, or remove them from the file",
         )
 
@@ -306,7 +306,7 @@ def _missing_problems(match: Match) -> Iterator[Problem]:
         near = _near(names[0], shape, match.surplus)
         again = "download or save the checkpoint again"
         if near is not None:
-            rename = "rename this tensor" if len(names) == 1 else "rename this tensor and similar ones"
+            rename = "rename this tensor" if len(names) == 1 else "rename this tensor and similar tensors"
             fix = f"{near.weight.file.name} has {near.weight.name} of this shape: {rename}, or {again}"
         else:
             fix = (
@@ -361,7 +361,7 @@ def _grouped_by_pattern(names: Iterable[str], alike: Any) -> Iterable[list[str]]
 
 
 def _near(name: str, shape: tuple[int, ...] | None, surplus: Sequence[StoredTensor]) -> StoredTensor | None:
-    """Return the surplus tensor of this shape with the most similar name, or the only one of this shape; else None."""
+    """Return the surplus tensor of this shape whose name is similar, or the only tensor of this shape; else None."""
     alike = {tensor.name: tensor for tensor in surplus if dense_shape(tensor) == shape}
     close = difflib.get_close_matches(name, alike, n=1, cutoff=0.6)
     if close:

@@ -116,7 +116,7 @@ def method_of(quantization: Mapping[str, Any] | None) -> str:
 
 
 def config_problem(quantization: Mapping[str, Any]) -> str:
-    """Return the reason, found in config.json, why isotype cannot read the quantized weights; "" if there is none.
+    """Return the reason in config.json why isotype cannot read the quantized weights; "" if it can read them.
 
     Methods that are not in `core/formats.py:METHODS` are not checked here.
     """
@@ -404,7 +404,7 @@ def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any])
 def group_of(
     quantization: Mapping[str, Any], modules: Sequence[str], classes: Sequence[str]
 ) -> Mapping[str, Any]:
-    """Return a module's entry in `config_groups`; as in compressed-tensors, names precede patterns and classes."""
+    """Return a module's entry in `config_groups`; as in compressed-tensors, names take precedence over patterns and classes."""
     groups: dict[str, Mapping[str, Any]] = {}
     for name, group in _object(quantization.get("config_groups"), "config_groups").items():
         targets = group.get("targets") if isinstance(group, Mapping) else None

@@ -120,7 +120,7 @@ def stored_tensors(
 def _weight_of(
     name: str, names: Mapping[str, TensorHeader], quantization: Mapping[str, Any] | None
 ) -> tuple[str, str]:
-    """Return (name of a constant's weight, format that the constant implies), or ("", "") for a tensor that is no constant."""
+    """Return (name of a constant's weight, format that the constant implies), or ("", "") for other tensors."""
     if not name.endswith(_ENDINGS):
         return "", ""
     for endings, weight_ending, form in _CONSTANTS:
@@ -142,7 +142,7 @@ def with_scheme(
     target: str = "",
     classes: Sequence[str] = ("Linear",),
 ) -> StoredTensor:
-    """Return a copy of the tensor with `scheme` or `problem` set. `target` is its name in the model, or ""."""
+    """Return a copy of the tensor with `scheme` or `problem` set. `target` is the tensor's name in the model, or ""."""
     if tensor.plain and tensor.weight.dtype_name not in CODES:
         return tensor
     modules = [name.rpartition(".")[0] for name in (tensor.name, target) if name]
@@ -163,7 +163,7 @@ def dense_shape(tensor: StoredTensor) -> tuple[int, ...] | None:
 
 
 def main_form(tensors: Iterable[StoredTensor]) -> str | None:
-    """Return the dtype or format in which most values are stored; None without tensors."""
+    """Return the dtype or format in which most values are stored; None if there are no tensors."""
     counts: Counter[str] = Counter()
     for tensor in tensors:
         counts[tensor.form] += tensor.values

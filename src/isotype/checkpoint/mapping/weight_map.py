@@ -1,4 +1,4 @@
-"""Finds, for each tensor of a model, the tensors in a checkpoint from which it is made, by names and shapes."""
+"""Finds the tensors of a checkpoint from which the tensors of a model are made, by names and shapes."""
 
 from __future__ import annotations
 
@@ -139,9 +139,9 @@ def _renaming(
 def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
     """Return a map from names in a GGUF file to names in the model; both end in `.weight` or `.bias`.
 
-    The names in gguf's table have no prefix such as `model.`. So leading parts of a name in the model are removed until
-    the table has the rest. If several names match one name in the file, the name with the fewest removed parts is used.
-    transformers' `get_gguf_hf_weights_map` would take seconds.
+    The names in gguf's table have no prefix such as `model.`. So leading parts of a name in the model are removed until the
+    table contains the rest of the name. If several names match one name in the file, the name with the fewest removed parts
+    is used. transformers' `get_gguf_hf_weights_map` would take seconds.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from transformers import modeling_gguf_pytorch_utils as gguf

@@ -5,7 +5,7 @@ Let p be the next-token distributions of the trained model, which is the adapter
     kept = 1 - KL(p || merged) / KL(p || base)
 
 If the merged model has the outputs of the trained model, the value is 1; if it has the outputs of the base, the value is 0.
-For training rows, losses are compared, too: (base - merged) / (base - trained).
+If the texts are training rows, losses are compared, too: (base - merged) / (base - trained).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _IGNORED = -100  # `ignore_index` of `cross_entropy`
 
 
 def fitting(rows: Rows | None, tokenizer: Any, model: Any, tokens: int) -> Rows:
-    """Return `rows`, or isotype's texts if None, cut to the model's context length and to about `tokens` tokens."""
+    """Return `rows` (if None, isotype's texts), limited to the model's context length and to about `tokens` tokens."""
     longest = min(_LENGTH, positions(model) or _LENGTH)
     if rows is None:
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has a tokenizer
@@ -175,7 +175,7 @@ def trained(adapter: Adapter, policy: PrecisionPolicy, revision: str | None) -> 
 
 
 def merged_in_float32(path: Path, model_class: Any) -> Any:
-    """Load a merged model from its files. Its forward converts one block at a time to float32 and computes the block."""
+    """Load a merged model from its files. Its forward converts one block at a time to float32."""
     deferred = DeferredBlocks()
     policy = resolve_precision(path, "float32", device="cpu")
     model = load(path, policy, model_class=model_class, deferred=deferred)
@@ -210,7 +210,7 @@ class Candidate:
 
 
 def cheapest(outputs: Learned, adapter: Adapter, choices: Sequence[Candidate], revision: str | None) -> Form:
-    """Try formats without writing files. Return the first that keeps the share `ENOUGH` of the learning, else float32."""
+    """Try formats without writing files. Return the first that keeps `ENOUGH` of the learning, or float32 if none does."""
     model = policy = None
     for candidate in choices:
         if candidate.policy != policy:

@@ -44,7 +44,7 @@ class Rounding:
         in_base: name -> dtype of each parameter that keeps its dtype from the base's files.
         written: the merged model, opened from its files to measure their error; None until the files exist.
         instead: command-line arguments that the error message for a float16 overflow recommends.
-        tied: names of the base's tied embeddings. Equal values of the two are rounded alike.
+        tied: names of the base's tied embeddings; equal values in both are rounded to equal values.
     """
 
     target: torch.dtype
@@ -57,7 +57,7 @@ class Rounding:
     def loss(
         self, name: str, before: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor | None = None
     ) -> WeightLoss:
-        """Return a merged parameter's rounding loss, measured on the written model if there is one, else on `stored`."""
+        """Return a merged parameter's rounding loss, measured on `written` if it is not None, else on `stored`."""
         if self.written is None:
             stored = self._unbiased(name, merged) if stored is None else stored
             return rounding_loss(name, before, merged, stored, self.dtype(name))
@@ -96,7 +96,7 @@ class Merging:
 
     Args:
         one_dtype: True to use `target` also for tensors that the base's files store in another dtype than most tensors.
-        written: None for the merge itself. To measure files: the model that a merge with the same arguments wrote.
+        written: the model that a merge with the same arguments wrote, to measure its errors; None for that merge.
 
     Attributes:
         model: the base; the merged model has its class and config.
@@ -250,7 +250,7 @@ def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
 
 
 def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapter:
-    """Return the adapter to add. OLoRA changes a base when it initialises an adapter: make this change in a quantized base."""
+    """Change a quantized base as OLoRA's initialisation would, and return the adapter without this initialisation."""
     if not policy.quantized or getattr(adapter.config, "init_lora_weights", None) != "olora":
         return adapter
     inject(model, adapter, policy).base_model.unload()

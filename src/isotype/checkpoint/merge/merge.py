@@ -80,9 +80,9 @@ def merge_adapter(
         adapter: directory of the adapter.
         output: directory to write, which must be empty or not exist, or a GGUF file whose name ends in `.gguf`.
         base: another base model to merge into (path, GGUF file, hub id), such as the 16-bit original.
-        dtype: dtype of the merged weights; `"auto"` is the compute dtype of the training if known, else the base's
-            dtype. With `"auto"`, a tensor whose dtype in the base's files is not that of most tensors keeps this dtype.
-            Parameters that the model's author keeps in float32 stay float32.
+        dtype: dtype of the merged weights; `"auto"` is the compute dtype of the training if known, else the base's dtype.
+            With `"auto"`, a tensor keeps its dtype if the base's files store most tensors in another dtype. Parameters that
+            the model's author keeps in float32 stay float32.
         revision: branch, tag or commit of a base on the hub, instead of the commit that the adapter names.
         stored: None for dense safetensors, `"nf4"`, `"fp4"` or `"int8"` for bitsandbytes' format, a key of
             `isotype.core.dtypes.GGUF_TYPES` for a GGUF file. If `output` is a GGUF file, None means 16 bits, as in
@@ -90,7 +90,7 @@ def merge_adapter(
         rows: training rows on which to measure how much of the learning is kept; None for isotype's texts.
 
     Raises:
-        CheckpointError: adapter or base does not exist, they do not fit, or less than half of the learning would be kept.
+        CheckpointError: adapter or base does not exist, they do not match, or less than half of the learning would be kept.
         PrecisionError: the dtype cannot represent the weights.
         UsageError: `output` exists, or PEFT cannot merge this kind of adapter.
         SaveError: the disk is full or cannot be written; no file is left behind.
@@ -255,7 +255,7 @@ def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tu
     if compute == torch.float16 and stored not in (None, torch.float16):
         why = f"trained in float16, which cannot hold every {dtype_name(stored)} value"
         return stored, f"the dtype of the base checkpoint: the adapter was {why}"
-    return compute, "the compute dtype it was trained in"
+    return compute, "the compute dtype of the training"
 
 
 def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) -> None:
@@ -303,7 +303,7 @@ def _learned(
 
 
 _CHEAP = 4e9
-"""Bytes of a model. Below this size, other formats are always tried; above it, only if too little is kept."""
+"""Bytes of a model. For a larger model, other formats are tried only if too little of the learning is kept."""
 
 LEAST = 0.5
 """A merge back into the training's format writes nothing if it keeps less than this fraction of the learning."""
@@ -312,7 +312,7 @@ LEAST = 0.5
 def _formats_to_try(
     adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype, tokenizer: Any
 ) -> tuple[Candidate, ...]:
-    """Return the formats to try, fewest bits first. `policy` is that of the training, `target` the merged weights' dtype."""
+    """Return the formats to try, fewest bits first, for the training's `policy` and the merged weights' dtype `target`."""
     checkpoint = open_checkpoint(str(adapter.base), adapter.revision)
     base, original = "", policy
     if policy.quantized and checkpoint.facts.saved_format is None:
@@ -331,7 +331,7 @@ def _formats_to_try(
 
 
 def _require_change(report: MergeReport, back: bool) -> None:
-    """Raise CheckpointError if no weight changes, or if too much is lost in a merge `back` into the training's format."""
+    """Raise CheckpointError if no weight changes, or if a merge `back` into the training's format would lose too much."""
     if not report.weights:
         what = f"the adapter {report.adapter} changes no weight of {report.base}"
         fix = "give an adapter that was trained; nothing was written"

@@ -69,7 +69,7 @@ class LogitsDifference:
 
     @property
     def fall(self) -> float | None:
-        """Training decreased the loss; the merged model keeps this share of the decrease. None if the loss did not decrease."""
+        """Share of the loss decrease that the merged model keeps; None if the training did not decrease the loss."""
         if self.losses is None or self.losses[0] <= self.losses[1]:
             return None
         base, trained, merged = self.losses

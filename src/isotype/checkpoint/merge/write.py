@@ -79,7 +79,7 @@ _BUILDING = ".isotype-merging"
 
 @contextmanager
 def staged(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder, then rename it to `output`, or remove it after an error. Remove folders of killed merges."""
+    """Yield a temporary folder; then rename it to `output`, or remove it after an error. Also remove folders of killed merges."""
     fresh = output.parent / f".{output.name}.{uuid.uuid4().hex}"
     built = fresh.with_name(fresh.name + _BUILDING)
     try:
@@ -141,10 +141,7 @@ def write_merged(
 
 
 def _quantize(dense: Path, directory: Path, model_class: Any, dtype: torch.dtype, stored: str) -> None:
-    """Quantize the dense model in the folder `dense` to a bitsandbytes format, and write it as transformers does.
-
-    The function quantizes the weights that `isotype.load` quantizes; pinned parameters stay float32.
-    """
+    """Quantize the dense model in the folder `dense` to a bitsandbytes format, and write it as transformers does."""
     policy = replace(resolve_precision(dense, dtype, stored, "cpu"), device="cpu")
     deferred = DeferredBlocks()
     model = load(dense, policy, model_class=model_class, deferred=deferred)
@@ -263,7 +260,7 @@ class Shards:
         self._write(name, tensor)
 
     def close(self) -> None:
-        """Write the tensors that `add` has put off, the last header, and the index if there are several files."""
+        """Write the tensors that `add` has postponed, the last header, and the index if there are several files."""
         # The widest dtype first: each tensor begins at a multiple of its element size.
         for name, tensor in sorted(self._unaligned.items(), key=lambda item: -item[1].itemsize):
             self._write(name, tensor)
