@@ -109,7 +109,7 @@ def test_a_reentrant_checkpoint_that_recomputes_another_default_dtype_silently()
     assert trace.failure is None
     (finding,) = found(RULE, trace)
     assert (finding.severity, finding.op) == ("warning", "aten.zeros.default")
-    assert "torch's default dtype has changed in between" in finding.cause
+    assert "torch's default dtype has changed after the forward" in finding.cause
     assert found(RULE, traced(_Reentrant(BF16), {"x": X.bfloat16()})) == []
 
 

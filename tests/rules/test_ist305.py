@@ -18,7 +18,7 @@ def test_a_fused_step_over_two_dtypes() -> None:
     )
     (finding,) = find(trace([adapter(FP32)], [step], optimizer="adamw_fused"))
     assert finding.severity == "error"
-    assert finding.message == "aten._fused_adamw_.default is given bfloat16 and float32"
+    assert finding.message == "aten._fused_adamw_.default mixes bfloat16 and float32"
     assert finding.cause == "the gradient of w is bfloat16"
     assert finding.fixes[0].actions == (Action("setting", "optimizer", "adamw"),)
 

@@ -29,7 +29,7 @@ def test_a_norm_and_a_clamp_before_the_unscale() -> None:
     for calls in ((BACKWARD, NORM, SCALED, UNSCALED), (BACKWARD, CLAMPED, UNSCALED)):
         (finding,) = found(RULE, trace(calls=calls, scaler=True))
         assert finding.severity == "warning"
-        assert finding.message == "gradients are clipped while the loss scale multiplies them"
+        assert finding.message == "gradients are clipped while they are still multiplied by the loss scale"
         assert finding.fixes[0].description == "call scaler.unscale_(optimizer) before model.py:1"
 
 
@@ -54,7 +54,7 @@ def test_a_product_of_a_gradient_in_a_backward_of_the_user() -> None:
 def test_gradients_that_are_divided_but_not_multiplied() -> None:
     (finding,) = found(RULE, replace(trace(calls=(BACKWARD, UNSCALED), scaler=True), unscaled=True))
     assert finding.message == (
-        "adamw steps with gradients that are divided by the loss scale, which never multiplied the loss"
+        "adamw steps with gradients that are divided by the loss scale, but the loss was not multiplied by it"
     )
     assert finding.fixes[0].text.startswith("call scaler.scale(loss).backward() in place of loss.backward()")
 

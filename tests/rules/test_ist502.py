@@ -9,7 +9,7 @@ def test_magnitudes_in_float32_beside_bfloat16_adapters() -> None:
     model = cast(llama(use_dora=True), BF16, ("lora_A", "lora_B"))
     (finding,) = verified(model, batch(), "IST502", autocast=BF16)
     assert finding.severity == "note"
-    assert finding.message == "trained adapters are of different dtypes: 14 in bfloat16, 7 in float32"
+    assert finding.message == "the trained adapters have different dtypes: 14 in bfloat16, 7 in float32"
     assert finding.cause.endswith("lora_A.default.weight is bfloat16")
     (fix,) = finding.fixes
     assert (fix.description, fix.safety, fix.verified) == ("cast every adapter to float32", "safe", True)

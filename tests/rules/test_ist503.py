@@ -72,11 +72,9 @@ def test_a_moving_average_in_bfloat16(together: bool) -> None:
     assert finding.message == (
         "2 bfloat16 tensors are changed in place outside of the optimizer: an update below half a rounding step is lost"
     )
-    assert finding.cause.startswith(
-        "average.weight is bfloat16, and an operand of the in-place addition at test_ist503.py:"
-    )
+    assert finding.cause.startswith("average.weight is bfloat16, so the in-place addition at test_ist503.py:")
     assert finding.notes == (
-        "bfloat16 loses every update below 1/512 of a value, and some updates below 1/256",
+        "bfloat16 loses every update below 1/512 of the weight's value, and some updates below 1/256",
     )
 
 
@@ -122,11 +120,11 @@ def test_peft_s_deltas_of_experts(dtype: torch.dtype) -> None:
     assert len(results) == (dtype == BF16)
     for finding in results:
         assert finding.message == (
-            "whole deltas of adapters are computed and added to 2 bfloat16 stacked weights: "
+            "the full products of adapters are added to 2 bfloat16 stacked weights: "
             "an update below half a rounding step is lost"
         )
         assert finding.cause.startswith(
-            "base_model.model.model.layers.0.mlp.experts.base_layer.base_layer.down_proj is bfloat16, and an operand of the addition at"
+            "base_model.model.model.layers.0.mlp.experts.base_layer.base_layer.down_proj is bfloat16, so the addition at"
         )
         share = re.search(
             r"the deltas of all experts and their gradients take (\d+) % of the step's FLOPs",

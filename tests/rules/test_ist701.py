@@ -26,7 +26,7 @@ def test_float32_adapters_on_a_bfloat16_base() -> None:
 
 def test_frozen_norms_that_bfloat16_holds_are_cast() -> None:
     (finding,) = find(trace([weight(), norm(FP32, exact_in=BF16)], fsdp=1))
-    assert finding.fixes[0].description == "cast them to bfloat16"
+    assert finding.fixes[0].description == "cast the other parameters to bfloat16"
     assert finding.fixes[0].safety == "safe"
 
 

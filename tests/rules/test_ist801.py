@@ -22,7 +22,7 @@ def test_adapters_that_stand_still() -> None:
     assert finding.severity == "warning"
     assert finding.message == "updates of 1e-05 are lost in 1 of 1 trainable parameters"
     assert finding.notes == (
-        "model.layers.0.self_attn.q_proj.lora_A.default.weight: values near 0.06, where bfloat16 has steps of 2.4e-04",
+        "model.layers.0.self_attn.q_proj.lora_A.default.weight: values near 0.06, where two bfloat16 numbers differ by at least 2.4e-04",
     )
 
 
@@ -97,7 +97,7 @@ def test_a_dora_magnitude_that_no_update_moves() -> None:
     (finding,) = find(trace(given, learning_rate=1e-4))
     assert finding.message == "updates of 1e-04 are lost in 1 of 2 trainable parameters"
     assert finding.notes == (
-        f"{DORA}: not loaded; as initialised, its values are near 0.58, where bfloat16 has steps of 3.9e-03",
+        f"{DORA}: not loaded; when initialised, its values are near 0.58, where two bfloat16 numbers differ by at least 3.9e-03",
     )
     assert not list(find(trace([adapter(FP32, DORA, shape=(64,)), given[1]], learning_rate=1e-4)))
 
@@ -149,7 +149,7 @@ def test_weights_that_are_not_loaded_are_as_large_as_was_measured() -> None:
     known = ranges("model.layers.0.input_layernorm", median_weight=0.9)
     (finding,) = find(trace([norm(BF16, trainable=True)], learning_rate=1e-4, ranges=known))
     assert finding.notes == (
-        "model.layers.0.input_layernorm.weight: measured values near 0.9, where bfloat16 has steps of 3.9e-03",
+        "model.layers.0.input_layernorm.weight: measured values near 0.9, where two bfloat16 numbers differ by at least 3.9e-03",
     )
     assert not list(find(trace([norm(BF16, trainable=True)], learning_rate=1e-2, ranges=known)))
 
@@ -158,7 +158,7 @@ def test_weights_that_are_not_loaded_are_as_large_as_was_measured() -> None:
 def test_magnitudes_of_dora_follow_from_the_measured_weights_of_their_layer(
     median: float, lost: bool
 ) -> None:
-    """The norm of 64 values near 0.1 is near 1.2, where bfloat16 has steps of 2^-7."""
+    """The norm of 64 values near 0.1 is near 1.2, where two bfloat16 numbers differ by at least 2^-7."""
     name = f"{LAYER}.lora_magnitude_vector.default.weight"
     magnitude = adapter(BF16, name=name, shape=(64,))
     weights = [magnitude, adapter(FP32, shape=(4, 64))]

@@ -24,7 +24,7 @@ def test_a_part_of_what_is_trained_is_a_warning() -> None:
     )
     assert (finding.severity, finding.message) == (
         "warning",
-        "1 of 2 groups of trainable weights reach no loss",
+        "1 of 2 groups of trainable weights do not affect the loss",
     )
     assert finding.cause == f"with random values in every weight, the gradient of {head} is exactly zero"
 

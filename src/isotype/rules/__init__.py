@@ -30,14 +30,14 @@ FAMILIES: Mapping[str, str] = {
 class Rule:
     """A rule. Its file, such as `rules/ist101_….py`, defines `TITLE`, `find`, and a docstring: the rule's page.
 
-    The kind of the findings is `"step"`, or the `KIND` that the file defines.
+    If the file defines `KIND`, its findings have this kind; otherwise their kind is `"step"`.
 
     Attributes:
         code: code of the rule, `IST###`; the file's name contains it.
         title: headline of the rule's page.
         page: the page in Markdown, without the headline.
         find: function that takes a trace and yields findings; the rule's page documents it.
-        kind: topic of the findings.
+        kind: kind of the findings, such as `"step"`, `"memory"` or `"device"`.
     """
 
     code: str
@@ -57,7 +57,7 @@ def all_rules() -> tuple[Rule, ...]:
 
 
 def by_family(rules: Sequence[Rule]) -> Iterator[tuple[str, str, list[Rule]]]:
-    """Yield (code prefix, topic, rules) for each family that has one of the rules."""
+    """Yield (code prefix, topic, rules of the family) for each family in `rules`."""
     for family, about in FAMILIES.items():
         some = [rule for rule in rules if rule.code.startswith(family)]
         if some:
@@ -100,8 +100,8 @@ def resolves(
 ) -> bool:
     """Return True if a fix removed `finding` and caused no new errors and no new warnings.
 
-    If `finding` says that a part was not checked, new warnings are accepted, because they come from this part. If
-    `costly` is true, new warnings about the step are accepted, because a slow step is better than a crash.
+    If `finding` says that a part was not checked, new warnings are accepted, because the fix lets the check reach this
+    part. If `costly` is true, new warnings about the step are accepted, because a slow step is better than a crash.
     """
     errors = {(other.code, other.cause) for other in before if other.severity == "error"}
     known = {(other.code, other.cause) for other in before}

@@ -3,8 +3,8 @@
 PyTorch promotes dtypes in elementwise operators but never in matmuls, so the step crashes at the matmul.
 
 **Why it happens.** Something before the operator changed the dtype: a norm with a float32 weight (`weight * hidden` is
-then float32), an embedding that was upcast, a `.float()` in a custom layer, or a weight in another dtype than the
-weights around it.
+then float32), an embedding that was upcast, or a `.float()` in a custom layer. Or one weight has another dtype than the
+other weights.
 
 **An example that fails**
 
@@ -18,8 +18,8 @@ weights around it.
 
     isotype.repair(model, isotype.check(model, batch))   # each norm returns bfloat16 again
 
-**How safe is the fix?** The fix casts the output of each norm to the compute dtype. Models that are trained in 16 bits
-contain the same casts. No stored value changes. The report marks a cast of a parameter to a narrower dtype as unsafe.
+**How safe is the fix?** The fix casts the output of each norm to the compute dtype, as the norms of 16-bit models do.
+No stored value changes. A fix that casts a parameter to a narrower dtype is marked as unsafe.
 
 **Seen in** NVIDIA-NeMo/Automodel #1622, #1540, #1633; huggingface/transformers #29974, #25598.
 """

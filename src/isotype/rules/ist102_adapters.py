@@ -17,9 +17,9 @@ adapter in another dtype than the base, or if `cast_input_dtype_enabled` is off.
 
     isotype.repair(model, isotype.check(model, batch))  # the layer computes in bfloat16, its masters stay float32
 
-**How safe is the fix?** The adapter's float32 weights do not change. Only the adapter's matmuls are computed in the
-compute dtype, as under autocast. The report marks a cast of the adapter to bfloat16 as unsafe, because
-updates that are too small for bfloat16 would be lost (IST801).
+**How safe is the fix?** With the fix, the adapter's matmuls run in the compute dtype, as under autocast. The adapter's
+float32 weights do not change. A fix that casts these weights to bfloat16 is marked as unsafe, because bfloat16 loses
+small updates (IST801).
 
 **Seen in** NVIDIA-NeMo/Automodel #1540; huggingface/peft #1172, #1249; axolotl #3310.
 """

@@ -2,8 +2,8 @@
 **What it means.** Attention kernels need one dtype for query, key and value. The mask must be boolean or
 float32, or have the query's dtype.
 
-**Why it happens.** Float32 rotary tables promote query and key to float32, but not value. Or a norm on query and key
-returns float32, a mask was made in the default dtype, or the cache has another dtype.
+**Why it happens.** Float32 rotary tables promote query and key to float32, but not value. Or a norm of query and key
+returns float32. Or the mask or the cache was created in another dtype.
 
 **An example that fails**
 
@@ -14,8 +14,8 @@ returns float32, a mask was made in the default dtype, or the cache has another 
 
     query, key = query.to(value.dtype), key.to(value.dtype)
 
-**How safe is the fix?** Most models rotate query and key in float32 and round the result once. FlashAttention accepts
-16-bit dtypes only, so a cast to the compute dtype is the only fix for FlashAttention.
+**How safe is the fix?** The fix rounds query and key once, after the rotation in float32. Most models do the same.
+FlashAttention accepts 16-bit dtypes only, so it needs this cast.
 
 **Seen in** huggingface/trl #1460; unslothai/unsloth #827; huggingface/transformers #25598.
 """

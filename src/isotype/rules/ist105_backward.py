@@ -1,9 +1,9 @@
 """
 **What it means.** The forward runs, but an operator of the backward gets operands of two dtypes and raises an error.
 
-**Why it happens.** The backward of a custom `autograd.Function` dequantizes a weight to the checkpoint's dtype, which the
-quantization state names. The Function then multiplies the weight with a gradient in the compute dtype.
-Or the forward ran under autocast, but the backward runs outside of autocast.
+**Why it happens.** The backward of a custom `autograd.Function` dequantizes a weight to the dtype in its quantization
+state. This is the checkpoint's dtype, but the Function multiplies the weight with a gradient in the compute dtype. Or
+the forward ran under autocast, but the backward runs outside of autocast.
 
 **An example that fails**
 
@@ -17,8 +17,8 @@ Or the forward ran under autocast, but the backward runs outside of autocast.
     model = isotype.load(path, policy)      # the user's dtype reaches the quantization state
     # or, in the Function: torch.amp.custom_fwd / custom_bwd, and weight.to(grad.dtype)
 
-**How safe is the fix?** A new dtype in the quantization state changes neither the packed codes nor their scales.
-Only you can write the casts inside of the Function.
+**How safe is the fix?** One fix changes the dtype in the quantization state. The packed codes and their scales stay the
+same. isotype cannot change the Function: you have to write the casts in its backward.
 
 **Seen in** unslothai/unsloth #4005, #4918, #5766, #212;
 pytorch/ao #4616; unslothai/unsloth #320.

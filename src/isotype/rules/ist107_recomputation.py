@@ -1,7 +1,7 @@
 """
-**What it means.** Gradient checkpointing runs parts of the forward again during the backward. In this repeated
-run, the operators get other dtypes than in the forward. Non-reentrant checkpointing then raises an error; with
-`use_reentrant=True`, no error is raised, and the gradients are those of another forward.
+**What it means.** Gradient checkpointing runs parts of the forward again during the backward. The second time, the
+operators get other dtypes. Non-reentrant checkpointing then raises an error; with `use_reentrant=True`, no error is
+raised, but the gradients do not belong to the forward that computed the loss.
 
 **Why it happens.** The forward ran under autocast, but a custom checkpointing function or hook does not switch autocast
 on again for the second run. Or the weights were cast between forward and backward. Or `torch.set_default_dtype` was set only
@@ -83,7 +83,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _difference(trace: Trace) -> tuple[Call, str, str] | None:
-    """Return the first operator with another result when recomputed, the cause, and advice about the default dtype or ""."""
+    """Return the first operator that recomputes another result, the cause, and advice ("" for none)."""
     calls = grouped((call for call in trace.calls if call.phase == "forward"), lambda call: call.module)
     forward = {module: iter(of_module) for module, of_module in calls.items()}
     # Without a module, only operators that create tensors in the default dtype count as recomputation.
@@ -102,7 +102,7 @@ def _difference(trace: Trace) -> tuple[Call, str, str] | None:
         if not (floats and shape == other and before.by_default and after.by_default):
             return after, cause, ""
         how = f"pass the dtype at {place}, or keep torch.set_default_dtype until the backward has ended"
-        return after, f"{cause}: torch's default dtype has changed in between", how
+        return after, f"{cause}: torch's default dtype has changed after the forward", how
     return None
 
 

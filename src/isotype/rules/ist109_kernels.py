@@ -1,10 +1,10 @@
 """
 **What it means.** The operands have one dtype, but the device has no kernel for it.
 
-**Why it happens.** Linear algebra (SVD, inverse, eigenvalues), Fourier transforms, quantiles, histograms and some losses
-exist in float32 and float64 only. On a GPU, so do products with a sparse matrix. Other operators do not support float16
-on a CPU, or bfloat16 on an older GPU. On a GPU, autocast refuses `binary_cross_entropy` in any dtype, because the
-logarithm of a rounded probability can overflow.
+**Why it happens.** Linear algebra (SVD, inverse, eigenvalues), Fourier transforms, quantiles, histograms and some
+losses exist in float32 and float64 only. On a GPU, products with a sparse matrix also have no 16-bit kernel. Other
+operators do not support float16 on a CPU, or bfloat16 on an older GPU. On a GPU, autocast refuses
+`binary_cross_entropy` in any dtype, because the logarithm of a rounded probability can overflow.
 
 **An example that fails**
 

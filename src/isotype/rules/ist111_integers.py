@@ -1,11 +1,12 @@
 """
-**What it means.** An operator refuses an integer or bool tensor. An index exceeds the size of the table that the operator
-reads, or token ids, labels or masks have a dtype that the operator does not accept.
+**What it means.** An operator refuses token ids, positions, labels or a mask. Either an index exceeds the size of the
+table that the operator reads, or the operator does not accept the tensor's dtype.
 
-**Why it happens.** A token was added to the tokenizer but the embeddings were not resized, rows are longer than the
-table of positions, or labels are not below the number of classes. Or the dtype is wrong: labels from NumPy are int32,
-the mask in `1 - mask` is bool, integer one-hot rows are multiplied with a float weight, two integer matrices are
-multiplied on a GPU, or the code casts a whole batch to a float dtype, its token ids, labels and masks included.
+**Why it happens.** An index is too large if a token was added to the tokenizer but the embeddings were not resized, if
+rows are longer than the table of positions, or if labels are not below the number of classes. The dtype is wrong if
+NumPy's labels are int32, if the mask in `1 - mask` is bool, or if integer one-hot rows are multiplied with a float
+weight. On a GPU, two integer matrices cannot be multiplied. Code that casts a whole batch to a float dtype also casts
+its token ids, labels and masks.
 
 **Why it is bad.** The step fails. On a GPU, the error comes at a later line: `CUDA error: device-side assert triggered`.
 
@@ -43,7 +44,7 @@ TITLE = "Token ids, labels or masks that an operator refuses"
 
 
 def _refused(call: Call) -> Operand | None:
-    """Return the operand with the wrong dtype: a float in place of an integer, or the integer that the error names."""
+    """Return the operand with the wrong dtype: a float dtype, or the integer dtype that the error names."""
     message = call.breach.message if call.breach is not None else ""
     if message and (floats := float_indices(call.op, [operand.dtype for operand in call.operands])):
         return call.operands[floats[0]]

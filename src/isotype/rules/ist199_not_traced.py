@@ -9,8 +9,8 @@ accept do not explain the error. Only the part of the step before the error was 
 - a library is missing;
 - the inputs do not fit the model.
 
-The finding is an error if the real step very likely raises the same error, and a warning otherwise. For example, the real
-step very likely raises an error about dtypes, too.
+The finding is an error if the real step very likely raises the same error, such as an error about dtypes. Otherwise the
+finding is a warning.
 
 **An example**
 
@@ -57,7 +57,7 @@ _CERTAIN = re.compile(
     r"^IndexError: tensors used as indices|operator\.invert|optimizer got an empty parameter list|can.t optimize a non-leaf|"
     r"can require gradients|if no padding token is defined|TrainableTokensLayer wraps an unknown"
 )
-"""Messages of errors that occur with any values. The real step raises these errors, too."""
+"""Errors that do not depend on the tensors' values, so the real step raises them, too."""
 
 _COMPLEX = re.compile(r"(expected|same|match).*complex|ComplexHalf", re.IGNORECASE)
 
@@ -109,7 +109,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _of_fp8(trace: Trace, failure: Failure) -> Finding:
-    """Return a finding for FP8 layers of transformers if the device or the backward has no kernel for them."""
+    """Return a finding for transformers' FP8 layers, whose kernel is missing on the device or in the backward."""
     profile, layer = trace.setup.profile, trace.modules[failure.module]
     message = f"{profile.title} has no kernel for transformers' {layer}"
     cause = "the kernel needs an NVIDIA GPU of compute capability 8.9 or later, or an Intel GPU"

@@ -1,7 +1,6 @@
 """
 **What it means.** Matmuls run in a wider dtype than the compute dtype. Nothing crashes, because all operands of such a
-matmul have the same wide dtype. Code stored the operands in this dtype, or cast or promoted them to it. The matmul runs at
-the lower rate of the wide dtype.
+matmul have the same wide dtype. But the matmul runs at the lower rate of this dtype.
 
 **Why it is bad.** On a GPU with tensor cores, a float32 matmul without TF32 runs at 1/8 to 1/30 of the rate of
 a 16-bit matmul, and float32 attention has no flash kernel. Every float32 operand takes twice the memory.
@@ -25,7 +24,7 @@ compute dtype, and casts the result back to float32.
 - quantized layers with a wide compute dtype (IST404);
 - casts in the code of a published transformers model (routers, state-space scans), because its authors chose them, and TRL's fused head;
 - matmuls on a device without instructions for the compute dtype (IST601, IST602), where float32 is faster;
-- matmuls that have less than 2 % of the FLOPs of all matmul-like operators and make the step less than 1.1 times slower.
+- matmuls with less than 2 % of the step's FLOPs, unless they make the step at least 1.1 times slower.
 
 **How safe is the fix?** A fix by autocast, or by outputs in the compute dtype, changes no stored weight. A
 cast of a weight to a narrower dtype is safe if that dtype represents every value of the weight; otherwise it is unsafe.
@@ -59,7 +58,7 @@ _LEAST_SLOWDOWN = 1.1
 
 @dataclass(frozen=True)
 class _Wide:
-    """A matmul in a too wide dtype, the operand that causes the dtype, and the origins of all wide operands."""
+    """A matmul in a dtype that is too wide, the operand to blame, and the origins of all wide operands."""
 
     call: Call
     mismatched: Operand
@@ -78,7 +77,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _groups(trace: Trace) -> list[list[_Wide]]:
-    """Group the matmuls in a wide dtype by cause. A matmul of the backward is in the group of the forward's line."""
+    """Group the matmuls in a wide dtype by cause. Forward and backward of a line are in one group."""
     groups: dict[tuple[str, ...], list[_Wide]] = {}
     by_module: dict[tuple[str, str], tuple[str, ...]] = {}
     # These are wide on purpose: adapters, quantized layers (IST404 reports them), and layers with large values (by_ranges).
@@ -166,7 +165,7 @@ def _finding(trace: Trace, group: list[_Wide], cost: Cost) -> Finding:
 
 
 def _fixes(trace: Trace, group: Group) -> Iterator[Fix]:
-    """Yield the fixes. The first one casts weights and inputs together, because with one cast alone they would differ."""
+    """Yield the fixes. The first fix casts weights and inputs: a cast of only one of them causes a mismatch."""
     expected = dtype_name(trace.setup.compute)
     weights = group.weights(trace)
     inputs = [cause.name for cause in group.causes if cause.kind == "input"]

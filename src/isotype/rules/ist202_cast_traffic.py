@@ -5,7 +5,7 @@ autocast casts the input back to 16 bits.
 
 **Why it is bad.** A cast reads and writes every element and computes nothing. Autocast caches its casts of trainable
 weights for the whole step. Autocast casts frozen weights at every use, and again when gradient checkpointing recomputes
-their layer. Float32 weights take twice the memory, although no matmul uses their additional digits.
+their layer. The float32 weights take twice the memory, but the matmuls never use the additional digits.
 
 **An example that costs**
 
@@ -20,8 +20,7 @@ their layer. Float32 weights take twice the memory, although no matmul uses thei
     with peft.helpers.disable_input_dtype_casting(model):      # no cast of the adapters' inputs under autocast
 
 **What is not reported.** Casts of trainable weights, casts of weights that the model's author keeps in float32, and
-casts that move less than 2 % of all bytes that the step reads and writes. A cast reads every element in the old dtype
-and writes it in the new dtype.
+casts that move less than 2 % of all bytes that the step reads and writes.
 
 **How safe is the fix?** The matmuls get the same 16-bit digits as before. The dropped float32 digits matter only if the
 weights are merged or saved. The fix is safe if the 16-bit dtype represents every value; otherwise it is unsafe.
@@ -61,7 +60,7 @@ def _notable(casts: Sequence[costs.Cast], trace: Trace) -> bool:
 
 
 def _of_frozen_weight(cast: costs.Cast, trace: Trace) -> bool:
-    """Return True if a whole frozen weight is cast to a compute dtype that is narrower than its own dtype."""
+    """Return True if a whole frozen weight is cast to a narrower compute dtype."""
     origin = cast.operand.origin
     weight = trace.owners.get(origin.name) if origin.kind == "parameter" else None
     if weight is None or not is_frozen_base(weight):
@@ -118,7 +117,7 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[costs.Cast, Weight]])
     moved = sum(cast.bytes for cast in both)
     slowdown = costs.slowdown(trace, (), first.after, [cast.call for cast in both])
     cost = Cost(cast_bytes=moved, slowdown=slowdown)
-    how = "switch PEFT's input cast off where autocast casts anyway: with peft.helpers.disable_input_dtype_casting(model): …"
+    how = "run the step in `with peft.helpers.disable_input_dtype_casting(model):`, because autocast casts the inputs anyway"
     return Finding(
         severity="note",
         message=f"adapter inputs are cast to {wide}, and autocast casts them back to {narrow}: {format_bytes(moved)}",

@@ -2,9 +2,9 @@
 **What it means.** Most of the model is in 16 bits or quantized, but embeddings, the head, norms or other
 frozen weights are float32.
 
-**Why it is bad.** Float32 weights take twice the memory of 16-bit weights. With a vocabulary of 128,256 and a hidden size
-of 4,096, embedding and head take 2.1 GB more. Float32 weights also make the hidden states float32: then every layer casts
-its input, and without autocast, attention runs in float32.
+**Why it is bad.** Float32 weights take twice the memory of 16-bit weights. With a vocabulary of 128,256 and a hidden
+size of 4,096, embedding and head take 2.1 GB more. Float32 weights also make the hidden states float32, so every layer
+casts its input. Without autocast, attention runs in float32.
 
 **Why it happens.** For quantized models, trainers call PEFT's `prepare_model_for_kbit_training`, which casts all
 parameters except the quantized ones to float32.

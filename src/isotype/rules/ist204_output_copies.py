@@ -5,9 +5,9 @@ operator uses the float32 copy, or the loss uses the copy piece by piece.
 **Why it is bad.** The logits are the largest activation of a language model, with one value for each token and each entry
 of the vocabulary. For 2 x 2,048 tokens and a vocabulary of 128,256, each float32 copy takes 2.1 GB.
 
-**Why it happens.** `Accelerator.prepare` wraps the forward in `convert_outputs_to_fp32`, which casts every output,
-although the loss inside the model has already cast the outputs that it needs. Megatron's `Float16Module` does the same
-with `fp32_output=True`, before the trainer computes log-probabilities chunk by chunk.
+**Why it happens.** `Accelerator.prepare` wraps the forward in `convert_outputs_to_fp32`, which casts every output. If
+the model computes the loss, the loss has already cast the logits. Megatron's `Float16Module` with `fp32_output=True`
+also casts every output, but the trainer then computes log-probabilities from chunks of the logits.
 
 **An example that costs**
 
@@ -71,7 +71,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 @per_trace
 def _readers(trace: Trace) -> dict[tuple[int, str, str], list[Call]]:
-    """Return the calls that read the result of each cast, without views. Keys: (id of the operand's origin, line, module)."""
+    """Return (id of the operand's origin, line, module) of a cast -> the calls, without views, that read its result."""
     readers: dict[tuple[int, str, str], list[Call]] = {}
     for call in trace.calls:
         if costs.is_view(call.op):
@@ -84,7 +84,7 @@ def _readers(trace: Trace) -> dict[tuple[int, str, str], list[Call]]:
 
 
 def _in_pieces(cast: costs.Cast, reading: Sequence[Call]) -> bool:
-    """Return True if several loss operators each read some of the rows of a cast's result."""
+    """Return True if several loss operators read a cast's result, each a part of its rows."""
     whole = math.prod(cast.call.results[0][1])
     last = cast.call.results[0][1][-1:]
     forward = (c for c in reading if c.phase == "forward" and any(name in c.op for name in _LOSSES))

@@ -24,8 +24,8 @@ gradients.`
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
-**How safe is the fix?** float32 represents every float16 value, so nothing is lost. Frozen weights stay float16.
-Float32 adapters take only a small part of the memory.
+**How safe is the fix?** The fix casts the trainable parameters to float32, which represents every float16 value. Frozen
+weights stay float16, so the step needs little more memory.
 
 **Seen in** huggingface/peft #1249, #1706, #341; huggingface/diffusers #5004, #6514; oobabooga/textgen #5268;
 yk7333/d3po #6; koda-dernet/Side-Step #39; mk-minchul/AdaFace #127; QwenAudio/FunMusic #28; pytorch/pytorch #58228;

@@ -3,8 +3,8 @@
 narrow range. bfloat16 and float32 have a wide range and need no scaling. On CUDA, a GradScaler does not support
 bfloat16 gradients, so a trainable bfloat16 parameter stops the run.
 
-**Why it is bad.** On CUDA the step raises `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented
-for 'BFloat16'`. On other devices, a GradScaler is useless: its only effect is that it skips steps.
+**Why it is bad.** On CUDA the step raises `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for
+'BFloat16'`. On other devices, a GradScaler has no benefit, and it skips some steps.
 
 **An example that fails**
 
@@ -38,7 +38,7 @@ from isotype.rules.kit.words import device_error, setting
 TITLE = "GradScaler without float16"
 
 _REFUSAL = "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
-_ACCEPTED = "CUDA refuses bfloat16 gradients here; this device accepts them, but bfloat16 needs no scale"
+_ACCEPTED = "CUDA's GradScaler refuses bfloat16 gradients; this device accepts them, but bfloat16 needs no loss scaling"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
@@ -53,7 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         masters = float32_masters(trace, low)
         yield finding_of(
             "error" if cuda else "warning",
-            f"GradScaler is given the bfloat16 gradients of {plural(count(low), 'trainable parameter')}",
+            f"GradScaler gets the bfloat16 gradients of {plural(count(low), 'trainable parameter')}",
             low,
             phase="unscale",
             op="GradScaler.unscale_",

@@ -1,8 +1,8 @@
 """
-**What it means.** The backward runs in float16 without loss scaling. float16's smallest number is 6e-8, so
-smaller gradients become zero. If the trainable parameters are float16 as well, Adam's epsilon of 1e-8 also becomes
-zero, and a parameter whose gradient is zero gets the update 0 / 0. Rows of an embedding that the batch does not use have
-a zero gradient, so they are NaN after the first step: then the finding is an error. Fused kernels of Adam divide in float32.
+**What it means.** The backward runs in float16 without loss scaling. float16's smallest number is 6e-8, so smaller
+gradients become zero. If the trainable parameters are float16 as well, Adam's epsilon of 1e-8 also becomes zero, and a
+parameter whose gradient is zero gets the update 0 / 0. Fused kernels of Adam divide in float32, so they return no NaN.
+Rows of an embedding that the batch does not use have a zero gradient. If their update is NaN, the finding is an error.
 
 **Why it is bad.** Small gradients are lost without a warning. If the trained weights are float16, they become NaN within a
 few steps.
@@ -91,7 +91,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _unused_rows(trace: Trace, half: Sequence[Weight]) -> Iterator[Weight]:
-    """Yield the embeddings with more rows than the batch has tokens, except those that a head shares."""
+    """Yield the embeddings with more rows than the batch has tokens, except embeddings that are tied to a head."""
     for call in trace.calls:
         if call.op == "aten.embedding.default" and call.phase == "forward":
             table, tokens = call.operands[:2]
@@ -130,7 +130,7 @@ def _fixes(trace: Trace) -> Iterator[Fix]:
 
 
 def _backward_in_float16(trace: Trace) -> bool:
-    """Return True if a matmul of the backward runs in float16. The 4-bit layers that IST404 reports do not count."""
+    """Return True if a matmul of the backward runs in float16. Layers that IST404 reports do not count."""
     other = ist404_compute_dtype.layers_in(trace, torch.float16)
     backward = (call for call in trace.calls if call.phase == "backward" and call.module not in other)
     return any(costs.run_dtype(call) == torch.float16 for call in backward)

@@ -14,8 +14,7 @@ parameters lose small updates, but float32 parameters do not.
 
     torch.optim.AdamW(model.parameters())                   # or gradients in the parameters' dtype
 
-**How safe is the fix?** The other implementations of AdamW compute the same update. A cast to float32 keeps
-every digit.
+**How safe is the fix?** An AdamW that is not fused computes the same update. A cast to float32 keeps every digit.
 
 **Seen in** pytorch/pytorch #110758; NVIDIA/TransformerEngine #3358; deepspeedai/DeepSpeed #7746; HomebrewML/HeavyBall #26.
 """
@@ -76,7 +75,7 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
     return Finding(
         "error",
         f"{first.op} "
-        + (f"is given {' and '.join(dtypes)}" if len(dtypes) > 1 else f"has no kernel for {dtypes[0]}"),
+        + (f"mixes {' and '.join(dtypes)}" if len(dtypes) > 1 else f"has no kernel for {dtypes[0]}"),
         op=first.op,
         phase="optimizer",
         source=first.source,
@@ -94,7 +93,7 @@ def _entry(operand: Operand) -> str:
 
 
 def _mismatched(call: Call) -> Operand:
-    """Return the operand with the wrong dtype: an optimizer state, or else a gradient, or else a parameter."""
+    """Return the operand with the wrong dtype. A state is blamed first, then a gradient, then a parameter."""
     floats = call.floats
     updated: dict[str, torch.dtype] = {}
     for operand in floats:

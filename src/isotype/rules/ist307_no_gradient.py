@@ -28,7 +28,8 @@ only some parameters have a gradient, there is no error, but the parameters with
 
 **What is not reported.** Parameters that the step does not use, such as experts that get no tokens. Parameters of the
 base model that do not affect the loss, unless a line of your code detaches their results. Code that removes the
-gradients of only some parameters. Adapters that do not affect the loss get a note, as in the pooling head of a vision tower.
+gradients of only some parameters. Adapters that do not affect the loss, such as those in the pooling head of a vision
+tower, get a note.
 
 **How safe is the fix?** The fix is safe, because hidden states that require gradients have the same values.
 
@@ -127,10 +128,8 @@ def _finding(
 
 
 def _in_function(trace: Trace, first: Unreached, named: str) -> tuple[str, list[Fix]]:
-    """Return (cause, fixes) for parameters in reentrant checkpointing, or in another function with its own backward."""
-    cause = (
-        f"{first.function} runs {named}{_at(first)} with gradients off, and none of its inputs requires one"
-    )
+    """Return (cause, fixes) for parameters in an `autograd.Function`, such as reentrant checkpointing."""
+    cause = f"{first.function} runs {named}{_at(first)} with gradients off, and no input of the function requires a gradient"
     embeddings = [name for name in first.behind if "Embedding" in trace.modules.get(name, "")]
     fixes = [
         fix(f"let the outputs of {name} require gradients", "differentiable", (name,), "True")
@@ -147,7 +146,7 @@ def _without_gradients(trace: Trace, first: Unreached, named: str) -> tuple[str,
 
 
 def _lost(trace: Trace, refused: Call | None, weights: Sequence[Weight], cut: str) -> Finding:
-    """Return a finding for parameters without a gradient. Their graph ends at the line `cut`; "" if code removed gradients."""
+    """Return a finding for parameters that the line `cut` detaches, or whose gradients code removed (`cut` is "")."""
     if cut:
         whole = count(weights) == count(trained(trace))
         values = f"values that are computed with {_named(weights)} are detached"
@@ -156,11 +155,11 @@ def _lost(trace: Trace, refused: Call | None, weights: Sequence[Weight], cut: st
         return _finding(trace, refused, weights, cause, (advice(cut, how),))
     cause = "zero_grad() or `grad = None` runs between the backward and the optimizer's step"
     fixes = (advice("zero_grad", "call zero_grad() before the backward"),)
-    return _finding(trace, refused, weights, cause, fixes, "the optimizer finds no gradient of")
+    return _finding(trace, refused, weights, cause, fixes, "the optimizer's step finds no gradient of")
 
 
 def _left_out(trace: Trace, ignored: Iterable[Weight]) -> list[Weight]:
-    """Return the `ignored` parameters that are missing when gradient checkpointing recomputes their layer."""
+    """Return the `ignored` parameters that the recomputation of their layer does not use."""
     recomputed = [call for call in trace.calls if call.recomputed]
     layers = {layer_of(call.module) for call in recomputed} - {""}
     used = {operand.origin.name for call in recomputed for operand in call.operands}

@@ -6,12 +6,13 @@
 - An optimizer steps twice with the gradients of one backward, such as by `scaler.step(optimizer)` and `optimizer.step()`.
 - The GradScaler raises an error, because `scale()` or `update()` was not called, or `unscale_()` was called twice.
 
-**Why it is bad.** The loss scale begins at 65,536, so nearly every gradient norm exceeds the limit. After unscaling, the
-gradient norm of each step is only the limit divided by the scale. Adam divides by the gradients' size and hides most of
-the error, but Adam's epsilon is large compared with such gradients. SGD stops learning. No error is raised. With
-scaled gradients, a step of SGD is up to 65,536 times too large, and a step with infinite gradients is not skipped. With
-gradients that were divided by the scale, but never multiplied, a step of SGD is 65,536 times too small.
-A second step without the GradScaler doubles the update, and makes weights NaN where `scaler.step()` skips the step.
+**Why it is bad.** The loss scale begins at 65,536, so nearly every gradient norm exceeds the limit. After unscaling,
+the gradient norm of each step is only the limit divided by the scale. Adam divides by the gradients' size and hides
+most of the error, but Adam's epsilon is large compared with such gradients. SGD stops learning. No error is raised.
+With scaled gradients, a step of SGD is up to 65,536 times too large, and a step with infinite gradients is not skipped.
+With gradients that were divided by the scale, but never multiplied, a step of SGD is 65,536 times too small. A second
+step without the GradScaler doubles the update. If `scaler.step()` skips a step with infinite gradients, the second step
+makes weights NaN.
 
 **An example that costs**
 
@@ -73,15 +74,15 @@ REFUSALS = {
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding if a GradScaler refuses a call, or if gradients are used that are still scaled or wrongly unscaled."""
+    """Yield a finding for each wrong order of calls: an error of the GradScaler, or gradients with the wrong scale."""
     error = Finding("error", "", phase="optimizer")
     if trace.scaled:
         how = "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()"
-        message = f"{trace.setup.optimizer} steps with gradients that the loss scale multiplies"
+        message = f"{trace.setup.optimizer} steps with gradients that are still multiplied by the loss scale"
         cause = "optimizer.step() runs without scaler.unscale_(optimizer) and scaler.step(optimizer)"
         yield replace(error, message=message, cause=cause, fixes=(advice("optimizer.step()", how),))
     if trace.unscaled:
-        message = f"{trace.setup.optimizer} steps with gradients that are divided by the loss scale, which never multiplied the loss"
+        message = f"{trace.setup.optimizer} steps with gradients that are divided by the loss scale, but the loss was not multiplied by it"
         cause = "loss.backward() runs on a loss that is not the result of scaler.scale(loss)"
         yield replace(error, message=message, cause=cause, fixes=(advice("scaler.scale", _SCALE),))
     if trace.repeated is not None:
@@ -109,7 +110,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     where = short(clips[0].source) or "the clipping"
     yield finding_at(
         "warning",
-        "gradients are clipped while the loss scale multiplies them",
+        "gradients are clipped while they are still multiplied by the loss scale",
         clips,
         cause=f"{where} runs before the gradients are unscaled",
         fixes=(advice(clips[0].source, f"call scaler.unscale_(optimizer) before {where}"),),

@@ -2,7 +2,7 @@
 **What it means.** A line that chooses what is trained has no effect, or not the effect that its author expects:
 
 - No optimizer holds a trainable parameter that has a gradient.
-- `requires_grad` is set on a module, or is misspelt, so it is a plain attribute that torch never reads.
+- `requires_grad` is set on a module or is misspelt. It is then a plain attribute that torch never reads.
 - Names in PEFT's `target_modules` or `modules_to_save` match no module.
 
 **Why it is bad.** The parameter never changes, or a parameter that should be frozen changes. No error is raised. The
@@ -20,8 +20,8 @@ gradients of parameters without an optimizer cost memory and time, too.
     model.encoder.requires_grad_(False)
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
 
-**What is not reported.** Parameters whose master copies an optimizer holds. Names that match at least one module. Only
-`isotype run` reports the first case, because `isotype check` has no optimizers of a script.
+**What is not reported.** Parameters whose master copies an optimizer holds. Names that match at least one module.
+`isotype check` does not know a script's optimizer, so only `isotype run` reports the first case.
 
 **How safe is the fix?** The fix trains the parameters that the line intended.
 

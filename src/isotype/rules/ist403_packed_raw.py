@@ -1,7 +1,7 @@
 """
-**What it means.** Code uses the packed codes of a quantized weight as if they were a plain weight. It multiplies or casts
-the codes, replaces them with a plain tensor, or casts activations to the dtype of the codes. Packed codes are 4-bit weights
-in a column of bytes, int8 weights, or GPTQ's int32.
+**What it means.** Code uses the packed codes of a quantized weight as if they were a plain weight. The code multiplies
+or casts the packed codes, replaces them with a plain tensor, or casts activations to their dtype. Packed codes are
+4-bit weights in a column of bytes, int8 weights, or GPTQ's int32.
 
 **Why it is bad.** The step fails with errors that do not name the cause: `mat1 and mat2 shapes cannot be multiplied
 (6x5120 and 1x2560)`, `got: c10::Half != signed char`, `nn.Module.to only accepts floating point or complex dtypes`. Or
@@ -76,7 +76,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     bare = [w for w in trace.weights if not w.buffer and w.quantization is None and _is_bare(w)]
     if bare:
         plain, dtype = f"plain {bare[0].module_class} layer", dtype_name(bare[0].dtype)
-        how = "keep the quantized layer, or dequantize its weight, at the line that copies its weight into another layer"
+        how = "at the line that copies this weight out of its quantized layer, dequantize the weight, or keep the quantized layer"
         yield finding_of(
             "error",
             f"{agree(count(bare), plain, 'hold')} packed {dtype} codes",
@@ -95,7 +95,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             phase=failure.phase,
             source=failure.source,
             cause=cause,
-            notes=(f"the step ends with {failure.error}", "nothing after it was checked"),
+            notes=(f"the step ends with {failure.error}", "nothing after the error was checked"),
             fixes=(fix,),
         )
 
@@ -135,7 +135,7 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
 def _activations_as_codes(trace: Trace) -> list[Call]:
     """Return the casts of float activations to the dtype of packed codes, if a cast back to a float dtype follows.
 
-    A cast after a rounding is left out: this code quantizes activations on purpose.
+    Casts of rounded activations are left out, because code that rounds first quantizes on purpose.
     """
     codes = {(weight.module, weight.dtype) for weight, _ in quantized(trace) if weight.dtype in _CODES}
     by_source: dict[str, list[Call]] = {}

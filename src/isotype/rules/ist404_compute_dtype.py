@@ -14,8 +14,8 @@ output to 16 bits. On GPUs, such a layer is several times slower, and float32 ad
 
     BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
 
-**How safe is the fix?** The layer's results are then rounded to 16 bits, as in the other layers. The packed codes and
-their scales do not change.
+**How safe is the fix?** The fix rounds the layer's results to 16 bits, like the results of the model's other layers.
+The packed codes and their scales do not change.
 
 **Seen in** bitsandbytes-foundation/bitsandbytes #2077, #1623; h2oai/h2ogpt #682;
 bigcode-project/bigcode-evaluation-harness #192; huggingface/alignment-handbook #107.

@@ -3,15 +3,16 @@
 in eval mode. For some shapes, the repacking raises an error. A repacked layer passes no gradient to its input, so training
 after an evaluation is wrong.
 
-**Why it is bad.** The new layout has blocks of 32 rows, and each row has its own scales. `evaluate` or `generate` raises an
-error if the number of rows is not a multiple of 32, or the number of columns is not a multiple of the block size (64 × 96).
-The scales of a repacked weight are rounded to bfloat16. bitsandbytes has no backward for the new layout, so a training
-loop that evaluates between steps learns from wrong gradients.
+**Why it is bad.** The new layout has blocks of 32 rows, and each row has its own scales. If the number of rows is not a
+multiple of 32, or the number of columns is not a multiple of the block size, `evaluate` and `generate` raise an error:
+for example, for a weight of 64 × 96 with blocks of 64. The scales of a repacked weight are rounded to bfloat16.
+bitsandbytes has no backward for the new layout, so a training loop that evaluates between steps learns from wrong
+gradients.
 
-If the weights have been repacked before the checked step, the finding is an error: no gradient passes them.
+If the weights were repacked before the checked step, the finding is an error, because the step's gradients are wrong.
 
 **Why it happens.** `Linear4bit.forward` repacks the weight if the module is in eval mode and the input requires no
-gradient. On GPUs, and on CPUs without AVX512-BF16, it does not repack the weight.
+gradient.
 
 **An example that fails**
 

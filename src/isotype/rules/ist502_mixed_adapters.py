@@ -21,7 +21,7 @@ trained copy (`modules_to_save`) keeps the base model's dtype.
 
     isotype.enforce(model, policy)        # every adapter in the master dtype
 
-**What is not reported.** Frozen adapters, and adapters that all have the same wrong dtype (see IST3xx and IST8xx).
+**What is not reported.** Frozen adapters, and adapters that all have the same wrong dtype (IST304, IST801).
 
 **How safe is the fix?** A cast of all adapters to the widest of their dtypes loses nothing.
 
@@ -54,7 +54,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     counts = ", ".join(
         f"{sum(w.repeats for w in trained if w.dtype == dtype)} in {dtype_name(dtype)}" for dtype in dtypes
     )
-    message = f"trained adapters are of different dtypes: {counts}"
+    message = f"the trained adapters have different dtypes: {counts}"
     notes = ("the adapters are saved in these dtypes; loading the adapters again casts them to one dtype",)
     fixes = (fix(f"cast every adapter to {target}", "parameter", names(narrow), target),)
     yield finding_of("note", message, narrow, phase="load", notes=notes, fixes=fixes)

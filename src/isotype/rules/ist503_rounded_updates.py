@@ -2,14 +2,14 @@
 **What it means.** Code other than the optimizer adds to a frozen 16-bit weight or buffer in place. The code merges an
 adapter into its base weight, or updates a statistic or an exponential moving average of trained weights.
 
-**Why it is bad.** The sum is rounded to the weight's dtype. An addend below half the distance to the weight's next number
-is lost, and a larger addend is rounded.
+**Why it is bad.** The sum is rounded to the weight's dtype. If the added value is less than half of the distance to the
+weight's next number, it is lost. Otherwise it is rounded.
 
 - A merged weight is not exactly base plus adapter, and unmerging does not restore the base. RL trainers merge and
-  unmerge before each rollout. In bfloat16, one such round changes the base weights by 1 % of their size, and a thousand
-  rounds change them by two thirds.
-- At each step, a moving average with decay 0.999 adds a thousandth of the difference. In 16 bits, it never changes the
-  average. A counter in bfloat16 stops at 256.
+  unmerge before each rollout. In bfloat16, one merge and unmerge changes the base weights by 1 % of their size, and a
+  thousand change them by two thirds.
+- At each step, a moving average with decay 0.999 adds a thousandth of the difference. In 16 bits, such a small addition
+  never changes the average. A counter in bfloat16 stops at 256.
 - PEFT adds an adapter of a parameter (`target_parameters`, used for experts) to the weight in each forward, in the
   weight's dtype. The rounding loses the first updates of a training, which are the smallest. PEFT computes the adapter's
   product and the product's gradient for every expert, even for experts that get no tokens.
@@ -63,7 +63,7 @@ _FORMED = "aten.baddbmm.default"
 """PEFT 0.21 adds an adapter to the stacked weights of experts with this operator (`_LoraFactorsProxy`)."""
 _HEADLINES = {
     "merge": ("adapters are merged into {}", "weight", "weights"),
-    "delta": ("whole deltas of adapters are computed and added to {}", "stacked weight", "stacked weights"),
+    "delta": ("the full products of adapters are added to {}", "stacked weight", "stacked weights"),
     "other": ("{} changed in place outside of the optimizer", "tensor is", "tensors are"),
 }
 """For each kind of addition: the headline, the word for one changed tensor, and the word for several tensors."""
@@ -90,7 +90,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _kind(call: Call, trace: Trace) -> str:
-    """Return the kind of addition, a key of `_HEADLINES`, if a call adds to a weight in place; else ""."""
+    """Return the kind of a call that adds to a weight in place, a key of `_HEADLINES`; "" for other calls."""
     if call.op == _FORMED and call.phase == "forward" and _PEFT in call.source:
         return "delta"
     if call.phase not in ("forward", "generate") or call.recomputed or not ADDS_IN_PLACE.match(call.op):
@@ -130,9 +130,9 @@ def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: Iterab
         weights,
         op=call.op,
         source=call.source,
-        cause=f"{weights[0].name} is {dtype_name(dtype)}, and an operand of the {in_place}addition at {short(call.source)}",
+        cause=f"{weights[0].name} is {dtype_name(dtype)}, so the {in_place}addition at {short(call.source)} rounds its result",
         notes=(
-            f"{dtype_name(dtype)} loses every update below 1/{2 * share} of a value, and some updates below 1/{share}",
+            f"{dtype_name(dtype)} loses every update below 1/{2 * share} of the weight's value, and some updates below 1/{share}",
         ),
         fixes=tuple(fixes),
     )

@@ -2,11 +2,11 @@
 **What it means.** The attention kernel that the model requests does not exist on the device, or does not
 support the dtype of queries, keys and values.
 
-**Why it is bad.** FlashAttention supports only float16 and bfloat16, and only AMD's CDNA GPUs and NVIDIA GPUs of compute
-capability 8.0 or later. In float32, FlashAttention raises "FlashAttention only support fp16 and bf16 data type"; on
-a T4 or V100, it raises "FlashAttention only supports Ampere GPUs or newer". There is no FlashAttention for
+**Why it is bad.** FlashAttention supports only float16 and bfloat16, and only AMD's CDNA GPUs and NVIDIA GPUs of
+compute capability 8.0 or later. In float32, FlashAttention raises "FlashAttention only support fp16 and bf16 data
+type"; on a T4 or V100, it raises "FlashAttention only supports Ampere GPUs or newer". There is no FlashAttention for
 CPUs. In these cases, `sdpa` selects a slower kernel, which stores all attention scores or runs in float32. If the code
-disables that kernel (`sdpa_kernel`), `sdpa` raises "No available kernel". FlashAttention also supports no mask.
+disables that kernel (`sdpa_kernel`), `sdpa` raises "No available kernel". FlashAttention also does not support masks.
 
 **Why it happens.** The script requests `attn_implementation="flash_attention_2"` on older hardware, or with a float32
 model and no autocast. Or float32 norms (PEFT's `prepare_model_for_kbit_training`) make the queries float32.

@@ -9,20 +9,22 @@ memory, or half of a CPU's memory. If the device is in this machine, only the de
 storages by kind: weights with their quantization states, adapters, gradients, optimizer states, activations. From the
 second step on, optimizer states and activations are in memory at the same time. From the second micro-batch of a step
 on, gradients and activations are also in memory at the same time. If a trainer has `compute_metrics`, its evaluation
-keeps the predictions of all rows. transformers appends each batch to a copy of all batches before it, which takes the
-same memory again. The uncounted part of the memory is left for the allocator's rounding and fragmentation, the
-workspaces of kernels, and the driver's context (0.3 to 0.6 GB of a GPU).
+keeps the predictions of all rows. When transformers appends a batch, it copies all predictions, so their memory is
+needed twice. The other 15 % of a GPU's memory are left for the allocator's rounding and fragmentation, the workspaces
+of kernels, and the driver's context (0.3 to 0.6 GB).
 
 **What helps, and by how much.** The report estimates each saving as if no other saving were applied:
 
 - Gradient checkpointing stores the inputs of all n layers and the activations of one layer, which is about `1/n` of the
-  activations that layers save (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). It does not help
-  with logits. In 16 steps of Llamas and GPT-2, the estimate exceeded the traced saving by at most 5.7 % of the peak. So
-  if the step would fit by less than 6 % of the peak, the report says "may be enough".
-- A loss in chunks takes about 1/8 of the memory of all logits, their copies and their gradients, or less.
+  activations that layers save (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). The memory of
+  logits stays the same. In traces of 16 steps (Llamas, GPT-2), the estimate was too large by at most 5.7 % of the peak.
+  If the estimated saving exceeds the missing memory by less than 6 % of the peak, the report says "may be enough".
+- A loss that is computed in chunks needs at most about 1/8 of the memory of all logits, their copies and their
+  gradients.
 - nf4 takes 0.5625 bytes per weight: 4 bits, and a share of the float32 scale of 64 weights (Dettmers et al., "QLoRA", 2023).
-- In 16 bits, frozen float32 weights take half of their memory. In 8 bits, optimizer states take a quarter of it.
-- The memory of activations is proportional to the batch size times the length of the rows.
+- A cast of frozen float32 weights to 16 bits halves their memory. 8-bit optimizer states take a quarter of the memory
+  of float32 states.
+- The memory of activations is proportional to the batch size, and to the length of the rows.
 - FSDP2 shards the model over N devices. Each device stores 1/N of the weights, gradients and optimizer states, and the
   activations of its own batch. Each device also stores all weights outside of the repeated layers, and up to three whole
   layers: the layer in use, the buffer that gathers this layer, and the buffer of the next layer.
@@ -75,7 +77,7 @@ _PREDICTIONS = (
 _LOGITS = "compute the loss from the logits of a part of the tokens at a time (use_liger_kernel=True)"
 _MOST_COPIES = 6  # of the logits that a loss keeps
 _ERROR = {"gradient_checkpointing": 0.06}
-"""Share of the peak by which an estimate may be larger than the traced saving."""
+"""Largest known error of an estimate, as a share of the peak."""
 _SIZES: Mapping[Phase, tuple[str, str]] = {
     "evaluate": ("the evaluation's batch size", "per_device_eval_batch_size"),
     "rollout": ("the number of rows that are generated together", "generation_batch_size"),
@@ -191,7 +193,7 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
 
 
 def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
-    """Yield what FSDP2 saves on each device, for the fewest devices on which the step fits."""
+    """Yield FSDP2's saving on each device, with the smallest number of devices on which the step fits."""
     setup = trace.setup
     phase = trace.memory.peak_phase
     if setup.profile.kind in ("cpu", "mps") or phase is None:
@@ -229,7 +231,7 @@ def _layer_inputs(trace: Trace, layers: int) -> int:
 
 
 def _has_all_logits(trace: Trace, outside: int) -> bool:
-    """Return True if most of the `outside` bytes (saved by no layer) are logits or losses of all tokens."""
+    """Return True if the bytes `outside` of layers are mainly logits or losses of all tokens."""
     _, embedded = _lookup(trace) or (None, ())
     vocabularies = {
         weight.shape[0] for weight in trace.weights if weight.kind == "embedding" and not weight.buffer

@@ -18,7 +18,8 @@ first forward.
     fully_shard(layer)                                       # FSDP2 shards each parameter by itself
     # with FSDP1: peft.utils.other.fsdp_auto_wrap_policy(model) gives adapters units of their own
 
-**What is not reported.** FSDP2 for a model with a policy, because isotype then shards each trained dtype as its own group.
+**What is not reported.** FSDP2 for a model with a policy, because isotype then puts the trained parameters of each
+dtype into a separate unit.
 
 **How safe is the fix?** FSDP2 changes no dtype. The report marks a cast of the adapters to 16 bits as unsafe,
 because 16-bit adapters lose small updates (IST801).
@@ -91,7 +92,11 @@ def _fixes(trace: Trace, version: int, mismatched: list[Weight], most: torch.dty
         yield advice("bnb_4bit_quant_storage", how)
         return
     safe = all(weight.exact_in == most and not weight.trainable for weight in plain)
-    cast = Fix(f"cast them to {dtype_name(most)}", "safe" if safe else "unsafe", actions=casts(plain, most))
+    cast = Fix(
+        f"cast the other parameters to {dtype_name(most)}",
+        "safe" if safe else "unsafe",
+        actions=casts(plain, most),
+    )
     if safe:
         yield cast
     first = version == 1

@@ -55,7 +55,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if reach.parting is not None:
         first, other = (call or "ends its step" for call in (reach.parting.first, reach.parting.other))
         place = f"in collective {reach.parting.at + 1} of the step"
-        notes.insert(0, f"{place}, one process {first}, another {other} (FSDP2 with a fake process group)")
+        notes.insert(0, f"{place}, one process {first} and another {other} (FSDP2 with a fake process group)")
     yield Finding(
         "error",
         f"{what}: the processes of a sharded model wait for each other",

@@ -19,7 +19,8 @@ Later releases gather each parameter in its own dtype.
 
 **What is not reported.** ZeRO-1 and ZeRO-2; other releases of DeepSpeed; a model whose parameters have one dtype.
 
-**How safe is the fix?** A newer DeepSpeed does not change the results. Adapters in 16 bits lose small updates (IST801).
+**How safe is the fix?** A newer DeepSpeed does not change the results. A fix that casts adapters to 16 bits is unsafe,
+because they lose small updates (IST801).
 
 **Seen in** deepspeedai/DeepSpeed #8072; huggingface/trl #6089.
 """
@@ -49,7 +50,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if most is None or not others:
         return
     dtypes = " and ".join(dict.fromkeys(dtype_name(weight.dtype) for weight in floats))
-    cast = Fix(f"cast them to {dtype_name(most)}", "unsafe", actions=casts(others, most))
+    cast = Fix(f"cast the other parameters to {dtype_name(most)}", "unsafe", actions=casts(others, most))
     yield finding_of(
         "error",
         f"ZeRO-3 of DeepSpeed {_BROKEN} cannot gather {dtypes} together",

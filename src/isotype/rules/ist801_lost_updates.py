@@ -5,8 +5,8 @@ as the learning rate. An SGD update is the learning rate times the gradient; the
 was measured. Between 2^n and 2^(n+1), the distance to the next number is 2^(n-7) in bfloat16 and 2^(n-10) in float16.
 
 **Why it is bad.** Most weights do not change. Large weights lose their updates first, especially the weights of norms,
-which are near one. Weight decay subtracts an even smaller number, the learning rate times the decay times the weight. So
-weight decay can be lost where the update is not lost. The loss falls a little and then stops, without an error.
+which are near one. Weight decay subtracts an even smaller number: the learning rate times the decay times the weight.
+It can be lost even if the update is not lost. The loss falls a little and then stops, without an error.
 
 **An example that costs**
 
@@ -52,7 +52,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         if "" in trace.unmoved:
             yield Finding(
                 "warning",
-                f"the step of {trace.setup.optimizer} leaves most values of 16-bit copies of the weights as they were",
+                f"the step of {trace.setup.optimizer} does not change most values of its 16-bit copies of the weights",
                 phase="optimizer",
                 cause=f"the optimizer has 16-bit parameters that are not the model's: {_SMALL}",
                 fixes=(
@@ -79,7 +79,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         lost,
         phase="optimizer",
         notes=(
-            f"{worst.name}: {source} near {size:.2g}, where {dtype_name(worst.dtype)} has steps of {step:.1e}",
+            f"{worst.name}: {source} near {size:.2g}, where two {dtype_name(worst.dtype)} numbers differ by at least {step:.1e}",
         ),
         fixes=tuple(_fixes(trace, lost)),
     )
@@ -142,7 +142,7 @@ def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
     base = _measured(weight, trace, layer).median_weight
     if base:
         return math.sqrt(inputs[0]) * base / 0.6745, "computed from the measured weights of its layer: values"
-    return min(0.02 * math.sqrt(inputs[0]), math.sqrt(1 / 3)), "not loaded; as initialised, its values are"
+    return min(0.02 * math.sqrt(inputs[0]), math.sqrt(1 / 3)), "not loaded; when initialised, its values are"
 
 
 def _fixes(trace: Trace, lost: list[Weight]) -> Iterator[Fix]:

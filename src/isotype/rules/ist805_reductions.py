@@ -36,10 +36,10 @@ TITLE = "A long reduction returned in 16 bits"
 
 _REDUCTIONS = ("_log_softmax", "logsumexp", "logcumsumexp", "cumsum", "cumprod")
 _LONG = 256
-"""A result over fewer values (experts, classes) loses too little for a report."""
+"""If an operator reduces fewer values, such as scores of experts or classes, the lost digits rarely matter."""
 
 _INACCURATE = 1 / 16
-"""Relative error of a sum that is reported: n additions, each with an error of half a unit in the last place at most."""
+"""Smallest reported relative error of a sum: n additions, each with an error of at most half a unit in the last place."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:

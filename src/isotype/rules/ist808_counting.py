@@ -76,7 +76,7 @@ def _counters(trace: Trace) -> Iterator[Finding]:
 
 
 def _is_counter(call: Call) -> bool:
-    """Return whether the optimizer counts steps in this call: it adds an integer to its own 16-bit tensors of one element."""
+    """Return whether an optimizer counts steps in a call: it adds a number to 16-bit tensors of one element."""
     foreach = call.op.startswith("aten._foreach_add_.")  # adds one tensor to the counts of all parameters
     if call.phase != "optimizer" or not (foreach or call.op.startswith("aten.add_.")):
         return False
@@ -87,7 +87,7 @@ def _is_counter(call: Call) -> bool:
 
 
 def _counts(call: Call, before: Call | None) -> bool:
-    """Return whether a call is an `arange`, or a cast of the `arange` `before` on the same line."""
+    """Return whether a call is an `arange`, or casts the result of `before`, an `arange` on the same line."""
     casts = call.op.startswith("aten._to_copy.") and before is not None and call.source == before.source
     return (before if casts and before else call).op.startswith("aten.arange.")
 

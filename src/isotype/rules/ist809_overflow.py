@@ -94,7 +94,7 @@ def _mask(beyond: Sequence[Held]) -> Finding:
 
 
 def _undefined(ranges: Ranges, operator: OperatorRange) -> Finding:
-    """Return the finding for a step with a loss or gradients that are not finite in any dtype."""
+    """Return the finding for a step whose loss or gradients are not finite in float32 either."""
     what = "gradients" if all(map(math.isfinite, ranges.loss)) else "loss and gradients"
     where = short(operator.source) or named(operator.module)
     returns = "NaN" if math.isnan(operator.output) else "infinity"

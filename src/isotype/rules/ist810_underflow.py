@@ -18,9 +18,9 @@ only once in 2000 steps without an overflow: most of a short training is over by
 **How safe is the fix?** Safe: the scaler multiplies the loss by a power of two and divides the gradients by
 the same number. If the scale is too large, the scaler skips one step and halves the scale.
 
-**What was compared.** For each float16 gradient, the rule computes the share of its nonzero values that become zero. A
-gradient with more elements weighs more in the average of these shares. Without a GradScaler, IST303 reports the
-average.
+**What was compared.** For each float16 gradient, the rule computes the share of its nonzero values that become zero.
+The report contains the average of these shares, weighted by the number of elements. Without a GradScaler, IST303
+reports the average.
 
 **Seen in** Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2: the training of detection networks
 diverged because most of their gradients were too small for float16.

@@ -6,8 +6,8 @@ largest number below 1 is 0.9995 in float16, and 0.996 in bfloat16.
 
 **Why it is bad.** The first row of zeros (padding, an empty span, squares that float16 rounds to zero) makes the line
 compute 0 / 0 or log(0), and the loss of the step is NaN. Steps without a zero row are not affected. In bfloat16, the
-sigmoid of a score above 6.3 is 1: log(1 - 1) is infinite. With torch 2.13 its gradient is NaN, even if the loss is
-finite; with torch 2.15 a clamp passes no gradient at its bound.
+sigmoid of a score above 6.3 is 1: log(1 - 1) is infinite. With torch 2.13, the gradient of the clamped score is NaN,
+even if the loss is finite. With torch 2.15, a clamp passes no gradient at its bound.
 
 **An example that costs**
 

@@ -17,8 +17,7 @@ accumulated micro-batches train worse than the same rows in one large batch.
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     SFTConfig(bf16=True, gradient_accumulation_steps=64)     # float32 gradients, products in bfloat16
 
-**What is not reported.** Errors below 0.5 %, as with fewer than 20 micro-batches in bfloat16 or fewer than 1,259 in
-float16.
+**What is not reported.** Errors below 0.5 %: fewer than 20 micro-batches in bfloat16, or fewer than 1,259 in float16.
 
 **How safe is the fix?** A cast to float32 keeps every digit. Float32 weights, gradients and moments take more memory. A
 larger micro-batch needs fewer additions, but more memory for activations.
@@ -39,7 +38,7 @@ from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, sp
 TITLE = "Gradients of many micro-batches added up in 16 bits"
 
 _VISIBLE = 0.005
-"""Smallest relative error that is reported. It exceeds the noise of a gradient over many rows."""
+"""Smallest relative error that is reported. A smaller error is less than the noise of a gradient over many rows."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:

@@ -1,8 +1,8 @@
 """
-**What it means.** The result of an operator is NaN, whatever the weights are: a mask hides every position of a softmax
-row, a mean is computed over a selection of nothing (`losses[mask].mean()`), or no label of the batch counts in the
-loss, whose mean is then 0 / 0. If the losses are summed instead, all gradients are 0 (a warning). transformers'
-`Trainer` divides this sum by 0 labels, but logs the NaN as 0.
+**What it means.** The result of an operator is NaN, whatever the weights are. A mask hides every position of a row of a
+softmax, or a mean is computed over no values (`losses[mask].mean()`). Or no label of the batch counts in the loss, so
+the mean loss is 0 / 0. If the loss is a sum, all gradients are 0, and the finding is a warning. transformers' `Trainer`
+divides this sum by 0 labels, but logs the NaN as 0.
 
 **Why it happens.** Code fills scores with `float("-inf")`. In a causal model with padding on the left, a row's first
 tokens may have nothing to attend to. A row that is only padding has nothing to attend to either. Labels are all -100 if
@@ -53,7 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _empty_means(calls: Sequence[Call]) -> list[Call]:
-    """Return the means over no values that may reach the loss: a later operator may replace the NaN of an earlier mean."""
+    """Return the means over no values that may reach the loss: those after the last operator that replaces NaN."""
     means: list[Call] = []
     for call in calls:
         name = call.op.removeprefix("aten.").partition(".")[0]

@@ -1,10 +1,11 @@
 """
-**What it means.** Sequences packed into one row attend to each other: a prediction in one sequence depends
-on the tokens of another one.
+**What it means.** Sequences packed into one row attend to each other: predictions depend on the tokens of other
+sequences.
 
 **Why it happens.** Packing needs a mask that separates the sequences. The model builds this mask from one of its
-inputs: `position_ids`, `cu_seq_lens_q`, `seq_idx`, or a mask that numbers the sequences. transformers builds it from
-`position_ids` only if there is no `attention_mask`. Most collators and `tokenizer.pad` create an `attention_mask` of
+inputs: `position_ids`, `cu_seq_lens_q`, `seq_idx`, or a mask that numbers the sequences. transformers builds the mask
+from `position_ids` only if there is no `attention_mask`. Most collators and `tokenizer.pad` create an `attention_mask`
+of
 ones: positions then restart with each sequence, but each sequence still attends to those before it. State-space,
 linear-attention and convolution layers need `seq_idx`, but many of these layers ignore it.
 

@@ -2,8 +2,8 @@
 **What it means.** A prediction depends on the token that it should predict: the loss falls, but the model
 learns nothing useful for generation.
 
-**Why it happens.** A causal model runs without its causal mask, or the loss compares a token with the prediction made
-at the same position. The correct prediction is the one made a token earlier. The causal mask is missing if
+**Why it happens.** A causal model runs without its causal mask, or the loss compares a token with the logits of the
+same position. The logits of the position before are correct. The causal mask is missing if
 
 - an encoder's class is used for a language model (`BertLMHeadModel` without `is_decoder=True`);
 - a 4-D mask of zeros replaces the model's mask;

@@ -1,6 +1,6 @@
 """
 **What it means.** Tokens that should not count in the loss (padding, images) have labels, or the loss compares each
-label with the wrong prediction, such as the one made two tokens earlier.
+label with the logits of a wrong position, such as the position two tokens earlier.
 
 **Why it happens.** A collator writes `labels = input_ids.clone()` and does not set the labels of padding to -100. The
 model then learns to predict padding: in short rows most labels are padding. Another collator shifts the labels, and the
@@ -45,7 +45,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         if labels.shift == -1:
             cause = "each prediction is compared with the token before it"
         fixes = (advice("labels", "give labels that are not shifted: the model shifts them"),)
-        message = "predictions are compared with the wrong token"
+        message = "predictions are compared with wrong tokens"
         notes = (f"{plural(labels.learned, 'prediction')} count in the loss", measured_on(reach))
         yield Finding("error", message, cause=cause, notes=notes, fixes=fixes)
     padding = "at padding, where attention_mask is 0", "labels.masked_fill(attention_mask == 0, -100)"

@@ -54,7 +54,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     names = [unused.name for unused in idle]
     trained = {starred(weight.name) for weight in trace.weights if weight.trainable and not weight.buffer}
     whole = trained <= set(names)
-    what = f"{len(names)} of {plural(len(trained), 'group')} of trainable weights reach no loss"
+    what = f"{len(names)} of {plural(len(trained), 'group')} of trainable weights do not affect the loss"
     if whole:
         what = "nothing that is trained reaches the loss"
     why = next((unused.why for unused in idle if unused.why), "")

@@ -41,6 +41,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         message = "a row's predictions depend on the other rows of the batch"
         message += ", and on later tokens of the same row" if both else ""
         cause = f"{where(leak)} mixes the rows of the batch"
-        how = "take statistics of each row alone, or switch this module to eval()"
+        how = "compute the module's statistics for each row separately, or switch the module to eval()"
         severity: Severity = "error" if both else "warning"
         yield leak_finding(trace, leak, severity, message, cause, advice(leak.module or "rows", how))

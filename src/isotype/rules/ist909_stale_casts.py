@@ -1,6 +1,6 @@
 """
-**What it means.** A forward computes with weights as they were before the last optimizer step, because
-autocast has cached their 16-bit casts.
+**What it means.** A forward uses old values of the weights, from before the last optimizer step, because autocast has
+cached 16-bit casts of them.
 
 **Why it happens.** autocast casts a float32 weight once and caches the cast until the outermost `with
 torch.autocast(…)` ends. If the `with` is around the whole loop, including optimizer steps, the cached casts are

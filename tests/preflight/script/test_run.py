@@ -267,7 +267,8 @@ def test_gradients_that_are_clipped_before_they_are_unscaled(
     assert status == 0
     assert "no step was checked" not in err
     assert (
-        err.count("warning[IST308]: gradients are clipped while the loss scale multiplies them") == expected
+        err.count("warning[IST308]: gradients are clipped while they are still multiplied by the loss scale")
+        == expected
     )
     assert err.count("loop.py:15 runs before the gradients are unscaled") == expected
 
@@ -337,7 +338,7 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loop:
         (
             "",
             "loss = mse_loss(model(x), y); loss.backward(); optimizer.zero_grad(); optimizer.step()",
-            "IST307]: the optimizer finds no gradient of 4 of 4 trainable parameters",
+            "IST307]: the optimizer's step finds no gradient of 4 of 4 trainable parameters",
             "zero_grad() or `grad = None` runs between",
         ),
         (
@@ -381,7 +382,7 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loop:
         (
             "",
             "loss = mse_loss(model(x), y); optimizer.zero_grad(); scaler.scale(loss).backward(); optimizer.step()",
-            "IST308]: SGD steps with gradients that the loss scale multiplies",
+            "IST308]: SGD steps with gradients that are still multiplied by the loss scale",
             "optimizer.step() runs without scaler.unscale_(optimizer)",
         ),
         (
@@ -394,7 +395,7 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loop:
         (
             "",
             "loss = mse_loss(model(x), y); optimizer.zero_grad(); scaler.scale(loss); loss.backward(); scaler.step(optimizer); scaler.update()",
-            "IST308]: SGD steps with gradients that are divided by the loss scale, which never multiplied the loss",
+            "IST308]: SGD steps with gradients that are divided by the loss scale, but the loss was not multiplied by it",
             "loss.backward() runs on a loss that is not the result of scaler.scale(loss)",
         ),
         (
@@ -601,7 +602,7 @@ def test_a_script_without_an_optimizer_accumulates_no_gradients(
         (
             "",
             _SCALED_STEP.replace("scaler.step", "optimizer.zero_grad(); scaler.step"),
-            "IST307]: the optimizer finds no gradient of 4 of 4 trainable parameters",
+            "IST307]: the optimizer's step finds no gradient of 4 of 4 trainable parameters",
             "zero_grad() or `grad = None` runs between",
         ),
     ],
@@ -1022,10 +1023,7 @@ def test_peft_s_own_experts_are_said_to_form_their_deltas(capsys: pytest.Capture
     assert status == 0
     assert out.count("loss") == 2
     assert "error[" not in err
-    assert (
-        "warning[IST503]: whole deltas of adapters are computed and added to 4 bfloat16 stacked weights"
-        in err
-    )
+    assert "warning[IST503]: the full products of adapters are added to 4 bfloat16 stacked weights" in err
 
 
 def test_casts_that_outlive_the_first_step_are_named_at_the_second(

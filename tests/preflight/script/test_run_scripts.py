@@ -455,7 +455,7 @@ def test_a_default_dtype_that_changes_before_the_recomputation_is_named(runs: Ru
     assert status == 1
     assert "the cause is elsewhere" not in err
     assert "error[IST107]: the recomputation of gradient checkpointing differs from the forward" in err
-    assert "recomputation: torch's default dtype has changed in between" in err
+    assert "recomputation: torch's default dtype has changed after the forward" in err
     status, _, err = runs(script.replace("CHANGE", ""), "--no-preflight")
     assert (status, "IST107" in err) == (0, False)
 
@@ -686,7 +686,7 @@ def test_flat_copies_in_16_bits_lose_updates(runs: Runs, dtype: str) -> None:
     status, _, err = runs(FLAT.replace("DTYPE", f"torch.{dtype}"), "--no-preflight")
     assert status == 0
     said = (
-        "warning[IST801]: the step of AdamW leaves most values of 16-bit copies of the weights as they were"
+        "warning[IST801]: the step of AdamW does not change most values of its 16-bit copies of the weights"
     )
     assert err.count(said) == (dtype == "bfloat16")
 

@@ -16,7 +16,7 @@ from isotype.rules.kit.words import fix
 
 
 def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
-    """Yield the possible fixes of a group of broken contracts. The fixes are tried in further traces."""
+    """Yield the possible fixes of a group of broken contracts. Further traces verify them."""
     expected = dtype_name(_wanted(group))
     names = weights_meant(trace, (cause.name for cause in group.causes))
     blamed = group.weights(trace)
@@ -58,7 +58,7 @@ _OTHER_RESULTS = ("fft", "numpy")
 
 
 def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
-    """Yield other buffers and plain tensors with a mismatched tensor's module and dtype, such as a scale's zero point."""
+    """Yield the buffers and plain tensors that have the module and the dtype of a mismatched tensor."""
     homes = {cause.name.rpartition(".")[0] for cause in group.causes}
     dtypes = {weight.name: weight.dtype for weight in trace.weights if weight.buffer}
     for operand in (operand for call in trace.calls for operand in call.operands):
@@ -72,8 +72,7 @@ def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
 def _written_into(group: Group) -> str | None:
     """Return the dtype of the tensors that the group's calls write into.
 
-    Return None if they write into no tensor, or into tensors of several dtypes. A cast in the calling line would not
-    change these.
+    Return None if the calls write into no tensor, or into tensors of several dtypes.
     """
     op = group.calls[0].op
     name = op.split(".")[1] if op.count(".") > 1 else ""
@@ -147,7 +146,7 @@ def _parameter_fixes(trace: Trace, group: Group, blamed: Sequence[Weight], expec
 
 
 def _runs_in(group: Group, modules: Sequence[str]) -> bool:
-    """Return whether one of `modules` runs a call of the group. If none does, casts of them change no dtype."""
+    """Return whether one of `modules` runs a call of the group. A cast in another module would change no dtype."""
     return any(call.module and starred(call.module) in map(starred, modules) for call in group.calls)
 
 
@@ -203,10 +202,7 @@ def _modules(trace: Trace) -> Mapping[tuple[str, str], list[str]]:
 
 
 def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of weights, and of the weights of the same dtype in other layers.
-
-    `*` replaces the layer number if the weight has the same dtype in all layers, or if the trace has one layer for several.
-    """
+    """Return the names of weights, and of weights of the same dtype in other layers (`*` for a dtype in all layers)."""
 
     def written(name: str) -> Iterator[str]:
         weight = trace.owners.get(name)
@@ -221,10 +217,7 @@ def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def modules_meant(trace: Trace, modules: Iterable[str]) -> tuple[str, ...]:
-    """Return module names. `*` replaces layer numbers if `modules` contains the module of every layer.
-
-    `*` also replaces layer numbers if the step ended early, or if a traced layer represents several.
-    """
+    """Return module names, with `*` for layer numbers if `modules` contains every traced layer's module."""
     names = dict.fromkeys(modules)
     unknown = trace.failure is not None or any(weight.repeats > 1 for weight in trace.weights)
 

@@ -20,10 +20,10 @@ from isotype.rules.kit.words import cause_text, device_error, evidence
 def contract_rule(
     module: str, headline: str, advise: Callable[[Finding], Fix] | None = None
 ) -> Callable[[Trace], Iterator[Finding]]:
-    """Return the `find` function of the rule in `module`. It yields a finding for each group of broken contracts.
+    """Return a `find` function for the rule in `module`: it yields a finding for each group of broken contracts.
 
-    `headline` is the message of the findings; {given}, {expected} and {op} stand for dtypes and the operator. `advise`
-    returns a last fix of a finding; None for no such fix.
+    `headline` is the message of the findings. {given} and {expected} in it stand for dtypes, and {op} for the operator.
+    `advise` returns one more fix of a finding, which comes last.
     """
     code = code_of(module)
 
@@ -35,12 +35,12 @@ def contract_rule(
 
 
 def group_findings(trace: Trace, code: str, headline: str) -> Iterator[tuple[Group, Finding]]:
-    """Yield each group of broken contracts of the rule `code` with its finding. `headline` is as in `contract_rule`."""
+    """Yield (group, its finding) for each group of broken contracts that the rule `code` claims."""
     return ((group, _finding(trace, group, headline)) for group in groups(trace) if group.code == code)
 
 
 def settled(trace: Trace) -> frozenset[tuple[str, str]]:
-    """Return (code, cause) of each error in a partial trace that will be in the full trace, too."""
+    """Return (code, cause) of each error in the trace of a part of a step that the full trace is sure to contain."""
     codes = {code for code, claim in all_claims() if claim.grouped and claim.settled}
     return frozenset(
         (group.code, cause_text(group.cause, trace.owners)) for group in groups(trace) if group.code in codes
@@ -73,7 +73,7 @@ def of_failure(trace: Trace, failure: Failure) -> Finding | None:
 
 
 def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
-    """Yield `cause`. If it is a weight, also yield the weights that fail next: same module class, name and dtype."""
+    """Yield `cause` and, if it is a weight, the weights of the same name, dtype and class of module, which fail next."""
     yield cause
     owner = owners.get(cause.name) if cause.kind == "parameter" else None
     if owner is None:

@@ -2,7 +2,7 @@
 
 By the roofline model (Williams, Waterman, Patterson, CACM 52(4), 2009), an operator takes the longer of two times: its
 FLOPs at the peak rate of its dtype, or its bytes at the memory bandwidth. A step's time is the sum over its operators,
-without fusion and launch costs. So for tiny models, only the ratios of large operators mean something.
+without fusion and launch costs. Estimates for tiny models mean little, because launches take most of their time.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def by_autocast(origin: Origin) -> bool:
 def root(origin: Origin) -> Origin:
     """Return the origin to blame for a wide dtype.
 
-    Usually this is `Origin.cause`. But a quantized layer or an adapter may cast a wide input down, and cast its output
-    up again. Then the input's origin is to blame.
+    This is `Origin.cause`, unless a quantized layer or an adapter casts a wide input to a narrower dtype, and its
+    output back. Then the input's origin is to blame.
     """
     blamed = origin.cause
     while blamed.kind in ("cast", "autocast"):
@@ -161,10 +161,10 @@ def slowdown(
     gone: Iterable[Call] = (),
     stand_in: torch.dtype | None = None,
 ) -> float | None:
-    """Return an estimate of how many times faster a step gets; None if a rate is missing.
+    """Return how many times faster a changed step is, by the roofline model; None if a rate is missing.
 
-    In the faster step, the calls in `gone` are removed. The `costly` calls run in the dtype `wanted`; if it is narrower,
-    they also move fewer bytes. A dtype without a published rate gets the rate of the dtype `stand_in`.
+    The changed step lacks the calls in `gone`, and runs the `costly` calls in the dtype `wanted`. In a narrower dtype,
+    a call moves fewer bytes. A dtype without a published rate gets the rate of the dtype `stand_in`.
     """
     profile = trace.setup.profile
     seconds, rate = seconds_on(profile, stand_in), profile.peak_flops.get(wanted)
@@ -260,7 +260,7 @@ def traffic_of(trace: Trace, call: Call) -> int:
 
 @per_trace
 def _folded(trace: Trace) -> float:
-    """Return the number of trained elements in the model, divided by their number in the traced layers."""
+    """Return the number of trained elements in all layers, divided by the number in the traced layers."""
     sizes = [(math.prod(weight.shape), weight.repeats) for weight in trace.weights if weight.trainable]
     return sum(size * repeats for size, repeats in sizes) / max(1, sum(size for size, _ in sizes)) or 1.0
 

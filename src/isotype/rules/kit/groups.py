@@ -1,4 +1,4 @@
-"""Broken contracts grouped by cause. A group has the operand to blame, the origin of its dtype, and the rule."""
+"""Broken contracts grouped by cause."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Stage = Literal[
     "operand",  # the kind of weight
     "rest",
 ]
-"""The criterion of a claim. Claims are checked in the order of these stages; within a stage, by the rule's code."""
+"""The criterion of a claim. Claims are checked in this order; in a stage, in the order of the rules' codes."""
 
 Refused = Literal["mixture", "dtype", "by the model"]
 """Kinds of refusal: the operands mix dtypes, the device refuses a dtype, or the model's own code refuses it."""
@@ -36,7 +36,7 @@ Refused = Literal["mixture", "dtype", "by the model"]
 
 @dataclass(frozen=True)
 class Broken:
-    """A broken contract: the call, the operand to blame, and the trace. Claims decide which rule reports it."""
+    """A broken contract: the call, the operand to blame, and the trace."""
 
     call: Call
     mismatched: Operand
@@ -56,7 +56,7 @@ class Broken:
     def agrees(self) -> bool:
         """True if the float operands have one dtype and autocast did not raise the error.
 
-        An autocast list that promotes (`at::autocast::prioritize`) rejects the other 16-bit dtype.
+        Autocast raises an error for the other 16-bit dtype in operators that it promotes (`at::autocast::prioritize`).
         """
         return len(self.floats) < 2 and "autocast" not in self.message
 
@@ -73,14 +73,14 @@ class Broken:
 
 @dataclass(frozen=True)
 class Claim:
-    """A rule's claim on broken contracts, listed in the `CLAIMS` of the rule's file.
+    """Decides which broken contracts a rule reports. The file of the rule lists its claims in `CLAIMS`.
 
     Attributes:
-        stage: the criterion of the claim. Claims are checked in the order of their stages.
-        takes: returns whether a broken contract belongs to the rule.
+        stage: the criterion of the claim. The claims of earlier stages are checked first.
+        takes: function that returns whether the rule reports a broken contract.
         refused: the kind of refusal, which decides the possible fixes.
-        grouped: True if `contract_rule` makes a finding for each cause, False if the rule's `find` does it.
-        settled: True if the first call of a group decides the finding, so that later calls do not change it.
+        grouped: True if `contract_rule` creates the findings, False if the rule's `find` creates them.
+        settled: True if only the first call of a group decides the finding.
     """
 
     stage: Stage
@@ -138,11 +138,11 @@ class Group:
     Attributes:
         calls: the calls, in order of execution.
         mismatched: the operand to blame in the first call.
-        causes: where the mismatched operands got their dtypes, by name and source line, in the order of the calls.
+        causes: origins of the mismatched operands' dtypes, each once, in the order of the calls.
         expected: the dtype that `mismatched` should have had.
         side: the dtype of the part of the model that contains the first call.
         refused: the kind of refusal of the first call.
-        code: code of the rule that claims the first call; "" if a rule made the group itself.
+        code: code of the rule that claims the first call; "" for a group that a rule's `find` created.
     """
 
     calls: tuple[Call, ...]
@@ -202,7 +202,7 @@ def groups(trace: Trace) -> tuple[Group, ...]:
 
 @per_trace
 def sides_in(trace: Trace) -> Sides:
-    """Return the `Sides` of a trace. They decide which dtype is wrong if the operands have several."""
+    """Return the `Sides` of a trace, which decide which operand has the wrong dtype."""
     return sides_of(trace.setup, trace.weights, trace.input_dtypes.values())
 
 
@@ -214,7 +214,7 @@ def side_at(call: Call, sides: Sides) -> torch.dtype:
 
 
 def distinct(causes: Iterable[Origin]) -> tuple[Origin, ...]:
-    """Return the causes, but each only once. Causes with the same name (without layer numbers) and source line are the same."""
+    """Return the causes without duplicates, which have the same source line and the same name except for layer numbers."""
     by_place = grouped(causes, lambda cause: (starred(cause.name), cause.source))
     return tuple(first for first, *_ in by_place.values())
 
@@ -227,7 +227,7 @@ def _expected(call: Call, compute: torch.dtype) -> torch.dtype:
 def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weight]) -> Operand:
     """Return the operand to blame: the first float operand in another dtype than `side`.
 
-    In an adapter with trained float32 weights and a frozen 16-bit weight, the frozen weight is to blame.
+    If trained float32 weights of an adapter meet a frozen 16-bit weight, the frozen weight is to blame.
     """
     expected = _expected(call, side)
     floats = call.floats

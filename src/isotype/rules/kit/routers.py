@@ -42,7 +42,7 @@ def _weight(owners: Mapping[str, Weight], operand: Operand) -> Operand | None:
 def _scores_of(choice: Call, products: list[tuple[Call, Operand]]) -> tuple[Call, Operand] | None:
     """Return the product of the router's scores, one number per token and expert, and its weight.
 
-    It is the last such product in or near the module of the call `choice`.
+    The call `choice` chooses by these scores. The product is the last one in the module of `choice` or next to it.
     """
     wanted = choice.operands[0].shape
     inside = (f"{choice.module}.", f"{choice.module.rpartition('.')[0]}.")

@@ -56,14 +56,14 @@ def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _time_share(trace: Trace, dtype: torch.dtype) -> float:
-    """Return the share of matmuls in `dtype` in the time of all matmuls; without measured rates, in their FLOPs."""
+    """Return the share (0 to 1) of all matmuls' time that matmuls in `dtype` take; without measured rates, of the FLOPs."""
     speed = trace.setup.profile.speed
     times = {run_in: flops / speed.get(run_in, 1.0) for run_in, flops in trace.flops.items()}
     return times.get(dtype, 0.0) / max(1.0, sum(times.values()))
 
 
 def _slowdown(trace: Trace, calls: Sequence[Call], dtype: torch.dtype, target: torch.dtype) -> float | None:
-    """Return how many times faster the step would be with the matmuls of `dtype` in `target`, by an estimate."""
+    """Return an estimate of how many times faster the step is if its matmuls in `dtype` run in `target`."""
     slower = trace.setup.profile.slower(dtype, target)
     if slower is not None and trace.setup.profile.speed:
         share = _time_share(trace, dtype)

@@ -1,7 +1,7 @@
-"""The measured values that a step computes in float16: from a trace and a measurement of the same model.
+"""The values of a step's float16 tensors, from a trace and a measurement in float32.
 
-A value has the same magnitude in every dtype, unless it overflows. So one measurement is enough for all traces of the
-model, also for those of fixes.
+A value has about the same magnitude in every dtype, unless it overflows. One measurement of a model is therefore enough
+for all its traces, even with fixes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ _Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Held:
-    """A measured value that the step computes in float16.
+    """The largest measured float16 value of a traced call.
 
     Attributes:
         call: the traced call. It may represent the same operator in several layers.
         operator: the measured ranges of the operator, in one of these layers.
-        at: position of the measured operator in the order of the program; a cast of its result is at this position plus
-            0.5.
+        at: position of the measured operator in the program, plus 0.5 for a cast of its result.
         value: the largest magnitude of the call's float16 operands or results.
         takes: True if an operand has this magnitude, False if a result has it.
     """
@@ -151,14 +150,14 @@ def _casts(trace: Trace) -> dict[int, Call]:
 
 
 def _folded_away(trace: Trace, measured: Iterable[_Key]) -> Mapping[str, Sequence[str]]:
-    """Return name with `*` for layer numbers -> the measured modules of this name that were not traced."""
+    """Return the measured modules that were not traced, by name with `*` for layer numbers."""
     traced = {base_name(call.module) for call in trace.calls}
     names = dict.fromkeys(module for module, _, _ in measured)
     return grouped((name for name in names if name not in traced and starred(name) != name), starred)
 
 
 def _by_module(ranges: Ranges, module: str, call: Call) -> list[tuple[int, OperatorRange]]:
-    """Ranges are measured for layers, not for kernels. Return a quantized layer's range for the call of its kernel."""
+    """Return the range of a quantized layer for the call of its kernel, because kernels are not measured."""
     layer = ranges.by_module.get(module)
     kernel = call.op.startswith("bitsandbytes.") and "dequantize" not in call.op
     if layer is None or not kernel or call.phase != "forward":
@@ -172,9 +171,9 @@ def _matched(
 ) -> Iterator[tuple[Call, tuple[int, OperatorRange]]]:
     """Yield every call with its measured operator.
 
-    Calls and operators may differ in number, for example because a frozen input needs no gradient. Then calls get the
-    operators of the same source line. If these differ in number, too, each call gets the largest values of the line's
-    operators. A call without an operator in its line gets the largest values of all operators.
+    The numbers of calls and operators may differ, for example because a frozen input needs no gradient. Then calls and
+    operators of a source line belong together. If their numbers differ, too, each call gets the largest values of the
+    line's operators. A call without an operator in its line gets the largest values of all operators.
     """
     if len(calls) == len(operators):
         yield from zip(calls, operators, strict=True)
@@ -200,8 +199,8 @@ def _largest_of(operators: Sequence[tuple[int, OperatorRange]]) -> tuple[int, Op
 def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) -> tuple[float, bool] | None:
     """Return a call's largest float16 magnitude, and whether an operand has it; None without a float16 tensor.
 
-    In a scaled layer, values are the measured values times 2^-exponent, and gradients are the measured ones times
-    2^exponent. The layer's weights are not scaled; `weight` is their largest magnitude.
+    A scaled layer multiplies its measured values by 2^-exponent, and its measured gradients by 2^exponent. Its weights,
+    whose largest magnitude is `weight`, are not scaled.
     """
     factor = 2.0 ** (-exponent if call.phase == "forward" else exponent)
     values = [

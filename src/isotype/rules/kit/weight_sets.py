@@ -49,7 +49,7 @@ def unseen_towers(trace: Trace) -> tuple[str, ...]:
 
 
 def casts(weights: Iterable[Weight], dtype: torch.dtype) -> tuple[Action, ...]:
-    """Return actions that cast `weights` to `dtype`, one for each name without layer numbers."""
+    """Return an action for each name with `*` for layer numbers: cast the weights to `dtype`."""
     others = (weight for weight in weights if weight.dtype != dtype)
     return actions("parameter", names(others), dtype_name(dtype))
 

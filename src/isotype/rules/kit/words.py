@@ -13,7 +13,7 @@ from isotype.records.trace import FROM_NUMPY, Call, Origin, Weight
 
 TRANSFORMERS = "/transformers/models/"
 LIBRARIES = (TRANSFORMERS, "/diffusers/")
-"""Folders of transformers' or diffusers' code. Many trainings run this code, so findings about it would be false alarms."""
+"""Folders of transformers' and diffusers' code. Many trainings run this code, so findings in it would be false alarms."""
 
 
 def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str:
@@ -57,7 +57,7 @@ def evidence(origin: Origin) -> tuple[str, ...]:
 
 
 def device_error(what: Call | str) -> tuple[str, ...]:
-    """Return a note with a device's error message, which is `what` or the message of its breach; () without a message."""
+    """Return a note with the error message `what`, or with the message of the call `what`; () without a message."""
     message = what if isinstance(what, str) else what.breach.message if what.breach is not None else ""
     return (f"the device raises: {message}",) if message else ()
 
@@ -75,7 +75,7 @@ def actions(kind: ActionKind, targets: Iterable[str], value: str) -> tuple[Actio
 
 
 def advice(target: str, how: str, value: str | None = None) -> Fix:
-    """Return a fix that only the user can make. `how` describes it, and `value` is a short description."""
+    """Return a fix that the user has to make, as `how` describes. `value` is a short description of the fix."""
     return fix(how, "advice", (target,), how if value is None else value)
 
 
