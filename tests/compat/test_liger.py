@@ -89,6 +89,6 @@ def test_a_trainer_is_kept_from_putting_them_in() -> None:
     trainer = SimpleNamespace(model=model, args=arguments, accelerator=accelerator)
     (change,) = enforce_trainer(trainer, policy)
     assert (
-        str(change) == "use_liger_kernel: True -> False: Liger's forwards would replace those of the policy"
+        str(change) == "use_liger_kernel: True -> False: Liger's forwards would replace the policy's forwards"
     )
     assert not arguments.use_liger_kernel

@@ -75,7 +75,7 @@ def test_the_best_model_is_taken_where_it_is_asked_for(path: Path, tmp_path: Pat
     [
         ("--early_stopping_patience 3", "an evaluation on held-back rows"),
         ("--early_stopping_patience 0 --eval_split 0.2", "at least 1"),
-        ("--early_stopping_threshold 0.1", "--early_stopping_patience with it"),
+        ("--early_stopping_threshold 0.1", "also --early_stopping_patience"),
         ("--early_stopping_patience 2 --early_stopping_threshold -1 --eval_split 0.2", "at least 0"),
     ],
 )

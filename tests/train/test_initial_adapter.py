@@ -206,14 +206,14 @@ def test_what_begins_from_the_quantization_error_goes_on_as_any_adapter(path: Pa
     [
         ("--init_lora_weights pisa", "did you mean pissa"),
         ("--init_lora_weights pissa_niter_4", "pissa_niter starts from random values"),
-        ("--init_lora_weights eva", "needs data before the adapter exists"),
+        ("--init_lora_weights eva", "is computed from data"),
         (
             "--init_lora_weights loftq --quantization nf4 --use_dora True",
             "plain LoRA: DoRA computes its magnitudes",
         ),
         (
             "--init_lora_weights loftq --quantization nf4 --chat_template_path x/y",
-            "added before TRL adds tokens",
+            "needs the adapter before TRL adds tokens",
         ),
         ("--init_lora_weights mica", "its matrix B is not trained"),
         ("--init_lora_weights orthogonal --lora_r 5", "an even rank"),

@@ -49,7 +49,7 @@ def test_a_trl_that_renames_what_is_read_is_refused_by_both_versions(monkeypatch
         r"trl 1\.18\.0 under isotype \S+: the forward that add_fused_lm_head makes keeps no temperature"
     )
     assert re.fullmatch(expected, problem.given)
-    assert problem.fix == "pip install 'trl==1.16.*', or a newer isotype"
+    assert problem.fix == "pip install 'trl==1.16.*', or install a newer isotype"
 
 
 @pytest.mark.parametrize("name", ["SFTTrainer", "SFTConfig", "TrlParser", "ModelConfig", "get_peft_config"])

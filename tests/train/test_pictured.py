@@ -228,7 +228,7 @@ def test_a_row_that_is_too_long_is_refused_or_left_out():
         "The data set 'd' cannot be trained on\n"
         "  - train, row 3: 54 tokens\n"
         "    expected  at most max_length 40 tokens, because images are not cut\n"
-        "    fix       --max_length 54, or none; --excess_length_strategy drop leaves such rows out"
+        "    fix       --max_length 54, --max_length none, or --excess_length_strategy drop"
     )
     lines: list[str] = []
     options = ("--max_length", "40", "--excess_length_strategy", "drop")
@@ -236,7 +236,7 @@ def test_a_row_that_is_too_long_is_refused_or_left_out():
     assert kept["train"].num_rows == 2
     assert uncut(arguments(*options), kept).max_length is None
     assert lines == [
-        "1 of 3 rows in 'train' are longer than max_length 40 and left out, because images are not cut"
+        "1 of 3 rows in 'train' are longer than max_length 40 and dropped, because images are not cut"
     ]
 
 

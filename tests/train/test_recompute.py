@@ -237,7 +237,9 @@ def test_a_check_says_what_the_other_choice_takes(model: Path, monkeypatch: pyte
     plan = plan_of(*parse_options([str(model), "--device", "l4", "--dtype", "bfloat16"]))
     notes = step.check_plan(plan, ("forward", "backward")).trace.notes
     (note,) = [note for note in notes if note.startswith("gradient checkpointing")]
-    assert re.search(r"off \(auto\): .*; with every layer [\d.]+ [KM]iB, [\d.]+ [mµ]s at least", note), note
+    assert re.search(
+        r"off \(auto\): .*; with every layer recomputed: [\d.]+ [KM]iB, [\d.]+ [mµ]s at least", note
+    ), note
 
 
 def run(model: Path, data: Path, out: Path, *more: object) -> tuple[training.Outcome, str]:

@@ -57,7 +57,7 @@ def run(begun: Path, tmp_path: Path) -> Path:
 
 
 def refused(root: Path, *argv: object) -> list[tuple[str, str, str]]:
-    with pytest.raises(CheckpointError, match="is of another run") as caught:
+    with pytest.raises(CheckpointError, match="belongs to a run with other settings") as caught:
         train(root, "--resume_from_checkpoint", "true", *argv)
     return [(p.given, p.expected, p.fix) for p in caught.value.problems]
 
@@ -210,16 +210,16 @@ def test_a_resumed_run_keeps_the_day_that_its_template_has_written(
     days: list[set[str]],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    note = "note: the chat template can write today's date; it writes 2026-11-10: "
+    note = "note: the chat template can write today's date; in this run, it writes 2026-11-10, "
     _, outcome, text = begun_on_10
-    assert note + "the day of the run's start, which a resumed run keeps" in text
+    assert note + "the day on which the run started, also after a resume" in text
     assert any("2026-11-10" in each for each in outcome.record.notes)
     on(11, monkeypatch)
     if not cached:
         monkeypatch.setattr("datasets.arrow_dataset.is_caching_enabled", lambda: False)
     _, text = train(resumable, "--max_steps", 3, "--resume_from_checkpoint", "true")
     assert days == [{"w10"}]
-    assert note + "as in checkpoint-2, from which the run resumes" in text
+    assert note + "the day that the resumed checkpoint-2 records" in text
     assert (
         json.loads((resumable / "out" / "checkpoint-3" / RUN_FILE).read_text())["template_date"]
         == "2026-11-10"
@@ -235,7 +235,7 @@ def test_another_run_has_a_day_of_its_own_and_not_one_of_the_cache(
     on(11, monkeypatch)
     _, text = train(dated, *short, "--output_dir", dated / "other")
     assert days == [{"w10"}, {"w11"}]
-    assert "it writes 2026-11-11: " in text
+    assert "it writes 2026-11-11, " in text
     # The template of --chat_template_path may be another one than the tokenizer's.
     template = dated / "given.jinja"
     (dated / "model" / "chat_template.jinja").rename(template)
@@ -244,7 +244,7 @@ def test_another_run_has_a_day_of_its_own_and_not_one_of_the_cache(
         on(day, monkeypatch)
         flags = ("--chat_template_path", template, "--output_dir", dated / f"given-{day}")
         _, text = train(dated, *short, *flags)
-        assert f"it writes 2026-11-{day}: " in text
+        assert f"it writes 2026-11-{day}, " in text
     assert [each & {"w12", "w13"} for each in days[2:]] == [{"w12"}, {"w13"}]
 
 
@@ -271,7 +271,7 @@ def test_a_checkpoint_without_a_day_goes_on_with_today_and_says_so(
     on(11, monkeypatch)
     _, text = train(resumable, "--max_steps", 3, "--resume_from_checkpoint", checkpoint)
     assert days == [{"w11"}]
-    assert "2026-11-11: today: checkpoint-2 records no day, and its run may have used another day" in text
+    assert "2026-11-11, today (checkpoint-2 records no day, and its run may have used another day)" in text
 
 
 def test_a_date_in_the_rows_is_the_same_on_every_day(

@@ -67,14 +67,14 @@ def test_contradictions_are_all_named_with_both_flags():
     assert message(*argv) == (
         "the arguments disagree about precision\n"
         "  - --dtype float32 and --bf16\n"
-        "    expected  one compute dtype; in isotype, --dtype sets the compute dtype, and unquantized weights are stored in it\n"
+        "    expected  one compute dtype, which is also the dtype of unquantized weights (--dtype sets both)\n"
         "    fix       leave --bf16 out to get float32, or leave --dtype float32 out to get bfloat16\n"
         "  - --quantization nf4 and --load_in_8bit\n"
         "    expected  one quantization\n"
         "    fix       leave one of the two out\n"
         "  - --fp16_full_eval\n"
         "    expected  evaluation under the same policy as training\n"
-        "    fix       leave it out: it casts the master weights, too; without it, evaluation runs in the compute dtype"
+        "    fix       leave it out: it would also cast the master weights; evaluation runs in the compute dtype anyway"
     )
 
 

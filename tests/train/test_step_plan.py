@@ -88,7 +88,7 @@ def test_answers_that_begin_beyond_the_length_are_refused_as_in_the_training(mar
     data = save_rows(tmp_path / "t.jsonl", [{"messages": turns}] * 4)
     words = ["--model_name_or_path", str(model), "--dataset_name", str(data), "--device", "cpu"]
     words += ["--assistant_only_loss", "True", "--chat_template_path", str(template), "--max_length"]
-    with pytest.raises(DataError, match="none of their first 6 tokens counts in the loss"):
+    with pytest.raises(DataError, match="none of their first 6 tokens has loss"):
         plan("sft", *words, "6")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="no example is left to train on"):
@@ -306,6 +306,6 @@ def test_a_check_of_another_trainers_file_does_not_need_its_data(trainer, tmp_pa
         content = {"base_model": "m", "adapter": "lora", "lora_target_linear": True, "datasets": rows}
     Path("file.yaml").write_text(json.dumps(content))
     assert plan("file.yaml").data == ""
-    assert "not read: rows.jsonl is not on this machine" in caplog.text
+    assert "not read, because rows.jsonl is not on this machine" in caplog.text
     with pytest.raises(DataError, match=r"no file or directory 'rows\.jsonl'"):
         run(parse_settings(METHODS["sft"], ["--config", "file.yaml"]), Console(quiet=True))

@@ -249,7 +249,7 @@ def test_a_trainer_in_another_mixed_precision_is_refused(path: Path, tmp_path: P
         "the trainer and the policy disagree\n"
         "  - a trainer with mixed precision 'no'\n"
         "    expected  'fp16', for compute float16\n"
-        "    fix       build it with fp16=True, bf16=False in its arguments"
+        "    fix       build the trainer with fp16=True, bf16=False in its arguments"
     )
 
 
@@ -484,8 +484,8 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_says_what_is_missing(
     assert message == (
         "error: no checkpoint to resume from\n"
         f"  - --resume_from_checkpoint {out / 'checkpoint-2'}: optimizer.pt has 7 of {size} bytes\n"
-        "    expected  a folder checkpoint-N that was saved to the end\n"
-        f"    fix       complete in {out}: checkpoint-1\n"
+        "    expected  a complete folder checkpoint-N\n"
+        f"    fix       complete checkpoints in {out}: checkpoint-1\n"
     )
     status, printed, _ = sft(out, "--max_steps", "2", "--resume_from_checkpoint", "true")
     assert status == 0

@@ -141,7 +141,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_all_differences(model, data
             model, data, out, *more, "--quantization", "nf4", "--dtype", "float32", "--lora_r", 4,
             "--lora_target_modules", "v_proj",
         )  # fmt: skip
-    assert caught.value.headline == f"{out / 'checkpoint-2'} is of another run"
+    assert caught.value.headline == f"{out / 'checkpoint-2'} belongs to a run with other settings"
     assert [(p.given, p.expected) for p in caught.value.problems] == [
         ("storage nf4", "float32, as in checkpoint-2"),
         ("--lora_r 4", "16, as in checkpoint-2"),
@@ -459,8 +459,8 @@ def test_a_rank_above_some_layers_is_a_note(model: Path) -> None:
     network = transformers.AutoModelForCausalLM.from_pretrained(model)
     check_module_names(network, peft.LoraConfig(r=40, target_modules=["q_proj", "k_proj", "v_proj"]))
     assert network.adapter_notes == (
-        "rank 40 is above the width of 2 of 3 adapted layers (the narrowest has 32), and such "
-        "ranks only cost memory; rank_pattern sets the rank of single layers",
+        "rank 40 is above the width of 2 of 3 adapted layers (the narrowest has 32), where it "
+        "only costs memory; rank_pattern sets the rank of single layers",
     )
     check_module_names(network, peft.LoraConfig(r=32, target_modules=["q_proj", "k_proj"]))
     assert len(network.adapter_notes) == 1

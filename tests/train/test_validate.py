@@ -63,10 +63,10 @@ def test_a_task_type_that_the_method_does_not_train_is_refused(method: str, task
         check_settings(request)
     (problem,) = caught.value.problems
     assert problem.given == f"--lora_task_type {task} with {method}"
-    assert problem.expected == f"{METHODS[method].task_type}, which isotype {method} trains"
+    assert problem.expected == f"{METHODS[method].task_type}, the task of isotype {method}"
     other = {"SEQ_CLS": "reward", "CAUSAL_LM": "sft"}.get(task)
     assert problem.fix == "leave it out" + (
-        f", or isotype {other}, which trains {task}" if other is not None else ""
+        f", or run isotype {other}, whose task is {task}" if other is not None else ""
     )
 
 
@@ -252,7 +252,7 @@ def test_a_special_token_that_is_not_in_the_vocabulary(model):
     assert refused(UsageError, check, model, "--eos_token", "<end>") == (
         "the tokenizer does not fit\n"
         "  - --eos_token <end>\n"
-        "    expected  a token of the vocabulary; the tokenizer's own is </s>\n"
+        "    expected  a token of the vocabulary; the tokenizer's default is </s>\n"
         "    fix       leave it out, or correct the spelling"
     )
 

@@ -51,10 +51,10 @@ logger = logging.getLogger("isotype")
 class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
     """Trainer callback that applies a precision policy before the first optimizer step and checks that training follows it.
 
-    - When training begins, the model's dtypes are set to the policy's, even if the trainer has changed them (TRL casts
-      every trainable parameter of a quantized model to bfloat16). The trainer must have a GradScaler if the policy scales
-      the loss, and none otherwise. The policy's loss scale replaces PyTorch's default. A resumed run is refused if its
-      saved values were rounded when they were loaded into 16-bit parameters.
+    - When training begins, the model's parameters are cast to the policy's dtypes, because trainers change dtypes (TRL
+      casts every trainable parameter of a quantized model to bfloat16). The trainer must have a GradScaler if the policy
+      scales the loss, and none otherwise. The policy's loss scale replaces PyTorch's default. A resumed run is refused if
+      loading has rounded its saved values to 16 bits.
     - Before the first forward, the preflight (`isotype.check`) runs the step on the first batch with fake tensors. After
       the first step, the dtypes of the optimizer state are checked.
     - Before every update, the loss and the gradient norm are checked. If the loss or the norm is not finite, and no
@@ -66,9 +66,9 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     Args:
         policy: by default, the model's policy. If the model has no policy, each run derives one from the model's dtypes
             and the trainer's arguments (`fp16`, `bf16`). A derived policy casts no frozen weight.
-        check: `"error"` raises PrecisionError if the preflight finds an error or if the trainer contradicts the policy
-            (in the GradScaler, the dtype of the optimizer state, or rounded values). `"warning"` logs the error, and
-            None turns both checks off. An error that follows from an unmeasured operator contract is only logged.
+        check: `"error"` raises PrecisionError if the preflight finds an error, or if the GradScaler, the optimizer state's
+            dtype or the resumed values contradict the policy. `"warning"` logs the error, and None turns both checks off.
+            An error is only logged if it rests on operand dtypes that were not measured on the device.
         watch: if True, the training ends when the loss or the gradient norm is not finite.
         ranges: measured value ranges for the preflight, or None if they are unknown. By default, the ranges of a float16
             step are measured on the first batch. The measurement takes additional memory.
@@ -177,10 +177,10 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._policy.save(directory)
 
     def _report(self, report: Report, logs: bool, whole: bool) -> None:
-        """Raise or log the preflight's errors, as `self.check` requests. Log warnings that the policy does not have."""
+        """Raise or log the preflight's errors. Log its warnings, except those that repeat a warning of the policy."""
         # An error in stored values is only logged: the loss of every step is checked in any case.
         assumed = [f for f in report.errors if f.phase == "load" or is_assumed(f, report.trace)]
-        covered = ("device", "memory", "versions")  # the policy has already warned of these kinds
+        covered = ("device", "memory", "versions")  # the policy's own warnings are of these kinds
         costs = [finding for finding in report.warnings if finding.kind not in covered]
         for finding in (*assumed, *costs) if logs else ():
             logger.warning("%s: %s (%s)", finding.code, finding.message, finding.cause)
@@ -208,9 +208,9 @@ def _restore(model: Any, policy: PrecisionPolicy) -> None:
     }
     changes = enforce_model(model, policy)
     for line in summarize(tuple(change for change in changes if change.name in frozen)):
-        logger.warning("policy restored on frozen weights: %s", line)
+        logger.warning("frozen weights were cast to the policy's dtype again: %s", line)
     for line in summarize(tuple(change for change in changes if change.name not in frozen)):
-        logger.info("policy restored: %s", line)
+        logger.info("cast to the policy's dtype again: %s", line)
 
 
 def before_first_step(
@@ -221,12 +221,12 @@ def before_first_step(
     outermost: nn.Module | None = None,
     ranges: Ranges | Literal["measure"] | None = "measure",
 ) -> None:
-    """Run the preflight of a trainer's step when the first training batch reaches the model, before the forward.
+    """Run the preflight of a trainer's step before the first forward of the training.
 
     Args:
-        handle_report: is called with the preflight's report. An exception that this function raises ends the training.
-        outermost: the module that the trainer calls. In a module compiled by torch.compile, hooks of submodules become part
-            of the graph. Only hooks of the compiled module itself run outside of the graph.
+        handle_report: is called with the preflight's report. An exception that `handle_report` raises ends the training.
+        outermost: the module that the trainer calls. If `torch.compile` has compiled this module, the hook must be on it,
+            because hooks of its submodules become part of the graph.
     """
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -251,7 +251,7 @@ def before_first_step(
 
 
 def is_assumed(finding: Finding, trace: Trace) -> bool:
-    """Return True if a finding follows from an operator contract that was not measured on the device."""
+    """Return True if a finding rests on an operator's accepted dtypes that were not measured on the device."""
     broken = [call for call in trace.breaches() if call.module in finding.places and call.op == finding.op]
     return any(call.breach is not None and call.breach.assumed for call in broken)
 
@@ -291,7 +291,7 @@ def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
         storage=policy.storage if policy.quantized else dtype_name(most),
         keep_frozen=True,
         routers=False,
-        reasons={**policy.reasons, "storage": "as in the model; no frozen weight is cast"},
+        reasons={**policy.reasons, "storage": "the dtype of the model; no frozen weight is cast"},
         warnings=(),
     )
 
@@ -359,7 +359,7 @@ def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
     """Return an error if loading has rounded the saved values of a resumed run, else None.
 
     `model.load_adapter` copies saved values into 16-bit parameters before it casts these parameters to float32.
-    Rounded values are recognised because a 16-bit dtype represents each of them exactly.
+    Values count as rounded if a 16-bit dtype represents all of them exactly.
     """
     values = [p.detach() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
     exact = (
@@ -373,7 +373,7 @@ def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
     return PrecisionError.of(
         "the values of the resumed checkpoint were rounded while they were loaded",
         f"all trainable parameters have values that {dtype_name(rounded)} represents exactly",
-        f"{dtype_name(master)} values, as they were saved",
+        f"the saved {dtype_name(master)} values",
         "call isotype.enforce(trainer, isotype.PrecisionPolicy.read(checkpoint)) before "
         "trainer.train(resume_from_checkpoint=checkpoint): the values are then loaded into float32 parameters",
     )

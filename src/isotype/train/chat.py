@@ -31,7 +31,7 @@ Message = dict[str, Any]
 """A turn of a conversation: `role` and `content` (a text, or a list of parts if the turn has images)."""
 _UNUSED = "penalty_alpha dola_layers num_beam_groups force_words_ids constraints stop_strings"
 PLAIN = {**dict.fromkeys(_UNUSED.split()), "num_beams": 1}
-"""Generation settings that replace those of a checkpoint, which could need code from the hub or prevent streaming."""
+"""Replace a checkpoint's generation settings, because some need code from the hub and others prevent streaming."""
 Prompt = str | Sequence[Message]
 """A text that the model continues, or a conversation."""
 LONGEST = 200
@@ -80,7 +80,7 @@ def with_pictures(messages: Sequence[Any], pictures: Sequence[Any]) -> list[Any]
 
 @torch.no_grad()
 def _generated(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int, **arguments: Any) -> Any:
-    """Return the generated token ids (int64, `[tokens]`). Generation ends at the model's last position."""
+    """Return the generated token ids (int64, `[tokens]`)."""
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in encode(tokenizer, messages).items()}
     limit, length = positions(model), inputs["input_ids"].shape[1]
@@ -303,8 +303,8 @@ def _fitting(
 ) -> tuple[list[Message], int]:
     """Drop the oldest turns until the answer fits into the context. Return the kept messages and the answer's token limit.
 
-    If `max_new_tokens` is None, the answer needs the smaller of `LONGEST` tokens and half of the context. If only the
-    question is left, space for one token is enough.
+    If `max_new_tokens` is None, turns are dropped until `LONGEST` tokens or half of the context is free. A question without
+    earlier turns needs only one free token.
 
     Raises:
         UsageError: the question alone does not fit.

@@ -98,7 +98,7 @@ def compiler_problems(training: Any, device: str) -> Iterator[Problem]:
         # The C++ compiler that inductor calls by default.
         name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
         if shutil.which(shlex.split(name)[0]) is None:
-            expected = f"a C++ compiler, which inductor needs for a CPU: {name} is not on the path"
+            expected = f"a C++ compiler, which inductor needs for a CPU ({name} is not on the path)"
             yield Problem(flag, expected, f"{fix}; the environment variable CXX can name another compiler")
     elif (device == "auto" or device.startswith("cuda")) and importlib.util.find_spec("triton") is None:
         yield Problem(flag, "the package triton, which inductor needs for a GPU", fix)

@@ -167,7 +167,7 @@ def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
 
 
 def model_notes(model: Any) -> tuple[str, ...]:
-    """Return the model's `adapter_notes`, and a note on stacked experts that quantization leaves in a float dtype."""
+    """Return the model's `adapter_notes`, after a note on stacked experts if a quantized model has them in a float dtype."""
     notes: tuple[str, ...] = tuple(getattr(model, "adapter_notes", ()))
     formats = [name for name, _ in weight_bytes(model) if name in FORMATS]
     matrices = ((n, p) for n, p in model.named_parameters() if p.ndim == 3 and p.is_floating_point())
@@ -181,7 +181,7 @@ def model_notes(model: Any) -> tuple[str, ...]:
 
 
 def of_model(model: Any) -> tuple[int, int, tuple[tuple[str, int], ...], tuple[str, ...]]:
-    """Return the results of `parameter_counts`, `weight_bytes` and `model_notes`, which a training does not change."""
+    """Return the results of `parameter_counts`, `weight_bytes` and `model_notes`. Training does not change these values."""
     return *parameter_counts(model), weight_bytes(model), model_notes(model)
 
 
@@ -189,7 +189,7 @@ _PICTURED = 4
 
 
 def sample_questions(settings: Settings, data: Any) -> list[tuple[Sample, Prompt]]:
-    """Return (sample, prompt) for `--ask`, else for the first prompt of the test split, or the first four with images."""
+    """Return (sample, prompt) pairs for `--ask`, or for the test split's first prompt (the first four if they have images)."""
     if settings.ask:
         asked = as_typed(settings.ask)
         return [(Sample(asked, None, None, None), [{"role": "user", "content": asked}])]
@@ -291,6 +291,6 @@ def _kernel_rows(fusion: FusionReport | None) -> list[tuple[str, str]]:
 
 
 def head_rows(trainer: Any) -> list[tuple[str, str]]:
-    """Return a list with a report row about the choice of the language-model head; empty if nothing was measured."""
+    """Return the report's row on the choice of the language-model head, or no row if nothing was measured."""
     text = vars(trainer).get(HEAD_CHOICE)
     return [] if text is None else [("language-model head", text)]

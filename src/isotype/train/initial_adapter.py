@@ -1,4 +1,4 @@
-"""Reads the adapter that a run starts with from `--model_name_or_path`, or checks `--init_lora_weights` for a new one."""
+"""Reads the adapter that `--model_name_or_path` names, or checks `--init_lora_weights` for a new adapter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FIELDS_OF_CONFIG = {
 def start_of(settings: Settings) -> Settings:
     """If `--model_name_or_path` names an adapter, return settings for this adapter and its base model.
 
-    Storage and compute dtype are those of the adapter's training, unless arguments request others. If the argument names
+    Storage and compute dtype come from the arguments, or else from the adapter's training. If `--model_name_or_path` names
     no adapter, the settings are returned unchanged.
 
     Raises:
@@ -83,11 +83,11 @@ def start_of(settings: Settings) -> Settings:
 
 
 def _contradictions(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
-    """Yield a problem for an adapter of another task, and for each argument that contradicts the adapter."""
+    """Yield a problem if the adapter's task or kind cannot be trained, and for each argument that contradicts the adapter."""
     task, wanted = task_of(adapter.config), settings.method.task_type
     if task not in (wanted, None):
         merged = f"isotype merge {adapter.directory} -o {adapter.directory}-merged"
-        expected = f"an adapter for {wanted}, which isotype {settings.method.name} trains"
+        expected = f"an adapter for {wanted}, the task of isotype {settings.method.name}"
         fix = f"merge it first ({merged}) and start from the merged model"
         yield Problem(f"an adapter for {task}", expected, fix)
     kind = kind_of_adapter(adapter.config)
@@ -97,7 +97,7 @@ def _contradictions(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
         fix = f"train a new LoRA adapter: --model_name_or_path {adapter.base}"
         yield Problem(f"a {kind} adapter, {why}", expected, fix)
     if settings.precision.trainable == "full":
-        fix = "leave it out, or merge the adapter first"
+        fix = "leave --use_peft out, or merge the adapter first"
         yield Problem("--use_peft False", "training of the adapter that --model_name_or_path names", fix)
     for name, key in FIELDS_OF_CONFIG.items():
         asked = settings.value(name)
@@ -114,7 +114,7 @@ _UNABLE = {
 """Maps a kind of adapter that a TRL trainer cannot train to the reason."""
 
 BOOLEANS = {"true": True, "false": False}
-"""Maps the texts of `--init_lora_weights` to PEFT's booleans. With False, B is random, too, as tests need it."""
+"""Maps the texts of `--init_lora_weights` to PEFT's booleans. With False, matrix B is random (for tests)."""
 
 
 def sorted_names(value: Any) -> Any:
@@ -126,7 +126,7 @@ def sorted_names(value: Any) -> Any:
 
 
 DRAWN = ("true", "gaussian", "orthogonal")
-"""Initialisations in which the product of A and B is zero: the adapted model computes the same as the base model."""
+"""Initialisations that do not change the model's results, because the product of A and B is zero."""
 
 OF_FLOATS = ("orthogonal", "olora", "pissa")
 """Initialisations that need base weights in a float dtype. PEFT (0.21) draws `orthogonal` in the base's storage dtype."""
@@ -141,8 +141,8 @@ recomputed rest is the same up to rounding, even if the new decomposition has ot
 LOFTQ = "loftq"
 """Initialisation that compensates a part of the quantization error of 4-bit layers (see `isotype.checkpoint.loftq`)."""
 
-_DATA = "it needs data before the adapter exists: save an adapter with PEFT's script and give it as --model_name_or_path"
-_BASE = f"{_DATA} (save_pretrained with path_initial_model_for_weight_conversion: it changes the base's weights, too)"
+_DATA = "it is computed from data: create an adapter with PEFT's script, and give the adapter as --model_name_or_path"
+_BASE = f"{_DATA} (save it with path_initial_model_for_weight_conversion, because base weights change, too)"
 _REFUSED: Mapping[str, str] = {
     "eva": _DATA,
     "corda": _BASE,
@@ -175,17 +175,18 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
         yield Problem(f"{flag} --use_dora", expected, "leave one of the two out")
     if name == LOFTQ and brings_tokens(settings.training):
         fix = "leave --init_lora_weights out"
-        yield Problem(f"{flag} --chat_template_path", "an adapter that is added before TRL adds tokens", fix)
+        expected = "no new tokens: loftq needs the adapter before TRL adds tokens"
+        yield Problem(f"{flag} --chat_template_path", expected, fix)
     if name not in (*PART_OF_BASE, LOFTQ):
         return
     if settings.sharding is not None:
         fix = f"leave --init_lora_weights out, or leave --fsdp out (--device {settings.device})"
-        yield Problem(f"{flag} --fsdp", "whole weights, which the initialisation decomposes", fix)
+        yield Problem(f"{flag} --fsdp", "unsharded weights, because the initialisation decomposes them", fix)
     yield from part_of_base_problems(settings, name)
 
 
 def brings_tokens(training: Any) -> bool:
-    """Return True if `--chat_template_path` names another model, whose new tokens TRL then adds."""
+    """Return True if `--chat_template_path` names another model. TRL then adds this model's additional tokens."""
     template = getattr(training, "chat_template_path", None)
     return template is not None and not Path(template).is_file()
 
@@ -195,7 +196,7 @@ def _copies_adapter(settings: Settings) -> bool:
 
 
 def bias_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if biases are trained and the method needs two adapters, because PEFT allows biases in only one."""
+    """Yield a problem if the method needs two adapters and biases are trained. PEFT allows biases in only one adapter."""
     if not settings.use_peft or not _copies_adapter(settings):
         return
     name, flag = settings.method.name, settings.lora_bias
@@ -209,10 +210,10 @@ def bias_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def part_of_base_problems(settings: Settings, name: object, adapter: Path | None = None) -> list[Problem]:
-    """Return a problem if the adapter's initialisation takes a part of the base weights, and TRL adds a reference adapter.
+    """Return a problem if the adapter's initialisation changes base weights and TRL adds a reference adapter.
 
-    For a preference loss or a KL term, TRL adds a second adapter as the reference, with the config of the first. The
-    initialisation of the second adapter would change the base weights again.
+    The reference adapter of a preference loss or a KL term has the config of the trained adapter. Its initialisation would
+    change the base weights again.
     """
     if not isinstance(name, str) or not name.startswith(PART_OF_BASE) or not _copies_adapter(settings):
         return []
@@ -228,7 +229,7 @@ def part_of_base_problems(settings: Settings, name: object, adapter: Path | None
 
 
 def is_its_own_reference(settings: Settings) -> bool:
-    """Return True if the base model is the reference: the adapter is new, and its initialisation changes no base weight."""
+    """Return True if the base model is the reference: a new adapter, which changes no base weight, and no sharding."""
     new = settings.start is None and settings.init_lora_weights in (None, *DRAWN)
     return new and settings.sharding is None
 
@@ -249,6 +250,6 @@ def _quantized(name: str, storage: str) -> Problem:
     part = name in PART_OF_BASE
     why = "PEFT draws A and B in the dtype of the base"
     if part:
-        why = "the rest of each weight would be rounded again"
+        why = "the base weights without the adapter's part would be rounded again"
     expected = f"a base in float32, bfloat16 or float16: {why}"
     return Problem(setting, expected, "--init_lora_weights gaussian, or leave --quantization out")

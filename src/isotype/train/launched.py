@@ -1,4 +1,4 @@
-"""Support for runs in several processes: launchers (torchrun, accelerate), sharding by `--fsdp`, processes that end early."""
+"""Support for runs in several processes: launchers (torchrun, accelerate), `--fsdp`, and processes that have failed."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Sharding:
 def take_sharding(training: Any, arguments: Any) -> Sharding | None:
     """Return the sharding that `--fsdp` or `accelerate launch` requests, or None. Unsupported sharding is a UsageError.
 
-    isotype itself shards the model during loading (`isotype.checkpoint.shard`), because accelerate would load the whole
-    model in every process and does not shard on a CPU. ACCELERATE_USE_FSDP is unset to prevent accelerate from sharding.
+    accelerate would load the whole model in every process, and does not shard on a CPU. Therefore isotype shards the model
+    during loading (`isotype.checkpoint.shard`). ACCELERATE_USE_FSDP is unset to prevent accelerate from sharding.
     """
     sharding = requested_sharding(training)
     os.environ.pop("ACCELERATE_USE_FSDP", None)
@@ -108,16 +108,16 @@ def _problems(sharding: Sharding, training: Any, arguments: Any) -> Iterator[Pro
         yield Problem(f"{sharding.source} {sharding.version}", "FSDP2", fix)
     if sharding.offload:
         expected = "weights on the device: offloading them to CPU memory is not supported"
-        fix = "leave it out; --quantization nf4 or more processes need less memory per device"
+        fix = "leave it out; --quantization nf4 and more processes reduce the memory per device"
         yield Problem("FSDP with cpu_offload (fsdp_offload_params)", expected, fix)
     if getattr(arguments, "use_dora", False):
-        fix = "leave it out, or train without --fsdp, where every process holds the model (DDP)"
-        expected = "plain LoRA: DoRA begins with norms of whole weights, which no process holds"
+        fix = "leave it out, or train without --fsdp (DDP: every process has the whole model)"
+        expected = "plain LoRA: DoRA needs norms of whole weights, and no process has whole weights"
         yield Problem("--use_dora", expected, fix)
     template = getattr(training, "chat_template_path", None)
     if template is not None:
-        expected = "the model's own chat template: a sharded embedding gets no new tokens"
-        yield Problem(f"--chat_template_path {template}", expected, "train it without --fsdp")
+        expected = "the model's own chat template: tokens cannot be added to a sharded embedding"
+        yield Problem(f"--chat_template_path {template}", expected, "leave --fsdp out")
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def lost_process_named(trainer: Any, goes_on: Callable[[Path], str]) -> Iterator
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         process = f"process {trainer.args.process_index} of {trainer.args.world_size}"
         what = f"step {trainer.state.global_step + 1}: {process} waited for another process, which has ended"
-        fix = "look for that process's message above; a process killed by the system (out of memory: signal 9) leaves none"
+        fix = "read that process's message above; a process that the system killed (out of memory: signal 9) has none"
         hint = "no checkpoint has been saved yet; --save_steps N saves one every N steps"
         if checkpoint := trainer.last_checkpoint():
             hint = f"{checkpoint} is complete: resume with\n    {goes_on(checkpoint)}"

@@ -1,4 +1,4 @@
-"""Before a model is loaded, refuses libraries that lack functions that isotype calls or overrides."""
+"""Raises an error before a model is loaded if a library lacks functions that isotype calls or overrides."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAST_TESTED = {
     "accelerate": "1.15",
     "bitsandbytes": "0.50",
 }
-"""For each library, the newest version that all entries of docs/compat.md were tested with."""
+"""The newest version of each library with which all entries of docs/compat.md were tested."""
 
 
 def require_fitting_libraries() -> None:
@@ -51,7 +51,7 @@ def _refuse(incompatibilities: Iterable[tuple[str, str]]) -> None:
         Problem(
             f"{library} {version(library)} under isotype {VERSION}: {reason}",
             f"{library} {LAST_TESTED[library]}, with which isotype was tested",
-            f"pip install '{library}=={LAST_TESTED[library]}.*', or a newer isotype",
+            f"pip install '{library}=={LAST_TESTED[library]}.*', or install a newer isotype",
         )
         for library, reason in incompatibilities
     ]

@@ -139,8 +139,8 @@ def _with_reference(settings: Settings, model: Any) -> Any:
 def one_reference(settings: Settings, model: Any) -> Iterator[None]:
     """Let TRL add the reference adapter `ref` while a trainer is built, and delete `ref` afterwards if it is not needed.
 
-    A sharded model already has `ref`, and TRL only copies values into it. If the trained adapter is new, `ref` is not
-    needed, because the model without its adapter computes the same.
+    In a sharded model, `ref` exists already, and TRL only copies values into `ref`. If the trained adapter is new, `ref` is
+    not needed, because the model without an adapter is the reference.
     """
     adapters = getattr(model, "peft_config", None) or {}
     there = _REFERENCE in adapters
@@ -180,7 +180,7 @@ def require_decoder(config: Any, method: Method) -> None:
     """Raise UsageError for a model with encoder and decoder, such as T5, unless the method is `sft` or `reward`."""
     if getattr(config, "is_encoder_decoder", False) and method.loss not in ("labels", "reward"):
         what = f"a model of the type {config.model_type}, which has an encoder"
-        expected = "a decoder, to which TRL gives the prompt and the answer as one text"
+        expected = "a model without an encoder, because TRL joins the prompt and the answer into one text"
         raise UsageError.of(f"isotype {method.name} trains decoders", what, expected, "give such a model")
 
 
@@ -248,7 +248,7 @@ def check_module_names(model: Any, config: Any) -> None:
 
 
 def _check_rank(model: Any, config: Any) -> None:
-    """Raise UsageError if the rank exceeds the width (the smaller side) of all adapted layers. For some layers, add a note."""
+    """Raise UsageError if the rank exceeds the width (smaller side) of all adapted layers. If it exceeds some, add a note."""
     rank, targets = getattr(config, "r", None), getattr(config, "target_modules", None)
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # heads that are trained, without an adapter
     widths = [
@@ -263,7 +263,7 @@ def _check_rank(model: Any, config: Any) -> None:
     if rank <= max(widths):
         note = (
             f"rank {rank} is above the width of {len(narrow)} of {len(widths)} adapted layers (the narrowest has "
-            f"{min(widths)}), and such ranks only cost memory; rank_pattern sets the rank of single layers"
+            f"{min(widths)}), where it only costs memory; rank_pattern sets the rank of single layers"
         )
         model.adapter_notes = (*getattr(model, "adapter_notes", ()), note)
         return
@@ -300,7 +300,7 @@ def tokenizer_here(model: str, revision: str | None) -> tuple[Path | str, Any]:
 
 
 def processing_class(source: Path | str, revision: str | None = None) -> Any:
-    """Return a checkpoint's tokenizer, or its processor if it takes images. Without either, raise CheckpointError."""
+    """Return a checkpoint's tokenizer, or the processor of a model with images. Without either, raise CheckpointError."""
     limit_templates()
     local = Path(source).is_dir()
     return tokenizer_of(Path(source) if local else source, revision, required=True)
@@ -327,9 +327,9 @@ def weightless_model(
 
     Args:
         lora: a `peft.LoraConfig` or its arguments, or None for no adapters.
-        fold: True to fold equal layers (see `isotype.model.fold`) before adapters are added. Layers are folded after
-            adapters are added if the policy, the quantizer or the adapters' config selects layers by number.
-        **settings: arguments of `skeleton`: a model class, and fields of the config to set.
+        fold: True to fold equal layers (see `isotype.model.fold`). If the policy, the quantizer or the adapters' config
+            selects layers by number, the layers are folded after adapters are added, otherwise before.
+        **settings: arguments of `skeleton` (a model class, and values for fields of the config).
 
     Raises:
         CheckpointError: transformers has no class for the config, or its class is incompatible.
@@ -353,7 +353,7 @@ def weightless_model(
             lora.init_lora_weights = True  # OLoRA would quantize weights, which have no values here
         kind = kind_of_adapter(lora)
         if kind in _SPARSE:
-            what, expected = f"a {kind} adapter", "a kind that computes without sparse tensors"
+            what, expected = f"a {kind} adapter", "an adapter that computes without sparse tensors"
             raise UsageError.of("a check cannot trace the adapter", what, expected, "start the training")
         plain = kind == "LORA"  # other kinds compute with the values that they draw
         with _adapter_arguments(), torch.device("meta" if plain else "cpu"), NoDraws():
@@ -393,7 +393,7 @@ def _adapter_arguments() -> Iterator[None]:
 
 
 def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:
-    """Return the parts of `--adapt`. By default, return the language model, or None (all parts) if rows have images."""
+    """Return the parts of `--adapt`; without `--adapt`, the language model, or None (all parts) if rows have images."""
     if settings.adapt is not None:
         return Adapt(read_parts(settings.adapt), "--adapt leaves their part out")
     if {"image", "images"} & set(columns):

@@ -51,10 +51,10 @@ def policy_by_ranges(
 
 
 def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
-    """Raise PrecisionError if a module has weights above 65504, and a float16 policy does not run the module in float32.
+    """Raise PrecisionError if a module has weights above 65504 and would run in float16.
 
-    The policy runs such linear layers and embeddings in float32, but not a norm whose measured results fit into
-    float16. One update of an adapter could change the norm's results by its weight times the learning rate.
+    The policy runs linear layers and embeddings with such weights in float32. A norm with such weights is refused even if
+    its measured results fit into float16: one update can change them by the weight times the learning rate.
     """
     if policy.compute != torch.float16 or ranges is None:
         return
@@ -136,12 +136,11 @@ def enforce_trainer(
 ) -> tuple[Change, ...]:
     """Apply `policy` to the model, the autocast and the GradScaler of a newly built trainer.
 
-    Liger's kernels, which the trainer would install when training begins, are switched off (see
-    `isotype.compat.liger`).
+    `use_liger_kernel` is switched off, because the trainer would install Liger's kernels (see `isotype.compat.liger`).
 
     Args:
-        masters: the values that the trainable parameters had before the trainer was built, by name. These values are
-            restored, because TRL casts the trainable parameters of a quantized model to bfloat16, which rounds them.
+        masters: values of the trainable parameters by name, from before the trainer was built. The values are restored,
+            because TRL rounds the trainable parameters of a quantized model to bfloat16.
     """
     parameters = dict(trainer.model.named_parameters())
     for name, values in (masters or {}).items():
@@ -154,7 +153,7 @@ def enforce_trainer(
         enforce_model(reference, replace(policy, keep_frozen=True))
     if getattr(trainer.args, "use_liger_kernel", False):
         trainer.args.use_liger_kernel = False
-        what = "True -> False: Liger's forwards would replace those of the policy"
+        what = "True -> False: Liger's forwards would replace the policy's forwards"
         changes = (*changes, Change("use_liger_kernel", what))
     _mixed_precision(trainer, policy)
     return changes
@@ -191,7 +190,7 @@ def _mixed_precision(trainer: Any, policy: PrecisionPolicy) -> None:
     if accelerator.state.mixed_precision != wanted:
         what = f"a trainer with mixed precision {accelerator.state.mixed_precision!r}"
         expected = f"{wanted!r}, for compute {policy.rows()[1][1]}"
-        fix = f"build it with fp16={wanted == 'fp16'}, bf16={wanted == 'bf16'} in its arguments"
+        fix = f"build the trainer with fp16={wanted == 'fp16'}, bf16={wanted == 'bf16'} in its arguments"
         raise PrecisionError.of("the trainer and the policy disagree", what, expected, fix)
     if policy.loss_scaling and accelerator.scaler is None:
         # accelerate 1.15 silently leaves out autocast and GradScaler for float16 on a CPU (Accelerator.__init__:

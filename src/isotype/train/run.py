@@ -21,7 +21,7 @@ from isotype.train.command.settings import Settings
 from isotype.train.rows.lengths import Lengths
 
 SPARSEST = 4
-"""Largest `every_n_layers`. A larger number would save less memory than the error in the memory estimate."""
+"""Largest `every_n_layers`. With larger numbers, the saving is smaller than the error of the memory estimate."""
 
 Foresee = Callable[[Mapping[str, Any] | None], int]
 
@@ -86,7 +86,7 @@ class Run:
     """The decisions of a training command.
 
     Attributes:
-        settings: the command's settings. If the command names an adapter to train further, they name its base model.
+        settings: the command's settings. If the command names an adapter, the model is the adapter's base model.
         rewards: a dict with the trainer's argument `reward_funcs`, or an empty dict for methods without rewards.
         resume: the checkpoint to resume, or None to start from the beginning.
         earlier: the report of the run up to the checkpoint `resume`.

@@ -1,8 +1,8 @@
 """The model of `isotype demo --pictures`: SmolLM2 with a small vision tower that was trained to name shapes.
 
-No package that isotype can depend on contains a vision-language model. So the vision tower (0.4 million parameters) and
-a projector are trained for half a minute on drawn images. The training moves the outputs close to the embeddings of
-matching words ("three", "red", "circles"). SmolLM2's weights do not change, and the demo's questions are not used.
+No package that isotype can depend on contains a vision-language model. Therefore a vision tower (0.4 million parameters)
+and a projector are trained for half a minute on drawn images. Their outputs become similar to the embeddings of matching
+words ("three", "red", "circles"). SmolLM2's weights do not change.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _NAMES = ((*NUMBERS,), (*COLOURS,), tuple(f"{form}s" for form in FORMS))
-"""Words for an image's tokens: of three successive tokens, one means the number, one the colour, and one the form."""
+"""Words for an image's tokens. Of three successive tokens, the first is the number, the second the colour, then the form."""
 
 
 def make_shapes_model(folder: Path, say: Callable[[str], object]) -> Path:
-    """Train the model and save it with its processor in `folder`, unless it exists. Machines differ only in rounding."""
+    """Train the model and save it with its processor in `folder`, unless `folder` already has a model."""
     if (folder / "config.json").is_file():
         return folder
     from transformers import LlavaForConditionalGeneration
@@ -110,10 +110,7 @@ def _processor(tokenizer: Any) -> Any:
 
 
 def _teach(model: Any, tokenizer: Any) -> None:
-    """Train tower and projector so that the tokens of an image become the embeddings of words.
-
-    The words, in turns, are for the number, the colour and the form of the image's shapes.
-    """
+    """Train vision tower and projector so that the tokens of an image become the embeddings of words in `_NAMES`."""
     trained = [model.model.vision_tower, model.model.multi_modal_projector]
     parameters = [parameter for part in trained for parameter in part.parameters()]
     words = [[tokenizer(f" {name}").input_ids[0] for name in names] for names in _NAMES]

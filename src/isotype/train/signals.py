@@ -26,7 +26,7 @@ _ECHO_SECONDS = 2.0
 
 @contextmanager
 def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
-    """A first Ctrl-C, SIGTERM or SIGHUP ends the training after this step, with a checkpoint; a second one ends it at once.
+    """The first Ctrl-C, SIGTERM or SIGHUP ends the training after this step, with a checkpoint. A second ends it at once.
 
     A second SIGHUP is ignored, because a terminal that hangs up may cause two (from the kernel and the shell).
 
@@ -42,7 +42,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 
     class Stop(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # Every step counts the stop requests of all processes. Processes exchange signals only if the count is not 0.
+            # Every step counts the stopped processes. Processes exchange signals only if the count is not 0.
             alone = trainer.accelerator.num_processes == 1
             if (alone or trainer.steps.now.stops) and _agreed(trainer, stopped):
                 control.should_save = control.should_training_stop = True
@@ -85,7 +85,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 
 
 def _agreed(trainer: Any, stopped: list[int]) -> bool:
-    """Return True in every process if any of them was asked to stop, so that all stop after the same step."""
+    """Return True in every process if any process has received a stop signal. All processes stop after the same step."""
     if trainer.accelerator.num_processes > 1:
         asked = torch.tensor(stopped[0] if stopped else 0, device=trainer.args.device)
         numbers = trainer.accelerator.gather(asked.reshape(1)).tolist()
@@ -97,7 +97,7 @@ class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformer
     """Callback that ends a training when the evaluation loss (or `--metric_for_best_model`) no longer improves."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore only the counter from the checkpoint, whereas transformers also restores an earlier decision to stop."""
+        """Restore the counter from the checkpoint, but not an earlier decision to stop, which transformers also restores."""
         saved = (state.stateful_callbacks or {}).get(type(self).__name__)
         counter = "early_stopping_patience_counter"
         if isinstance(saved, dict) and state.global_step:
@@ -124,7 +124,7 @@ def early_stopping_problems(settings: Settings) -> Iterator[Problem]:
     if settings.early_stopping_patience is None:
         if "early_stopping_threshold" in settings.command:
             setting = f"--early_stopping_threshold {settings.early_stopping_threshold:g}"
-            yield Problem(setting, "--early_stopping_patience with it", "--early_stopping_patience 3")
+            yield Problem(setting, "also --early_stopping_patience", "--early_stopping_patience 3")
         return
     setting = f"--early_stopping_patience {settings.early_stopping_patience}"
     if settings.eval_split is None and settings.eval_strategy == "no":
@@ -138,7 +138,9 @@ def balance(trainer: Any) -> str | None:
     if not getattr(config, "output_router_logits", False):
         return None
     times = getattr(config, "router_aux_loss_coef", 0.0)
-    return f"the loss includes the load-balancing loss of the routers times {times:g} (router_aux_loss_coef)"
+    return (
+        f"the loss includes the routers' load-balancing loss, multiplied by {times:g} (router_aux_loss_coef)"
+    )
 
 
 def not_the_best(settings: Settings) -> str | None:

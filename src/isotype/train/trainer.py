@@ -58,7 +58,7 @@ class PolicyTrainer(WholeCheckpoints):
     def train(
         self: Any, resume_from_checkpoint: Any = None, *args: Any, signals: Sequence[int] = (), **kwargs: Any
     ) -> Any:
-        """Call the trainer's `train` and measure every step. `signals` lists received signals to stop this process."""
+        """Call the trainer's `train` and measure every step. `signals` has the stop signals that this process receives."""
         self._flops_of_value = None
         with memory_meter(self.args.device) as memory:
             self.steps = StepMeter(self, together=True, memory=memory, signals=signals)
@@ -91,7 +91,7 @@ class PolicyTrainer(WholeCheckpoints):
         return values * int(self._flops_of_value)
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the trainer's `compute_loss`. Embedding hooks see the batch as one row, as with TRL's own collator."""
+        """Call the trainer's `compute_loss`. As with TRL's collator, embedding hooks see the batch as one row."""
         with seen_as_joined(self, inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)
 

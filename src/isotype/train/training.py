@@ -145,7 +145,7 @@ def run(settings: Settings, console: Console) -> Outcome:
 
 
 def _for_machine(settings: Settings, sharding: Sharding | None, profile: DeviceProfile) -> Settings:
-    """Return the settings for this machine, without `--fsdp`, because isotype, not the trainer, shards the model."""
+    """Return the settings for this machine, without `--fsdp`, because isotype shards the model before the trainer is built."""
     values: dict[str, Any] = {}
     if not torch.cuda.is_available():
         values["dataloader_pin_memory"] = False  # torch warns about pinned memory without a GPU
@@ -250,7 +250,9 @@ def _build(run: Run, console: Console) -> Built:
         )
     if counts := Counter(change.what for change in enforce_trainer(trainer, policy, masters)):
         places = ", ".join(f"{what} ({count} places)" for what, count in counts.items())
-        console.print(f"restored after the trainer: {places}", style="dim", highlight=False, markup=False)
+        console.print(
+            f"changed back after TRL built the trainer: {places}", style="dim", highlight=False, markup=False
+        )
     fusion = _compiled_or_fused(trainer, settings, console)
     packing = keep_rows(trainer)
     learn_no_pictures(trainer, settings.training)
@@ -296,7 +298,7 @@ def _compiled_or_fused(trainer: Any, settings: Settings, console: Console) -> Fu
 
 
 def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
-    """Return the trainer's arguments that follow from the policy, the chosen gradient checkpointing and the rows' columns."""
+    """Return the trainer's arguments, changed for the policy, the gradient checkpointing and the rows' columns."""
     values = {**precision_arguments(run.policy), "model_init_kwargs": None}
     if run.settings.auto_checkpointing:
         values |= checkpointing_arguments(choice.arguments)
@@ -422,7 +424,7 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
     try:
         samples = answers_after(trainer, built.asked, console)
     except KeyboardInterrupt:
-        console.print("interrupted: the model was not asked after training; it is saved")
+        console.print("interrupted: the model is saved, but was not asked after training")
     if early := (stopping and stopping.description(trainer.state, trainer.args.metric_for_best_model)) or "":
         say(console, early)
     return ended(record_of(samples, "finished"), early, adapter=root)

@@ -43,7 +43,7 @@ _TEMPLATE = "a .jinja file, or a directory or hub id with a tokenizer"
 
 
 def check_settings(settings: Settings) -> None:
-    """Raise UsageError with the problems of the arguments, else of optimizer and hub, else of files that the trainer reads."""
+    """Raise UsageError with the problems of the first check that fails: arguments, optimizer and hub, or files to read."""
     problems = [*argument_problems(settings), *machine_problems(settings)]
     if problems := problems or [*optimizer_problems(settings), *_hub(settings)] or [*_read_later(settings)]:
         raise UsageError("invalid arguments", problems)
@@ -78,12 +78,12 @@ def argument_problems(settings: Settings) -> list[Problem]:
 
 
 def _task(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if `--lora_task_type` belongs to another method. The argument decides which head PEFT trains."""
+    """Yield a problem if `--lora_task_type` belongs to another method. PEFT chooses the trained head by the task."""
     task, method = settings.lora_task_type, settings.method
     if "lora_task_type" in settings.command and task != method.task_type:
         fits = [other.name for other in METHODS.values() if other.task_type == task]
-        expected = f"{method.task_type}, which isotype {method.name} trains"
-        fix = f"leave it out{f', or isotype {fits[0]}, which trains {task}' if fits else ''}"
+        expected = f"{method.task_type}, the task of isotype {method.name}"
+        fix = f"leave it out{f', or run isotype {fits[0]}, whose task is {task}' if fits else ''}"
         yield Problem(f"--lora_task_type {task} with {method.name}", expected, fix)
 
 
@@ -110,7 +110,7 @@ def _padding_free(settings: Settings) -> Iterator[Problem]:
 
 
 def _trainer(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem for arguments that the trainer cannot combine, and would refuse only after the model is loaded."""
+    """Yield a problem for each combination of arguments that the trainer would refuse only after the model is loaded."""
     method, losses = settings.method, settings.loss_type or ""
     if (settings.dataset_streaming or settings.streaming) and settings.max_steps <= 0:
         expected = "the number of steps, because the length of a stream is unknown"
@@ -133,7 +133,9 @@ def _trainer(settings: Settings) -> Iterator[Problem]:
     if "exo_pair" in losses and not settings.label_smoothing:
         yield Problem("--loss_type exo_pair", "label smoothing above 0", "add --label_smoothing 1e-3")
     if settings.sync_ref_model and settings.use_peft:
-        expected = "a training of every weight, because adapters have their base as the reference model"
+        expected = (
+            "training of every weight, because an adapter's reference model is its unchanged base model"
+        )
         yield Problem("--sync_ref_model True with adapters", expected, "leave one of the two out")
 
 
@@ -175,7 +177,7 @@ def _offload(settings: Settings) -> Iterator[Problem]:
     if settings.device != "cpu" and torch.accelerator.is_available():
         return
     arguments = settings.gradient_checkpointing_kwargs or {}
-    expected = "a GPU, whose activations can move to CPU memory"
+    expected = "a GPU, because only its activations can be moved to CPU memory"
     if arguments.get("offload"):
         yield Problem("--gradient_checkpointing_kwargs: offload on a CPU", expected, "leave it out")
     if settings.activation_offloading:
@@ -285,7 +287,7 @@ def _hub(settings: Settings) -> Iterator[Problem]:
     except LocalTokenNotFoundError:
         fix = f"hf auth login, or --hub_token; or {later}"
         what = f"--push_to_hub to {name} without a token"
-        yield Problem(what, "a token with permission to write to it", fix)
+        yield Problem(what, f"a token with write permission for {name}", fix)
     except Exception as error:  # noqa: BLE001 - from any HTTP library of the hub's client; it is reported unchanged
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         setting = f"--push_to_hub to {name}: the hub cannot be used ({reason})"
@@ -309,7 +311,7 @@ def _read_later(settings: Settings) -> Iterator[Problem]:
                 pretrained(kind, name)
         except (OSError, ValueError) as error:
             setting = f"--{flag} {name}: {why or first_line(error)}"
-            yield Problem(setting, expected, "check the spelling and the network, or give a local one")
+            yield Problem(setting, expected, "check the spelling and the network, or give a local path")
 
 
 def _model_arguments(settings: Settings) -> Iterator[Problem]:
@@ -412,7 +414,7 @@ def _tokenizer(settings: Settings, tokenizer: Any, data: Any) -> Iterator[Proble
     for flag in ("eos_token", "pad_token"):
         token = settings.value(flag)
         if token is not None and token not in words.get_vocab():
-            expected = f"a token of the vocabulary; the tokenizer's own is {getattr(words, flag)}"
+            expected = f"a token of the vocabulary; the tokenizer's default is {getattr(words, flag)}"
             yield Problem(f"--{flag} {token}", expected, "leave it out, or correct the spelling")
 
 

@@ -146,7 +146,7 @@ def test_values_that_were_rounded_by_the_load_are_refused(
     assert refused(isotype.PrecisionError, trainer.train, resume_from_checkpoint=checkpoint) == (
         "the values of the resumed checkpoint were rounded while they were loaded\n"
         "  - all trainable parameters have values that bfloat16 represents exactly\n"
-        "    expected  float32 values, as they were saved\n"
+        "    expected  the saved float32 values\n"
         "    fix       call isotype.enforce(trainer, isotype.PrecisionPolicy.read(checkpoint)) before "
         "trainer.train(resume_from_checkpoint=checkpoint): the values are then loaded into float32 parameters"
     )
@@ -245,7 +245,7 @@ def test_without_a_policy_frozen_weights_stay_as_they_lie(
         "lora",
         True,
     )
-    assert policy.reasons["storage"] == "as in the model; no frozen weight is cast"
+    assert policy.reasons["storage"] == "the dtype of the model; no frozen weight is cast"
 
 
 def test_without_a_policy_the_compute_dtype_of_a_quantized_model_is_kept(path: Path, tmp_path: Path):
@@ -314,7 +314,7 @@ def test_a_policy_that_recasts_frozen_weights_does_so_with_a_warning(path: Path,
     with caplog.at_level(logging.WARNING, logger="isotype"):
         trainer.train()
     assert [r.getMessage() for r in caplog.records if r.name == "isotype"] == [
-        "policy restored on frozen weights: float32 -> bfloat16 (12 places)"
+        "frozen weights were cast to the policy's dtype again: float32 -> bfloat16 (12 places)"
     ]
 
 

@@ -123,12 +123,12 @@ def test_the_settings_are_those_of_our_own_flags(folder: Path, caplog: pytest.Lo
     ours = parse_settings(METHODS["sft"], OUR_FLAGS)
     assert compared(theirs) == compared(ours)
     assert caplog.messages == [
-        "theirs.yaml: 23 names in axolotl's file are used; of the others:\n"
+        "theirs.yaml: 23 names in axolotl's file are used; notes on other names:\n"
         "  bf16: not done: bfloat16 for a checkpoint in float32 or float16; isotype keeps its dtype (--dtype bfloat16)\n"
         "  tf32: no effect: products are in the compute dtype (--tf32 True for float32)\n"
-        "  datasets[0].type: not done: words around an instruction and its input; the prompt is the "
-        "instruction, an empty line and the input\n"
-        "  sequence_len: not done: dropping rows that are too long; isotype cuts them\n"
+        "  datasets[0].type: not done as requested: no words are added; a prompt is the instruction, an "
+        "empty line and the input\n"
+        "  sequence_len: not done as requested: rows that are too long are cut, not dropped\n"
         "  model_type: no effect: the files of the checkpoint name its classes and its tokenizer\n"
         "  flash_attention: no effect: isotype uses torch's FlashAttention if the GPU supports it (--attn_implementation "
         "selects another)\n"
@@ -173,7 +173,7 @@ def test_print_config_of_our_own_file_and_flags(folder: Path, capsys: pytest.Cap
         "max_steps": 3,
     }
     assert main(["sft", "--config", written({"base_model": "m", "rl": "kto"}), "--print-config"]) == 2
-    assert "isotype kto --config …, with this file" in capsys.readouterr().err
+    assert "run isotype kto --config with this file" in capsys.readouterr().err
 
 
 def test_every_reason_is_said_at_once(folder: Path) -> None:
@@ -209,7 +209,7 @@ def test_every_reason_is_said_at_once(folder: Path) -> None:
         (
             {},
             "sft",
-            "stage: dpo\n    expected  a file for isotype sft\n    fix       isotype dpo --config …, with this file",
+            "stage: dpo\n    expected  a file for isotype sft\n    fix       run isotype dpo --config with this file",
         ),
         ({"stage": "ppo"}, "dpo", "stage: ppo\n    expected  one of sft, pt, rm, dpo, kto"),
         ({"dataset": "pears"}, "dpo", "dataset: pears\n    expected  a data set of data/dataset_info.json"),

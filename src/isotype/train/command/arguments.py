@@ -1,4 +1,4 @@
-"""Facts about the arguments of a training command: valid numbers, names and JSON, and the short help.
+"""Valid values of a training command's arguments, and the short help.
 
 Importing this module does not import torch, so that `isotype sft --help` is fast.
 """
@@ -51,10 +51,10 @@ class Argument:
     Attributes:
         group: heading above the argument in the short help, or "" if the short help leaves the argument out.
         example, text: an example value and a short description for the short help.
-        losses: losses of the methods whose short help lists the argument; empty for all methods.
-        choices_of: dotted name of another library's enumeration or registry of valid names, if that library checks the
-            name only after the model is loaded.
-        more: valid names that `choices_of` lacks.
+        losses: the short help of methods with these losses lists the argument; if empty, the help of every method.
+        choices_of: dotted name of an enumeration or registry in another library, which contains the valid names. It is
+            given if the library checks a name only after the model is loaded.
+        more: valid names that are not in `choices_of`.
         lower: True if users write the names of `choices_of` in lower case.
         json: an example value for an argument that takes a JSON object.
     """
@@ -93,7 +93,7 @@ ARGUMENTS = tuple(_argument(**entry) for entry in _TABLE["arguments"])
 
 
 def count_problems(counts: Mapping[str, Any]) -> list[Problem]:
-    """Return a problem for each count that is out of range. The parser reports values that are not whole numbers."""
+    """Return a problem for each whole number that is out of range. Other values are ignored: the parser reports them."""
     wrong = ((name, n) for name, n in counts.items() if isinstance(n, int) and not _COUNT.takes(n))
     return [Problem(f"--{name} {n}", _COUNT.words(), _COUNT.fix) for name, n in wrong]
 
@@ -115,7 +115,7 @@ def number_problems(read: Read) -> Iterator[Problem]:
     steps, epochs = _number(read("max_steps")), _number(read("num_train_epochs"))
     if steps is not None and steps < 1 and steps != -1:
         meant = f"--max_steps {-steps:g}, or " if steps < -1 else ""
-        fix = f"{meant}leave it out to train for --num_train_epochs"
+        fix = f"{meant}leave --max_steps out to train for --num_train_epochs"
         yield Problem(f"--max_steps {steps:g}", "at least 1 step, or -1 for whole epochs", fix)
     elif epochs is not None and (steps is None or steps < 1) and not 0 < epochs < math.inf:
         yield Problem(f"--num_train_epochs {epochs:g}", "a finite number, more than 0", "3 is the default")

@@ -1,4 +1,4 @@
-"""`Command`, an immutable training command: methods return changed copies, or write the command as words or YAML."""
+"""`Command`, an immutable training command. Its methods return changed copies, or write the command as words or YAML."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECOMPUTE = ("gradient_checkpointing", "activation_checkpointing")
 """Old and new name (transformers 5.23) of the argument for gradient checkpointing. With `auto`, estimated memory decides."""
 
 HOLDERS = ("script", "training", "model", "dataset")
-"""Short names of the dataclasses that have TRL's arguments, in the order of `Method.dataclass_types`."""
+"""Short names of TRL's dataclasses of arguments, in the order of `Method.dataclass_types`."""
 
 TABLE, ADDED = (Path(__file__).with_name(name) for name in ("table.json", "added.json"))
 """The arguments of TRL and transformers, written by `tools.command_table`, and the arguments that isotype adds to them."""
@@ -132,7 +132,7 @@ _MEANT = frozenset((
     "per_device_eval_batch_size", "output_dir", "eval_strategy", "eval_steps", "bnb_4bit_quant_type",
     "model_revision", "logging_nan_inf_filter", "accelerator_config", "lora_task_type",
 ))  # fmt: skip
-"""`to_yaml` writes these arguments even if they have their default, because an explicit default has another effect."""
+"""`to_yaml` writes these arguments even with their default value: an explicit default differs from a missing argument."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Command:
 
     @property
     def least_rows(self) -> int:
-        """Rows of the smallest micro-batch: KTO's loss compares each prompt with the answer of another row."""
+        """Smallest valid number of rows in a micro-batch. KTO's loss compares each prompt with the answer of another row."""
         pairs = METHODS[self.method].loss == "unpaired" and self["loss_type"] != "apo_zero_unpaired"
         return 2 if pairs else 1
 
@@ -237,7 +237,7 @@ class Command:
         return (*self.environment(), *command)
 
     def environment(self) -> tuple[str, ...]:
-        """Return the words `env NAME=VALUE …` for the config file's variables; () if the command still uses the file."""
+        """Return `env NAME=VALUE …` with the config file's variables, or () if the command has `--config FILE`."""
         if self.file is None or not self.file.env or self._taken_back() is not None:
             return ()
         return ("env", *(f"{name}={value}" for name, value in self.file.env.items()))
@@ -256,7 +256,7 @@ class Command:
         return (*config, *(token for name, value in written.items() for token in self._written(name, value)))
 
     def _taken_back(self) -> dict[str, Value] | None:
-        """The file sets arguments that this command lacks: return their defaults, or None if a default cannot be written."""
+        """Return the defaults of arguments that only the file sets, or None if a default cannot be written."""
         assert self.file is not None
         missing = [name for name in self.file.values if name not in self.values]
         defaults = {name: self.specs[name].default for name in missing}
@@ -315,7 +315,7 @@ def with_dtype(command: Command, dtype: str | None) -> Command:
 def with_storage(command: Command, storage: str | None, memory: int | None = None) -> Command:
     """Set `--quantization` and remove other arguments for storage. With None, weights are stored in the compute dtype.
 
-    If `memory` (bytes) is given, the storage is mixed, and `--base_memory` is set unless it already has this value.
+    `memory` (bytes) sets `--quantization mixed` and `--base_memory`.
     """
     others = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
     typed = str(command["base_memory"])

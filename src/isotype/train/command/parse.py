@@ -45,8 +45,8 @@ def parse_command(
         keywords: values by argument name. None means that the argument is not given.
         add_arguments: adds the caller's own arguments (those of `check` or `plan`) to the parser, in place of training
             arguments with the same names.
-        model: the model, if it was named before the method's arguments. Without it, the first value that belongs to no
-            argument is the model.
+        model: the model, if the caller has already read its name. Otherwise, the first word that belongs to no argument is
+            the model.
         problems_of: returns the problems of the caller's own arguments.
 
     Raises:
@@ -98,7 +98,7 @@ def parse_command(
 def _model_among(
     stray: list[str], model: str | None, typed: Mapping[str, Any], trains: bool, problems: list[Problem]
 ) -> str | None:
-    """Remove the model from `stray`, the words without an argument, and return it. Add a problem if there are two models."""
+    """Remove the model from `stray` (words that belong to no argument) and return it. Add a problem for a second model."""
     # A value directly after an unknown argument belongs to this argument.
     after = [False, *(word.startswith("-") and "=" not in word for word in stray)]
     values = [at for at, word in enumerate(stray) if not (word.startswith("-") or after[at])]
@@ -113,10 +113,7 @@ def _model_among(
 
 
 def _argument_before(word: str, typed: Mapping[str, Any], *, trains: bool) -> str:
-    """Return the argument that the user left out before the value `word`, or "" if isotype cannot tell.
-
-    An argument in `typed` was not left out.
-    """
+    """Return the argument that is missing before the value `word` and not in `typed`, or "" if it is unknown."""
     name = ""
     if is_data_file(Path(word)) or word.lower().endswith(".arrow"):
         name = "dataset_name"
@@ -128,7 +125,7 @@ def _argument_before(word: str, typed: Mapping[str, Any], *, trains: bool) -> st
 
 
 def _two_models(first: str, second: str) -> Problem:
-    """Return the problem of a command with two models. The first is often a method that isotype lacks."""
+    """Return the problem of a command with two models. The first "model" is often a misspelled or unknown method."""
     meant = SAME_METHODS.get(first.lower(), first.lower())
     fix = did_you_mean(meant, METHODS, "leave one of the two out", 1, 0.7, "isotype check {}".format)
     swap = ((first,), (meant,)) if meant in METHODS else None
@@ -214,7 +211,7 @@ def _object(argument: Argument, value: Any) -> tuple[Any, Problem | None]:
 def _parser(
     method: str, prog: str, add_arguments: Callable[[argparse.ArgumentParser], None] | None
 ) -> tuple[Parser, frozenset[str]]:
-    """Return (a parser that leaves training arguments as text, the names of the caller's own arguments)."""
+    """Return (parser, names of the caller's own arguments). The parser does not convert training arguments."""
     parser = Parser(prog=prog, add_help=False)
     if add_arguments is not None:
         add_arguments(parser)
@@ -256,7 +253,7 @@ def training_parser(method: str) -> Parser:
 
 
 def named_as_config(argv: Sequence[str]) -> list[str]:
-    """Return the arguments of a command, with `--config` inserted if the first one is a file of settings, not a model."""
+    """Return `argv`, with `--config` before the first word if this word is a file of settings."""
     name = argv[0] if argv else ""
     named = name.endswith((".yaml", ".yml")) and not name.startswith("-")
     if name.endswith(".json") and Path(name).is_file():  # a config.json describes a model
@@ -277,9 +274,9 @@ def first_words(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]
     if words[1:] and words[0] in ("trl", "isotype", "torchrun", "accelerate", "deepspeed"):
         script = any(word.endswith(".py") for word in words)
         swap = (("check",), ("run",)) if script else ((words[0],), ()) if words[1] in METHODS else None
-        fix = "begin with the method, and give --devices N for N processes; isotype run starts a script"
+        fix = "remove it; --devices N sets the number of processes, and isotype run starts a Python script"
         expected = "MODEL, or a training command of isotype"
-        raise UsageError("another program before the command", [Problem(words[0], expected, fix, swap)])
+        raise UsageError("the command begins with another program", [Problem(words[0], expected, fix, swap)])
     method = words.pop(0) if words and words[0] in METHODS else None
     words = named_as_config(words)
     model = words.pop(0) if words and method is None and not words[0].startswith("-") else None
@@ -294,7 +291,7 @@ def method_of_config(argv: Sequence[str]) -> str | None:
 
 
 def read_config(path: str, method: str, *, trains: bool = True) -> ConfigFile:
-    """Read a YAML file of isotype or another training program. Set the environment variables that the file has in `env`."""
+    """Read a YAML file of isotype or another training program. Set the environment variables in the file's `env`."""
     content, lines = _mapping(path)
     content, problems = in_isotype_names(content, method, path, trains=trains)
     env = {str(name): str(value) for name, value in (content.pop("env", None) or {}).items()}

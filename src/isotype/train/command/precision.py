@@ -19,10 +19,8 @@ FLAGS = (("fp16", "float16"), ("bf16", "bfloat16"))
 Claim = tuple[str, str]
 """(an argument as the user wrote it, the dtype or format that it requests)."""
 
-_ONE_DTYPE = (
-    "one compute dtype; in isotype, --dtype sets the compute dtype, and unquantized weights are stored in it"
-)
-_NO_CAST = "leave it out: it casts the master weights, too; without it, evaluation runs in the compute dtype"
+_ONE_DTYPE = "one compute dtype, which is also the dtype of unquantized weights (--dtype sets both)"
+_NO_CAST = "leave it out: it would also cast the master weights; evaluation runs in the compute dtype anyway"
 
 
 def read_precision_request(command: Command) -> PrecisionRequest:
@@ -129,6 +127,8 @@ def _other_problems(command: Command) -> Iterator[Problem]:
         yield wrong_size("--base_memory", str(memory))
     if memory is not None and command["quantization"] != MIXED:
         what = f"--base_memory {memory} without --quantization mixed"
-        fix = "add --quantization mixed, or leave it out"
-        expected = "--quantization mixed, because --base_memory limits the formats that mixed chooses"
+        fix = "add --quantization mixed, or leave --base_memory out"
+        expected = (
+            "--quantization mixed, because --base_memory limits the memory of the formats that mixed chooses"
+        )
         yield Problem(what, expected, fix)

@@ -32,13 +32,13 @@ from isotype.train.libraries import require_names
 class Settings:
     """A command and the dataclasses of its trainer. Never change a Settings in place: `but` returns a changed copy.
 
-    `settings.NAME` is the value of an argument, no matter which of the dataclasses has it.
+    `settings.NAME` is the value of an argument in any of the dataclasses.
 
     Attributes:
         sharding: how the model is sharded over processes, or None if it is not sharded.
-        start: the adapter to train further, or None for a new adapter. `model` names the base model of this adapter.
-        auto_checkpointing: True if the step's estimated memory decides about gradient checkpointing. `training` has
-            gradient checkpointing on until isotype has decided.
+        start: the adapter to train further, or None for a new adapter. `model` has the name of this adapter's base model.
+        auto_checkpointing: True if isotype turns gradient checkpointing on or off by the step's estimated memory. Before
+            this decision, gradient checkpointing is on in `training`.
         decided: values that the run has decided, by argument name. Decided values replace values of the command.
     """
 
@@ -60,7 +60,7 @@ class Settings:
         return self.value(name)
 
     def value(self, name: str) -> Any:
-        """Return an argument's decided value, else the given one, else the default; None if the method lacks the argument."""
+        """Return the decided value, the user's value or the default of an argument, or None if the method lacks it."""
         spec = self.command.specs.get(name)
         if spec is None or spec.holder == "added":
             return self.added.get(name)
@@ -111,12 +111,12 @@ def _incomplete(command: Command) -> Iterator[Problem]:
         fix = "add --per_device_train_batch_size auto, or leave --tokens_per_step out"
         yield Problem(what, "a batch size that the plan chooses", fix)
     if command["parallelism_config"] is not None:
-        expected = "processes that each have the model, or a part of it with --fsdp full_shard"
+        expected = "the whole model in each process, or a part of the model with --fsdp full_shard"
         yield Problem("--parallelism_config", expected, "leave it out")
 
 
 def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all values by argument name: of the command, decided by the run, and implied by other values."""
+    """Return all values by argument name, with the decided values and the values that other values imply."""
     values: dict[str, Any] = {
         name: command[name] for name in ("dtype", "use_peft", "lora_target_modules", "lora_task_type")
     }
@@ -239,7 +239,7 @@ def _works(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any], *
 
 
 def _whole_groups(command: Command, works: Callable[..., bool]) -> Iterator[str]:
-    """Yield fixes that let whole groups of completions fill a batch: a smaller group, and a larger batch."""
+    """Yield a smaller group and a larger batch with which each batch has only whole groups of completions."""
     rows, group = command["per_device_train_batch_size"], command["num_generations"]
     larger = range(rows + 1, rows + group + 1)
     choices = {"num_generations": range(group - 1, 1, -1), "per_device_train_batch_size": larger}
@@ -261,7 +261,7 @@ def module_names(value: Any) -> Any:
 
 
 def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, Any], help_of: str) -> str:
-    """Return a fix for a library's error message: leave out the explicit arguments that it names, or change other ones."""
+    """Return a fix for a library's error message: leave out or change the arguments that the message names."""
     words = dict.fromkeys(re.findall(r"[a-z][a-z0-9_]*", message))
     named = [name for name in words if name in values and ("_" in name or f"--{name}" in message)]
     # A word such as "Packing" in a library's message means the argument only if the user gave the argument.

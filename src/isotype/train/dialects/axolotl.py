@@ -1,11 +1,11 @@
-"""Translates the axolotl names that tables.yaml cannot translate: those of the method, the rows and the intervals."""
+"""Translates axolotl's names for the method, the rows and the intervals, which tables.yaml cannot translate."""
 
 from __future__ import annotations
 
 from isotype.data.methods import METHODS
-from isotype.train.dialects.reader import FRAME, Reader, Rows, speaks, tables, use_rows
+from isotype.train.dialects.reader import FRAME, Reader, Rows, same_roles, tables, use_rows
 
-_CUT = "not done: dropping rows that are too long; isotype cuts them"
+_CUT = "not done as requested: rows that are too long are cut, not dropped"
 _PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "SwanLabPlugin", "LMEvalPlugin")
 
 
@@ -13,7 +13,7 @@ def method_of(reader: Reader) -> str | None:
     """Return the training method of the file, or None if isotype lacks the method."""
     rl, methods = reader.get("rl"), tables()["axolotl"]["methods"]
     if reader.get("process_reward_model"):
-        reader.refuse("process_reward_model", "a reward for whole answers", "isotype reward")
+        reader.refuse("process_reward_model", "a reward model that scores whole answers", "isotype reward")
         return None
     if rl is not None and str(rl) not in methods:
         reader.refuse("rl", f"one of {', '.join(methods)}", "choose one of these: isotype has no other")
@@ -33,7 +33,7 @@ def topics(reader: Reader) -> None:
     for plugin in reader.typed("plugins", "a list", []):
         if str(plugin).rpartition(".")[2] not in _PLUGINS:
             fix = "remove it from the list to train without it"
-            reader.refuse(f"plugins: {plugin}", "no code beside isotype's", fix)
+            reader.refuse(f"plugins: {plugin}", "no other plugin: isotype runs only its own code", fix)
     _intervals(reader)
     _rows(reader)
     reader.use("rl reward_model process_reward_model")
@@ -58,7 +58,7 @@ def _intervals(reader: Reader) -> None:
 
 
 def _share(reader: Reader, name: str) -> float | None:
-    """Return the interval between events as a share of all steps; None for one event. `name` counts events per epoch."""
+    """Return the interval between two events as a share of all steps, or None for one event. `name` is events per epoch."""
     often = reader.typed(name, "a number above 0", None)
     epochs = reader.typed("num_epochs", "a number above 0", 1)
     share = 1 / (often * epochs) if often else 1
@@ -98,11 +98,11 @@ def _data_set(inner: Reader) -> list[Rows]:
     if not columns or path is None:
         known = (
             ", ".join((*texts, *chats, *tables()["types"][method]))
-            or "none, because in axolotl a type for this method is the name of a function"
+            or "none (axolotl's types for this method are names of functions, which isotype does not run)"
         )
         fix = "write the rows with isotype's columns (docs/training.md, Data), and give --dataset_name"
         what = "type" if "type" in inner.given else f"type: {kind}"
-        inner.refuse(what, f"a path, and rows of a type: {known}", fix)
+        inner.refuse(what, f"a path, and one of these types of rows: {known}", fix)
     inner.apply_rules()
     inner.finish()
     more = inner.get("name"), inner.typed("split", "text", "train"), inner.get("data_files")
@@ -110,7 +110,7 @@ def _data_set(inner: Reader) -> list[Rows]:
 
 
 def _turns(inner: Reader, kind: str) -> dict[str, list[str]]:
-    """Return the prompt and answer columns of rows of this type, or an empty dictionary if the type is unknown."""
+    """Return the prompt and answer columns of the row type `kind`, or an empty dictionary if the type is unknown."""
     fields = tables()["fields"][inner.method].split()
     if any(name.startswith("type.field_") for name in inner.given):
         named = {name: [inner.get(f"type.field_{name}", name)] for name in fields}
@@ -132,7 +132,7 @@ def _chat(inner: Reader, kind: str) -> dict[str, list[str]]:
     if (role, content) not in (("role", "content"), ("from", "value")):
         expected = "messages of {role, content} or {from, value}"
         inner.refuse(f"message_property_mappings: {role}, {content}", expected, "rename them in the rows")
-    if not speaks(inner.typed("roles", "names with values", {})):
+    if not same_roles(inner.typed("roles", "names with values", {})):
         expected = "names that isotype reads as these roles (docs/training.md, Data)"
         inner.refuse("roles", expected, "rename them in the rows")
     inner.use("message_property_mappings message_field_role message_field_content roles")

@@ -1,4 +1,4 @@
-"""Translates the LLaMA-Factory names that tables.yaml cannot translate: the stage, and data sets of dataset_info.json."""
+"""Translates LLaMA-Factory's stage and the data sets in dataset_info.json, which tables.yaml cannot translate."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from isotype.data.methods import METHODS
-from isotype.train.dialects.reader import NOT_HERE, Reader, Rows, speaks, tables, use_rows
+from isotype.train.dialects.reader import NOT_HERE, Reader, Rows, same_roles, tables, use_rows
 
-_JOINED = (
-    "not done: a line break between an instruction and its input; the prompt has an empty line between them"
-)
+_JOINED = "not done as requested: a prompt has an empty line between instruction and input, not a line break"
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 _TAGS = {"user": "user_tag", "assistant": "assistant_tag", "tool": "observation_tag", "system": "system_tag"}
 _OF_ROWS = "dataset dataset_dir max_samples"
@@ -36,7 +34,10 @@ def topics(reader: Reader) -> None:
     if reader.values.get("use_peft") and not decided:
         reader.values["lora_alpha"] = 2 * reader.typed("lora_rank", "a number above 0", 8)
     if "," in str(reader.get("adapter_name_or_path", "")):
-        expected, fix = "one adapter, which is trained further", "merge the others first: isotype merge"
+        expected, fix = (
+            "one adapter to train further",
+            "merge the other adapters into the model first: isotype merge",
+        )
         reader.refuse("adapter_name_or_path", expected, fix)
     _rows(reader)
     reader.use("stage")
@@ -104,17 +105,17 @@ def _data_set(reader: Reader, name: str, about: Any, root: Path) -> list[Rows]:
     unread = [column for column in unsupported if columns.get(column)]
     keys = tags.get("role_tag", "from"), tags.get("content_tag", "value")
     if path is None or about.get("folder"):
-        expected = f"hf_hub_url or file_name in {info}, without a folder"
-        reader.refuse(where, expected, "download it, and give file_name")
+        expected = f"hf_hub_url or file_name in {info}, but no folder"
+        reader.refuse(where, expected, "download the data set, and set file_name to its file")
     elif mapped is None or unread:
         content = "conversations" if shared else "prompts and answers"
         content = f"columns {', '.join(unread)}" if unread else content
         reader.refuse(f"{where}: {content}", f"rows that isotype {reader.method} reads", _FIX)
     elif shared and not (
         keys in (("from", "value"), ("role", "content"))
-        and speaks({role: tags[tag] for role, tag in _TAGS.items() if tag in tags})
+        and same_roles({role: tags[tag] for role, tag in _TAGS.items() if tag in tags})
     ):
-        expected = "messages by names that isotype reads (docs/training.md, Data)"
+        expected = "tags with names that isotype reads (docs/training.md, Data)"
         reader.refuse(f"{where}: tags {tags}", expected, _FIX)
     else:
         counts = about.get("num_samples"), reader.typed("max_samples", "a number above 0", None)

@@ -1,4 +1,4 @@
-"""Reads a file of another training program. With tables.yaml, each name is translated, noted as left out, or refused."""
+"""Reads a file of another training program, and translates, leaves out or refuses each name according to tables.yaml."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from isotype.data.sharegpt import CALL, SPEAKERS
 
 OFF = "off or empty"
 """The note on a name whose value turns off a feature of the other program."""
-NOT_HERE = "not read: {} is not on this machine, so each row counts as the longest possible row"
+NOT_HERE = "not read, because {} is not on this machine; all rows are assumed to have the maximum length"
 Kind = Literal["a number above 0", "a list", "names with values", "text"]
 _KINDS: Mapping[Kind, Any] = {
     "a number above 0": (int, float),
@@ -54,8 +54,8 @@ class Reader:
     Attributes:
         given: the values in the file by name. A name in a group is written `group.name`.
         values: the translated values by isotype's names.
-        used: maps a translated name to isotype's names; to an empty list if isotype always does what the name requests.
-        notes: maps an effect to the names that have this effect because they are left out.
+        used: maps a translated name to isotype's names. The list is empty if isotype always does what the name requests.
+        notes: maps the effect of leaving a name out to the names with this effect.
         trains: True if the data sets must be on this machine, because a training reads them.
     """
 
@@ -96,14 +96,14 @@ class Reader:
         return default
 
     def use(self, names: str, **ours: Any) -> None:
-        """Record that `names` are translated into the arguments `ours`; without `ours`, isotype always does as requested."""
+        """Record that `names` are translated into `ours`, which is empty if isotype always does what the names request."""
         self.values.update(ours)
         for name in self._open(names):
             self.used[name] = list(ours)
             self._settled.add(name)
 
     def note(self, effect: str, names: str) -> None:
-        """Record that `names` are left out, and what effect this has."""
+        """Record that `names` are left out, with the effect."""
         for name in self._open(names):
             self.notes.setdefault(OFF if self.get(name) in (None, False) else effect, []).append(name)
             self._settled.add(name)
@@ -163,11 +163,11 @@ class Reader:
         lines = [f"  {', '.join(names)}: {effect}" for effect, names in self.notes.items() if effect != OFF]
         title = tables()[self.table]["title"]
         used = f"{len(self.used)} names in {title}'s file are used"
-        return "\n".join([f"{used}; of the others:", *lines]) if lines else used
+        return "\n".join([f"{used}; notes on other names:", *lines]) if lines else used
 
     def _settle(self, name: str, value: Any) -> None:
         table = tables()[self.table]
-        ours, (kind, text) = _words(table["used"]).get(name), _fate(self.table, name)
+        ours, (kind, text) = _words(table["used"]).get(name), _entry(self.table, name)
         choices = _words(table["choices"].get(ours, ""))
         if self.get(name) is None or (not value and ours is None and not table.get("passes")):
             self.notes.setdefault(OFF, []).append(name)
@@ -226,8 +226,8 @@ def _listed(table: str) -> Iterator[tuple[str, str, str]]:
             yield from ((kind, text, name) for name in names.split())
 
 
-def _fate(table: str, name: str) -> tuple[str, str]:
-    """Return a name's kind (idle, differs, refused) and text, or ("", ""). Exact entries come before patterns."""
+def _entry(table: str, name: str) -> tuple[str, str]:
+    """Return a name's entry: its kind (idle, differs or refused) and text, or ("", ""). A pattern matches last."""
     entries = [entry for entry in _listed(table) if fnmatchcase(name, entry[2])]
     kind, text, _ = min(entries, key=lambda entry: entry[2] != name, default=("", "", ""))
     return kind, text
@@ -245,7 +245,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
-FRAME = "not done: words around an instruction and its input; the prompt is the instruction, an empty line and the input"
+FRAME = "not done as requested: no words are added; a prompt is the instruction, an empty line and the input"
 _NATIVE = {"messages": ["conversations"]}
 _ALPACA = {name: list(sources) for name, sources in PRESETS["alpaca"].items()}
 
@@ -271,7 +271,7 @@ class Rows:
 
     @property
     def renamed(self) -> dict[str, list[str]]:
-        """The columns that isotype cannot find by their names."""
+        """The columns whose names differ from isotype's, by isotype's names."""
         renamed = {ours: theirs for ours, theirs in self.columns.items() if theirs != [ours]}
         return {} if renamed == _NATIVE else renamed
 
@@ -283,7 +283,7 @@ class Rows:
 
 
 def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> None:
-    """Translate `names` into the data sets `rows`, and the name `whole`, which requests loss on prompts."""
+    """Translate `names` into the data sets `rows`. The name `whole` requests loss on prompts."""
     paths = {row.path for row in rows if looks_like_path(row.path)}
     absent = sorted(path for path in paths if not Path(path).expanduser().exists())
     if absent and not reader.trains:
@@ -317,8 +317,8 @@ def _pairs(columns: Mapping[str, list[str]]) -> str | None:
     return ",".join(f"{ours}={theirs[0]}" for ours, theirs in columns.items())
 
 
-def speaks(roles: Mapping[str, Any]) -> bool:
-    """Return True if isotype reads each name in the rows as the right role. `roles` maps a role to its names in the rows."""
+def same_roles(roles: Mapping[str, Any]) -> bool:
+    """Return True if isotype maps the names to the same roles. `roles` maps a role to its names in the rows."""
     return all(
         SPEAKERS.get(str(name).lower(), "").replace(CALL, "assistant") == role
         for role, names in roles.items()

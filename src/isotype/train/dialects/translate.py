@@ -59,9 +59,9 @@ def translated(
     reader.trains = trains
     newer = sorted(_NEWER & reader.given.keys())
     for name in newer:
-        what = f"{name}: a name of LLaMA-Factory's second form (v1)"
-        expected = "LLaMA-Factory's first form (stage, finetuning_type, dataset, …)"
-        reader.refuse(what, expected, "write the file in the first form")
+        what = f"{name}: a name of LLaMA-Factory's second file format (v1)"
+        expected = "LLaMA-Factory's first file format (stage, finetuning_type, dataset, …)"
+        reader.refuse(what, expected, "write the file in the first format")
     requested = None if newer else module.method_of(reader)
     if requested is None:
         refused = {problem.given.partition(":")[0] for problem in reader.problems}
@@ -74,7 +74,7 @@ def translated(
         reader.finish()
     if requested not in (None, method):
         what = next((f"{name}: {reader.get(name)}" for name in _METHOD if reader.get(name)), "no rl")
-        fix = f"isotype {requested} --config …, with this file"
+        fix = f"run isotype {requested} --config with this file"
         reader.problems.append(Problem(what, f"a file for isotype {method}", fix))
     return reader
 

@@ -85,7 +85,7 @@ def memory_meter(device: torch.device) -> Iterator[MemoryMeter]:
 
 
 _EVERY = 50
-"""Largest number of steps between two samples. In a short run, it is smaller, so that there are about twenty samples."""
+"""Largest number of steps between two samples. A short run is sampled more often, about twenty times."""
 
 
 class HeadroomMeter:

@@ -26,17 +26,17 @@ from isotype.train.monitor.memory import MemoryMeter
 from isotype.train.monitor.step import MicroBatch, Step
 
 Replay = NonFinite | str
-"""Result of a repeated step: the first value that is not finite, a reason why it is unknown, or "" if all are finite."""
+"""Result of a repeated step: the first value that is not finite, or why it is unknown, or "" if all values are finite."""
 
 
 @dataclass
 class StepMeter:
-    """Measures a trainer's optimizer steps between `attach` and `detach`, because callbacks get no batch and no loss.
+    """Measures a trainer's optimizer steps by methods that `attach` replaces, because callbacks get no batch and no loss.
 
     Args:
-        together: True if all processes read every step in a collective operation. If False (in a script), tokens are not
-            counted, and processes combine their losses only if the gradient norm is not finite. The gradient norm is the
-            same in all processes, so all make the same decision, and other steps need no synchronization.
+        together: True if all processes combine their values in every step (a collective operation). If False (in a script),
+            tokens are not counted, and losses are combined only if the gradient norm is not finite. This norm is equal in
+            all processes, so that all processes combine their losses in the same step.
         signals: the stop signals (SIGINT, SIGTERM) that this process has received so far.
 
     Attributes:

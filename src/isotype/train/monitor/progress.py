@@ -31,7 +31,7 @@ _WIDEST = 130  # columns from which the line also shows learning rate and gradie
 
 @dataclass(frozen=True)
 class _Inset:
-    """Makes `inner` narrower than the console, to leave space for the ^C that a terminal prints after the live line."""
+    """Renders `inner` narrower than the console, because a terminal prints ^C after the live line."""
 
     inner: RenderableType
 
@@ -143,7 +143,7 @@ def _handlers_on(stream: TextIO) -> list[logging.StreamHandler[TextIO]]:
     """Return the log handlers that write to `stream`.
 
     While a live bar is shown, rich replaces `sys.stderr` with a stream that writes above the bar. A log handler that
-    still uses the former `sys.stderr` (as transformers' handler does) would write into the bar.
+    still has the former `sys.stderr` (such as transformers' handler) would write into the bar.
     """
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     return [

@@ -24,22 +24,22 @@ _LOGGED_ANYWAY = frozenset(
 )
 
 _ACTIONS = ("should_log", "should_evaluate", "should_save", "should_training_stop", "should_epoch_stop")
-"""Fields of `TrainerControl` that announce an action of the trainer after the current step."""
+"""Fields of `TrainerControl` that request an action of the trainer after the current step."""
 
 
 class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
     """Callback that makes a `StepRecord` of every optimizer step of a `PolicyTrainer`.
 
-    All processes make these records, so that all of them end a run at the same step. Only rank 0 shows the progress. If
+    All processes make these records, so that all processes end a run at the same step. Only rank 0 shows the progress. If
     the optimizer can skip updates on the device (`isotype.train.monitor.step`), a step is checked and recorded while
-    the next step runs. It is recorded before the trainer saves, logs or evaluates.
+    the next step runs, but before the trainer saves, logs or evaluates.
 
     Args:
         view: shows the progress, or None to show nothing.
         earlier: report of the run up to the resumed checkpoint, or None for a new run.
 
     Attributes:
-        steps, evals: records of the steps, and of the losses on held-back rows. The records of `earlier` come first.
+        steps, evals: records of the steps and of the evaluations. The records of `earlier` come first.
         resumed_from: step of the resumed checkpoint, or None for a new run.
     """
 
@@ -101,7 +101,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             self._skipping = None
 
     def settle(self) -> None:
-        """Read and record the step that is still unread. Raise TrainingError if its loss or gradient norm is not finite."""
+        """Read and record the last step if it is unread. Raise TrainingError if its loss or gradient norm is not finite."""
         step, self._unread = self._unread, None
         if step is not None:
             step.read()
@@ -182,10 +182,9 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
 
 class PeriodicReport(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Callback that calls `write` in rank 0, so rarely that writing takes at most 1% of the training's time.
+    """Callback that writes the report of the run so far in rank 0, in at most 1% of the training's time.
 
-    `write` writes the report of the run so far. A SaveError from `write` is ignored, because writing the last report
-    raises the error again.
+    A SaveError from `write` is ignored, because the report is written again at the end of the run.
     """
 
     _LEAST_SECONDS = 10.0

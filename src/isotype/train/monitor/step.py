@@ -1,8 +1,8 @@
 """An optimizer step of a trainer: its inputs and measurements, which are collected on the device and read once.
 
-A step whose loss or gradient is not finite must not change the weights. PyTorch's fused Adam and AdamW on CUDA can skip
-the update on the device (`found_inf`, which the GradScaler uses): the host launches the update, and reads the values one
-step later without waiting. On other devices and with other optimizers, the host reads the values before the update.
+A step whose loss or gradient is not finite must not change the weights. PyTorch's fused Adam and AdamW on CUDA skip an
+update if `found_inf` is set (a flag on the device, which GradScaler also uses). With these optimizers, the host reads the
+values one step later, without waiting. With other optimizers and devices, the host reads the values before the update.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from isotype.core.random_states import RandomStates
 from isotype.report.run.record import StepRecord
 
 DEFERRED_ON = ("cuda",)
-"""Device types on which fused optimizers can skip an update by a flag on the device. ROCm has the type `cuda`."""
+"""Device types on which fused optimizers read `found_inf`. ROCm has the type `cuda`."""
 
 _LOSS, _NORM = 1, 3
-"""Positions of loss and norm among the five values of a step."""
+"""Indices of loss and norm in the tensor of five values that `launch` makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Step:
     """An optimizer step. `read` converts loss, norm and scale from scalars on the device to Python numbers.
 
     Attributes:
-        tokens: number of tokens in the loss over all processes (set by `read`).
+        tokens: number of tokens in the batches of all processes, without padding (set by `read`).
         loss: sum of the losses of this process's micro-batches. `read` averages the sums of all processes.
         grad_norm: norm of the unscaled gradients before clipping, or None if it was not measured.
         scale: the loss scale in the backward, or None without loss scaling.
-        stops: number of processes that were asked to stop (set by `read`).
+        stops: number of processes that have received a stop signal (set by `read`).
         began: start of the step by `time.perf_counter`, in seconds.
         memory_bytes: peak memory of this process, or 0 if it was not measured.
     """
@@ -76,11 +76,11 @@ class Step:
         """Collect the values in one tensor on the device, without waiting for the device.
 
         Args:
-            accelerator: sums tokens, losses and stop requests over all processes, so all of them must call `launch`. If
-                `accelerator` is None, the loss is that of this process, and tokens are not counted.
-            stops: True if this process was asked to stop.
+            accelerator: sums tokens, losses and stop signals over all processes (a collective operation). If `accelerator`
+                is None, only the loss of this process is collected, and tokens are not counted.
+            stops: True if this process has received a stop signal.
         """
-        # MPS has no float64, nor has every XPU; in float32 more than 2^24 tokens a step would be rounded.
+        # MPS and some XPUs have no float64. In float32, numbers of tokens above 2^24 would be rounded.
         wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
         tokens = sum(count_tokens(batch.inputs) for batch in self.batches) if accelerator is not None else 0
         values = torch.stack(
@@ -143,7 +143,7 @@ _MASKS = {"input_ids": "attention_mask", "prompt_ids": "prompt_mask", "completio
 
 
 def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
-    """Count the tokens in a batch's attention masks, but not those of the extra sequences for KTO's KL estimate."""
+    """Count the tokens in a batch's attention masks, without the extra sequences for KTO's KL estimate."""
     total: torch.Tensor | int = 0
     for ids, mask in _MASKS.items():
         if batch.get(ids) is not None:
@@ -153,10 +153,10 @@ def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
 
 
 def skipping_optimizer(optimizer: Any, accelerator: Any, device: torch.device) -> Any | None:
-    """Return the optimizer inside accelerate's wrapper if a flag on the device can make it skip an update, else None.
+    """Return the optimizer inside accelerate's wrapper if it skips an update when `found_inf` is set, else None.
 
-    Return None also with a GradScaler, which sets the flag, and with several processes, because the host must read the
-    stop requests of all processes before the update.
+    Return None with a GradScaler, because it sets `found_inf` itself. Return None with several processes, because the host
+    must read the stop signals of all processes before the update.
     """
     scaler = getattr(accelerator, "scaler", None)
     if device.type not in DEFERRED_ON or accelerator.num_processes > 1 or scaler is not None:

@@ -44,7 +44,7 @@ RESULT_FILES = {
 
 
 def write_manifest(directory: Path) -> None:
-    """Write a checkpoint's manifest: sizes, checksums, and the time of saving (a copy may have other file times)."""
+    """Write a checkpoint's manifest: sizes, checksums, and the time of saving (copied files can have other times)."""
     files = {
         path.relative_to(directory).as_posix(): path
         for path in sorted(directory.rglob("*"))
@@ -109,7 +109,7 @@ def unreadable_state(checkpoint: Path) -> str | None:
         state = TrainerState(**(read_json(checkpoint / _STATE) or {}))
         counts = (state.global_step, state.max_steps, state.num_train_epochs, state.train_batch_size)
         if not all(type(count) is int for count in counts) or state.global_step < 0:
-            return f"{_STATE} lacks a number of steps, epochs or rows"
+            return f"{_STATE} lacks the number of steps, epochs or rows"
         if not isinstance(state.log_history, list):
             return f"{_STATE} has no log_history"
     except _REFUSALS as error:
@@ -161,7 +161,7 @@ def trained_kind(root: Path) -> str | None:
 
 
 def remove_other_kind(root: Path, former: str | None) -> None:
-    """Delete an earlier result of the other kind (adapter or model), because programs would read both kinds of files."""
+    """Delete an earlier adapter if the result is now a model, or the reverse, because programs would read both."""
     if former is None or former == trained_kind(root):
         return
     for pattern in RESULT_FILES[former]:
@@ -216,7 +216,7 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
             load_model(trainer.ref_model, checkpoint / REFERENCE)
         else:
             headline = "the run cannot resume with its reference model"
-            what = f"--sync_ref_model, and {checkpoint}, which has no reference model: sharded runs save none"
+            what = f"--sync_ref_model, but {checkpoint} has no reference model (a sharded run saves none)"
             expected = "a checkpoint of an unsharded run"
             raise UsageError.of(headline, what, expected, "begin again, or train without --sync_ref_model")
     if not hasattr(sampler, "generator") or hasattr(sampler, "set_epoch"):
@@ -227,7 +227,7 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
 
 
 def save_loop_state(trainer: Any, order: Order | None, folder: Path) -> None:
-    """In the middle of an epoch, save this process's random states, its completions and a changed reference model."""
+    """Save the reference model if training changes it, and this process's random states and completions for this epoch."""
     if _moves_reference(trainer) and trainer.args.should_save and not has_shards(trainer.model):
         save_model(trainer.ref_model, str(folder / REFERENCE))
     if order is None:

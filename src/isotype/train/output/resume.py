@@ -1,4 +1,4 @@
-"""Locks the directory of a run, and resumes runs: finds the checkpoint, compares settings, and prints notes and commands."""
+"""Locks a run's output directory, finds the checkpoint to resume, and compares its settings with those of the command."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def resume_point(settings: Settings) -> Path | None:
         return path
     others = ", ".join(p.name for p in reversed(whole) if p.resolve() != path.resolve())
     headline, what = "no checkpoint to resume from", f"--resume_from_checkpoint {requested}: {reason}"
-    fix = f"{root} has no other complete checkpoint: leave the argument out"
+    fix = f"leave --resume_from_checkpoint out, because {root} has no other complete checkpoint"
     if others:
-        fix = f"complete in {root}: {others}"
-    raise CheckpointError.of(headline, what, "a folder checkpoint-N that was saved to the end", fix)
+        fix = f"complete checkpoints in {root}: {others}"
+    raise CheckpointError.of(headline, what, "a complete folder checkpoint-N", fix)
 
 
 def check_resume(identity: Mapping[str, Any], resume: Path | None) -> None:
@@ -109,7 +109,7 @@ def check_resume(identity: Mapping[str, Any], resume: Path | None) -> None:
         return
     if problems := [_problem(name, was, now, resume) for name, was, now in _different(resume, identity)]:
         raise CheckpointError(
-            f"{resume} is of another run",
+            f"{resume} belongs to a run with other settings",
             problems,
             hint="a checkpoint can be resumed only with the settings of its run; leave --resume_from_checkpoint out and "
             "give another --output_dir to start again",
@@ -170,7 +170,7 @@ RUN_FILE = "isotype_run.json"
 """File in a checkpoint that records the settings of the run."""
 
 TEMPLATE_DATE, RECOMPUTED = "template_date", "gradient_checkpointing"
-"""Names of values in `RUN_FILE` that a run decides once. A resumed run does not decide them again."""
+"""Names of values in `RUN_FILE` that a resumed run keeps."""
 
 
 def decided_before(resume: Path | None) -> Mapping[str, Any]:
@@ -192,7 +192,7 @@ def day_of_run(resume: Path | None) -> date:
 
 
 def mark_day(settings: Settings, day: str, tokenizer: Any) -> None:
-    """Store the day in the tokenizer, so that it becomes part of the key under which `datasets` caches tokenized rows."""
+    """Store the day in the tokenizer. `datasets` then includes the day in the key of its cache of tokenized rows."""
     if writes_date(tokenizer) or settings.chat_template_path is not None:
         getattr(tokenizer, "tokenizer", tokenizer).template_date = day
 
@@ -203,12 +203,12 @@ def day_note(rows: Any, day: str, resume: Path | None, tokenizer: Any) -> str | 
     if not writes_date(tokenizer) or not is_conversational(next(iter(rows), {})):
         return None
     if resume is None:
-        which = "the day of the run's start, which a resumed run keeps"
+        which = "the day on which the run started, also after a resume"
     elif template_date(resume) is None:
-        which = f"today: {resume.name} records no day, and its run may have used another day"
+        which = f"today ({resume.name} records no day, and its run may have used another day)"
     else:
-        which = f"as in {resume.name}, from which the run resumes"
-    return f"the chat template can write today's date; it writes {day}: {which}"
+        which = f"the day that the resumed {resume.name} records"
+    return f"the chat template can write today's date; in this run, it writes {day}, {which}"
 
 
 _NAMES: Any = table(__file__, "identity.json")
@@ -217,7 +217,7 @@ _DECISIVE, _INDECISIVE = _NAMES["decisive"].split(), _NAMES["indecisive"].split(
 _POLICY: Mapping[str, str | None] = _NAMES["policy"]
 """Maps a field of the policy to the argument that sets it, or to None."""
 _PARTS = {True: "language", False: "all"}
-"""Value of `--quantized_parts`, by whether the policy's `dense` names modules."""
+"""Maps True (the policy's `dense` names modules) and False to the value of `--quantized_parts`."""
 _BATCH = "rows in an optimizer step"
 _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("dataset_name", "dataset_config")}
 
@@ -228,7 +228,7 @@ def identity_of(
     """Return the settings that determine the numerical results of a run, by argument name, as plain JSON values.
 
     Some names are not arguments, such as `rows in an optimizer step` (of all processes). `weights` and `rows` are
-    fingerprints of the model and the training rows, or None. `settings` must be those before the trainer was built.
+    fingerprints of the model and the training rows, or None. The trainer must not have changed `settings` yet.
     """
     from transformers import TrainingArguments
 
@@ -331,7 +331,7 @@ def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
     again, flag = "or start again in another --output_dir", _POLICY.get(name)
     if name == "weights":
         setting = f"the weights of --model_name_or_path have the fingerprint {now}"
-        fix = f"give the model with which the run was started, {again}"
+        fix = f"give the model of that run, {again}"
     elif name == "rows":
         setting, fix = f"the training rows: {now}", f"give the same rows in the same order, {again}"
     elif name == _BATCH:
@@ -341,9 +341,11 @@ def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
         setting, expected, fix = f"isotype {now}", f"isotype {was}", f"resume with isotype {was}"
     elif name == "layers":
         setting = (
-            f"{len(now)} layers stored differently from most" if now else "all layers stored in one format"
+            f"{len(now)} layers in another format than most layers" if now else "all layers in one format"
         )
-        expected = f"{len(was)} such layers" if was else "no such layer"
+        expected = (
+            f"{len(was)} layers in another format than most layers" if was else "all layers in one format"
+        )
         fix = "leave --quantization mixed out"
         fix = "--quantization mixed with the --base_memory of that run" if was else fix
     elif name == "dense":

@@ -34,7 +34,7 @@ def earlier_report(resume: Path | None) -> RunRecord | None:
     except ValueError as error:
         headline = "the report in the checkpoint cannot be read"
         fix = f"delete {path}: the new report then begins at the checkpoint"
-        expected = "the report as isotype wrote it"
+        expected = "an unchanged report of isotype"
         raise CheckpointError.of(headline, f"{path}: {error}", expected, fix) from error
 
 
@@ -56,8 +56,7 @@ def write_report(record: RunRecord, root: Path, *, made_steps: bool, writes: boo
     except SaveError as error:
         if record.status != "finished":
             raise
-        kept = f"the trained model in {root} is complete, and so are the checkpoints"
-        hint = f"{kept}; only the report is missing"
+        hint = f"the trained model in {root} and the checkpoints are complete; only the report is missing"
         raise SaveError(error.headline, error.problems, hint) from error
     return html
 

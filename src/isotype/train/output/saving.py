@@ -47,7 +47,7 @@ class Hooks:
         before: raises an error if the current step must not be saved.
         in_checkpoint: writes more files into the folder of a checkpoint.
         card: returns the model card of the run. If `card` is None, the trainer makes the model card.
-        goes_on: returns the command that resumes a checkpoint. It is None in a script.
+        goes_on: returns the command that resumes a checkpoint; None in a script.
     """
 
     before: Callable[[], object] = lambda: None

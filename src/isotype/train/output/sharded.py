@@ -109,14 +109,14 @@ def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def put_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
-    """Copy whole tensors, which every process has read, into sharded parameters."""
+    """Copy whole tensors into sharded parameters. Every process must have all of the tensors."""
     for name, parameter in _trained(model).items():
         target: Any = parameter.detach()
         target.to_local().copy_(_sharded_like(target, whole[name].to(target.dtype)).to_local())
 
 
 def shard_optimizer(optimizer: Any) -> None:
-    """Shard optimizer states in the same way as their parameters. Every process has read the whole states."""
+    """Shard optimizer states in the same way as their parameters. Every process must have the whole states."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if is_sharded(parameter) and value.shape == parameter.shape and not is_sharded(value):

@@ -31,7 +31,7 @@ class Options:
 
     Attributes:
         bare: True if a model was named without a training method.
-        batch, length: number of rows in the step, and number of tokens per row. None: the training's arguments decide.
+        batch, length: number of rows in the step, and number of tokens per row, or None if the training's arguments decide.
         fsdp: version of FSDP (0 for no FSDP), or None if the training's arguments decide.
         devices: number of devices that train together, or None if the launcher decides.
     """
@@ -153,7 +153,7 @@ class Repaired:
 def with_commands(
     findings: Sequence[Finding], command: Command, *, bare: bool, present: bool
 ) -> tuple[Finding, ...]:
-    """Give each fix that changes arguments a command with these changes: a check if `bare` is True, else a training."""
+    """Add a command to each fix that changes arguments: `isotype check` if `bare` is True, else the training command."""
 
     def commanded(fix: Fix) -> Fix:
         if fix.command or fix.scope != "setting":
@@ -178,12 +178,12 @@ def repaired_command(
     present: bool = True,
     remaining: Callable[[Command], Sequence[tuple[Finding, str]]] | None = None,
 ) -> Repaired:
-    """Apply the fixes to a training command. The result also describes the fixes that no argument can make.
+    """Apply the fixes to a training command. The text of the result describes fixes that no argument can make.
 
     Args:
         unresolved: findings of the traced step that have no fix, each with the reason.
-        remaining: checks a changed command under its own policy and returns the findings that are left, each with the
-            reason. If `remaining` is None, the changed command is not checked.
+        remaining: checks the changed command and returns its findings, each with the reason why no fix resolves it. If
+            `remaining` is None, the changed command is not checked.
     """
     repaired, by_hand = command, []
     for fix in fixes:

@@ -50,7 +50,7 @@ from isotype.train.validate import (
 
 
 def plan_of_training(options: Options, command: Command) -> StepPlan:
-    """Return the step of a command. If data and tokenizer are on this machine, the step has the lengths of the rows."""
+    """Return the plan of a command's step. If data set and tokenizer are on this machine, the plan has the rows' lengths."""
     settings = start_of(settings_of(command))
     here = not options.bare and device_profile(settings.device).present
     problems = [*argument_problems(settings), *(machine_problems(settings) if here else ())]
@@ -69,13 +69,13 @@ def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
         return Choice(checkpointing(settings.training), "as requested")
     earlier = decided_before(resume)
     if resume is not None and RECOMPUTED in earlier:
-        return Choice(earlier[RECOMPUTED], f"as in {resume.name}, from which the run resumes")
+        return Choice(earlier[RECOMPUTED], f"as in {resume.name}, which the run resumes")
     plan = training_plan(settings, tokenizer, run.data, lengths)
     return from_first(PlannedStep(plan, config_of(run.checkpoint), run.policy).choice)
 
 
 def training_plan(settings: Settings, tokenizer: Any, data: Any, lengths: Lengths | None = None) -> StepPlan:
-    """Return the step that the training will run. The step's rows are as long as the longest row of the data can be."""
+    """Return the plan of the training's step, with the length of the longest possible row."""
     rows = data[settings.dataset_train_split]
     plan = replace(
         _of_arguments(Options(), settings),
@@ -87,7 +87,7 @@ def training_plan(settings: Settings, tokenizer: Any, data: Any, lengths: Length
 
 
 def _of_arguments(options: Options, settings: Settings) -> StepPlan:
-    """Return the step that the arguments determine, without reading the data."""
+    """Return the plan that follows from the arguments alone, without the data set."""
     from trl import get_peft_config
 
     method = settings.method
@@ -107,7 +107,7 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
         attention, packed = None, False
     if settings.torch_compile:
         notes.append(
-            "torch.compile: the uncompiled step is checked: its dtypes and findings are the same, its memory can differ"
+            "torch.compile: the uncompiled step is checked, which has the same dtypes and findings, but can need other memory"
         )
     compares = method.compares(settings.training)
     precomputed = settings.precompute_ref_log_probs
@@ -180,7 +180,7 @@ def _with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: An
 
 
 def _bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | None) -> StepPlan:
-    """Return the plan with the number of rows in a batch, their prompts' length and the longest possible row's length."""
+    """Return the plan with the number of rows in a batch, the shortest prompt's length and the longest row's length."""
     if lengths is not None and len(lengths.tokens) == lengths.rows:
         prompts_count = settings.completion_only_loss is False
         plan = replace(plan, prompt=0 if prompts_count else lengths.prompt)
@@ -208,11 +208,11 @@ def _longest(
 
 
 _TRIED = 8
-"""Number of rows whose images are encoded: half are the rows with most pixels, half the rows with most images."""
+"""Number of rows whose images are encoded. Half of these rows have the most pixels, the other half the most images."""
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
-    """Encode images of sampled rows. Return those of the row with the most pixel values, or None if it is unknown."""
+    """Return the encoded images of the sampled row with the most pixel values; None for a stream or without a processor."""
     if not hasattr(rows, "__len__") or not len(rows):
         return None
     if not picture_columns(rows):
@@ -229,9 +229,9 @@ def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
 
 
 def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan:
-    """Return the plan with the lengths of the training's rows, if the data is on this machine."""
-    rewards, said = rewards_here(settings)
-    plan = replace(plan, notes=(*plan.notes, *said))
+    """Return the plan with the lengths of the training's rows, if the data set is on this machine."""
+    rewards, unchecked = rewards_here(settings)
+    plan = replace(plan, notes=(*plan.notes, *unchecked))
     notes: list[str] = []
     data = training_data_here(settings, notes.append)
     if data is None:
@@ -272,7 +272,7 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     limit = settings.max_length
     longest = lengths.longest + plan.completion
     line = f"the longest of {plural(len(lengths.tokens), 'row')} has {plural(longest, 'token')}"
-    line += f", with a completion of {plan.completion:,}" if plan.completion else ""
+    line += f", including a completion of {plan.completion:,}" if plan.completion else ""
     words = getattr(tokenizer, "tokenizer", tokenizer)
     counted = f"counted by the tokenizer of {plan.source} ({len(words):,} tokens in its vocabulary)"
     cut = lengths.cut(limit, whole=settings.method.loss == "reward")

@@ -63,12 +63,12 @@ _MXFP4_BYTES = (4 + 8 / 32) / 8
 """Bytes per MXFP4 value: 4 bits, and an 8-bit scale for 32 values (OCP MX specification 1.0, section 5.2)."""
 
 _PART_OF_ROOM = 0.25
-"""No alternative is reported if a step without recomputation needs less than this share of the allowed memory."""
+"""If a step without recomputation needs less than this share of the allowed memory, no alternative is reported."""
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The step of a plan. The step can be traced with different choices of layers to recompute.
+    """The step of a plan, which can be traced with different choices of layers to recompute.
 
     Attributes:
         ranges: the value ranges that decided the policy, or None if ranges were not measured.
@@ -103,7 +103,7 @@ class PlannedStep:
 
     @cached_property
     def _least(self) -> int:
-        """Bytes of the weights, adapters and buffers, which every step needs, with or without recomputation."""
+        """Bytes of the weights, adapters and buffers, which every step needs."""
         return sum(self.held(None).values())
 
     def model(self, arguments: Mapping[str, Any] | None) -> tuple[Any, tuple[str, ...]]:
@@ -118,9 +118,9 @@ class PlannedStep:
 
     @cached_property
     def mixed(self) -> bool:
-        """True if the documents of a packed row would attend to each other. The training then puts each in its own row.
+        """True if the documents of a packed row would attend to each other. A training then puts each in a separate row.
 
-        A training runs the model to test its masks. A trace without weights shows whether masks depend on documents.
+        The documents are separated if transformers' code for this (`lines_separating_documents`) is in the trace.
         """
         plan = self.plan
         if not plan.packed:
@@ -165,7 +165,7 @@ class PlannedStep:
         )
 
     def _between_steps(self, model: Any, rows: int, tokens: int) -> Any:
-        """Return the generation of completions if the device generates them, else an evaluation batch, or None."""
+        """Return the generation of completions if the device generates completions, else the result of `_evaluation`."""
         plan = self.plan
         if plan.generations is None or tokens <= plan.completion:
             return self._evaluation(model, rows, tokens)
@@ -195,7 +195,7 @@ class PlannedStep:
         return run(self.request(arguments, rows, tokens), traced=trace)
 
     def alternative(self, choice: Choice) -> str:
-        """Describe the cost of the opposite choice (all layers recomputed, or none), or return "" if memory is ample."""
+        """Describe the cost of the opposite choice (all layers recomputed, or none). Return "" if most memory is free."""
         room = self.room.size
         if room is None or self.plan.unforeseen or self._least > room:
             return ""
@@ -209,8 +209,9 @@ class PlannedStep:
         time = step_time(trace)
         least = "" if time is None else f"{format_duration(time.seconds)} at least"
         if every:
-            return f"; with every layer {', '.join(filter(None, (format_bytes(trace.memory.peak), least)))}"
-        return least and f"; without, {least}"  # `choice.reason` has the bytes
+            costs = ", ".join(filter(None, (format_bytes(trace.memory.peak), least)))
+            return f"; with every layer recomputed: {costs}"
+        return least and f"; without recomputation: {least}"  # `choice.reason` has the bytes
 
     def _foresee(self, arguments: Mapping[str, Any] | None) -> int:
         return self._foreseen(arguments).memory.peak
@@ -267,7 +268,7 @@ def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
 def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
     method = METHODS[plan.method]
     require_decoder(config, method)
-    # If only some layers are checkpointed, their numbers select them, so layers must not be folded before.
+    # If only some layers are checkpointed, they are selected by number. Then layers must not be folded before.
     some = (plan.checkpointing or {}).get("every_n_layers", 1) != 1
     model = weightless_model(
         config,
@@ -283,7 +284,7 @@ def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
     model.config.use_cache = False
     text = model.config.get_text_config()
     if method.loss == "reward" and text.pad_token_id is None:
-        text.pad_token_id = 0  # any id: the trainer sets the tokenizer's, which is unknown
+        text.pad_token_id = 0  # any id: the trainer's id comes from the tokenizer, which is unknown here
     if plan.checkpointing is not None:
         checkpoint_gradients(model, plan.checkpointing, adapters=plan.lora is not None)
     if some:
@@ -323,7 +324,7 @@ def positions_of(config: Any) -> int | None:
 
 
 def least_row(plan: StepPlan, config: Any) -> int:
-    """Return the length below which the plan's rows cannot be cut, because they have images."""
+    """Return the smallest length to which the plan's rows can be cut. Rows with images are not cut."""
     of_data = 0 if plan.lengths is None or plan.pictures in (None, NONE) else plan.lengths.longest
     return max(of_data, least_length(config, plan.pictures))
 
@@ -351,7 +352,7 @@ def _inputs(plan: StepPlan, length: int, model: Any) -> Any:
 
 
 def _by_lengths(plan: StepPlan, model: Any) -> bool:
-    """Return True if the training's attention uses the lengths of packed documents, so that rows are traced unpacked."""
+    """Return True if the training's attention uses the lengths of packed documents. Rows are then traced unpacked."""
     profile = device_profile(plan.device)
     base = without_peft(model)
     return goes_by_lengths(base) or (plan.fuse and may_go_by_lengths(base, profile))
@@ -378,6 +379,6 @@ def _notes(plan: StepPlan, model: Any) -> tuple[str, ...]:
         notes.append(f"{type(model).__name__} has no gradient checkpointing: all activations are saved")
     if METHODS[plan.method].fused_head and device_profile(plan.device).kind in ("cuda", "rocm", "xpu"):
         notes.append(
-            "TRL's kernel computes the loss on this device; its tiles of up to 256 MiB are not counted"
+            "TRL's kernel computes the loss on this device; the memory of its tiles (up to 256 MiB) is not counted"
         )
     return tuple(notes)

@@ -18,7 +18,7 @@ from isotype.train.command.precision import read_precision_request
 from isotype.train.launched import processes
 from isotype.train.preflight.plan import Options, StepPlan
 
-_add_own = partial(add_arguments, command="check")
+_add_options = partial(add_arguments, command="check")
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
@@ -28,7 +28,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
     named, model, tokens = first_words(argv)
     method = named or method_of_config(tokens) or "sft"
     command, options = parse_command(
-        method, tokens, add_arguments=_add_own, model=model, problems_of=_problems, prog="isotype check"
+        method, tokens, add_arguments=_add_options, model=model, problems_of=_problems, prog="isotype check"
     )
     if "," in str(command["device"]):
         what, fix = f"--device {command['device']}", "isotype plan takes several devices"
@@ -41,10 +41,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
 
 
 def without_version(command: Command, versions: Collection[str]) -> tuple[int | None, Command]:
-    """If `--fsdp` is in `versions`, return (the version, the command with TRL's value: `full_shard` or no `--fsdp`).
-
-    Otherwise the value is TRL's already: return (None, unchanged command).
-    """
+    """Return (version, command with TRL's `--fsdp`) if the command's `--fsdp` is in `versions`, else (None, command)."""
     if command.given("fsdp") not in versions:
         return None, command
     version = int(command["fsdp"])
@@ -65,7 +62,7 @@ def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
     """Parse `isotype check package.module:function …` into (options, function, device). Refuse training arguments."""
     function, *rest = argv
     parser = Parser(prog="isotype check", add_help=False)
-    _add_own(parser)
+    _add_options(parser)
     parser.add_argument("--device", default=None)
     parser.add_argument("--fsdp", choices=("0", "1", "2"), default=None)
     options, unknown = parser.parse_known_args(rest)
@@ -73,8 +70,8 @@ def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
     defaults = {"batch": None, "length": None, "image": None, "images": 1}
     flags = [f"--{name}" for name, default in defaults.items() if getattr(options, name) != default]
     if flags := [*unknown, *flags]:
-        headline = f"arguments that do not go with {function}"
-        expected = "--device, --devices, --fsdp, --generate and the outputs"
+        headline = f"arguments that cannot be combined with {function}"
+        expected = "only --device, --devices, --fsdp, --generate and arguments of the output"
         raise UsageError.of(headline, " ".join(flags), expected, "leave them out: the function decides them")
     device, fsdp = vars(options).pop("device"), vars(options).pop("fsdp")
     return Options(fsdp=None if fsdp is None else int(fsdp), **vars(options)), function, device
@@ -93,7 +90,7 @@ def help_parser() -> Parser:
         parser.add_argument(f"--{name}", choices=choices or None, help=f"{text}{default}")
     fsdp = "version of FSDP that shards the run, or 0 for no FSDP"
     parser.add_argument("--fsdp", choices=("0", "1", "2"), help=fsdp)
-    _add_own(parser)
+    _add_options(parser)
     return parser
 
 
@@ -125,7 +122,7 @@ def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
     takes = getattr(config, "vision_config", None) is not None
     shown = "x".join(map(str, options.image))
     raise UsageError.of(
-        "the images cannot be counted",
+        "the number of tokens in an image is unknown",
         f"--image {shown} for {plan.source}, {'whose processor is not on this machine' if takes else 'which takes only text'}",
         "the processor in the model's directory" if takes else "a model that takes images",
         "copy preprocessor_config.json and the tokenizer into it" if takes else "leave --image out",

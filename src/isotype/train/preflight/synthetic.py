@@ -26,8 +26,8 @@ def synthetic_batch(
     """Return a batch for a transformers model, like the batches of TRL's collators.
 
     Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`). Each row has
-    `pictures`, or one image by default if the config gives its number of tokens. Image tokens have no loss. Tokens that
-    an adapter needs to have an effect are at the beginning of each row, after its images.
+    `pictures`, or one image by default if the config gives its number of tokens. Image tokens have no loss. If an adapter
+    takes effect only with certain tokens, these tokens are at the beginning of each row, after the images.
 
     Raises:
         UsageError: the model's input is not token ids, or `length` is too small for the tokens of the images.
@@ -177,7 +177,7 @@ def _policy_loss(
 ) -> torch.Tensor:
     """Return GRPO's clipped loss with advantages of 1 (https://arxiv.org/abs/2402.03300, equation 3).
 
-    TRL runs the reference model when it has generated the completions, before the forward with gradients.
+    As in TRL, the reference model runs before the forward with gradients.
     """
     kept = _reference_log_probs(model, batch)[:, -completion:] if reference else None
     logps = _log_probs(model, batch)[:, -completion:]

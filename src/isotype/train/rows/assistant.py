@@ -1,8 +1,8 @@
-"""Labels conversations in which TRL cannot find the targets (for `--assistant_only_loss`, or if turns are excluded).
+"""Labels conversations in which TRL cannot find the tokens with loss (`--assistant_only_loss`, or excluded turns).
 
 TRL finds the assistant's tokens only by `{% generation %}` markers in the chat template, and has templates with markers
-for some models. For other templates, isotype renders a conversation twice for each assistant turn: up to the turn, and
-including the turn. The turn's targets are the tokens that only the longer text has. TRL uses these labels unchanged.
+for some models. For other templates, isotype renders a conversation twice for each assistant turn: once without the turn
+and later turns, and once with the turn. The tokens that only the longer text has are the turn's tokens.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def labelled_rows(
     limit: int | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> Any:
-    """If TRL cannot find the targets, convert all splits to `input_ids` and `labels`; else return `data` unchanged.
+    """Convert all splits to `input_ids` and `labels` if TRL cannot find the tokens with loss; else return `data` unchanged.
 
-    TRL needs a chat template with markers, and it ignores the keys that exclude a turn of a row from the loss.
+    TRL needs a chat template with markers, and ignores keys of a message that exclude the message from the loss.
 
     Args:
         limit: number of rows to label in each split, or None for all rows.
@@ -45,7 +45,7 @@ def labelled_rows(
 
     Raises:
         UsageError: the assistant's text cannot be found in these columns or with this chat template.
-        DataError: the template renders the first turns of a row differently if other turns follow.
+        DataError: the template renders a row's first turns differently if other turns follow.
     """
     columns: dict[str, Any] = next(iter(data[settings.dataset_train_split]), {})
     only = settings.assistant_only_loss
@@ -57,7 +57,9 @@ def labelled_rows(
         return data
     if excluded:
         rest = "the assistant's other turns" if only else "everything else"
-        say(f"{plural(excluded, 'turn')} left out of the loss, as marked; the loss counts {rest}")
+        say(
+            f"{plural(excluded, 'turn')} excluded from the loss, as the rows request; the loss includes {rest}"
+        )
     templated = _with_template(tokenizer, settings.chat_template_path)
     if only:
         _check_rows(columns)
@@ -66,7 +68,7 @@ def labelled_rows(
     if not excluded and (templated is None or trl_finds_tokens(templated)):
         return data
     if templated is None:
-        what = f"turns marked as outside the loss, and --chat_template_path {settings.chat_template_path}, which adds tokens"
+        what = f"turns excluded from the loss, and --chat_template_path {settings.chat_template_path}, which adds tokens"
         expected = "a template without new tokens"
         raise UsageError.of("the turns cannot be found", what, expected, "leave one of them out")
     label = partial(labelled_row, tokenizer=templated, whole=whole, only=only, source=settings.data_name)
@@ -104,7 +106,7 @@ def _check_rows(columns: Mapping[str, Any]) -> None:
 
 
 def _with_template(tokenizer: Any, path: str | None) -> Any:
-    """Return the tokenizer with the template from `path`; None if `path` is a model whose template TRL itself can use."""
+    """Return the tokenizer with the template from `path`, or None if `path` is a model and TRL has markers for its template."""
     if path is None:
         return tokenizer
     templated = copy.deepcopy(tokenizer)
@@ -152,7 +154,7 @@ def labelled_row(
         only: True if only the assistant's turns have loss.
 
     Raises:
-        DataError: no token has loss, or the template refuses the conversation or renders its first turns differently if
+        DataError: no token has loss, the template refuses the conversation, or it renders the first turns differently if
             other turns follow.
     """
     from trl import prepare_multimodal_messages
@@ -176,15 +178,17 @@ def labelled_row(
     places = encoded["offset_mapping"]
     learned = [any(start < last and end > first for first, last in spans) for start, end in places]
     if not any(learned):
-        what = f"{place}: all turns are excluded by their marks"
-        fix = "mark one with 1 or true, or remove the example"
+        what = f"{place}: the keys of all turns exclude them from the loss"
+        fix = "set such a key (for example, weight) of one turn to 1, or remove the example"
         raise DataError.of("a row has no targets", what, "at least one turn", fix)
     labels = [token if mask else -100 for token, mask in zip(ids, learned, strict=True)]
     return {"input_ids": ids, "labels": labels}
 
 
-_SAME_BEGINNING = "a chat template that renders the first turns of a conversation the same, whatever follows"
+_SAME_BEGINNING = (
+    "a chat template that renders the first turns of a conversation independently of later turns"
+)
 _ROW_FIX = (
     "--chat_template_path FILE.jinja with {% generation %} and {% endgeneration %} around the assistant's text; or rows of "
-    "'prompt' and 'completion', whose loss counts only the completion; or leave --assistant_only_loss out"
+    "'prompt' and 'completion', in which only the completion has loss; or leave --assistant_only_loss out"
 )

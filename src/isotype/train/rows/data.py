@@ -144,7 +144,7 @@ def _text(content: Any) -> Any:
 
 
 def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
-    """Raise DataError if rows have images but the model takes none, or if the processor refuses one of up to 64 rows."""
+    """Raise DataError if the rows have images but the model takes none, or if the processor refuses a row (of up to 64)."""
     problems = [p for name, rows in data.items() for p in _problems(settings, tokenizer, name, rows)]
     if problems:
         raise data_error(settings.data_name, problems)
@@ -202,7 +202,7 @@ def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], 
     if settings.value("train_sampling_strategy") == "group_by_length":
         what = f"--train_sampling_strategy group_by_length, and images in the column {columns[0]!r}"
         expected = "rows of text: the trainer counts the tokens of a row before its images are read"
-        raise UsageError.of("rows with images have no lengths", what, expected, "leave it out")
+        raise UsageError.of("rows with images cannot be grouped by length", what, expected, "leave it out")
     limit = settings.command.given("max_length")
     fitting_rows = {}
     problems: list[Problem] = []
@@ -214,12 +214,12 @@ def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], 
         if lengths and settings.excess_length_strategy == "drop":
             of = plural(len(rows), "row")
             say(
-                f"{len(lengths):,} of {of} in '{split}' are longer than max_length {limit} and left out, because images are not cut"
+                f"{len(lengths):,} of {of} in '{split}' are longer than max_length {limit} and dropped, because images are not cut"
             )
             fitting_rows[split] = rows.select(at for at in range(len(rows)) if at not in lengths)
             lengths = {} if len(fitting_rows[split]) else lengths
         expected = f"at most max_length {limit} tokens, because images are not cut"
-        fix = f"--max_length {max(lengths.values(), default=0)}, or none; --excess_length_strategy drop leaves such rows out"
+        fix = f"--max_length {max(lengths.values(), default=0)}, --max_length none, or --excess_length_strategy drop"
         words = ((at + 1, plural(n, "token")) for at, n in lengths.items())
         problems += [Problem(f"{split}, row {row}: {tokens}", expected, fix) for row, tokens in words]
     if problems:
@@ -290,7 +290,7 @@ def require_rows_left(settings: Settings, lengths: Lengths | None) -> None:
 
 def _why_dropped(settings: Settings, labelled: bool = False) -> str:
     if labelled or settings.assistant_only_loss:
-        return f"none of their first {settings.max_length} tokens counts in the loss"
+        return f"none of their first {settings.max_length} tokens has loss"
     return f"{settings.method.dropped} max_length {settings.max_length}"
 
 

@@ -45,7 +45,7 @@ def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | 
 
 
 def planned_epochs(args: Any, rows: int, batch: int) -> float:
-    """Return the number of epochs as transformers counts it. The last batch and the last step of an epoch may be smaller."""
+    """Return the planned number of epochs. As in transformers, an epoch's last batch and last step may be smaller."""
     if args.max_steps <= 0 or not rows:
         return float(args.num_train_epochs)
     accumulated: int = args.gradient_accumulation_steps
@@ -98,5 +98,7 @@ def _sentences(data: DataSummary) -> list[str]:
         middle, long, longest = data.lengths
         share = data.padding_share
         padding = "" if share is None else f"; {format_share(share)} of a batch is padding"
-        lines.append(f"tokens a row: {middle:,} (50 %), {long:,} (90 %), {longest:,} (99 %){padding}")
+        lines.append(
+            f"tokens per row: median {middle:,}, 90 % up to {long:,}, 99 % up to {longest:,}{padding}"
+        )
     return lines

@@ -35,10 +35,10 @@ class Lengths:
     """Numbers of tokens in the rows of a data set.
 
     Attributes:
-        tokens: number of tokens in each tokenized row; for a pair, of the prompt with the longer answer.
+        tokens: number of tokens in each tokenized row. A pair counts as its prompt with the longer answer.
         rows: number of rows in the data set.
         doubled: number of tokenized rows that begin with two beginning-of-text tokens.
-        prompt: number of tokens in the shortest prompt, which has no loss.
+        prompt: number of tokens in the shortest prompt. Prompts have no loss.
     """
 
     tokens: tuple[int, ...]
@@ -58,7 +58,7 @@ class Lengths:
         return f"{rows} begin with the beginning-of-text token, which the tokenizer adds again; remove it from the rows"
 
     def cut(self, limit: int | None, whole: bool = False) -> str | None:
-        """Describe the rows of more than `limit` tokens, which are cut, or left out if `whole`. None without such rows."""
+        """Describe the rows of more than `limit` tokens (cut, or left out if `whole`), or return None without such rows."""
         over = [length - limit for length in self.tokens if limit is not None and length > limit]
         if not over:
             return None
@@ -86,7 +86,7 @@ def lengths_of(
     every: bool = False,
     only_assistant: bool = False,
 ) -> Lengths | None:
-    """Return the lengths of a data set's rows as the method's trainer tokenizes them, or None if they are unknown.
+    """Tokenize a data set's rows like the method's trainer, and return their lengths, or None if the lengths are unknown.
 
     The lengths of a stream, or of rows with images without a processor, are unknown. SFT reads texts from `text_field`.
     With `only_assistant`, the prompt of a conversation ends before the first turn of the assistant that has loss.
@@ -122,7 +122,7 @@ def lengths_in(settings: Settings, tokenizer: Any, rows: Any, *, every: bool = F
 
 
 def adapter_notes(settings: Settings, tokenizer: Any, rows: Any) -> list[str]:
-    """Return notes on an adapter that is trained further: AdaLoRA keeps its ranks; rows lack tokens that the adapter needs.
+    """Return a note if AdaLoRA is trained further (its ranks stay the same), or if rows lack tokens that the adapter needs.
 
     Raises:
         DataError: no row has these tokens, so that the adapter would learn nothing.
@@ -146,7 +146,7 @@ def adapter_notes(settings: Settings, tokenizer: Any, rows: Any) -> list[str]:
             lacking += sequence not in (ids[start : start + len(sequence)] for start in range(len(ids)))
     if lacking == len(tried):
         what, expected = f"{settings.data_name}: no row has the tokens {shown!r}", "rows with these tokens"
-        fix = "write them into the rows, or into a chat template: --chat_template_path FILE.jinja"
+        fix = "add the tokens to the rows, or to a chat template: --chat_template_path FILE.jinja"
         headline = "the adapter has an effect only with tokens that the rows lack"
         raise DataError.of(headline, what, expected, fix)
     rows_lack = f"{lacking:,} of {len(tried):,} rows lack the tokens {shown!r}"
@@ -218,7 +218,7 @@ def padding_share(tokens: Sequence[int], rows: int) -> float:
 
 
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
-    """Unpack `rows` packed rows, one row per document. Return (documents, longest length) of the largest such batch."""
+    """Return (number of documents, longest length) of the largest batch of `rows` packed rows, unpacked into documents."""
     largest: tuple[int, int] = (0, 0)
     # Rows are visited in the order of their longest document. The other rows of a batch are earlier rows: those with the
     # most documents.
@@ -243,7 +243,7 @@ def ids_of_row(tokenizer: Any, row: Mapping[str, Any], text_field: str = "text")
 
 
 def _ids_of(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str) -> list[Sequence[int]]:
-    """Return the token ids of each answer of a row, with the prompt in front."""
+    """Return the token ids of each answer of a row, with the prompt before the answer."""
     ids = _stored_ids(row)
     return ids or [_ids(tokenizer, *parts, row.get("tools")) for parts in _parts(method, row, text_field)]
 
@@ -270,20 +270,20 @@ def _length(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str
 
 
 def _prompt(method: str, tokenizer: Any, row: Mapping[str, Any], only_assistant: bool) -> int:
-    """Return the number of tokens in a row's prompt, or 0 if there is no prompt or the model writes the answers."""
+    """Return the number of tokens in a row's prompt, or 0 if the row has no prompt or the model generates the answers."""
     if "input_ids" in row or METHODS[method].loss == "policy":
         return 0
     prompt, answer = row.get("prompt") or _begun_alike(row), row.get("messages") or row.get("completion")
     if only_assistant and isinstance(answer, list) and isinstance(prompt, list):
         prompt = [*prompt, *takewhile(lambda turn: turn["role"] != "assistant", answer)]
     ids = _ids(tokenizer, prompt, None, row.get("tools")) if prompt else ()
-    if isinstance(prompt, str) and not row.get("prompt"):  # it may end inside of a token
+    if isinstance(prompt, str) and not row.get("prompt"):  # the common beginning may end inside a token
         return alike_at_start(ids, _ids(tokenizer, row["chosen"], None, None))
     return len(ids)
 
 
 def _begun_alike(row: Mapping[str, Any]) -> Any:
-    """Return the prompt that TRL extracts from a pair without a prompt: the common beginning, but no whole answer."""
+    """Return the prompt that TRL extracts from a pair without a prompt: the common beginning, shorter than each answer."""
     chosen, rejected = row.get("chosen") or [], row.get("rejected") or []
     alike = max(0, min(alike_at_start(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
     return chosen[: alike - (chosen[alike - 1 : alike] == " ")]

@@ -64,7 +64,7 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
 
 
 def spread(count: int) -> Iterator[int]:
-    """Yield each number below `count` once, in such an order that the first few are spread over the whole range."""
+    """Yield each number below `count` once. Any first few numbers are spread over the whole range."""
     strides = range(max(1, round(count * 0.618)), count + 2)
     stride = next(number for number in strides if math.gcd(number, count) == 1)
     return (turn * stride % count for turn in range(count))
@@ -103,7 +103,9 @@ def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
         return None, None
     trained = split == settings.dataset_train_split
     data = record.data if settings.eval_split is not None and not trained else None
-    changed = f"; {data.held_back:,} then" if data is not None and data.held_back != len(rows) else ""
+    changed = (
+        f"; {data.held_back:,} in the training" if data is not None and data.held_back != len(rows) else ""
+    )
     kind = "training rows" if trained else "held-back rows"
     source = f"{kind} of {settings.dataset_name or 'its data'} ({len(rows):,}{changed})"
     return Rows(tuple(texts), source), None
@@ -136,7 +138,7 @@ def _settings(record: RunRecord, folder: Path) -> Settings:
 
 
 def _rows(settings: Settings) -> tuple[str, Any]:
-    """Return (name, rows) of the test split or the held-back rows, or else of the training split."""
+    """Return (name, rows) of the test split, which has the held-back rows; without a test split, of the training split."""
     try:
         data = training_data(settings, lambda line: None, evaluates=True)
     except DataError:

@@ -1,7 +1,7 @@
 """Layout of packed batches.
 
-TRL (1.16) joins the rows of a batch into one row for attention that uses the lengths of documents. In a joined row,
-attention with a mask would need memory for every pair of tokens in the batch. So isotype does not join rows for it.
+TRL (1.16) joins the rows of a batch into one row for attention that uses the lengths of documents. For attention with a
+mask, isotype does not join rows, because the mask of a joined row needs memory for every pair of tokens in the batch.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def keep_rows(trainer: Any) -> str | None:
 
 
 def seen_as_joined(trainer: Any, batch: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """In this context, embedding hooks see the batch as one row, because NEFTune's noise depends on the row's length."""
+    """Return a context in which embedding hooks see a batch as one row. NEFTune's noise depends on the row's length."""
     if not isinstance(trainer.data_collator, Rows):
         return nullcontext()
     return hooks_see_one_row(trainer.accelerator.unwrap_model(trainer.model), batch["attention_mask"])
 
 
 def _no_lengths(model: Any) -> str:
-    return f"the attention ({attention_of(model.config.get_text_config())}) would take memory for every pair of tokens"
+    return f"the mask of the attention ({attention_of(model.config.get_text_config())}) would need memory for every pair of tokens"

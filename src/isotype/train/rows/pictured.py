@@ -1,4 +1,4 @@
-"""Makes batches of rows with images for supervised training, from the processor's outputs and labels.
+"""Makes batches of rows with images for SFT: the processor's outputs, and labels.
 
 TRL's collator includes image tokens in the loss, and finds the assistant's tokens only if the chat template has
 markers. `Pictured` takes the positions of images from the processor, and the positions of the assistant's text from
@@ -38,10 +38,10 @@ GIVEN, LEARNED, PICTURE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Written:
-    """A row as text for the processor, with a placeholder for each image. `spans` marks the targets.
+    """A row as text for the processor, with a placeholder for each image.
 
     Attributes:
-        spans: range [start, end) of each target, in characters of `text`.
+        spans: range [start, end) of each part with loss, in characters of `text`.
         pictures: the images in the order of their placeholders.
     """
 
@@ -55,8 +55,8 @@ class Pictured:
     """Collator for rows with images.
 
     Attributes:
-        only: True if only the assistant's turns are targets (`--assistant_only_loss`).
-        whole: True if prompts are also targets (`--completion_only_loss False`).
+        only: True if only the assistant's turns have loss (`--assistant_only_loss`).
+        whole: True if prompts also have loss (`--completion_only_loss False`).
         multiple: rows are padded to a multiple of this length (`--pad_to_multiple_of`).
         always: True to add a row with an image and no labels to a batch without images. A sharded model needs the
             added row, because all processes must gather the weights of the vision tower in every step.
@@ -73,8 +73,8 @@ class Pictured:
 
         Raises:
             TemplateError: the chat template refuses a row.
-            ValueError: the processor refuses a row, or the template renders the first turns of a conversation differently
-                if other turns follow.
+            ValueError: the processor refuses a row, or the template renders a conversation's first turns differently if
+                other turns follow.
         """
         written = [self.written(row) for row in rows]
         if self.always and not any(row.pictures for row in written):
@@ -157,7 +157,7 @@ class Pictured:
         return frozenset(at for at, content in special if _OF_PICTURES.search(content))
 
     def stretches(self, row: Mapping[str, Any]) -> list[tuple[bool, str]]:
-        """Split a row into consecutive parts (has loss, text). An image's text gives its size and number of tokens."""
+        """Split a row into consecutive parts (has loss, text). An image is shown as its size and number of tokens."""
         written = self.written(row)
         batch, kinds = self.encoded([written])
         ids = batch["input_ids"][0].tolist()
@@ -257,7 +257,7 @@ def _turns(messages: Sequence[Mapping[str, Any]], pictures: int) -> list[Any]:
 
 
 def _moved_spans(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
-    """Return the spans of targets and of images in the text in which image tokens have replaced the placeholders."""
+    """Return the spans with loss and the spans of images after image tokens have replaced the placeholders in the text."""
     ends = [place["span"][1] for place in replaced]
     gains = [0, *(place["new_span"][1] - place["span"][1] for place in replaced)]
     spans = [
@@ -268,5 +268,5 @@ def _moved_spans(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[l
 
 
 def _overlaps(places: torch.Tensor, span: Span) -> torch.Tensor:
-    """Return bool `[tokens]`: True for a token with a character in `span`. `places` (`[tokens, 2]`) has the tokens' spans."""
+    """Return bool `[tokens]`, True for tokens with a character in `span`. `places` (`[tokens, 2]`) has the tokens' spans."""
     return (places[:, 0] < span[1]) & (places[:, 1] > span[0])

@@ -15,7 +15,7 @@ from isotype.data.cells import left_out
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 Render = Callable[[Sequence[Message], bool], str]
-"""Function that renders messages as text. If the second argument is True, the prompt for an answer is added."""
+"""Function that renders messages as text. If the second argument is True, the generation prompt is added."""
 
 
 def renderer(tokenizer: Any, row: Mapping[str, Any], prepare: Callable[[list[Any]], Any] = list) -> Render:
@@ -38,8 +38,8 @@ def renderer(tokenizer: Any, row: Mapping[str, Any], prepare: Callable[[list[Any
 def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
     """Return the text of a conversation, and the spans [start, end) of the assistant's turns, in characters.
 
-    A span begins after the template's prompt for an answer, and includes the template's end of the turn. Messages
-    before number `first`, and messages that are excluded from the loss, have no span.
+    A span begins after the generation prompt, and includes the template's text at the end of the turn. Messages before
+    number `first`, and messages that are excluded from the loss, have no span.
 
     Raises:
         ValueError: the template renders the first messages differently if other messages follow.
@@ -50,7 +50,7 @@ def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0)
 
 
 def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
-    """Return a conversation's text and the spans that have loss: the text from message `first` on, without excluded turns."""
+    """Return a conversation's text and the spans with loss: all text from message `first` on, except excluded turns."""
     text = render(messages, False)
     at, spans = 0 if first == 0 else _span(render, messages, first, text)[0], []
     excluded = [n for n in range(first, len(messages)) if left_out(messages[n])]
@@ -61,7 +61,7 @@ def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> 
 
 
 def _span(render: Render, messages: Sequence[Message], at: int, text: str) -> Span:
-    """Return the span of message `at`. An assistant message begins after the template's prompt for an answer."""
+    """Return the span of message `at`. The span of an assistant message begins after the generation prompt."""
     end = (
         len(text) if at + 1 == len(messages) else _prefix_length(text, render(messages[: at + 1], False), at)
     )
@@ -82,17 +82,17 @@ def _start(render: Render, messages: Sequence[Message], at: int, text: str) -> i
     prompt = render(messages[:at], True)
     if text.startswith(prompt):
         return len(prompt)
-    # DeepSeek-R1's prompt for an answer ends with "<think>", but its template renders given answers without that.
+    # DeepSeek-R1's generation prompt ends with "<think>", but its template renders an answer without "<think>".
     before = _prefix_length(text, render(messages[:at], False), at - 1)
     pairs = enumerate(zip(prompt, text, strict=False))
     return max(before, next((at for at, (a, b) in pairs if a != b), len(prompt)))
 
 
 def _after_first_prompt(render: Render, text: str) -> int:
-    """Return the position in `text` where the first message begins. It is an answer, so it follows the prompt for an answer."""
+    """Return the end of the first generation prompt in `text`, where an assistant's first message begins."""
     probe = [{"role": "user", "content": "a"}]
     bare, prompt = render(probe, False), render(probe, True)
     opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
     if not opening or opening not in text:
-        raise ValueError("message 1 is the assistant's, and its beginning cannot be found")
+        raise ValueError("message 1 is from the assistant, and the template's text before it cannot be found")
     return text.index(opening) + len(opening)
