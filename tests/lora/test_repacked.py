@@ -64,5 +64,5 @@ def test_a_weight_that_was_repacked_before_is_left_with_a_reason() -> None:
         model.eval()(torch.zeros(1, _SIZE, dtype=torch.bfloat16))
     report = isotype.fuse(model, {"x": torch.zeros(1, _SIZE, dtype=torch.bfloat16)})
     assert report.fused == ()
-    reason = "the base has lost the layout for training: bitsandbytes repacked it for evaluation; load the model again"
+    reason = "the base has lost the layout for training: bitsandbytes repacked weights for evaluation; load the model again"
     assert set(report.left.values()) == {reason}

@@ -37,9 +37,9 @@ def why_not(layer: Any) -> str | None:
     if lost := _missing_state(base):
         return f"the base has lost the {lost}"
     if _parts_of(layer).offloaded():
-        return "the weights are offloaded (a device map), and fetched by hooks that only PEFT's forward calls"
+        return "the weights are offloaded (a device map): only PEFT's forward calls the hooks that fetch them"
     if any(map(is_gathered, (part for part in layer.modules() if part is not layer))):
-        return "a part of the layer is gathered separately (FSDP2), by hooks that only PEFT's forward calls"
+        return "a part of the layer is sharded separately (FSDP2): only PEFT's forward calls the hooks that gather it"
     settings = boundary_of(base)
     if settings is not None and settings.kind not in ("bias", "int8"):
         return f"the base computes in another dtype (boundary {settings.kind!r})"
@@ -53,7 +53,7 @@ def _missing_state(base: Any) -> str | None:
         if state is None:
             return "quantization state"
         if is_repacked(state):
-            return "layout for training: bitsandbytes repacked it for evaluation; load the model again"
+            return "layout for training: bitsandbytes repacked weights for evaluation; load the model again"
     return "row scales" if kind == "linear8bit" and row_scales(base) is None else None
 
 
@@ -168,7 +168,7 @@ class _Parts(NamedTuple):
     """The modules of a PEFT layer and of its active adapters.
 
     Attributes:
-        all: the `__dict__` of the layer, then of every other module whose children are compared.
+        all: the `__dict__` of the layer and of every other module whose children `Reading.holds` compares.
         called: the `__dict__` of every module that PEFT's forward calls: the base layer and the parts of active adapters.
         dropouts: the dropout modules that PEFT's forward calls.
     """
@@ -190,7 +190,7 @@ class _Parts(NamedTuple):
         return placed and any(HOOK in part and not only_places(part[HOOK]) for part in self.called)
 
     def hooked(self) -> bool:
-        """Return whether a module inside of the layer has hooks that do more than record. The layer's own hooks always run."""
+        """Return whether a module inside of the layer has hooks that may change values. (The layer's hooks always run.)"""
         hooks = filter(None, chain.from_iterable(map(_HOOKS, self.called)))
         return any(map(must_be_called, hooks)) or self.offloaded()
 

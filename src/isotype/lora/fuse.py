@@ -45,9 +45,9 @@ def same_input(
 ) -> tuple[list[tuple[str, ...]], str]:
     """Return (groups of names of layers with the same input, reason why the model could not be run or "").
 
-    The layers of a group are children of the same module, which calls them one after another with the same tensor. A
-    layer without such neighbours is a group of its own. The model runs once, in evaluation mode and without gradients,
-    on `inputs` or, if `inputs` is None, on a few tokens.
+    The layers of a group are children of the same module, which calls them one after another with the same tensor. Each
+    other layer is a group of one layer. The model runs once, in evaluation mode and without gradients, on `inputs` or, if
+    `inputs` is None, on a few tokens.
     """
     calls: list[tuple[str, Any]] = []
     try:
@@ -124,10 +124,10 @@ class FusionReport:
         left: names of the LoRA layers that keep PEFT's forward, each with the reason.
         unseen: why layers with the same input could not be found; "" if the model could be run.
         copies, copied_bytes: number of dense copies of base weights in the compute dtype, and their bytes.
-        rotary: names of the attention layers that rotate queries and keys by one fused function. For partial rotations
-            and several dtypes, such a layer still calls the model's function.
+        rotary: names of the attention layers that rotate queries and keys by one fused function. For partial rotations and
+            inputs of several dtypes, the layer still calls the model's function.
         kernels: names of the operations between matrix products, each with its GPU kernel; empty on a CPU.
-        experts: names of the modules of experts whose experts and adapters one function computes.
+        experts: names of the modules in which one function computes all experts and their adapters.
     """
 
     fused: tuple[str, ...]
@@ -314,7 +314,7 @@ _KERNELS = {
 
 
 def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
-    """Return the GPU kernel of each operation between matrix products. Tests on this machine choose it."""
+    """Return the GPU kernel of each operation between matrix products, chosen by trials on this machine."""
     policy = policy_of(model)
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     if parameter is None or parameter.device.type not in DEVICES:

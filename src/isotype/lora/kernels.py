@@ -246,7 +246,7 @@ def float32_reductions() -> Iterator[None]:
 
 
 def _allowed(matmul: Any, name: str) -> bool | tuple[bool, bool]:
-    """Return (reduced precision is allowed, split-k is allowed). torch 2.10 has no second switch: return only the first."""
+    """Return (reduced precision is allowed, split-k is allowed), or only the first: torch 2.10 has no setting for split-k."""
     reduced = bool(getattr(matmul, name))
     try:
         return reduced, bool(getattr(matmul, f"{name}_split_k"))

@@ -6,10 +6,9 @@ For layers l with adapters a (`s` the scaling, `m` DoRA's magnitude, `‖·‖` 
     Y_l = m ⊙ (X W_lᵀ + s (X Aᵀ) Bᵀ) / ‖W_l + s B A‖ + b_l                  DoRA, https://arxiv.org/abs/2402.09353
 
 The function turns autocast off, and casts X, the adapters' weights and the gradients of these weights only once. The
-backward computes one gradient of X for all layers, and all gradients of A in one product. Base weights are frozen, so
-the function saves only X and the small X Aᵀ. If X is a gated product, its two factors are saved instead of X. The
-tensors are saved before Y is computed. Gradient checkpointing stops at a block's last saved tensor, and so need not
-compute the last Y again.
+backward computes one gradient of X for all layers, and all gradients of A in one product. Base weights are frozen, so the
+function saves only X and the small X Aᵀ. If X is a gated product, its two factors are saved instead of X. The tensors are
+saved before Y is computed. Gradient checkpointing stops at a block's last saved tensor, so the last Y is not recomputed.
 """
 
 from __future__ import annotations
@@ -224,7 +223,7 @@ def _product(spec: Spec, factors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _adapters(
     layers: Sequence[_LayerTensors], down: torch.Tensor | None, dtype: torch.dtype
 ) -> list[tuple[Adapter, torch.Tensor]]:
-    """Return (adapter, its A in `dtype`) in the order of X Aᵀ's columns. `down` is the stack of all A, or None."""
+    """Return each adapter with its A in `dtype`, in the order of X Aᵀ's columns. `down` is the stack of all A, or None."""
     adapters = [adapter for layer in layers for adapter in layer.spec.adapters]
     if down is None:
         downs: Sequence[torch.Tensor] = [part.to(dtype) for layer in layers for part in layer.down]
@@ -403,7 +402,7 @@ def _through_down(
     d_down: torch.Tensor | None,
     gradients: list[torch.Tensor | None],
 ) -> None:
-    """Put the gradient of each A into `gradients`. If `d_down` is None, each gradient is a product with X after dropout."""
+    """Put the gradient of each A into `gradients`: a part of `d_down` or, if it is None, a product with X after dropout."""
     places = [layer.first_pair + 2 * index for layer in layers for index in range(len(layer.down))]
     if not places:
         return

@@ -55,8 +55,8 @@ def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
 class Siblings:
     """Layers that their module calls one after another with the same tensor, and that one function computes together.
 
-    The first layer's call computes all outputs, and the calls of the other layers return them. A call computes only its
-    own layer's output if it gets another tensor, if the tensor was modified, or if it has no version counter.
+    The first layer's call computes all outputs, and the calls of the other layers return them. A call computes only its own
+    layer's output if it gets another tensor, if the tensor was modified, or if the tensor has no version counter.
     """
 
     def __init__(self, weights: DenseWeights, layers: Sequence[Any]) -> None:
@@ -160,7 +160,7 @@ class Fused(Swapped):
 
     Attributes:
         lora_state: names of the attributes that `put_in` adds to a module.
-        lora_original: class of the module before `put_in`. `original` may be the fused class, see `set_boundary`.
+        lora_original: class of the module before `put_in`. `original` is the fused class if a boundary was set later.
     """
 
     lora_state: tuple[str, ...] = ()
@@ -168,7 +168,7 @@ class Fused(Swapped):
 
 
 class FusedLora(Fused):
-    """A fused LoRA layer. It stores the model's dense weights, and the layers that one function computes together with it."""
+    """A fused LoRA layer, with the model's dense weights and the layers that one function computes together with this layer."""
 
     lora_state = ("lora_weights", "lora_siblings")
     lora_weights: DenseWeights

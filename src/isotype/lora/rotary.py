@@ -40,7 +40,7 @@ def rotates(forward: Any) -> bool:
 
 
 def with_loops(forward: Any) -> Any:
-    """Return a copy of `forward` that applies rotary positions by isotype's function, or `forward` itself if unsupported."""
+    """Return a copy of `forward` that applies rotary positions by isotype's function; `forward` itself if `rotates` is False."""
     rotate = _rotation_of(forward)
     # For a model that was fused in another process, `rotates` has not been called.
     if rotate is None or _first_seen.setdefault(forward, rotate) is not rotate:

@@ -1,7 +1,7 @@
 """Removes padding from batches: all rows are concatenated to one row, and the tokens attend only to their own row.
 
-The results stay the same under two conditions: tokens influence each other only by attention, and attention uses
-positions to separate sequences, as transformers does for packed sequences. `tried` runs the model to test both.
+The results stay the same under two conditions: tokens influence each other only by attention, and attention uses positions
+to separate sequences, as transformers does for packed sequences. `tried` tests both conditions.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Sequences:
 
 
 def packed(inputs: Mapping[str, Any]) -> Sequences | None:
-    """Return the sequences of a packed batch, which its collator describes, or None for another batch."""
+    """Return the sequences in which a collator has described a packed batch; None for another batch."""
     ends, longest = inputs.get("cu_seq_lens_q"), inputs.get("max_length_q")
     if ends is None or not isinstance(longest, int) or inputs.get("attention_mask") is not None:
         return None
@@ -62,7 +62,7 @@ _sequences: ContextVar[Sequences | None] = ContextVar("sequences", default=None)
 
 
 def current() -> Sequences | None:
-    """Return the sequences that `with_sequences` has set for the current call of a model; None if it has set none."""
+    """Return the sequences that `with_sequences` has set for the current call of a model, or None."""
     return _sequences.get()
 
 
@@ -76,7 +76,7 @@ def _holding(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 def with_sequences(sequences: Sequences | None) -> AbstractContextManager[None]:
-    """In the `with` block, tell the model's attention how its row splits into sequences; None if this is unknown."""
+    """In the `with` block, a model's attention uses these sequences of its row; None if the sequences are not known."""
     return _holding(_sequences, sequences)
 
 
@@ -125,7 +125,7 @@ def traced_as(bare: Unpadded | None) -> AbstractContextManager[None]:
 def unpadded(
     batch: Mapping[str, Any], sides: frozenset[str], read: torch.Tensor, most: int | None = MOST_TOKENS
 ) -> Unpadded | None:
-    """Return a batch without its padding, or None if this saves no time or is not possible. Waits for the device once.
+    """Return a batch without its padding, or None if this saves no time or is not possible. Synchronizes with the device once.
 
     Args:
         batch: arguments of a model's forward, including `input_ids` and `attention_mask` `[rows, length]`.

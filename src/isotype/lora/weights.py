@@ -70,9 +70,9 @@ def dense(layer: Any, dtype: torch.dtype, state: Any = None) -> torch.Tensor:
 class DenseWeights:
     """Provides the base weights of a model as dense matrices in the dtype of a product.
 
-    Weights that are quantized or have another dtype are copied, as many as the budget in bytes allows; other matrices are
-    created for each product. A copy is valid as long as the weight has the same memory and version. Code that changes
-    weights through `.data`, such as PEFT's merge, must call `forget`.
+    Weights that are quantized or have another dtype are copied until the copies reach the budget in bytes. All other
+    matrices are created for each product. A copy is valid as long as the weight has the same memory and version. Code that
+    changes weights through `.data`, such as PEFT's merge, must call `forget`.
     """
 
     def __init__(self, budget: int = 0) -> None:
@@ -122,7 +122,7 @@ class DenseWeights:
         return layer not in self._copies and multiplies(quantization_state(layer))
 
     def keep(self, layer: Any, dtype: torch.dtype) -> None:
-        """Create a dense copy of a layer's weight, if its products need one and the budget allows it."""
+        """Create a dense copy of a layer's weight, if the products need the copy and the budget allows it."""
         self._ready(layer, dtype)
 
     def _ready(self, layer: Any, dtype: torch.dtype) -> torch.Tensor | None:

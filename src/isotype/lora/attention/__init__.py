@@ -1,1 +1,1 @@
-"""Attention for training: on a CPU by compiled loops whose data fit into the caches, on NVIDIA GPUs by sequence lengths."""
+"""Attention for training: compiled loops on a CPU, and kernels for concatenated rows on NVIDIA GPUs."""

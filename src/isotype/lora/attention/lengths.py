@@ -56,7 +56,7 @@ def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> 
 
 
 def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
-    """Return the current `Sequences` in place of a mask, or transformers' `sdpa` mask if there are none.
+    """Return the current `Sequences` in place of a mask, or transformers' `sdpa` mask if no sequences are set.
 
     Raises NotImplementedError if the model has its own mask function, because sequences cannot represent such a mask.
     """

@@ -1,4 +1,4 @@
-"""Attention plans: blocks of queries, and the keys to which each block attends. Kernels compute no other scores."""
+"""Attention plans: blocks of queries, and the keys to which each block attends. Kernels compute only these scores."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Block:
     """The queries with the indices `rows`, and the keys to which they attend.
 
     Attributes:
-        masked: the part of `keys` that needs a mask: some queries do not attend to it, or it has a bias.
+        masked: the keys that need a mask, because some queries do not attend to them or because they have a bias.
         tile: the mask of the keys in `masked`, times log2(e), as float32 `[1 or heads, rows, masked]`. A kernel adds the
-            tile to scores that are also times log2(e).
+            tile to scores times log2(e).
     """
 
     rows: Span
@@ -181,7 +181,7 @@ def _tile_of(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(mask: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield pieces of a mask `[…, queries, keys]`. Comparing a piece creates a smaller tensor than comparing the mask."""
+    """Yield pieces of a mask `[…, queries, keys]`, because comparing the whole mask would create a large tensor."""
     rows = max(1, _AT_ONCE // max(1, mask[..., :1, :].numel()))
     return (mask[..., first : first + rows, :] for first in range(0, mask.shape[-2], rows))
 
@@ -207,7 +207,7 @@ def _read(mask: torch.Tensor, batch: int, rows: int) -> Plan:
 
 
 def _blocks_of(mask: torch.Tensor, rows: int, biased: bool) -> Iterator[Block]:
-    """Yield the blocks of one row's mask `[1 or heads, queries, keys]`. If the mask has biases, `biased` is True."""
+    """Yield the blocks of one row's mask `[1 or heads, queries, keys]`. `biased` is True if the mask has biases."""
     if not mask.numel():
         return
     firsts, ends, live = list[int](), list[int](), list[bool]()

@@ -43,7 +43,7 @@ NAME, REPEATED, LENGTHS = "isotype", "isotype_repeated", "isotype_lengths"
 """Names of isotype's functions in transformers' registries, for `model.set_attn_implementation`."""
 
 _AMX_IS_FASTER = 1 << 16
-"""With AMX and without a mask, torch's kernel is faster for at least this number of keys times head size (benchmarks/attention.py)."""
+"""With AMX and without a mask, torch's kernel is faster if keys times head size reach this number (benchmarks/attention.py)."""
 
 
 @dataclass
@@ -116,7 +116,7 @@ def use_fast_attention(
         device: if the model has no weights, the kind of device to prepare it for (`"cpu"`, `"cuda"`).
 
     Returns:
-        A report of the decision and its reason. Each later call of the model's attention may add entries to the report.
+        A report of the decision and its reason.
     """
     from transformers import PreTrainedModel
 
@@ -183,7 +183,7 @@ def _with_lengths(
 
 
 def without_padding(model: nn.Module, inputs: Mapping[str, Any], read: torch.Tensor) -> Unpadded | None:
-    """Return a batch without its padding, or None if the model's attention needs the padding or no time is saved.
+    """Return a batch without its padding, or None if attention needs the padding or if removing it saves no time.
 
     Args:
         read: True at the positions whose results the caller needs, bool `[rows, length]`.

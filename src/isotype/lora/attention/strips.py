@@ -1,4 +1,4 @@
-"""Computes attention by compiled loops (strips.cpp) for a few queries at once, whose scores fit into a core's caches.
+"""Computes attention by compiled loops (strips.cpp) for a few queries at a time. Their scores fit into a core's caches.
 
 The loops sum products of 16-bit matrices in float32; torch has no CPU operator for such products.
 """
@@ -131,7 +131,7 @@ class _Attention(torch.autograd.Function):
 
 
 def traced(compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """Return `compute(*inputs)`, for a trace. It allocates as much memory as `attention` does for float32 copies.
+    """Return `compute(*inputs)`, and allocate as much memory as `attention` needs for float32 copies, for a trace.
 
     Only the inputs are saved. The backward computes the result again.
     """

@@ -1,1 +1,1 @@
-"""isotype's Triton kernels for GPUs. Matrix products on GPUs are torch's or bitsandbytes'."""
+"""isotype's Triton kernels for GPUs. torch and bitsandbytes compute the matrix products on GPUs."""

@@ -110,7 +110,7 @@ def rotary(
     pairs_block: tl.constexpr,
     back: tl.constexpr,
 ):
-    """Compute (a cos - b sin, b cos + a sin). If `back` is True, compute the gradient of (a, b). A program has one token."""
+    """Compute (a cos - b sin, b cos + a sin) for one token per program. If `back` is True, compute the gradient of (a, b)."""
     token = tl.program_id(0).to(tl.int64)
     row, place = token // tokens, token % tokens
     pair = tl.arange(0, pairs_block)

@@ -1,1 +1,1 @@
-"""C++ loops for CPU operations for which torch needs several operators or has none. They need a C++ compiler."""
+"""C++ loops for operations that torch computes on a CPU by several operators, or not at all. They need a C++ compiler."""

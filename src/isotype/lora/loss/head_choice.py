@@ -101,7 +101,7 @@ def times_file(card: str) -> Path:
 
 
 def stored_times(file: Path) -> dict[str, Times]:
-    """Return the times in a file by the text of a `HeadShape`, without damaged entries; a file may be missing."""
+    """Return the times in a file, by the text of a `HeadShape`. The file may be missing; damaged entries are skipped."""
     results = {}
     with suppress(OSError, ValueError, RecursionError, AttributeError):
         for name, entry in json.loads(file.read_text(encoding="utf-8")).items():
@@ -243,7 +243,7 @@ def _theirs(
 
 
 def head_of(model: Any, temperature: float = 1.0) -> Head:
-    """Return the head of a causal language model, with a dense weight even if the model's is quantized or sharded.
+    """Return the head of a causal language model, with a dense weight even if the model's weight is quantized or sharded.
 
     Args:
         model: a transformers model with output embeddings, without PEFT's wrapper.

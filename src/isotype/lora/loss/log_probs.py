@@ -149,7 +149,7 @@ class _LogProbs(torch.autograd.Function):
         others = {name: gradients.pop(name) for name in gradients.keys() - call.gradients}
         if unnamed := sorted(name for name, grad in others.items() if grad.any()):
             called = f"`log_probs` was called with gradients={sorted(call.gradients)}"
-            raise RuntimeError(f"a gradient of {', '.join(unnamed)} comes in; {called}")
+            raise RuntimeError(f"the loss needs the gradient of {', '.join(unnamed)}, but {called}")
         if ctx.again:
             with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
                 return None, *_backward(call, ctx.needs_input_grad[1:4], ctx.saved_tensors, gradients), None
@@ -194,7 +194,7 @@ def _forward(
 def _backward(
     call: Call, needed: Sequence[bool], saved: Sequence[Any], gradients: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Recompute the logits and return the gradients of (hidden, weight, bias). `gradients` are those of the results."""
+    """Recompute the logits, and return the gradients of (hidden, weight, bias). `gradients`: gradients of the results."""
     hidden, weight, bias, targets = saved[:4]
     results = dict(zip(_SAVED, saved[4:], strict=False))
     tokens = hidden.shape[0]

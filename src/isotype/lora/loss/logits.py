@@ -128,7 +128,7 @@ def blocks(buffers: Buffers, chunk: slice) -> Iterator[tuple[slice, slice]]:
 
 
 def _parts(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield (rows, weight of these rows in `dtype`). If the weight needs a cast, each pair is only a part of the rows."""
+    """Yield (rows, weight of these rows in `dtype`). If the weight needs a cast, a pair has only a part of the rows."""
     if weight.dtype == dtype:
         yield slice(0, weight.shape[0]), weight
         return
@@ -187,7 +187,7 @@ def scale_and_cap(call: Call, values: torch.Tensor, slope: torch.Tensor | None) 
 
 
 def add_outer(rows: torch.Tensor, x: torch.Tensor, factor: torch.Tensor, total: torch.Tensor) -> None:
-    """Add `rows^T (factor x)` to the float32 `total`. The factor cannot make the product overflow in x's dtype."""
+    """Add `rows^T (factor x)` to the float32 `total`. The product cannot overflow in x's dtype."""
     scaled = x.float() * factor[:, None]
     largest = scaled.abs().amax().clamp_min(1e-30)
     scaled = (scaled / largest).to(x.dtype)

@@ -54,7 +54,7 @@ class _HeadRequest:
         gradients: names of results that the trainer may differentiate.
         autocast: returns the context in which the head runs: autocast, if accelerate has wrapped the model's forward in
             autocast.
-        result: class of the forward's result. Trainers need TRL's class. Checks use isotype's, because importing TRL
+        result: class of the forward's result. Trainers need TRL's class. Checks use isotype's class, because importing TRL
             takes seconds.
         faster: True if isotype's head was measured to be faster than TRL's, see `own_is_better`.
     """
@@ -102,7 +102,7 @@ def use_own_head(trainer: Any) -> None:
 
 
 def goes_by_lengths(model: Any) -> bool:
-    """Return whether a model's attention needs no full mask. Then concatenated rows are as fast as separate rows."""
+    """Return whether a model's attention needs no full mask, so that concatenated rows are as fast as separate rows."""
     return attention_of(model.config.get_text_config()) not in (None, "eager", "sdpa", NAME, REPEATED)
 
 
@@ -117,8 +117,8 @@ def may_go_by_lengths(model: Any, profile: DeviceProfile) -> bool:
 def take_packed_rows(trainer: Any) -> bool:
     """Let a trainer's models accept packed rows (several documents) that come with positions and a padding mask.
 
-    transformers uses positions to separate documents only if there is no mask. Here the mask is only for a router's loss
-    and to count tokens. Returns False without any change if another forward computes the loss.
+    transformers uses positions to separate documents only if there is no mask. isotype's forward uses the mask only for a
+    router's loss, and to count tokens. Returns False without any change if another forward computes the loss.
     """
     models = list(_models(trainer))
     heads = [getattr(getattr(model.forward, "__func__", None), _HEAD, None) for model in models]
@@ -216,7 +216,7 @@ def _models(trainer: Any) -> Iterator[Any]:
 
 
 def _trl_head(forward: Any) -> tuple[bool, dict[str, Any]] | None:
-    """Return (whether `forward` itself is TRL's, arguments of TRL's head), or None if it neither is nor wraps TRL's."""
+    """Return (False if `forward` wraps TRL's head, True if it is TRL's head; arguments of TRL's head), or None."""
     function = inspect.unwrap(forward, stop=is_fused_forward)
     function = getattr(function, "__func__", function)
     outermost = getattr(forward, "__func__", forward) is function
