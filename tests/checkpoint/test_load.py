@@ -24,7 +24,7 @@ from isotype.checkpoint.weightless import skeleton, store
 from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.model.boundary import original_class
 from isotype.model.quantize import quantize_4bit
-from isotype.precision.policy import is_pinned
+from isotype.precision.policy import ModuleException, is_pinned
 from tests.checkpoint.test_gguf import write_gguf
 from tests.models import quiet, tiny_batch, tiny_model
 from tests.pairwise import few, pairwise
@@ -164,6 +164,23 @@ def test_a_quantized_checkpoint_follows_the_policy(
     model(**tiny_batch(name)).loss.backward()
     generate(model, tiny_batch(name))
     assert_policy_holds(model, policy)
+
+
+def test_a_layer_that_computes_in_float32_is_quantized_from_the_values_of_the_checkpoint(
+    saved: Saved, tmp_path: Path
+) -> None:
+    # float16 has few digits for numbers this small: rounded to it first, each weight would be 4% off.
+    weights = load_file(saved("llama") / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj"
+    weights[f"{name}.weight"] = small = weights[f"{name}.weight"] * 2.0**-15
+    shutil.copytree(saved("llama"), tmp_path / "small")
+    save_file(weights, tmp_path / "small" / "model.safetensors", {"format": "pt"})
+    policy = isotype.resolve_precision(tmp_path / "small", "float16", "nf4", device="cpu")
+    exceptions = (ModuleException(name, "float32"),)
+    layer = isotype.load(tmp_path / "small", replace(policy, exceptions=exceptions)).get_submodule(name)
+    codes, state = quantize_4bit(small, "nf4", blocksize=64)
+    assert torch.equal(layer.weight, codes)
+    assert torch.equal(layer.quant_state.absmax, state.absmax)
 
 
 def test_a_state_saved_with_bfloat16_constants(saved: Saved, tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ EVERY_LOAD: dict[str, dict[str, Any]] = {
                 "model.layers.0.mlp.down_proj": ["nf4-32"],
                 "model.layers.1.self_attn.q_proj": ["bfloat16"],
                 "model.layers.1.mlp.gate_proj": ["nf4-32-fitted", _MOMENTS],
-            }
+            },
+            "exceptions": {"model.layers.1.self_attn.o_proj": ["float32"]},
         },
         "lora": _LORA,
     },

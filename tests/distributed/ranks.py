@@ -20,7 +20,7 @@ from isotype.checkpoint.shard import load_sharded
 from isotype.cli.main import main as command
 from isotype.lora.modules import FusedLora
 from isotype.model.shard import free_gathered, shard_model
-from isotype.precision.policy import LayerStorage
+from isotype.precision.policy import LayerStorage, ModuleException
 
 
 def train(argv: list[str], *, checked: bool = True) -> int:
@@ -76,6 +76,7 @@ def _dtypes(changes: dict[str, Any]) -> dict[str, Any]:
 _MADE: dict[str, Callable[[Any], Any]] = {
     "pinned": tuple,
     "layers": lambda layers: tuple(LayerStorage(name, *each) for name, each in layers.items()),
+    "exceptions": lambda modules: tuple(ModuleException(name, *each) for name, each in modules.items()),
 }
 
 

@@ -138,7 +138,7 @@ def _held(root: Path, names: Sequence[str]) -> list[dict[str, Any]]:
 def together(base: Path, saved: Callable[..., Path]) -> Together:
     load = {"job": "load", **LOADS["mixed"]}  # nf4 and int8 are in it
     root = base / "together"
-    path = str(saved("llama", torch.bfloat16))
+    path = str(saved("llama", torch.float32))  # a layer that computes in float32 is quantized from float32
     return _trained(root, USUAL, lambda: [*_held(root, HELD), _pictured(root), {**load, "path": path}])
 
 

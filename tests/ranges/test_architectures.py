@@ -23,6 +23,8 @@ LOSS = 5e-3
 """float16 rounds to 11 bits, 5e-4 an operation; bfloat16 to 8, 4e-3 an operation."""
 LOSS_INT8 = 1e-2
 """int8 layers round their inputs to 127 steps, and a hair decides which: two runs differ by more than float16 rounds."""
+LOSS_ROUTED = 1e-2
+"""A hair also decides which expert computes a token: one token at another expert changes the loss by up to 0.9%."""
 DIRECTION = 0.9
 """Cosine of what ten steps of Adam change: the sign of a gradient near zero is its rounding's."""
 
@@ -131,14 +133,17 @@ def test_float16_trains_as_float32(name: str, storage: str, method: str, device:
     )
     assert policy.wide_residual
     wide = isotype.resolve_precision(tmp_path / "base", "float32", quantization, device="cpu")
-    if quantization is not None and name.endswith("-experts"):
-        wide = replace(wide, exceptions=policy.exceptions)  # its experts stay dense there, too
+    if quantization is not None:
+        # Experts whose values exceed float16's range are not quantized: neither may those of the reference be.
+        experts = tuple(each for each in policy.exceptions if each.module.endswith(".experts"))
+        wide = replace(wide, exceptions=experts)
     dora = method == "dora"
     expected = trained(tmp_path / "base", wide, spot, dora)
     low = trained(tmp_path / "base", policy, spot, dora)
     assert low.skipped == 0
     tolerance = LOSS_INT8 if storage == "int8" else LOSS
-    torch.testing.assert_close(low.losses, expected.losses, rtol=LOSS, atol=0)
+    routed = LOSS_ROUTED if name.endswith("-experts") else LOSS
+    torch.testing.assert_close(low.losses, expected.losses, rtol=routed, atol=0)
     torch.testing.assert_close(low.evaluated, expected.evaluated, rtol=tolerance, atol=0)
     changes = low.change.double(), expected.change.double()
     assert torch.nn.functional.cosine_similarity(*changes, dim=0) > DIRECTION

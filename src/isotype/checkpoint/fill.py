@@ -19,6 +19,7 @@ from isotype.compat.torch import EXTRA_STATE, own_parameters
 from isotype.core.console import Bar
 from isotype.core.formats import FORMATS, MXFP4
 from isotype.core.names import grouped
+from isotype.model.boundary_choice import float32_by_ranges
 from isotype.model.enforce import dtypes_to_load
 from isotype.model.experts.quantize import quantize_parts
 from isotype.model.experts.stack import (
@@ -81,7 +82,8 @@ def placement_of(
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             dtype = torch.float32 if is_pinned(name, pinned) else value.dtype
             dtypes[name] = dtype if policy.keep_frozen else wanted.get(value, dtype)  # type: ignore[call-overload]
-    dtypes |= dict.fromkeys(quantized, policy.plain)
+    wide = float32_by_ranges(model, policy)
+    dtypes |= {name: torch.float32 if name in wide else policy.plain for name in quantized}
     names, moments, double = frozenset(quantized), policy.moments_by_weight(), policy.double_quant
     return Placement(dtypes, names, device, turn, stacks=stacks, double_quant=double, moments=moments)
 

@@ -147,7 +147,8 @@ class _Rows:
             # Quantize whole blocks around this process's weights, from the rows that hold these blocks.
             first, last = start // size * size, min(math.ceil(stop / size) * size, state.shape.numel())
             top, bottom = first // width, math.ceil(last / width)
-            dense = self._read(name, top, bottom, self.policy.plain, holds_turned(layer)).flatten()
+            dtype = self._dtype_before(state.dtype)
+            dense = self._read(name, top, bottom, dtype, holds_turned(layer)).flatten()
             block = dense[first - top * width : last - top * width]
             moments = self.policy.moments_of(name.removesuffix(".weight"))
             codes, quantized = quantize_by(
@@ -165,8 +166,7 @@ class _Rows:
     def stack(self, name: str, holder: Any, blank: QuantizedStack) -> torch.Tensor:
         """Return the codes of this process's experts, and store the constants of all experts in `holder`."""
         experts, device, storage = blank.shape[0], self.device, blank.storage
-        # Experts whose values exceed the compute dtype's range compute in another dtype. They are quantized from this dtype.
-        dtype = self.policy.plain if blank.dtype == self.policy.compute else blank.dtype
+        dtype = self._dtype_before(blank.dtype)
         start, stop = self._bounds(experts)
         if storage == MXFP4:
             codes, part = (values.to(device) for values in self.stored.read_packed(name, start, stop))
@@ -179,6 +179,11 @@ class _Rows:
         constants[start:stop] = part
         holder[0] = with_constants(blank, self._sum_over_processes(constants))
         return codes
+
+    def _dtype_before(self, compute: torch.dtype) -> torch.dtype:
+        """Return the dtype that a weight has before its quantization, if its layer computes in `compute`."""
+        # A layer whose values exceed the range of the policy's compute dtype computes in another dtype.
+        return self.policy.plain if compute == self.policy.compute else compute
 
     def _bounds(self, rows: int) -> tuple[int, int]:
         """Return this process's first row and the row after its last; FSDP2 splits rows like `torch.chunk`."""
