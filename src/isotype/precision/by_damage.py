@@ -1,4 +1,4 @@
-"""Mixed storage: chooses a format for each linear layer, so that they fit a memory limit and damage the output least."""
+"""Mixed storage: chooses each linear layer's format by its damage to the model's output, within a memory limit."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from isotype.precision.decide import PrecisionRequest
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
 
 _SUMS = 1 << 15
-"""Default number of byte totals that `choose` compares. Rounding up a layer's size wastes at most 1/32768 of the room."""
+"""Default of `sums`. Rounding up a layer's size wastes at most 1/32768 of the room."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A way to store a layer: its bytes, and its damage to the model's output."""
+    """A layer's size in one format, and the damage of this format to the model's output."""
 
     bytes: int
     damage: float
 
 
 def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) -> list[int] | None:
-    """Choose an option for each layer. Together, the layers fit into `room` bytes and do the least damage.
+    """Choose an option for each layer: the least total damage within `room` bytes.
 
-    If more than `sums` (at least 1) byte totals are possible, sizes are rounded up.
+    The function compares at most `sums` (at least 1) different totals. If there are more, it rounds sizes up.
 
     Returns:
         The index of each layer's option; None if the smallest options do not fit.
@@ -51,7 +51,7 @@ def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) 
 
 
 def _table(layers: Sequence[Sequence[Option]], steps: Sequence[Sequence[int]], room: int) -> list[int]:
-    """Return the index of each layer's best option, by dynamic programming. `room` and `steps` have one unit."""
+    """Return the index of each layer's best option, by dynamic programming. `room` and `steps` have the same unit."""
     best = torch.zeros(room + 1, dtype=torch.float64)
     choices = []
     for options, sizes in zip(layers, steps, strict=True):
@@ -76,14 +76,14 @@ _TENTH = 10
 def first_request(request: PrecisionRequest) -> PrecisionRequest:
     """Return the request with all layers in nf4. Its policy decides everything but the layers' formats.
 
-    Without `double_quant` in the request, it is turned on: it costs little accuracy.
+    If the request leaves `double_quant` open, this function turns it on, because it costs little accuracy.
     """
     nested = True if request.double_quant is None else request.double_quant
     return replace(request, quantization="nf4", double_quant=nested, base_memory=None)
 
 
 def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionRequest:
-    """Return the request with the formats that `policy` has decided, for each layer if they are mixed."""
+    """Return a request for exactly the storage formats of `policy`."""
     return replace(
         request,
         quantization=policy.quantization,
@@ -96,9 +96,9 @@ def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionR
 
 
 def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
-    """Return `policy` with the moments of input channels in `saved`, if both have the same layer formats.
+    """Return `policy` with the input moments of `saved` if both policies have the same layer formats.
 
-    So a resumed run keeps the 4-bit constants of its first start, even after another measurement of the moments.
+    The moments determine the 4-bit constants, which a resumed run must not change.
     """
     if saved is None or policy.layer_formats != saved.layer_formats:
         return policy
@@ -108,19 +108,19 @@ def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) ->
 def mix(
     damages: Damages, policy: PrecisionPolicy, parameters: int, request: PrecisionRequest
 ) -> tuple[PrecisionRequest, str]:
-    """Return (request with the layer formats of the least damage within a memory limit, reason in words).
+    """Choose the formats of all layers: the least damage within a memory limit.
 
-    Each layer gets nf4 with fitted constants (in blocks of 64 or 32), int8, or the float dtype of other weights.
+    A layer gets nf4 with fitted constants (in blocks of 64 or 32), int8, or the dtype of the model's float weights.
 
     Args:
         policy: the policy with all layers in nf4.
-        request: `base_memory` limits the bytes of all base weights. With None, the linear layers may take 10 % more than
-            in nf4.
+        request: `base_memory` limits the bytes of all base weights. If it is None, the linear layers may take 10 % more
+            than in nf4.
 
     Returns:
-        The request, with one `quantization` for the model, as libraries expect (nf4 if any layer has 4 bits), and the
-        layers in other formats. And a sentence: the number of layers in each format, their bytes, and the estimated
-        damage in nats per token.
+        (request, reason). In the request, `quantization` is nf4 if any layer has 4 bits, and `layers` names the layers
+        in other formats. The reason counts the layers in each format, their bytes, and the estimated damage in nats per
+        token.
 
     Raises:
         PrecisionError: the smallest formats exceed `base_memory`.
@@ -141,7 +141,7 @@ def mix(
         least = others + sum(min(option.bytes for option in layer) for layer in options)
         what = f"{format_bytes(memory or room)} for the weights of {damages.source}"
         expected = f"at least {format_bytes(least)}: every layer in nf4"
-        fix = "give more memory for the base, a smaller model, or more GPUs (--fsdp 2)"
+        fix = "allow more memory for the base weights, or use a smaller model or more GPUs (--fsdp 2)"
         raise PrecisionError.of("no mixed storage fits", what, expected, fix)
     chosen = {layer.module: forms[at] for layer, at in zip(damages.layers, picked, strict=True)}
     size = sum(layer[at].bytes for layer, at in zip(options, picked, strict=True))

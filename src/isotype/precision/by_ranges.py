@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from isotype.precision.facts import ModelFacts
 
 MARGIN = 2.0
-"""65504 (the largest float16 number), divided by the largest accepted magnitude. docs/ranges.md derives it."""
+"""A magnitude counts as too large above 65504 (the largest float16 number) divided by this margin; see docs/ranges.md."""
 LIMIT = FLOAT16_LARGEST / MARGIN
 
 _UNSEEN = (
@@ -39,7 +39,7 @@ _UNSEEN = (
 _SUBNORMAL = 2.0**-15
 """Weights with a smaller median magnitude lose digits: float16 numbers below 2^-14 have fewer significant bits."""
 _PRODUCTS = 64.0
-"""A layer's largest gradient times its largest input may be this many times 65504, because a token rarely has both."""
+"""The product of a layer's largest gradient and largest input may be 64 * 65504: they rarely belong to the same token."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class RangeDecision:
     Attributes:
         wide: whether the residual stream is float32.
         reasons: role -> reason, for `residual` and `loss_scaling`.
-        warnings: risks that could not be excluded.
     """
 
     wide: bool = False
@@ -65,7 +64,7 @@ def decide_by_ranges(
     """Return the decisions that keep all values within the range of the dtype `compute`.
 
     float32 and bfloat16 need no exceptions. In float16, a module with large values is scaled or runs in float32; the
-    device of `profile` decides which is faster. `ranges` is None if they were not measured.
+    speed of the device decides between the two. `ranges` is None if nothing was measured.
     """
     if compute != torch.float16:
         why = "as everything else" if compute == torch.float32 else "as the weights"
@@ -89,7 +88,7 @@ def decide_by_ranges(
 
 
 def with_ranges_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
-    """Return a float16 `policy` with the range decisions of `saved`. So a resumed run does not measure again."""
+    """Return a float16 `policy` with the range decisions of `saved`, so that a resumed run does not measure again."""
     if saved is None or not policy.compute == saved.compute == torch.float16:
         return policy
     roles = {role: saved.reasons[role] for role in ("residual", "loss_scaling") if role in saved.reasons}
@@ -154,7 +153,7 @@ def _largest(ranges: Ranges) -> tuple[str, float]:
 
 
 def _forward_operators(ranges: Ranges) -> Iterator[tuple[OperatorRange, float]]:
-    """Yield (operator, largest magnitude) for the forward's operators outside of norms; fill values of masks do not count."""
+    """Yield (operator, largest magnitude except fill values of masks) for the forward's operators outside of norms."""
     kinds = {module.name: module.kind for module in ranges.modules}
     for operator in ranges.operators:
         if operator.phase == "forward" and kinds.get(operator.module) != "norm":
@@ -210,8 +209,7 @@ def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> Module
 def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
     """Yield a `ModuleException` for each linear layer with adapters whose scaled gradients may exceed float16.
 
-    Each token adds a product to the gradients (https://arxiv.org/abs/2106.09685, equation 3). For lora_A, it is the
-    layer's input times the gradient of lora_A's output; for lora_B, lora_A's output times the gradient of the layer's output.
+    Each token adds the product of an input and a gradient (https://arxiv.org/abs/2106.09685, equation 3).
     """
     for module in ranges.modules:
         if module.kind == "linear" and scale * module.gradient * module.input > _PRODUCTS * FLOAT16_LARGEST:

@@ -1,4 +1,4 @@
-"""The measured damage to a model's output if a linear layer is stored in fewer bits, the basis of mixed storage."""
+"""Measured damage of storage formats: how much a model's output changes if a linear layer is stored in fewer bits."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def stored_bytes(rows: int, columns: int, form: str, *, double_quant: bool = Fal
     """Return the bytes of a weight `[rows, columns]` in a format, with its quantization constants.
 
     A 4-bit weight has a float32 constant in each block. Double quantization (https://arxiv.org/abs/2305.14314, section
-    3) stores these constants in a byte for each block, a float32 number for 256 blocks, and one more float32 number. An
-    int8 weight has a float32 constant in each row.
+    3) stores each constant in one byte, and adds a float32 number for every 256 blocks and another for the whole
+    weight. An int8 weight has a float32 constant in each row.
     """
     values = rows * columns
     if form in _FLOATS:
@@ -35,14 +35,14 @@ def stored_bytes(rows: int, columns: int, form: str, *, double_quant: bool = Fal
 
 @dataclass(frozen=True, slots=True)
 class LayerDamage:
-    """The damage to a model's output by storing one linear layer in each of several formats.
+    """The damage of each format to a model's output, if only one linear layer has this format.
 
     Attributes:
         rows, columns: shape of the layer's dense weight, `[out, in]`.
-        damage: format -> nats per token with only this layer in the format: the Kullback-Leibler divergence of the next
-            token's distribution from that of the float32 model, to first order in the loss.
+        damage: format -> damage in nats per token. The damage is the Kullback-Leibler divergence between the next-token
+            distributions of the float32 model and of this model, to first order in the loss.
         error: format -> squared norm of the weight's error.
-        moments: second moments of the layer's input channels, as text of `policy.write_moments`.
+        moments: second moments of the layer's input channels, encoded by `policy.write_moments`.
     """
 
     module: str
@@ -67,7 +67,7 @@ class Damages(Measurement):
 
     Attributes:
         layers: all linear layers that can be quantized, in the model's order.
-        measured: format -> nats per token with all layers in the format, on the same tokens.
+        measured: format -> damage in nats per token if all layers have the format, on the same tokens.
     """
 
     subject: ClassVar = "damages"
@@ -78,16 +78,16 @@ class Damages(Measurement):
     notes: tuple[str, ...] = ()
 
     def total(self, form: str) -> float:
-        """Return the damage in nats per token of a format for all layers: as measured, or else the sum over the layers."""
+        """Return the damage of a format for all layers, in nats per token: measured, or else summed over the layers."""
         if form in self.measured:
             return self.measured[form]
         return self._sum((layer, form) for layer in self.layers)
 
     def estimate(self, storage: Mapping[str, str], otherwise: str) -> float:
-        """Estimate the damage in nats per token: each module has its format in `storage`, or else `otherwise`.
+        """Estimate the damage of mixed formats in nats per token.
 
-        The estimate is the sum of the layers' damages, times a correction: the measured damage with all layers in
-        `otherwise`, divided by the sum of the layers' damages in that format.
+        A layer that is not in `storage` has the format `otherwise`. The estimate is the sum of the layers' damages
+        times a factor, so that it equals `total(otherwise)` if all layers have the format `otherwise`.
         """
         mixed = self._sum((layer, storage.get(layer.module, otherwise)) for layer in self.layers)
         plain = self._sum((layer, otherwise) for layer in self.layers)

@@ -1,4 +1,4 @@
-"""Decides the precision policy from nothing but the model's facts, a device profile and the user's request."""
+"""Decides the precision policy from the model's facts, a device profile, the user's request and measured ranges."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class _Draft:
         slower = self.profile.slower(compute, best)
         times = "slow" if slower is None else f"{slower:.2g} times slower"
         if support == "refused":
-            expected = f"a dtype it runs: {', '.join(sorted(dtype_name(d) for d in self.profile.native))}"
+            expected = f"a dtype that it runs: {', '.join(sorted(dtype_name(d) for d in self.profile.native))}"
             fix = f"{self.profile.reason(compute)}; use {dtype_name(best)}, or auto"
             self._refuse(f"compute dtype {name} on {self.profile.title}", expected, fix)
         elif support == "emulated":
@@ -288,7 +288,7 @@ class _Draft:
 
 
 def kept_experts(facts: ModelFacts, request: PrecisionRequest) -> str:
-    """Return the format that stacked experts keep from the checkpoint; "" without one."""
+    """Return the checkpoint's format if stacked experts keep it; else ""."""
     saved = facts.quantization
     if saved is None or not saved.experts or request.trainable == "full":
         return ""
@@ -312,7 +312,7 @@ def _auto_compute(facts: ModelFacts, profile: DeviceProfile, form: str | None) -
 
 
 def _packing(facts: ModelFacts, request: PrecisionRequest, storage: str) -> tuple[bool, torch.dtype]:
-    """Return (whether constants of 4-bit weights are quantized, dtype of the packed bytes)."""
+    """Return (True for double quantization, dtype of the packed 4-bit weights)."""
     if storage not in FOUR_BITS:
         return False, torch.uint8
     saved, packed = facts.quantization, request.quant_storage
@@ -331,7 +331,7 @@ _DENSE = (
 def _nearest(
     facts: ModelFacts, profile: DeviceProfile, request: PrecisionRequest, obstacles: Sequence[Problem]
 ) -> str | None:
-    """Return a line on the nearest policy that works without parts of the request; None without one."""
+    """Return a line that describes the nearest policy that works; None if no policy works."""
     if obstacles:
         return None
     changes: tuple[Mapping[str, Any], ...] = (
@@ -360,7 +360,7 @@ def _nearest(
 
 
 def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str]) -> dict[str, str]:
-    """Return role -> reason, for roles that the compute dtype, the float weights' dtype or pinned parameters decide."""
+    """Return role -> reason, for the roles that the user cannot choose."""
     name = dtype_name(compute)
     low = compute != torch.float32
     return {
@@ -389,7 +389,7 @@ def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str
 
 
 def autocast_reasons(compute: str, plain: torch.dtype) -> dict[str, str]:
-    """Return role -> reason if autocast casts the float weights. The argument is the compute dtype's reason."""
+    """Return role -> reason if autocast casts the float weights. `compute` is the reason for the compute dtype."""
     name = dtype_name(plain)
     return {
         "compute": (

@@ -47,15 +47,15 @@ class ModelFacts:
     Attributes:
         source: the model, in words: a path, a hub id or a class name.
         model_type: model type in config.json (`"llama"`); None without a config.
-        trained_dtype: dtype of the model's training: that of most unquantized elements, else that in the config; None if
-            unknown.
+        trained_dtype: dtype in which the model was trained: the dtype of most unquantized elements, or else the
+            config's dtype; None if unknown.
         pinned: patterns of parameters that stay float32 in float16 (`_keep_in_fp32_modules`).
         pinned_strict: patterns of parameters that always stay float32 (`_keep_in_fp32_modules_strict`).
         parameters: number of parameters of the dequantized model; a shared parameter counts once.
         parameter_bytes: stored bytes, including quantization constants.
-        dense: names of modules that are quantized only on request: vision and audio towers with their projectors, and
+        dense: names of modules that are quantized only on request: vision and audio towers, their projectors, and
             modules that transformers leaves unquantized. Empty for a text model.
-        routers: whether router modules like those of transformers choose the experts.
+        routers: whether the model has routers, the modules that choose experts.
     """
 
     source: str
@@ -71,7 +71,7 @@ class ModelFacts:
 
     @property
     def saved_format(self) -> str | None:
-        """The quantization format of the loaded weights if they stay in it; else None."""
+        """The quantization format of the weights after loading; None for float weights."""
         quantization = self.quantization
         return None if quantization is None or quantization.dequantized else quantization.format
 

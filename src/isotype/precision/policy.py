@@ -51,7 +51,7 @@ class ModuleException:
     Attributes:
         how: `"scale"`, `"float32"` or `"adapters"`. `"scale"` multiplies a linear layer's input by 2^-exponent, and its
             output (cast to float32) by 2^exponent; this is exact except for subnormal numbers. `"float32"` runs the
-            module's own operators in float32, and `"adapters"` only the adapters of a linear layer.
+            module's own operators in float32. `"adapters"` runs only a linear layer's adapters in float32.
         exponent: exponent of `"scale"`, at least 0.
         reason: the measured value, in words.
     """
@@ -69,7 +69,7 @@ class LayerStorage:
     Attributes:
         storage: `"nf4"`, `"nf4-32"` (blocks of 32 weights, not 64), `"nf4-fitted"` and `"nf4-32-fitted"` (constants
             fitted to the layer's inputs), `"fp4"`, `"int8"`, or the float dtype of unquantized weights.
-        moments: second moments of the layer's input channels for fitted constants, as text of `write_moments`.
+        moments: second moments of the layer's input channels for fitted constants, encoded by `write_moments`.
     """
 
     module: str
@@ -94,13 +94,13 @@ class PrecisionPolicy:
         quant_storage: dtype of the packed 4-bit bytes; with FSDP it has to be the compute dtype.
         wide_residual: whether the residual stream is float32 while matmuls run in 16 bits.
         layers: linear layers whose format is not `storage` (a mixed base).
-        dense: names of modules that stay unquantized, for transformers' `llm_int8_skip_modules`. Without names,
-            transformers has its own default.
+        dense: names of modules that stay unquantized, for transformers' `llm_int8_skip_modules`. If there are no names,
+            transformers' default applies.
         exceptions: modules whose values exceed the compute dtype's range.
         loss_scale: the initial loss scale of a GradScaler.
         keep_frozen: whether frozen float weights keep their dtype, whatever `storage` says. True for a policy that
             `PrecisionCallback` derives from a model.
-        experts: storage format of stacked experts: `"mxfp4"` if they keep that of the checkpoint, else "".
+        experts: `"mxfp4"` if stacked experts stay in this format; else "".
         routers: whether routers compute scores and choose experts in float32.
         reasons: role -> reason.
         warnings: disadvantages of what the user explicitly requested.
@@ -134,7 +134,7 @@ class PrecisionPolicy:
 
     @property
     def quantization(self) -> str | None:
-        """The value of `quantization` that requests this storage, without `layers`; None for float storage."""
+        """The value of `PrecisionRequest.quantization` for this storage; None for float storage."""
         return self.storage if self.quantized else self.experts or None
 
     @property
@@ -162,7 +162,7 @@ class PrecisionPolicy:
         return {layer.module: layer.storage for layer in self.layers}
 
     def moments_of(self, module: str) -> torch.Tensor | None:
-        """Return the second moments `[in]` for a linear layer's constants; None if these are not fitted."""
+        """Return the second moments `[in]` of a linear layer's inputs; None if the layer's constants are not fitted."""
         layer = self._layers_by_name.get(module)
         return read_moments(layer.moments) if layer is not None and layer.moments else None
 
@@ -287,7 +287,7 @@ class PrecisionPolicy:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except FormatVersionError as error:
             headline, expected = "precision policy of another format version", "a supported version"
-            fix = "install the isotype that wrote the file, or delete the file to decide again"
+            fix = "install the version of isotype that wrote the file, or delete the file to decide again"
             raise CheckpointError.of(headline, f"{path}: {error}", expected, fix) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             headline, fix = "unreadable precision policy", "delete the file to decide again"
@@ -313,15 +313,15 @@ def is_pinned(name: str, patterns: Sequence[str]) -> bool:
 
 _LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _OCTAVE = 2
-"""Number of levels between a moment and its double. One level would be as good (benchmarks/quality.py)."""
+"""Steps of the encoding per factor of 2. One step would be as good (benchmarks/quality.py)."""
 _PRIOR = 8
-"""The mean over channels counts as this many tokens, because an expert may see only a few."""
+"""The mean over all channels is mixed in like this many tokens, because an expert may receive only a few tokens."""
 
 
 def write_moments(squares: torch.Tensor, tokens: int) -> str:
     """Return second moments of input channels as text: one character for each channel, `_` for the largest moment.
 
-    `squares` `[in]` has each channel's sum of squares over `tokens`, times any common factor.
+    `squares` `[in]` has each channel's sum of squares over `tokens`. A common factor of all channels does not matter.
     """
     squares = squares.cpu().double()  # some devices lack float64
     moments = squares + _PRIOR * squares.mean() / max(1, tokens)

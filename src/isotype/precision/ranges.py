@@ -46,7 +46,7 @@ class Measurement:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the measurement that `to_json` has written. Raise ValueError for other text or another layout."""
+        """Return the measurement from the text of `to_json`. Raise ValueError for other text or another layout."""
         key, number = cls.layout
         try:
             values: dict[str, Any] = json.loads(text)
@@ -80,7 +80,7 @@ FLOAT16_LARGEST = 65504.0
 FLOAT16_FLUSHED = 2.0**-25
 """float16's smallest number is 2^-24. Values up to half of it become zero."""
 _FILL = 1e37
-"""Larger finite magnitudes are fill values of masks (the lowest number of float32 or bfloat16) and no activations."""
+"""Larger finite magnitudes are not activations but fill values of masks (the lowest number of float32 or bfloat16)."""
 _LOSS_SCALES = (2.0**0, 2.0**24)
 
 MATMULS = (
@@ -89,7 +89,7 @@ MATMULS = (
 )  # fmt: skip
 """Prefixes of operators that autocast runs in 16 bits. Their operands and results are rounded."""
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn", "_varlen_attn")
-"""Prefixes of attention kernels. The first result has activations, and the others are statistics."""
+"""Prefixes of attention kernels. Only their first result has activations."""
 
 
 def is_attention(op: str) -> bool:
@@ -103,7 +103,7 @@ def is_fill(value: float) -> bool:
 
 
 def first_loss_scale(gradient: float) -> float:
-    """Return the loss scale, a power of two from 1 to 2^24, with which the largest gradient is at most 65504 / 16."""
+    """Return the largest power of two that scales `gradient` to at most 65504 / 16. The result is from 1 to 2^24."""
     low, high = _LOSS_SCALES
     if not gradient:
         return high
@@ -112,19 +112,19 @@ def first_loss_scale(gradient: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OperatorRange:
-    """The largest magnitudes, over all batches, of one call of an operator in a step.
+    """The largest magnitudes of one operator call in a step, over all batches.
 
     Attributes:
-        module: name in the base model of the innermost module of the operator; for a backward operator, of its forward
-            operator. "" is the model itself.
+        module: the innermost module that calls the operator, by its name in the base model ("" is the model itself). A
+            backward operator has the module of its forward operator.
         index: number of this call among the operator's calls in the module and phase, from 0.
         phase: forward or backward. Gradients are those of the mean loss, before loss scaling.
         inputs: largest magnitude of each float operand, in the order of the arguments.
         output: largest magnitude of the results.
         flushed: share of the results' nonzero elements that float16 rounds to zero (magnitudes up to 2^-25), in the
-            batch with the largest share. Large results are sampled evenly.
+            batch with the largest share. For a large result, evenly spaced elements are counted.
         source: `file:line` of the call; "" if there is none.
-        flushed_scaled: the same share for results times 65536, the initial loss scale of a GradScaler.
+        flushed_scaled: the same share after multiplication by 65536, the initial loss scale of a GradScaler.
     """
 
     module: str
@@ -150,10 +150,10 @@ class ModuleRange:
     Attributes:
         name: fully qualified name in the base model.
         kind: `"linear"`, `"embedding"`, `"norm"` or `"other"`, see `isotype.model.walk.Place.kind`.
-        gradient: largest gradient of the outputs, for the mean loss before loss scaling; 0 without one.
-        weight: largest magnitude of the module's own float parameters; 0 without one.
-        median_weight: median magnitude of the nonzero values of the module's largest parameter; 0 without one. A large
-            parameter is sampled evenly.
+        gradient: largest gradient of the outputs, for the mean loss before loss scaling; 0 if there is none.
+        weight: largest magnitude of the module's own float parameters; 0 if there is none.
+        median_weight: median magnitude of the nonzero values of the module's largest parameter; 0 if there is none. For
+            a large parameter, evenly spaced values are used.
         weight_gradient: largest gradient of the module's own trainable parameters; 0 if there is none.
     """
 
@@ -172,8 +172,8 @@ class Ranges(Measurement):
     """A range measurement of one model. Gradients are those of the mean loss over the tokens of one forward.
 
     Attributes:
-        batches: number of batches that `spread` compares; if there is a single batch, its number of texts.
-        spread: largest ratio between a module's outputs in two batches.
+        batches: number of batches or, if there is a single batch, its number of texts.
+        spread: largest ratio between a module's largest outputs in two batches (or two texts).
         modules: the modules that were called, in the order of their first call.
         operators: calls of operators with floating-point results, in the order in which they were first called.
         stream: names of the modules whose outputs are the residual stream: the embedding and the blocks, in order.
@@ -207,7 +207,7 @@ class Ranges(Measurement):
 
     @property
     def undefined(self) -> OperatorRange | None:
-        """If loss or gradients are not finite: the first operator with finite operands and a non-finite result."""
+        """The first operator with finite operands and a non-finite result; None if loss and gradients are finite."""
         values = (*self.loss, *(module.gradient for module in self.modules))
         if all(map(math.isfinite, values)):
             return None

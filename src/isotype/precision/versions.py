@@ -32,7 +32,7 @@ class Incompatibility:
 
     Attributes:
         packages: the packages in conflict, each as `"name version"`.
-        fact: the conflict, in words.
+
         change: the requirement to install with pip.
         severity: `"error"` if something will fail, `"warning"` if something may fail.
     """
@@ -74,7 +74,7 @@ def installed() -> dict[str, str | None]:
 def installed_requirements(versions: Mapping[str, str | None]) -> dict[str, list[str]]:
     """Return package -> requirement strings, from the metadata of isotype and of the packages in `versions`.
 
-    A package whose version in `versions` is not the installed one is left out, because this machine lacks its metadata.
+    Packages whose version differs from the installed version are left out, because their metadata is not here.
     """
     packages = {**versions, "isotype": _version("isotype")}
     matching = [package for package, version in packages.items() if version and version == _version(package)]
@@ -141,7 +141,7 @@ def incompatibilities(
 ) -> list[Incompatibility]:
     """Return all incompatibilities among the versions, errors first.
 
-    If a version is no valid version number, it is reported as a warning and not compared.
+    A text that is no valid version number is a warning and is not compared.
 
     Args:
         versions: package -> version, or None if the package is not installed, as `installed` returns them.
@@ -159,7 +159,7 @@ def incompatibilities(
         try:
             parsed[name] = Version(text)
         except InvalidVersion:
-            fact = f"{name} says its version is {text!r}, which is no version number; it was not compared"
+            fact = f"{name} has the version {text!r}, which is no version number; it was not compared"
             results.append(Incompatibility((labels[name],), fact, name, "warning"))
     declared: dict[tuple[str, ...], Incompatibility] = {}
     for incompatibility in _declared(parsed, labels, requires):
@@ -180,7 +180,7 @@ def incompatible_here() -> tuple[Incompatibility, ...]:
 def missing(versions: Mapping[str, str | None], requires: Sequence[str] | None = None) -> list[str]:
     """Return the requirements of isotype's extra `train` that are not installed, as pip requirements.
 
-    `requires` are isotype's requirement strings; None stands for those of isotype's metadata.
+    `requires` are isotype's requirement strings; None reads them from isotype's metadata.
 
     Raises:
         PrecisionError: isotype is not installed but runs from a source tree, so there is no metadata.
@@ -209,7 +209,7 @@ def _own_requirements() -> Sequence[str]:
 
 
 def pip_command(incompatible: Iterable[Incompatibility], absent: Iterable[str] = ()) -> str | None:
-    """Return one pip command for all changes that fix incompatibilities, and all absent packages; None if there are none."""
+    """Return one pip command that fixes all incompatibilities and installs absent packages; None if nothing is to do."""
     demands: dict[str, SpecifierSet] = {}
     for text in (*(incompatibility.change for incompatibility in incompatible), *absent):
         requirement = Requirement(text)

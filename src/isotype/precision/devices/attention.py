@@ -39,7 +39,7 @@ _ALIGNED = 16
 
 CUDNN_TILE = 128
 _NAN_RELEASES: tuple[Release, Release] = ((2, 11), (2, 14))
-"""First and last torch release with a cuDNN before 9.26, whose backward may return NaN."""
+"""First and last torch release with a cuDNN before 9.26; see `may_return_nan`."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def attention_kernel(
 ) -> Kernel | None:
     """Return the kernel of a torch release for a call; None for a device other than an NVIDIA GPU.
 
-    `enabled` are the enabled kernels, see `enabled_attention`. Return "none" if none of them takes the call.
+    `enabled` are the enabled kernels (see `enabled_attention`). If no enabled kernel supports the call, return "none".
     """
     if profile.kind != "cuda":
         return None
@@ -93,19 +93,19 @@ def attention_kernel(
 
 
 def needs_repeated_heads(profile: DeviceProfile, dtype: torch.dtype, release: Release = RELEASE) -> bool:
-    """Return whether torch has a fused kernel for grouped heads only if keys and values are repeated for each query head."""
+    """Return whether grouped heads must be repeated, because torch has no fused kernel for them on this GPU in `dtype`."""
     without = profile.kind == "cuda" and dtype not in profile.flash_attention and dtype in _efficient(profile)
     return without and release < _GROUPED_EFFICIENT
 
 
 def has_faulty_cudnn(profile: DeviceProfile, release: Release = RELEASE) -> bool:
-    """Return whether a torch release has, on this GPU, the error of cuDNN that `may_return_nan` describes."""
+    """Return whether a torch release has a cuDNN that may return NaN on this GPU (see `may_return_nan`)."""
     first, last = _NAN_RELEASES
     return profile.kind == "cuda" and profile.capability == _HOPPER and first <= release <= last
 
 
 def may_return_nan(profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE) -> bool:
-    """Return whether the queries' gradients may be NaN for a length of 64 more than a multiple of 128.
+    """Return whether the gradients of queries may be NaN for a sequence length of 128 n + 64.
 
     On Hopper, cuDNN before 9.26 returns NaN for a call with a mask if all scores of a row are below -88:
     https://github.com/pytorch/pytorch/issues/196678. Newer torch releases have a newer cuDNN.

@@ -1,7 +1,7 @@
 """The features of a CPU, which select its table of operator contracts.
 
 oneDNN runs convolutions, recurrent layers and 16-bit matmuls: bfloat16 with AVX512 or newer, and float16 with
-AVX512-FP16 or AMX. Without these, torch's own kernels run, and they accept other dtypes.
+AVX512-FP16 or AMX. On other CPUs, torch's own kernels run. These kernels accept other dtypes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class OneDnn:
     limit: str = ""
 
     def forbids(self, flag: str) -> bool:
-        """Return whether oneDNN may not use the instructions of an x86 flag (`avx512_bf16`), by the limit."""
+        """Return whether `limit` forbids oneDNN the instructions of an x86 flag (`avx512_bf16`)."""
         allowed = _ALLOWED.get(self.limit)
         return allowed is not None and flag not in allowed
 
@@ -77,7 +77,7 @@ _ALLOWED: dict[str, frozenset[str]] = {
 
 
 def _fields(text: str) -> dict[str, str]:
-    """Return key -> value for lines `key : value`. cpuinfo repeats the keys for each core; the first line counts."""
+    """Return key -> value for lines `key : value`. If a key is repeated, its first line counts."""
     fields_read: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
@@ -191,7 +191,7 @@ _TABLES: dict[frozenset[torch.dtype], tuple[str, str]] = {
 
 
 def contract_table(features: CpuFeatures, onednn: OneDnn | None) -> tuple[str, str]:
-    """Return (name of the best contract table for a CPU, difference to the measured CPU or "")."""
+    """Return (name of the best contract table, a clause on how this CPU differs from the measured CPU or "")."""
     if onednn is None:
         return "cpu-avx2", "this torch has no oneDNN, and the tables were measured with oneDNN"
     table, flag = _TABLES.get(onednn.takes, ("cpu-amx", "amx_bf16"))

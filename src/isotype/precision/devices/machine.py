@@ -69,7 +69,7 @@ class DoctorReport:
         versions: package -> installed version, None for a missing package.
         toolkits: `cuda` or `rocm` -> toolkit version of the torch build; empty for a CPU build.
         missing: requirements of the `train` extra that are not installed.
-        compiler: on a CPU, a clause with the C++ compiler and what it speeds up, or why there is none; "" elsewhere.
+        compiler: a clause on the C++ compiler of a CPU (see `compiler_here`); "" for other devices.
     """
 
     profile: DeviceProfile
@@ -91,7 +91,7 @@ class DoctorReport:
 
     @property
     def torch_failure(self) -> str | None:
-        """The error of a float32 matmul on the device; None if it works, or if this machine lacks the device."""
+        """The error of a float32 matmul on the device; None if the matmul works or the device is not in this machine."""
         rate = self.rates.get(torch.float32)
         return rate.message if rate else None
 
@@ -103,7 +103,7 @@ class DoctorReport:
 
 
 def gather_doctor_report(device: str | torch.device) -> DoctorReport:
-    """Return the state of this machine: measured rates of the device, installed versions, bitsandbytes and the compiler.
+    """Return the state of this machine and its libraries.
 
     Args:
         device: a device of this machine, or the name of a profile, whose rates are not measured.
@@ -127,7 +127,7 @@ def gather_doctor_report(device: str | torch.device) -> DoctorReport:
 
 
 def compiler_here() -> str:
-    """Return a clause: the C++ compiler and what it speeds up on a CPU, or why there is none."""
+    """Return a clause that names the C++ compiler and what it compiles, or says why there is no compiler."""
     try:
         check_folder()
         compiler = find_compilers()[0][0]
@@ -139,7 +139,7 @@ def compiler_here() -> str:
 def try_bitsandbytes(
     version: str | None, profile: DeviceProfile, timeout: float, script: str = _BITSANDBYTES_SCRIPT
 ) -> BitsandbytesStatus:
-    """Test bitsandbytes in a child process: `script` imports it, and quantizes if the device is in this machine."""
+    """Import bitsandbytes in a child process, and quantize with it if the device is in this machine."""
     if version is None:
         return BitsandbytesStatus(None, None, None, "it is not installed")
     command = [sys.executable, "-c", script, profile.name if profile.present else ""]
@@ -159,7 +159,7 @@ def try_bitsandbytes(
 
 
 def read_answer(version: str, answer: Mapping[str, Any]) -> BitsandbytesStatus:
-    """Return the status by the `answer` of a child process: `library` (a class name) and `nf4_error` (the largest error)."""
+    """Return the status from a child's `answer`: the class of bitsandbytes' library and the largest error of nf4."""
     error = answer["nf4_error"]
     if not error <= _NF4_BOUND:  # also for NaN
         changed = f"an nf4 round trip changes values in [-1, 1] by up to {error:.3g}"

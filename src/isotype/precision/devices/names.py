@@ -1,6 +1,6 @@
 """Names of devices: the profile in `profiles.json` for a name such as `rtx-4090` or `NVIDIA GeForce RTX 4090`.
 
-This module does not import torch. So a command can refuse an unknown name before a script imports torch.
+This module does not import torch, so that a command refuses an unknown name quickly.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def names() -> dict[str, str]:
 
 
 def require_device(name: str) -> None:
-    """Raise PrecisionError unless `name` is the name of a profile, or torch's name of one device."""
+    """Raise PrecisionError unless `name` is the name of a profile or one of torch's device names (`cuda:1`)."""
     folded = name.strip().lower()
     if not re.fullmatch(r"auto|(cpu|cuda|gpu|xpu|mps)(:\d+)?", folded) and not apple_chip(folded):
         card_of(folded, number="")
@@ -63,9 +63,9 @@ def apple_chip(name: str) -> tuple[str, ...]:
 
 
 def card_of(name: str, number: str = " --devices {}") -> str:
-    """Return the key of the record with the name `name`. Raise PrecisionError if no record or several have it.
+    """Return the key of the record that `name` names. Raise PrecisionError if no record or several records match.
 
-    `number` is the command's argument for several devices, for the fix of `2x4090`; "" if the command has none.
+    The error for `2x4090` suggests `number`, the command's argument for several devices; "" if the command has none.
     """
     cards = _cards(name)
     if len(cards) == 1:
@@ -93,7 +93,7 @@ def _cards(name: str) -> list[str]:
 
 @cache
 def words_of(name: str) -> tuple[str, ...]:
-    """Split a card's name into lower-case words without the maker; memory is `80g`. Return () for other text."""
+    """Split a card's name into lower-case words without the maker; `80 GiB` becomes `80g`. Return () for other text."""
     name = name.lower().replace("(r)", "").replace("(tm)", "")
     if not _SPELLING.fullmatch(name):
         return ()

@@ -2,8 +2,8 @@
 
 A call computes the two products of a frozen linear layer in a LoRA step, x @ w.T and y @ w, because their rates can
 differ: on a CPU with AVX2, bfloat16 ran at 4.2 and at 1.3 GFLOP/s. A dtype without hardware support can be a hundred
-times slower than another, so the matrices grow only if the next size surely fits the time limit. The dtypes take turns,
-so that other load slows all of them.
+times slower than another. So the matrices grow only if the next size surely fits the time limit. The dtypes take turns,
+so that other programs slow all dtypes equally.
 """
 
 from __future__ import annotations
@@ -55,11 +55,10 @@ class MatmulRate:
 
 
 def next_side(side: int, size: int, call_seconds: float, remaining: float, waiting: float = 0.0) -> int:
-    """Return the side length of the next matrices: `side` doubled, at most `size`, or `side` if that would take too long.
+    """Return the side length of the next matrices: `2 * side`, but at most `size`; `side` if a call would take too long.
 
-    A call with matrices of `side` took `call_seconds`. All but `waiting` seconds of it grow with the cube of the side
-    length. The predicted time may be a quarter of the remaining seconds: matrices larger than a cache take longer than
-    predicted.
+    A call with matrices of `side` took `call_seconds`. `waiting` of these seconds do not depend on the side length; the
+    rest grows with its cube. A call takes too long if it needs more than a quarter of the `remaining` seconds.
     """
     larger = min(2 * side, size)
     predicted = waiting + (call_seconds - waiting) * (larger / side) ** 3
@@ -121,7 +120,7 @@ class _Probe:
         self._prepare(min(_FIRST_SIDE, size))
         before = None
         while self.message is None:
-            # The faster one of two calls: a call that had to wait says nothing about the next size.
+            # The faster of two calls: a call that had to wait does not predict the next call's time.
             took = min(self._call(), self._call())
             # On a busy machine, torch's threads wait for each other, as long in a small product as in a large one.
             waiting = took if before is None else min(max(0.0, (8 * before - took) / 7), took)
@@ -171,8 +170,8 @@ def measure_all(device: str | torch.device, seconds_total: float) -> dict[torch.
     """Return compute dtype -> measured rate of square matmuls on a device of this machine.
 
     Args:
-        seconds_total: time limit for all dtypes. Each gets an equal share. A slow dtype may exceed its share by a few
-            calls, and gets smaller matrices.
+        seconds_total: time limit for all dtypes together. A slow dtype gets smaller matrices, and may exceed its share
+            of the time by a few calls.
 
     Raises:
         PrecisionError: the device is not in this machine.

@@ -1,7 +1,7 @@
 """Device profiles: the native dtypes, memory and peak rates of this machine's devices and of devices known by name.
 
-`profiles.json` has the named profiles, from data sheets. A real device's profile follows from what its driver returns
-(text or properties), so tests can simulate any machine.
+`profiles.json` has the named profiles, from data sheets. The profile of a real device depends only on the values that
+its driver returns, so that tests can simulate any machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StepRates:
     """Rates of whole training steps on a device.
 
     Attributes:
-        between: the share of bytes and kernel launches between matmuls that is left after kernel fusion.
+        between: the fraction of the bytes and kernel launches between matmuls that remains after kernel fusion.
         launch: host seconds per kernel launch.
         spread: factor by which a step may be faster or slower than the prediction.
     """
@@ -70,13 +70,13 @@ class DeviceProfile:
         memory_bandwidth: peak bytes per second; None if unknown.
         flash_attention: dtypes in which scaled_dot_product_attention does not store the scores.
         capability: compute capability as in torch.cuda; on ROCm, from the gfx architecture; None for other devices.
-        speed: dtype -> measured matmul rate, divided by that of float32; empty if not measured.
+        speed: dtype -> measured matmul rate divided by the float32 rate; empty if not measured.
         contracts: name of the table of operator contracts if this kind of device has several (`"cpu-avx2"`); else "".
-        unlike: a clause on how this device differs from the measured one; "" if it does not.
+        unlike: a clause on how this device differs from the device of the contract table; "" if it does not.
         repacks_4bit: whether bitsandbytes repacks 4-bit weights on this device in evaluation mode.
         random_rate: random values (dropout masks) per second and thread; None if not measured.
         page_rate: bytes of zeroed pages that the operating system gives a CPU in a second; None if not measured.
-        steps: rates of whole steps. With None, a step is predicted as the sum of its operators.
+        steps: rates of whole steps. If it is None, the time of a step is predicted as the sum of its operators' times.
     """
 
     name: str
@@ -153,8 +153,8 @@ def _support(
 def _cuda_support(major: int, minor: int) -> dict[str, Any]:
     """Return the fields that follow from an NVIDIA GPU's compute capability.
 
-    Sources: CUDA C++ Programming Guide, throughput of arithmetic instructions by compute capability. For bfloat16 before
-    7.0: https://github.com/pytorch/pytorch/issues/57773.
+    Source: CUDA C++ Programming Guide, throughput of arithmetic instructions by compute capability. For bfloat16 below
+    7.0, the source is https://github.com/pytorch/pytorch/issues/57773.
     """
     emulated, refused, capability = {}, {}, (major, minor)
     if major < 7:
@@ -261,7 +261,7 @@ def _this_memory() -> int | None:
 def _accelerator(
     name: str, kind: DeviceKind, title: str, memory_bytes: int, support: Mapping[str, Any]
 ) -> DeviceProfile:
-    """Return a card's profile. The rates are in the record with the driver's name and the nearest memory."""
+    """Return a card's profile. Its rates are those of the record with the same driver name and the closest memory size."""
     cards = [_of_record(key) for key, record in records().items() if title in record["driver_names"]]
     unknown = DeviceProfile(name, title, kind, **support, source="no data sheet known for this card")
     sheet = min(cards, key=lambda card: abs((card.memory_bytes or 0) - memory_bytes), default=unknown)
@@ -340,8 +340,8 @@ def device_profile(device: str | torch.device = "auto") -> DeviceProfile:
 
     Args:
         device: `"auto"` (the machine's best accelerator, else the CPU), a device of this machine (`"cpu"`, `"cuda"`,
-            `"cuda:1"`, `"mps"`, `"xpu"`), or a profile's name in any spelling (`"t4"`, `"NVIDIA T4"`). Without such a
-            device in this machine, `"mps"` and `"xpu"` name generic profiles.
+            `"cuda:1"`, `"mps"`, `"xpu"`), or a profile's name in any spelling (`"t4"`, `"NVIDIA T4"`). `"mps"` and
+            `"xpu"` name generic profiles if this machine has no such device.
 
     Raises:
         PrecisionError: the name is unknown, or the real device is not in this machine.

@@ -41,9 +41,9 @@ class Room:
 def room_of(profile: DeviceProfile, *, all_free: bool = False) -> Room:
     """Return the memory available to a step.
 
-    For a device in this machine, the room is a share of the free memory; for another device, of the total memory.
-    Processes of a launcher on one machine share its CPU memory equally. With `all_free`, used memory counts as free,
-    because the step's model is in it.
+    For a device in this machine, the room is a share of the free memory; for another device, of the total memory. All
+    processes that a launcher has started on a machine share its CPU memory equally. `all_free` counts used memory as
+    free. It is for a model that is already on the device.
     """
     is_cpu, total = profile.kind == "cpu", profile.memory_bytes
     share, part = (SHARE_OF_CPU, "half") if is_cpu else (SHARE_OF_GPU, f"{100 * SHARE_OF_GPU:.0f} %")

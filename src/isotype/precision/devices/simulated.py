@@ -1,6 +1,6 @@
-"""The device that fake tensors simulate. Code that chooses between kernels asks for it.
+"""The device that fake tensors simulate. Code that chooses a kernel depends on this device.
 
-All fake tensors are on the CPU. Their `FakeTensorMode` has the properties of the simulated device.
+All fake tensors are on the CPU. Their `FakeTensorMode` has attributes with the properties of the simulated device.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def is_on_cpu(x: torch.Tensor) -> bool:
 def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
     """Return the dtype in which to multiply `x`: `compute`, or float32 if the CPU emulates `compute`.
 
-    Emulating kernels also sum the products in float32 and round the sum once. So float32 gives the same result, but sooner.
+    CPU kernels that emulate `compute` also sum in float32 and round the sum once. float32 gives the same result faster.
     """
     if x.device.type != "cpu":
         return compute
@@ -53,5 +53,5 @@ def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
 
 
 def has_value(fake: torch.Tensor) -> bool:
-    """Return whether the trace knows a fake tensor's values. It does for small tensors that depend on no weight."""
+    """Return whether the trace knows a fake tensor's values: those of small tensors that depend on no weight."""
     return hasattr(fake, VALUE)
