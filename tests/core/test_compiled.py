@@ -161,7 +161,7 @@ def refusal(source: Path, caplog: pytest.LogCaptureFixture) -> str:
             load_compiled(source, ["-DANSWER=49"])
     (line,) = caplog.messages
     assert line == (
-        f"{caught.value}: no compiled library is loaded; remove it, or set ISOTYPE_CACHE to a folder of your own"
+        f"{caught.value}: no compiled library is loaded; remove this path, or set ISOTYPE_CACHE to your own folder"
     )
     return str(caught.value)
 

@@ -80,7 +80,7 @@ def test_experts_that_no_quantizer_reaches_are_counted() -> None:
     size = 2 * (4 * 33 * 32) * 2
     assert (
         told
-        == f"2 stacked expert weights ({format_bytes(size)}) stay in bfloat16: 1,056 values of an expert do not fill whole blocks of 64"
+        == f"2 stacked expert weights ({format_bytes(size)}) stay in bfloat16: an expert has 1,056 values, which is no multiple of the block size 64"
     )
     assert "stay in bfloat16" in to_text(report, 500)
 

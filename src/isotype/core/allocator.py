@@ -17,11 +17,11 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def let_segments_expand(arguments: Sequence[str] = ()) -> str | None:
-    """Turn the allocator's expandable segments on: batches of several lengths then leave no gaps in GPU memory.
+    """Turn on the allocator's expandable segments, which avoid memory gaps if batches have different lengths.
 
-    Call this before torch is imported. It sets an environment variable and returns its value. It does nothing and
-    returns None if the user has set one of `VARIABLES`, if torch was built for ROCm or Windows (`expandable_segments()`
-    in c10/cuda/CUDAAllocatorConfig.h), or for `--use_vllm`: vLLM rejects expandable segments.
+    Call this before torch is imported. The function sets an environment variable and returns its value. It changes
+    nothing and returns None if the user has set one of `VARIABLES`, or if expandable segments are not supported: by
+    torch for ROCm or Windows (`expandable_segments()` in c10/cuda/CUDAAllocatorConfig.h), or by vLLM (`--use_vllm`).
     """
     if allocator_setting() or sys.platform == "win32" or _uses_vllm(arguments) or built_for("cuda") is None:
         return None
@@ -30,7 +30,7 @@ def let_segments_expand(arguments: Sequence[str] = ()) -> str | None:
 
 
 def allocator_setting() -> str | None:
-    """Return the allocator setting of this process as `NAME=value`; None without one."""
+    """Return the allocator setting of this process as `NAME=value`; None if there is none."""
     return next((f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ), None)
 
 

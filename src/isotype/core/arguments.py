@@ -23,14 +23,14 @@ _TABLES, COMMANDS = table(__file__), table(__file__, "commands.json")
 _OTHER_NAMES = {
     other: names.split() for names, others in _TABLES["names"].items() for other in others.split()
 }
-"""Short names, and other libraries' names -> names of isotype's arguments. A command has at most one of them."""
+"""Short name or other library's name -> names of isotype's arguments. A command has at most one of these arguments."""
 _ELSEWHERE = frozenset({*_OTHER_NAMES, *(name for names in _TABLES["names"] for name in names.split())})
-"""Names with a known meaning. A command without an argument of this meaning has no similar one, either."""
+"""Names with a known meaning. If a command has no argument of this meaning, similar names are not suggested."""
 _OTHER_VALUES: Mapping[str, str] = _TABLES["values"]
 _SWITCHES: Mapping[str, str] = {
     other: words for words, others in _TABLES["switches"].items() for other in others.split()
 }
-"""Flags of other libraries that take no value, or True -> isotype's arguments."""
+"""Flag of another library, without a value or with the value True -> isotype's arguments."""
 RENAMED: Mapping[str, Sequence[str]] = _TABLES["renamed"]
 """Former name -> (current name, equivalent value). The value is "" if the former one is still valid."""
 REMOVED: Mapping[str, str] = _TABLES["removed"]
@@ -49,13 +49,13 @@ _OF_ARGUMENT = re.compile(r"argument ([^:\s]+)(?: \S+)?: (.*)", re.DOTALL)
 class Parser(ValueParser):
     """An argparse parser that collects invalid values in `problems` and does not stop at the first one.
 
-    `parse_args` raises one error for all problems and unknown names. After `parse_known_args`, the caller has to check
-    `problems`. Names cannot be abbreviated.
+    `parse_args` raises one error that lists all problems. After `parse_known_args`, the caller has to check `problems`.
+    Names cannot be abbreviated.
     """
 
     problems: list[Problem]
     stray: Callable[[str], str] = staticmethod(lambda value: "")
-    """Returns the argument to which a lone value most likely belongs, or ""."""
+    """Return the argument to which a value without an argument most likely belongs, or ""."""
     _command_line: tuple[str, ...] = ()
 
     @classmethod
@@ -87,7 +87,7 @@ class Parser(ValueParser):
         return super().parse_known_args(args, namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Raise one UsageError about all arguments that are unknown, have no value or an invalid one."""
+        """Parse like argparse. Raise one UsageError that lists all invalid arguments."""
         self._command_line = tuple(sys.argv[1:] if args is None else args)
         parsed, unknown = self.parse_known_args(args, namespace)
         self.refuse([*self.problems, *self.unknown(unknown)])
@@ -99,7 +99,7 @@ class Parser(ValueParser):
             raise UsageError("invalid arguments", problems, hint)
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError for a missing value or argument. argparse cannot go on after such an error."""
+        """Raise UsageError for a missing value or argument. argparse stops parsing after this error."""
         known = {name for action in actions_of(self) for name in action.option_strings}
         named = (token for token in self._command_line if re.match("--?[A-Za-z]", token))
         unknown = self.unknown([token for token in named if token.partition("=")[0] not in known])
@@ -124,7 +124,7 @@ class Parser(ValueParser):
         raise AssertionError(message)
 
     def unknown(self, tokens: Sequence[str]) -> list[Problem]:
-        """Return a problem for each unknown argument (with similar names) and each value without an argument."""
+        """Return a problem for each unknown argument and each value without an argument."""
         flags = [token for token in tokens if re.match(r"--[A-Za-z0-9]|-[A-Za-z]", token)]
         # If a name is unknown, the tokens after it are most likely its values.
         stray = [] if flags else [token for token in tokens if token]
@@ -174,11 +174,11 @@ class Parser(ValueParser):
 def add_arguments(parser: argparse.ArgumentParser, command: str, **choices: Iterable[str]) -> None:
     """Add the arguments of a command to a parser. commands.json describes each argument:
 
-    - `exclusive`: of these arguments, only one may be given.
+    - `exclusive`: only one of the arguments with this key is allowed.
     - `choices`: valid values.
     - `choices_of`: a table in `isotype.core` whose entries are valid values, too.
 
-    Valid values in tables of other packages are in `choices`: argument -> values.
+    `choices` adds valid values from tables of other packages: argument -> values.
     """
     group: Any = None
     for names, described in COMMANDS[command]["arguments"].items():
@@ -234,13 +234,13 @@ def did_you_mean(
     cutoff: float = 0.6,
     shown: Callable[[str], str] = str,
 ) -> str:
-    """Return "did you mean …?" with up to `n` known names similar to `wanted`; `otherwise` without one."""
+    """Return "did you mean …?" with up to `n` similar known names; `otherwise` if no known name is similar."""
     near = difflib.get_close_matches(wanted, list(known), n, cutoff)
     return f"did you mean {' or '.join(map(shown, near))}?" if near else otherwise
 
 
 def unknown_name(name: str, value: Any, known: Sequence[str], listing: str) -> Problem:
-    """Return the `Problem` for a name that is none of the `known` ones, which the command `listing` prints."""
+    """Return the `Problem` for a name that is not in `known`. The command `listing` prints the known names."""
     names = {_bare(known_name) for known_name in known}
     text = str(value) if isinstance(value, (str, int, float)) else ""
     former = renamed(name, names, text)
@@ -259,7 +259,7 @@ def unknown_name(name: str, value: Any, known: Sequence[str], listing: str) -> P
 
 
 def wrong_number(name: str, value: str, expected: str, example: Any) -> Problem:
-    """Return the `Problem` for a value that is no number. If there is one number in it (`2e-4,`), the fix has that number."""
+    """Return the `Problem` for a value that is no number. The fix for a value such as `2e-4,` is the number in it."""
     text, swap = value.strip(" ,;'\""), None
     whole = expected == _KINDS["int"][0]
     if whole:  # a comma in other numbers may be a decimal comma
@@ -281,12 +281,12 @@ def wrong_size(name: str, value: str) -> Problem:
 
 
 def usual_value(value: str) -> str:
-    """Return isotype's name of a value that other libraries name differently (`int4`: `nf4`), or the value in lower case."""
+    """Return isotype's name of another library's value (`nf4` for `int4`); for other values, the value in lower case."""
     return _OTHER_VALUES.get(value.lower().replace("-", "").replace("_", ""), value.lower())
 
 
 def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
-    """Return the `Problem` for a value that is none of the choices, with the most similar choices."""
+    """Return the `Problem` for a value that is not in `choices`. The fix names the most similar choices."""
     known = list(choices)
     lower = {choice.lower(): choice for choice in known}
     other = usual_value(value)
@@ -303,10 +303,10 @@ def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
 
 
 def closest(name: str, known: Sequence[str]) -> tuple[list[str], bool]:
-    """Return up to three known names that `name` may mean, and True if it certainly means the first one.
+    """Return (up to three known names that `name` may mean, True if it certainly means the first of them).
 
-    Aliases come first, then longer names, then similar ones. An alias, the only longer name, and a name that is clearly
-    the most similar one are certain.
+    The order is: aliases, names that begin with `name`, similar names. The first name is certain if it is an alias, the
+    only name that begins with `name`, or clearly the most similar name.
     """
     bare, wanted = {_bare(known_name): known_name for known_name in known}, _bare(name)
     if aliases := [other for other in (wanted, *_OTHER_NAMES.get(wanted, ())) if other in bare]:
@@ -330,7 +330,7 @@ def _bare(name: str) -> str:
 def corrected(
     words: Sequence[str], problems: Sequence[Problem], parse: Callable[[list[str]], object]
 ) -> list[str] | None:
-    """Return a command's words with all swaps of its problems; None if `parse` does not accept them."""
+    """Return a command's words after the `swap` of every problem; None if `parse` still raises an error."""
     line = separated(words)
     for _ in range(4):  # one correction may show the next problem
         if not problems or not all(problem.swap and _swap(line, *problem.swap) for problem in problems):
@@ -354,7 +354,7 @@ def separated(words: Sequence[str]) -> list[str]:
 
 
 def _swap(line: list[str], old: Sequence[str], new: Sequence[str]) -> bool:
-    """Write `new` in place of `old` in the line. Return True if the line has `old`."""
+    """Replace the first `old` in the line by `new`. Return False if there is no `old`."""
     size, lower = len(old), [word.lower() for word in old]
     for at in range(len(line)):
         if [word.lower() for word in line[at : at + size]] == lower:
@@ -373,7 +373,7 @@ def name_and_value(tokens: Sequence[str], flag: str) -> tuple[str, str]:
 def renamed(flag: str, names: Collection[str], asked: str = "") -> Problem | None:
     """Return the `Problem` for an argument that transformers or TRL renamed or removed (`--no-cuda`); else None.
 
-    `asked` is the argument's value on the command line or in a file. If it is still valid, the fix repeats it.
+    `asked` is the argument's value on the command line or in a file. The fix repeats a value that is still valid.
     """
     old, typed = _bare(flag), (flag, asked) if asked else (flag,)
     new, value = RENAMED.get(old, ("", ""))

@@ -1,4 +1,4 @@
-"""Cache folders of isotype and Hugging Face's libraries. A temporary folder replaces one that is not writable."""
+"""Cache folders of isotype and Hugging Face's libraries. A temporary folder replaces a folder that is not writable."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def default_cache_dir() -> Path:
 def prepare_library_caches() -> None:
     """Give Hugging Face's libraries a temporary folder if their cache is not writable.
 
-    Call this before the libraries are imported. Otherwise, they raise errors later. Models are still read from a cache that
-    is only readable. Data sets and modules move to the temporary folder.
+    Call this before the libraries are imported. Models are still read from a cache that is readable. Data sets and
+    modules are stored in the temporary folder.
     """
     folder, why = _folder("HF_HOME", "huggingface")
     if not why:
@@ -69,7 +69,7 @@ def why_unusable(folder: Path) -> str:
 
 
 def _folder(variable: str, name: str) -> tuple[Path, str]:
-    """Return (the folder in an environment variable or in the user's cache, why it is not writable or "")."""
+    """Return (folder, reason). The reason says why the folder is not writable; "" if it is."""
     chosen = os.environ.get(variable)
     path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / name
     try:

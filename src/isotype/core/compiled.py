@@ -1,8 +1,8 @@
-"""Compiles isotype's C++ sources once on each machine with a compiler. Without one, torch's operators compute the same.
+"""Compiles isotype's C++ sources once on each machine. Without a compiler, torch's operators compute the same results.
 
-A library's code runs in this process. So isotype loads only libraries that belong to this user, in a folder that others
-cannot write to. The checksum in a file's name is verified before the file is mapped to memory, because reading a
-truncated mapped file can kill the process (SIGBUS).
+A library's code runs in this process. So isotype loads only this user's libraries, from a folder that other users
+cannot write to. The checksum in a file's name is verified before the library is loaded, because a truncated library can
+kill the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OPTIONS = (
     "-fno-strict-aliasing",  # values are copied as bytes and read as vector lanes
 )
 _LIMIT = 300.0
-"""Timeout of a compiler in seconds; compiling takes about five."""
+"""Timeout of a compiler in seconds. Compiling takes about 5 seconds."""
 
 
 class NotCompiledError(Exception):
@@ -57,12 +57,11 @@ class RefusedError(NotCompiledError):
 def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] = ()) -> ctypes.CDLL:
     """Load a C++ source's library from the cache folder. If the folder lacks it, compile it first.
 
-    The compiler is `$CXX`, or the first of c++, g++ and clang++ that succeeds. `headers` are isotype's headers in the
-    source.
+    The compiler is `$CXX`, or the first of c++, g++ and clang++ that succeeds. The source includes `headers`.
 
     Raises:
-        NotCompiledError: there is no compiler, or all failed; the cache folder is not writable or another user's; or
-            compiling is off.
+        NotCompiledError: compiling failed, no compiler is installed, compiling is off, or the cache folder cannot be
+            used.
     """
     reasons = []
     for compiler in find_compilers():
@@ -151,7 +150,7 @@ def _refuse_others(path: Path) -> None:
         why = f"{path} may be written by other users (mode {stat.S_IMODE(status.st_mode):o})"
     else:
         return
-    _warn(f"{why}: no compiled library is loaded; remove it, or set ISOTYPE_CACHE to a folder of your own")
+    _warn(f"{why}: no compiled library is loaded; remove this path, or set ISOTYPE_CACHE to your own folder")
     raise RefusedError(why)
 
 

@@ -39,7 +39,7 @@ class TerminalConsole(Console):
             yield Segment(text if control else shown(text), style, control)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return a string as rich text with control characters escaped. rich measures table cells by it."""
+        """Return a string as rich text with control characters escaped. rich also measures table cells by this text."""
         return super().render_str(shown(text), **options)
 
     def status(self, status: RenderableType, **options: Any) -> Status:

@@ -21,12 +21,12 @@ _ALIASES: dict[str, torch.dtype] = {
 _WORDS = {name: word for word, name in STORED.items()}
 
 EXACT_INTEGERS = {torch.bfloat16: 256, torch.float16: 2048}
-"""Dtype -> the integer up to which it has every integer."""
+"""Dtype -> the largest n for which the dtype represents all integers from 0 to n."""
 
 COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 
 GGUF_BLOCKS: tuple[str, ...] = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-"""The `gguf` library's block types: 32 codes and a float16 scale in a block; in types `_1`, also a float16 minimum."""
+"""Block types of the `gguf` library. A block has 32 codes and a float16 scale; types `_1` also have a float16 minimum."""
 
 LLAMA_CPP_TYPES: tuple[str, ...] = (
     "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
@@ -39,7 +39,7 @@ GGUF_TYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     **dict.fromkeys((*GGUF_BLOCKS, *LLAMA_CPP_TYPES), torch.float32),
 }
-"""GGUF type of an exported model -> dtype of its weights before the export: float32 for block types."""
+"""GGUF type of an exported model -> dtype to which the weights are cast before the conversion to this type."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -66,7 +66,7 @@ _INTEGERS = {
 
 
 def named_integer(message: str, dtypes: Iterable[torch.dtype] = tuple(_INTEGERS)) -> torch.dtype | None:
-    """Return the first of `dtypes` that torch's error names; None without one."""
+    """Return the first of `dtypes` that the message of a torch error names; None if there is none."""
     return next((d for d in dtypes if d in _INTEGERS and re.search(_INTEGERS[d], message)), None)
 
 
@@ -88,7 +88,7 @@ class NoAutocast:
 
 
 def parse_dtype(value: str | torch.dtype) -> torch.dtype:
-    """Return the torch dtype of a name (`"bfloat16"`, `"bf16"`, `"torch.bfloat16"`). A dtype is returned itself.
+    """Return the torch dtype of a name (`"bfloat16"`, `"bf16"`, `"torch.bfloat16"`), or a dtype unchanged.
 
     Raises:
         PrecisionError: no float dtype has this name.

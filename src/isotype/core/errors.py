@@ -14,7 +14,7 @@ class Problem:
     """A given value in the user's words (flag, path, column, dtype), the expected value, and a fix.
 
     Attributes:
-        swap: words of the command line, and the words to write in their place; None if only the user knows them.
+        swap: (words of the command line, words that replace them); None if isotype cannot know the replacement.
     """
 
     given: str
@@ -50,7 +50,7 @@ class IsotypeError(Exception):
 
     @classmethod
     def first_of(cls, headline: str, problems: Sequence[Problem]) -> Self:
-        """Return an error with the first ten problems. Its hint counts the others."""
+        """Return an error with the first ten problems. The hint says how many more problems there are."""
         more = len(problems) - _SHOWN
         hint = f"{more} more {'problem' if more == 1 else 'problems'} not shown" if more > 0 else None
         return cls(headline, problems[:_SHOWN], hint)

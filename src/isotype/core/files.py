@@ -1,8 +1,8 @@
 """Atomic writes of files and directories, and locks on them.
 
 Files are written next to their final path, synced to disk and renamed, so that they survive an interrupt or a power
-cut. `write_whole` writes one text. If the replacement of a directory's files is interrupted, `recover` finishes it (the
-directory then has all new files) or undoes it (all old files). Before `recover`, the directory contains some of these:
+cut. `write_whole` writes one text. After an interrupt, `recover` completes or undoes the replacement of a directory's
+files: all files are then new, or all are old. Before `recover`, the directory may contain:
 
 - `.isotype-saving/`: files that are being written. `recover` deletes them.
 - `.NAME.isotype-old/`: the complete former NAME, while the new NAME replaces it.
@@ -51,7 +51,7 @@ def fsync_tree(directory: Path) -> None:
 
 
 def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Return `folder`. If it does not exist, `write` fills a folder with a temporary name, which is then renamed.
+    """Return `folder`. If it does not exist, `write` fills a temporary folder, which is then renamed to `folder`.
 
     Several processes may call this function at the same time.
     """
@@ -74,7 +74,7 @@ def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
 def publish_directory(built: Path, final: Path) -> None:
     """Rename the directory `built` to `final`. Delete a former `final`.
 
-    If syncing to disk fails, the rename is undone. If it is interrupted, the complete new directory stays.
+    If syncing to disk fails, undo the rename. If this function is interrupted, the complete new directory stays.
     """
     old = final.with_name(f".{final.name}{_OLD}")
     published = False
@@ -119,7 +119,7 @@ def publish_files(built: Path, final: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Delete a directory. Its name disappears atomically, even if the process is killed meanwhile."""
+    """Delete a directory. Even if the process is killed, `directory` never exists with only a part of its files."""
     deleted = directory.with_name(f".{directory.name.removeprefix('.')}{_DELETED}")
     if deleted.exists():
         shutil.rmtree(deleted)
@@ -129,7 +129,7 @@ def discard(directory: Path) -> None:
 
 
 def recover(directory: Path) -> None:
-    """Finish or undo a killed process's incomplete writes in `directory`. No other process may write into it now."""
+    """Complete or undo a killed process's writes in `directory`, into which no other process may write meanwhile."""
     if not directory.is_dir():
         return
     for deleted in directory.glob(f".*{_DELETED}"):
@@ -149,8 +149,8 @@ def recover(directory: Path) -> None:
 def write_failure(error: BaseException, directory: Path) -> tuple[int | None, str] | None:
     """Return (errno, the system's message) if `error` means that a file below `directory` was not written; else None.
 
-    The errno is None if it is unknown. `error` is Python's, safetensors' or `torch.save`'s. Call this before disk space
-    in `directory` is freed.
+    The errno is None if it is unknown. `error` is an error of Python, safetensors or `torch.save`. Call this before
+    disk space in `directory` is freed.
     """
     for cause in causes(error):
         number = getattr(cause, "errno", None) if isinstance(cause, OSError) else None
@@ -202,7 +202,7 @@ def _probe(directory: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> Path:
-    """Write a text to a temporary file, and rename it to `path`. Readers get the former or the new text."""
+    """Write a text to a temporary file, and rename it to `path`. Readers see the old text or the whole new text."""
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -243,13 +243,14 @@ _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVA
 
 @contextmanager
 def only_writer(directory: Path, command: str) -> Iterator[str | None]:
-    """Lock `directory`: no other process of isotype writes into it.
+    """Lock `directory` against other processes of isotype.
 
-    Yields None, or a sentence on why locks are not supported. The lock is a `flock`, which the kernel releases when the
-    process ends, even by SIGKILL. On NFS, it also excludes other hosts. Errors of other processes show `command`.
+    Yields None, or a sentence on why locks are not supported. The lock is a `flock`. The kernel releases it when the
+    process ends, even by SIGKILL. On NFS, the lock also excludes other hosts. The error that another process raises
+    shows `command`.
 
     Raises:
-        UsageError: another process, which the error names, has locked the directory.
+        UsageError: another process has locked the directory.
         SaveError: the directory is not writable.
     """
     path = directory / LOCK_FILE
@@ -274,7 +275,7 @@ def only_writer(directory: Path, command: str) -> Iterator[str | None]:
 def wait_for_turn(path: Path) -> Iterator[bool]:
     """Wait for an exclusive lock on the file `path` (made if missing), and keep it in the `with` block.
 
-    Yields False if locks are not supported. Then other processes may run the same code at the same time.
+    Yields False if locks are not supported, so that other processes may run the same code at the same time.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -285,7 +286,7 @@ def wait_for_turn(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Lock a directory while this process writes it. `remove_abandoned` in other processes then leaves it."""
+    """Lock a directory in the `with` block, so that no process removes it by `remove_abandoned`."""
     descriptor = _hold(directory)
     try:
         yield
@@ -295,7 +296,7 @@ def held(directory: Path) -> Iterator[None]:
 
 
 def remove_abandoned(directories: Iterable[Path]) -> None:
-    """Remove the directories that no running process has locked by `held`. If locks are not supported, remove none."""
+    """Remove the directories that no running process has locked by `held`; nothing if locks are not supported."""
     for directory in directories:
         descriptor = _hold(directory)
         if descriptor is not None:
@@ -304,7 +305,7 @@ def remove_abandoned(directories: Iterable[Path]) -> None:
 
 
 def _hold(directory: Path) -> int | None:
-    """Lock a directory. Return its descriptor; None if another process has the lock or locks are not supported."""
+    """Return the descriptor of a locked directory; None if another process has the lock or locks are not supported."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError:
@@ -338,13 +339,13 @@ def _locked_file(path: Path) -> int | str:
         if why is not None:
             path.unlink(missing_ok=True)
             return why
-        # The process with the lock removed this file between the two calls. Lock the one that is there now.
+        # The process with the lock removed this file between the two calls. Lock the file that is there now.
 
 
 def _lock(descriptor: int, *, wait: bool = False) -> str | None:
     """Lock an open file or directory. Return None, or a clause on why locks are not supported.
 
-    If another process has the lock, wait for its release; without `wait`, raise BlockingIOError.
+    If another process has the lock, wait until it is released, or raise BlockingIOError without `wait`.
     """
     if sys.platform == "win32":
         return "Windows has no flock"

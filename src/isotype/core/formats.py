@@ -58,16 +58,16 @@ FITTED: tuple[str, ...] = tuple(form.name for form in _RECORDS if form.fitted)
 """Formats whose constants are fitted to the layer's inputs."""
 
 MXFP4 = "mxfp4"
-"""Format of gpt-oss's experts: OCP blocks of 32 E2M1 codes with a power of two as their scale."""
+"""Format of gpt-oss's experts, by OCP: a block has 32 E2M1 codes and a power of two as their scale."""
 
 MIXED = "mixed"
-"""Quantization of a base model with a format for each layer, chosen by measured changes of the model's output."""
+"""Quantization that chooses a format for each layer by measured changes of the model's output."""
 
 ASKED: tuple[str, ...] = (*QUANTIZATIONS, MXFP4)
 """Values of `--quantization` except `mixed`."""
 
 MEASURED = (*(name for name, form in FORMATS.items() if form.measured), "bfloat16", "float16")
-"""Formats that `isotype quality` measures for a linear layer. float32 changes nothing."""
+"""Formats that `isotype quality` measures for a linear layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class Method:
 
     Attributes:
         name: `quant_method` in config.json.
-        dequantized: True if loading dequantizes the weights, False if they stay as they are stored.
-        in_memory: True if `dequantized` also holds for a model in memory.
+        dequantized: True if loading dequantizes the weights.
+        in_memory: True if the weights of a model that is already in memory are dequantized, too.
     """
 
     name: str
@@ -104,18 +104,18 @@ def why_dense(shape: Iterable[int], storage: str) -> str | None:
     _, *matrix = shape
     block, values = FORMATS[storage].block, math.prod(matrix)
     if block and values % block:
-        return f"{values:,} values of an expert do not fill whole blocks of {block}"
+        return f"an expert has {values:,} values, which is no multiple of the block size {block}"
     return None
 
 
 def why_kept(weights: Iterable[tuple[str, Iterable[int]]], storage: str) -> str:
-    """Return why 3-D weights stay in a float dtype in a model with the quantization formats `storage`."""
+    """Return why 3-D weights stay in a float dtype in a model that is quantized to `storage`."""
     form = storage if storage in FORMATS else "int8"
     reasons = {why_dense(shape, form) if EXPERT.search(name) else _OTHER for name, shape in weights}
     (reason,) = reasons if len(reasons) == 1 else (None,)
     if reason == _OTHER:
         return f"{storage} {_OTHER}"
-    return reason or "the tool that quantized the model omitted them (isotype.load quantizes experts)"
+    return reason or "the tool that quantized the model left them out (isotype.load quantizes experts)"
 
 
 _OTHER = "quantizes linear layers and experts only"
@@ -130,5 +130,5 @@ STORED: Mapping[str, str] = {
 
 
 def is_float(stored: str) -> bool:
-    """Return True if a dtype name in a header means a float dtype of torch."""
+    """Return True if a dtype name in a header is the name of a float dtype."""
     return "float" in STORED.get(stored, "")

@@ -84,7 +84,7 @@ def record_of(text: str, kind: type[Record], version: int) -> Record:
 
     Raises:
         FormatVersionError: the text has another format version.
-        ValueError: it is no JSON, or another type of record.
+        ValueError: the text is not JSON or not a record of this type.
     """
     try:
         content = json.loads(text)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def starred(name: str) -> str:
-    """Return a name with `*` for layer numbers, and for positions in lists of an input such as `targets[0]['boxes']`."""
+    """Return a name with `*` for layer numbers and list positions (`layers.0.mlp`, `targets[0]['boxes']`)."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|(?<=\[)\d+(?=\])", "*", name)
 
 
@@ -50,7 +50,7 @@ def plain_name(name: str) -> str:
 
 
 def unwrapping(name: str) -> str:
-    """Return how to repair a saved tensor's name with a part of a model wrapper; "" for another name."""
+    """Return how to repair a saved tensor's name that contains a model wrapper's name; "" for other names."""
     parts = name.split(".")
     part = "module" if parts[0] == "module" else next((part for part in parts if part in WRAPPERS), "")
     again = "save the model inside of the wrapper (accelerator.unwrap_model(model))"
@@ -67,7 +67,7 @@ _PARAMETRIZED = re.compile(r"(?:^|(?<=\.))parametrizations\.(\w+)\.original(?=\.
 
 
 def base_name(name: str) -> str:
-    """Return the name in the base model of a module or parameter in a PEFT model or adapter file."""
+    """Return the base model's name of a module or parameter in a PEFT model or adapter file."""
     return _COPIES.sub("", plain_name("" if name == "base_model" else name))
 
 
@@ -106,7 +106,7 @@ EXPERT = re.compile(r"expert|moe(?![a-z])", re.IGNORECASE)
 
 
 def stacked(names: Iterable[str]) -> str:
-    """Return `stacked expert weight` if all names are experts', else `3-D weight` (Conv1d, projector)."""
+    """Return `stacked expert weight` if all names belong to experts, else `3-D weight` (Conv1d, projector)."""
     return "stacked expert weight" if all(map(EXPERT.search, names)) else "3-D weight"
 
 

@@ -30,9 +30,12 @@ ADDS_IN_PLACE = re.compile(r"aten\.(?:_foreach_)?(add|sub|lerp|addcmul|addcdiv|a
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Names of an operator's arguments (`roles`), and of those that it writes to (`written`).
+    """An operator's arguments.
 
-    `mutates` is True if the operator writes to its first argument.
+    Attributes:
+        roles: names of all arguments.
+        mutates: True if the operator writes to its first argument.
+        written: names of the arguments that the operator writes to.
     """
 
     roles: tuple[str, ...]
@@ -42,7 +45,7 @@ class Schema:
 
 @cache
 def operator_name(func: Any) -> str:
-    """Return an operator's name, `aten.mm.default`. It is cached, because torch builds the string in each call."""
+    """Return an operator's name, `aten.mm.default`, from a cache: torch builds the string again in each call."""
     return str(func)
 
 
@@ -80,11 +83,11 @@ _INDICES = {
     "one_hot": slice(0, 1),
     "where": slice(0, 1),
 }
-"""Functions -> positions of the tensors that must be integers, or bool (`MASKED` and `where`)."""
+"""Function -> positions of the tensors that must have an integer dtype, or bool for `MASKED` and `where`."""
 
 
 def float_indices(op: str, dtypes: Sequence[torch.dtype]) -> tuple[int, ...]:
-    """Return the positions of float tensors in a call that needs integers or a mask at these positions."""
+    """Return the positions at which a call has a float tensor but needs integers or a mask."""
     positions = _INDICES.get(op.partition(".")[2].partition(".")[0].removesuffix("_"), slice(0))
     return tuple(at for at in range(len(dtypes))[positions] if dtypes[at].is_floating_point)
 
@@ -92,11 +95,11 @@ def float_indices(op: str, dtypes: Sequence[torch.dtype]) -> tuple[int, ...]:
 _OF_ONE_AXIS = frozenset(
     getattr(torch.ops.aten, name).default for name in ("_log_softmax", "logcumsumexp", "cumsum", "cumprod")
 )
-"""Operators that reduce or accumulate along an axis, their second argument."""
+"""Operators that reduce or accumulate along an axis. The axis is their second argument."""
 
 
 def numbers_in(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, float], ...]:
-    """Return (name, value) of each Python float argument of a call; for operators in `_OF_ONE_AXIS`, also of the axis."""
+    """Return (name, value) of each Python float argument of a call, and of the axis for operators in `_OF_ONE_AXIS`."""
     kinds = [*map(type, args), *map(type, kwargs.values())]
     if float not in kinds and func not in _OF_ONE_AXIS:
         return ()  # most calls
@@ -152,8 +155,8 @@ def operator(
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
     """Return a decorator that registers a function as the operator `isotype::…`, without a derivative.
 
-    `fake` is its implementation for fake tensors. Without a dispatch mode and a profiler, a call skips torch's
-    dispatcher, which takes longer than some kernels.
+    `fake` is its implementation for fake tensors. A call skips torch's dispatcher, which takes longer than some
+    kernels, unless a dispatch mode or a profiler is active.
     """
 
     def defined(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:

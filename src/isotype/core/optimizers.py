@@ -1,4 +1,4 @@
-"""Facts about optimizers: package, state dtype and kernels. The `--optim` name is searched for known parts."""
+"""Facts about optimizers (package, state dtype, kernels), by parts of the names that `--optim` accepts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class NamePart:
 
     Attributes:
         package: import name of the optimizer's package; "" for torch and transformers.
-        state: dtype of the optimizer state. `{}` stands for the dtype of the master weights. With "", another part of
-            the name decides.
+        state: dtype of the optimizer state. `{}` stands for the dtype of the master weights. If it is "", another part
+            of the name decides.
         own_kernels: True if the update kernels accept every float dtype.
     """
 
@@ -37,7 +37,7 @@ class NamePart:
 
 _TABLE = table(__file__)
 NAME_PARTS = tuple(NamePart(**part) for part in _TABLE)
-"""A fact is that of the first matching part that has it: `galore_adamw_8bit` has galore's package and an 8-bit state."""
+"""Each fact comes from the first matching part that has it: `galore_adamw_8bit` has galore's package and an 8-bit state."""
 
 
 def package_of(name: str) -> str | None:
@@ -46,7 +46,7 @@ def package_of(name: str) -> str | None:
 
 
 def state_of(name: str) -> tuple[str, str] | None:
-    """Return dtype and description of an optimizer's state; None for Adam's. `{}` is the master weights' dtype."""
+    """Return (dtype, description) of an optimizer's state; None for Adam's. `{}` stands for the master weights' dtype."""
     return next(((part.state, part.why) for part in NAME_PARTS if part.state and part.text in name), None)
 
 
@@ -58,11 +58,12 @@ def has_own_kernels(name: str) -> bool:
 def state_bytes(
     name: str, shape: Sequence[int], itemsize: int = 4, *, float32: bool = False, pages: bool = True
 ) -> int:
-    """Return the bytes of the states of an optimizer with its own kernels, for a parameter of this shape.
+    """Return the bytes of one parameter's states in an optimizer with its own kernels.
 
-    Paged states do not count, because they move to the CPU's memory if the device's is full; `pages` is True if the
-    device can do that. `itemsize` is the size of a parameter's element in bytes. `float32` is True for parameters such
-    as embeddings, with states that are neither quantized nor projected.
+    Args:
+        itemsize: bytes of an element of the parameter.
+        float32: True for parameters (such as embeddings) whose states are neither quantized nor projected.
+        pages: True if the device can move paged states to the CPU's memory. These states do not count.
     """
     elements = math.prod(shape)
     moments = next((count for part, count in _MOMENTS.items() if part in name), 2)
@@ -84,16 +85,16 @@ _MOMENTS = {
     "lomo": 0, "adafactor": 0, "schedule_free_sgd": 1, "lion": 1, "rmsprop": 1, "muon": 1, "grok": 3,
     "ademamix": 3,
 }  # fmt: skip
-"""Part of a name -> number of states as large as the parameter (also copies of the weights). The default is 2."""
+"""Part of a name -> number of states (and copies of weights) that are as large as the parameter. The default is 2."""
 
 _RANK = 128
 """Default rank of GaLore's and APOLLO's projections of gradients. The projection matrix takes memory, too."""
 
 _PAGED = 100_000
-"""Parameters with fewer elements have states that are not paged."""
+"""The states of parameters with fewer elements are not paged."""
 
 _SMALL = 4096
-"""Parameters with fewer elements have float32 states."""
+"""The states of parameters with fewer elements are float32."""
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -110,7 +111,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def unknown_optimizer(asked: Any) -> Iterator[Problem]:
-    """Yield a problem if `asked` is an unknown optimizer name. Callables and known names have none."""
+    """Yield a problem if `asked` is an unknown name or a list that contains anything but optimizers."""
     if isinstance(asked, (list, tuple)) and (not asked or len(optimizers_in(asked)) < len(asked)):
         yield Problem("optimizer: a list", "optimizers of torch in the list", "optimizer=[muon, adamw]")
     if isinstance(asked, str) and asked not in OPTIMIZERS and not has_own_kernels(asked):
@@ -140,7 +141,7 @@ def _rate(group: Mapping[str, Any]) -> float:
 
 
 def updates_of(request: Any) -> dict[str, tuple[str, float]]:
-    """Return parameter name -> (optimizer class, learning rate), for the optimizers in `request` made by `names_instead`."""
+    """Return parameter name -> (optimizer class, learning rate), for optimizers that `names_instead` returned."""
     return {
         name: (type(optimizer).__name__, _rate(group))
         for optimizer in optimizers_in(request)
@@ -154,9 +155,9 @@ _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
 def names_instead(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer without tensors: its groups have the names of the model's parameters instead.
+    """Return a copy of an optimizer whose groups have names of the model's parameters instead of tensors.
 
-    `make_optimizer` makes such a copy an optimizer for another model.
+    `make_optimizer` makes an optimizer for another model from this copy.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     copy = object.__new__(type(optimizer))
@@ -169,11 +170,11 @@ def names_instead(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.o
 
 
 _NAMES = "isotype's names"
-"""Key of a parameter group's names. A search for a script's optimizers ignores the copy, which has no parameters."""
+"""Key of the parameter names in a group of the copy that `names_instead` returns."""
 
 
 def kernels_of(request: Any) -> str:
-    """Return a name of an optimizer with its own kernels, for `state_bytes`; "" if its step can be traced."""
+    """Return the name for `state_bytes` if an optimizer has its own kernels; "" if its step can be traced."""
     if isinstance(request, str):
         return "" if request in OPTIMIZERS else request
     kind = type(request)
@@ -187,9 +188,8 @@ def make_optimizer(
 
     Args:
         request: a name, an optimizer (for its class and settings), or a callable (parameters -> optimizer).
-        parameters: the parameters to optimize.
         learning_rate: learning rate if `request` is a name; None for the default.
-        names: names of the parameters. If `request` has such names and no parameters, its groups are used.
+        names: names of the parameters. They assign the parameters to the groups of a copy by `names_instead`.
     """
     if kernels_of(request):
         return "the optimizer has its own kernels"

@@ -21,13 +21,8 @@ TOKENIZER_FILES = (
 def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
     """Return `kind.from_pretrained(source, …)`. If the files name custom code, transformers' own class is used.
 
-    Args:
-        kind: a class of transformers or PEFT.
-        source: a directory or hub id.
-        **arguments: keyword arguments of `from_pretrained`.
-
     Raises:
-        CheckpointError: only the checkpoint's own code can read its files; the error names file and key.
+        CheckpointError: only the checkpoint's own code can read its files.
         UsageError: `trust_remote_code` is True.
         OSError, ValueError: errors of `from_pretrained`.
     """

@@ -22,7 +22,7 @@ class RandomStates:
 
     @classmethod
     def taken(cls, *devices: torch.device) -> RandomStates:
-        """Return the current random states of Python and `devices`; those of NumPy and torch if they are imported."""
+        """Return the current random states of Python, of NumPy and torch if they are imported, and of `devices`."""
         setters = [partial(random.setstate, random.getstate())]
         if "numpy" in sys.modules:
             import numpy
@@ -47,8 +47,8 @@ class RandomStates:
 def random_states_kept(device: torch.device | None = None) -> Iterator[None]:
     """At the end of the `with` block, restore the random states of Python, NumPy and torch (CPU and devices in use).
 
-    Unlike `torch.random.fork_rng()`, this initializes no device: no CUDA context on a GPU that this process does not
-    use. `device` is an accelerator that the code in the `with` block will use.
+    Unlike `torch.random.fork_rng()`, this creates no CUDA context on a GPU that the process does not use. `device` is
+    an accelerator that the code in the `with` block uses.
     """
     states = RandomStates.taken(*(_in_use(device) if "torch" in sys.modules else ()))
     try:
@@ -58,7 +58,7 @@ def random_states_kept(device: torch.device | None = None) -> Iterator[None]:
 
 
 def _in_use(device: torch.device | None) -> list[torch.device]:
-    """Return the accelerators whose random state is saved: all of them if torch has initialized any, else `device`."""
+    """Return all accelerators if torch has initialized an accelerator; else only `device`."""
     import torch
 
     kind = torch.accelerator.current_accelerator(check_available=True)

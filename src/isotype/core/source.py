@@ -36,9 +36,9 @@ def is_library(filename: str) -> bool:
 
 
 def asking_frame() -> FrameType | None:
-    """Return the frame that has called the current operator: the innermost one outside of torch and this package.
+    """Return the frame that called the current operator: the innermost frame outside of torch and this package.
 
-    Return None if the preflight has called the model and only torch's modules run in it.
+    Return None if only torch's modules are between the operator and the preflight's call of the model.
     """
     frame: FrameType | None = frame_above(2)
     while frame is not None and is_library(frame.f_code.co_filename):
@@ -49,7 +49,7 @@ def asking_frame() -> FrameType | None:
 
 
 def is_called_by(package: str) -> bool:
-    """Return whether code of `package` is on the call stack between the operator and `asking_frame`."""
+    """Return whether `asking_frame` called the current operator through code of `package`."""
     frames = (frame for frame, _ in walk_stack(frame_above(2)))
     libraries = takewhile(lambda frame: is_library(frame.f_code.co_filename), frames)
     return any(frame.f_globals.get("__name__", "").startswith(package) for frame in libraries)
@@ -62,16 +62,15 @@ def asking_line() -> tuple[str, int] | None:
 
 
 def raising_line(error: BaseException) -> str:
-    """Return `file:line` of an error's innermost frame outside of torch and this package; "" without one."""
+    """Return `file:line` of an error's innermost frame outside of torch and this package; "" if there is none."""
     places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     return next((f"{file}:{line}" for file, line in reversed(places) if not is_library(file)), "")
 
 
 def tensors_at_hand(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of the local variables at an error, and of the weights of the module that raised it.
+    """Yield (name, tensor) of the local variables at an error, and of the weights of the module that raised the error.
 
-    Checks in torch's modules (`RNNBase.check_input`) raise their error inside of torch. So the local variables of the
-    innermost frame outside of torch and this package are included.
+    If torch raised the error, the local variables of the code that called torch are included.
     """
     frames = [frame for frame, _ in reversed([*walk_tb(error.__traceback__)])]
     outside = (frame for frame in frames if not is_library(frame.f_code.co_filename))
@@ -91,7 +90,7 @@ def tensors_at_hand(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
 def condition_at(source: str) -> str:
     """Return the code of the condition under which a line (`file:line`) raises an error; "" if it is not found.
 
-    The condition is in the line itself (`assert`, `if`), or in the line above it (`raise`).
+    The condition of an `assert` or `if` is in the same line. The condition of a `raise` is in the line above.
     """
     path, _, number = source.rpartition(":")
     line = int(number) if number.isdigit() else 0
@@ -100,7 +99,7 @@ def condition_at(source: str) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the `raising_line` of an error; without one, the innermost line in torch or this package."""
+    """Return the `raising_line` of an error, or else the innermost line in torch or this package."""
     places = [f"{frame.f_code.co_filename}:{line}" for frame, line in walk_tb(error.__traceback__)]
     return raising_line(error) or "".join(places[-1:])
 

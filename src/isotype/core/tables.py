@@ -8,11 +8,10 @@ from typing import Any
 
 
 def table(module: str, name: str = "") -> Any:
-    """Return the content of a JSON file in a module's folder. By default, it has the module's name.
+    """Return the content of the JSON file `name` in a module's folder, by default of the file with the module's name.
 
     Args:
         module: the module's `__file__`.
-        name: name of the file, such as `names.json`.
     """
     path = Path(module).with_name(name) if name else Path(module).with_suffix(".json")
     return json.loads(path.read_text(encoding="utf-8"))

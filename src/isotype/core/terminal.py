@@ -24,7 +24,7 @@ class _Lasting:
     """Standard output or error. After a failure (a full disk, a closed pipe or terminal), writes are ignored.
 
     Attributes:
-        raises: True if the first failed write raises an error, for commands that only print their result.
+        raises: True if the first failed write raises an error.
         lost: why writing stopped, or None.
     """
 
@@ -58,9 +58,9 @@ class _Lasting:
 
 
 def outlive_output(raises: bool) -> None:
-    """Let the process go on if standard output or error can no longer be written.
+    """Let the process continue if standard output or error can no longer be written.
 
-    With `raises`, the first failed write raises an error. Streams of a notebook or a test are not changed.
+    If `raises` is True, the first failed write raises an error. Streams of a notebook or a test are not changed.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -79,9 +79,9 @@ def lost_output() -> tuple[str, ...]:
 
 
 def print_the_nearest() -> None:
-    """Print a similar character or `?` for characters that are not in the encoding of standard output or error.
+    """Replace characters that standard output or error cannot encode by a similar character or `?`.
 
-    Python keeps bytes of standard input and file names that are no UTF-8 as surrogates. `as_typed` decodes them.
+    Let standard input keep bytes that are not UTF-8 as surrogates, as Python does for file names. See `as_typed`.
     """
     codecs.register_error(_HANDLER, _nearest)
     for stream, errors in ((sys.stdout, _HANDLER), (sys.stderr, _HANDLER), (sys.stdin, "surrogateescape")):
@@ -92,14 +92,14 @@ def print_the_nearest() -> None:
 
 
 def shown(text: str) -> str:
-    """Escape the control characters in a text (`\\x1b`). In names from files, they could control the terminal."""
+    """Escape control characters (`\\x1b`). A name from a file could otherwise control the terminal."""
     if text.isprintable():
         return text
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def as_typed(text: str) -> str:
-    """Decode the surrogates in `text` as UTF-8. Python uses them for bytes that it could not decode."""
+    """Decode surrogates in `text` as UTF-8. Python represents bytes that it could not decode by surrogates."""
     if not _UNDECODED.search(text):
         return text
     return text.encode(sys.getfilesystemencoding(), "surrogateescape").decode("utf-8", "replace")
@@ -136,7 +136,7 @@ def printed_command(tokens: Sequence[str], width: int | None = None, indent: int
 
 
 def _parts(words: Sequence[str], room: int) -> Iterator[str]:
-    """Yield parts of a command that stay on one line: a flag with its values or, if that is too long, a word."""
+    """Yield the parts of a command that are not split further: a flag with its values, or one word of a long part."""
     groups: list[list[str]] = []
     for word in words:
         if word.startswith("-") or not groups:

@@ -13,7 +13,7 @@ SMALL = 1 << 22
 
 @contextmanager
 def one_thread(small: bool = True) -> Iterator[None]:
-    """In the `with` block, use one thread if `small`: on busy cores, threads wait long for each other."""
+    """Use one thread in the `with` block if `small` is True: on busy cores, several threads may be slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1 if small else before)
     try:

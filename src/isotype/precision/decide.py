@@ -193,7 +193,7 @@ class _Draft:
         slower = self.profile.slower(compute, best)
         times = "slow" if slower is None else f"{slower:.2g} times slower"
         if support == "refused":
-            expected = f"a dtype that it runs: {', '.join(sorted(dtype_name(d) for d in self.profile.native))}"
+            expected = f"one of {', '.join(sorted(dtype_name(d) for d in self.profile.native))}"
             fix = f"{self.profile.reason(compute)}; use {dtype_name(best)}, or auto"
             self._refuse(f"compute dtype {name} on {self.profile.title}", expected, fix)
         elif support == "emulated":
