@@ -37,7 +37,7 @@ class Tokenizer:
         ("{{ 1/0 }}", "ZeroDivisionError: division by zero"),
         ("{% include 'x' %}", "TypeError: no loader for this environment specified"),
         ("{{ messages[0].content + messages }}", 'TypeError: can only concatenate str (not "list") to str'),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it is nested, or calls itself, too deeply"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "its loops or calls are nested too deeply"),
         (
             "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
             "it runs for more than 0.1 seconds",

@@ -1,4 +1,4 @@
-"""accelerate (1.13 to 1.15): attributes that it sets on models and optimizers. This file does not import it."""
+"""accelerate (1.13 to 1.15): attributes that it sets on models and optimizers. This file does not import accelerate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORWARD_BEFORE: Final = "_old_forward"
 
 
 def mark_as_skipped(optimizer: Any) -> None:
-    """Mark the optimizer step as skipped. Then accelerate does not advance the learning rate schedule."""
+    """Mark the optimizer step as skipped, so that accelerate does not advance the learning rate schedule."""
     optimizer._is_overflow = True
 
 
@@ -30,5 +30,5 @@ def mixed_precision() -> str:
 
 
 def only_places(hook: Any) -> bool:
-    """Return whether a hook only moves inputs to the weights' device, as that of a device map does."""
+    """Return whether a hook only moves inputs to the weights' device, like the hooks of a device map."""
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload and not hook.io_same_device

@@ -1,4 +1,4 @@
-"""bitsandbytes (0.50): private parts of quantized weights, and a fix of its CPU kernels. It is imported on use."""
+"""bitsandbytes (0.50): private parts of quantized weights, and a fix for bitsandbytes' CPU kernels. Imported on use."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ REPACK: Final = "_convert_weight_packed_for_cpu"
 
 
 def quantized_on(parameter: Any, device: str) -> Any:
-    """Return a `Params4bit` or `Int8Params`, quantized on `device`. On the meta device, it has no values."""
+    """Return a `Params4bit` or `Int8Params`, quantized on `device`. Weights on the meta device have no values."""
     from bitsandbytes import functional
 
-    # bitsandbytes caches its map of 8-bit codes on the device that asks first. On the meta device, it has no values,
-    # and later models would use it.
+    # bitsandbytes caches its map of 8-bit codes on the device of the first use. A map on the meta device has no values.
     if "dynamic" not in functional.name2qmap:
         with torch.device("cpu"):
             functional.quantize_blockwise(torch.zeros(1), blocksize=256)
@@ -33,7 +32,7 @@ def quantized_on(parameter: Any, device: str) -> Any:
 
 
 def nothing_repacked() -> AbstractContextManager[None]:
-    """Return a context in which bitsandbytes repacks no 4-bit weights for this CPU. Traces of other devices need it."""
+    """Return a context for traces of other devices, in which bitsandbytes repacks no 4-bit weights for this CPU."""
     modules = sys.modules.get(QUANTIZED_LAYERS)
     return replaced(modules, REPACK, lambda weight, state: (weight, state))
 
@@ -41,9 +40,9 @@ def nothing_repacked() -> AbstractContextManager[None]:
 # ------------------------------------------------------------- 4-bit weights whose rows end inside a block
 # bitsandbytes quantizes blocks of the flat weight. Its AVX512 kernel (0.50.2, `dequantizeBlockwise4bitCpu` in
 # csrc/cpu_ops.cpp; other kernels: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2072) reads constants as
-# if each row began a new block. If rows are no whole blocks, like the 4,304 columns of SigLIP in Gemma 3, PaliGemma and
-# Idefics, nearly every weight is silently multiplied by another block's constant. isotype passes the same bytes as rows
-# of one block. tests/compat/test_bitsandbytes.py fails when this fix can go.
+# if each row began a new block. If a row is no whole number of blocks, like the 4,304 columns of SigLIP in Gemma 3,
+# PaliGemma and Idefics, nearly every weight is silently multiplied by another block's constant. isotype passes the same
+# bytes as rows of one block. tests/compat/test_bitsandbytes.py fails when this fix can go.
 
 _KERNEL = re.compile(r"cdequantize_blockwise_cpu_(nf4|fp4)_(fp32|bf16|fp16)")
 
@@ -58,7 +57,7 @@ def dequantize_4bit(weight: torch.Tensor, state: Any) -> torch.Tensor:
 
 
 def with_float32_constants(state: Any) -> Any:
-    """Return a copy of a double-quantized state with float32 block constants of the same values."""
+    """Return a copy of a double-quantized state whose block constants are dequantized to float32."""
     from bitsandbytes import functional
 
     single = copy.copy(state)
@@ -98,7 +97,7 @@ def product_4bit(
 
 
 def dequantize_by_blocks() -> None:
-    """Make bitsandbytes' CPU kernels take each block as a row, which is correct. A second call has no effect."""
+    """Fix bitsandbytes' CPU kernels for weights whose rows end inside a block. A second call has no effect."""
     from bitsandbytes.backends.cpu import ops
 
     if not isinstance(ops.lib, _ByBlocks):
@@ -106,7 +105,7 @@ def dequantize_by_blocks() -> None:
 
 
 class _ByBlocks:
-    """Wraps bitsandbytes' native library: its 4-bit CPU kernels get each block as a row."""
+    """Wraps bitsandbytes' native library, and passes each block as one row to its 4-bit CPU kernels."""
 
     def __init__(self, library: Any) -> None:
         self.library = library

@@ -1,6 +1,6 @@
-"""Defers the import of torch's compiler. It takes two seconds, and the check of a checkpoint compiles nothing.
+"""Defers the import of torch's compiler, because the import takes two seconds and most commands compile nothing.
 
-These modules import all of `torch._dynamo` and compile nothing (torch 2.13, transformers 5.23):
+These modules import all of `torch._dynamo` without compiling anything (torch 2.13, transformers 5.23):
 
 - torch/_subclasses/fake_tensor.py: `FakeTensorMode.__init__` reads `torch._dynamo.config`
 - torch/_compile.py: `torch._disable_dynamo` calls `disable` for each dispatch mode and optimizer,
@@ -61,7 +61,7 @@ class _Deferred(ModuleType):
         return getattr(self, name)
 
     def run(self) -> None:
-        """Execute the real package's code. Then mark the functions that `_disable` was called for."""
+        """Execute the real package's code. Then pass it the functions that code has marked for the compiler."""
         attributes = vars(self)
         marked, eager = attributes.pop("marked"), attributes.pop("eager")
         for name in ("disable", "graph_break", *_MARKS):
@@ -77,7 +77,7 @@ class _Deferred(ModuleType):
 
 
 def defer_compiler() -> None:
-    """Let `import torch._dynamo` run the package's code on first use. Do nothing if it is imported already."""
+    """Let `import torch._dynamo` run the package's code on first use. Do nothing if the package is already imported."""
     if _NAME not in sys.modules:
         module: Any = _Deferred()
         sys.modules[_NAME] = module
@@ -121,7 +121,7 @@ def uncompiled() -> Iterator[None]:
 def import_uncompiled(name: str) -> None:
     """Import the package `name` if it is installed. During the import, `torch.compile` compiles nothing.
 
-    On import, bitsandbytes 0.50.2 compiles two operators (backends/default/ops.py), which would import the compiler.
+    bitsandbytes 0.50.2 compiles two operators during its import (backends/default/ops.py).
     """
     if name in sys.modules or importlib.util.find_spec(name) is None:
         return
@@ -138,7 +138,7 @@ def _as_written(function: Any = None, **_: Any) -> Any:
 
 
 def _disable(function: Any = None, recursive: bool = True, **options: Any) -> Any:
-    """Replaces `torch._dynamo.disable`: return a function that calls `function` itself until the compiler is loaded."""
+    """Replaces `torch._dynamo.disable`: return a function that calls `function` unchanged until the compiler is loaded."""
     if function is None:
         return lambda decorated: _disable(decorated, recursive, **options)
 

@@ -17,11 +17,11 @@ LARGEST_KEPT = 32 << 20
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """In the `with` block, freed memory stays in this process, and the next step uses it again.
+    """Keep freed memory in this process for the next training step, inside the `with` block.
 
-    A training step frees the activations that it has saved. glibc would return the end of its heap to the system, and
-    the next step would cause tens of thousands of page faults. There is no effect with another C library, or if the user
-    has set `MALLOC_…` or `GLIBC_TUNABLES`.
+    At the end of a step, activations are freed. If glibc returned this memory to the system, the next step would cause
+    tens of thousands of page faults. There is no effect with another C library, or if the user has set `MALLOC_…` or
+    `GLIBC_TUNABLES`.
     """
     set_by_user = any(name.startswith("MALLOC_") for name in os.environ)
     set_by_user |= "malloc" in os.environ.get("GLIBC_TUNABLES", "")
@@ -39,6 +39,6 @@ def freed_memory_kept() -> Iterator[None]:
 
 
 def give_back_memory() -> None:
-    """Make glibc return free memory to the system. Freed tensors of some megabytes leave holes in its heap."""
+    """Make glibc return free memory to the system. Freed tensors of a few megabytes leave holes in glibc's heap."""
     if os.name == "posix" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(ctypes.c_size_t(0))

@@ -1,4 +1,4 @@
-"""huggingface_hub: finds out within seconds whether the hub is reachable. The library itself tries for half a minute."""
+"""huggingface_hub: finds out in seconds if the hub is reachable. The library itself tries for half a minute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def asking(source: object) -> AbstractContextManager[str]:
 
 @contextmanager
 def offline_if_unreachable() -> Iterator[str]:
-    """In the `with` block, set HF_HUB_OFFLINE if the hub is unreachable. Then only the local cache is read.
+    """Read only the local cache in the `with` block if the hub is unreachable, by HF_HUB_OFFLINE.
 
     Yields the reason why the hub is unreachable; "" if it is reachable or the user has set offline mode. For a minute
     after a failure, the hub is not tried again.

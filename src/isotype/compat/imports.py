@@ -14,7 +14,7 @@ from isotype.compat.standard import is_being_imported
 
 
 def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
-    """Call `act` when the module `name` is imported, or now if it already is. Return a function that cancels the call."""
+    """Call `act` after the module `name` is imported; now if it already is. Return a function that cancels the call."""
     finder = _Finder(name, act)
     if finder.is_imported():
         act()
@@ -25,7 +25,7 @@ def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def code_refused() -> Iterator[None]:
-    """Make transformers refuse a checkpoint's code. It would ask "run the custom code? [y/N]"."""
+    """Let transformers refuse a checkpoint's code, instead of asking "run the custom code? [y/N]"."""
     name = "transformers.dynamic_module_utils"
     before: list[int] = []
 
@@ -44,9 +44,9 @@ def code_refused() -> Iterator[None]:
 
 
 class _Finder:
-    """An import finder that leaves the search to the others, and calls `act` after the first import of a module.
+    """An import finder that calls `act` after the first import of a module. Other finders search for the module.
 
-    It stays in `sys.meta_path` until the import succeeds, because a failed import may be repeated.
+    The finder stays in `sys.meta_path` until the import succeeds, because a failed import may be repeated.
     """
 
     def __init__(self, name: str, act: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ class _Finder:
         loader.exec_module = exec_module
 
     def is_imported(self) -> bool:
-        """Return whether the module's import is complete. A lazy module is not imported for that."""
+        """Return whether the module's import is complete. This does not import a lazy module."""
         module = sys.modules.get(self._name)
         return type(module) is ModuleType and not is_being_imported(module)
 

@@ -32,10 +32,9 @@ def stop_signals() -> tuple[int, ...]:
 def interrupts_kept() -> Iterator[None]:
     """Let Ctrl-C, SIGTERM and SIGHUP end the `with` block, even if a library catches their exception.
 
-    The exception may be raised at any line, and some code catches every exception. datasets 5.2.0 takes an interrupt for
-    a failed hash (a bare `except:` in `update_fingerprint`, fingerprint.py), and torch for a value without a shape. If a
-    library has caught an interrupt, it is raised at the end of the block, or in place of a later error. There is no
-    effect in other threads, or on signals that are ignored or have the default action.
+    Some code catches every exception: for example a bare `except:` in `update_fingerprint` of datasets 5.2.0
+    (fingerprint.py). If a library has caught an interrupt, the interrupt is raised at the end of the block, or in place
+    of a later error. There is no effect in other threads, or on signals that are ignored or have the default action.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -12,7 +12,7 @@ DORA_CACHE: Final = "_dora_cache"
 
 
 def without_peft(model: Any) -> Any:
-    """Return the base model of a `PeftModel`; another model is returned itself."""
+    """Return the base model of a `PeftModel`, or another model unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -33,7 +33,7 @@ _ACTIVATING = ("alora_invocation_tokens", "token_indices")
 
 
 def activating(config: Any) -> dict[str, list[int]]:
-    """Return a config's fields with token ids. The adapter acts only on texts with them (aLoRA, trainable tokens)."""
+    """Return a config's fields with token ids that activate the adapter (aLoRA, trainable tokens)."""
     return {name: list(ids) for name in _ACTIVATING if (ids := getattr(config, name, None))}
 
 
@@ -41,9 +41,9 @@ _BY_ROW = ("POLY", "SHADOW", "XLORA")
 
 
 def why_whole_rows(model: Any) -> str:
-    """Return why an adapter needs a row for each sequence; "" if it does not.
+    """Return why an adapter does not work with packed rows; "" if it does.
 
-    aLoRA counts tokens from the end of a row. The other kinds compute a value for each row.
+    aLoRA counts tokens from the end of a row. The adapters in `_BY_ROW` compute one value for each row.
     """
     for config in (getattr(model, "peft_config", None) or {}).values():
         kind = "aLoRA" if getattr(config, "alora_invocation_tokens", None) else kind_of_adapter(config)
@@ -53,7 +53,7 @@ def why_whole_rows(model: Any) -> str:
 
 
 def takes_outputs_first(wrapper: Any) -> bool:
-    """Return whether a `ParamWrapper` takes its weight as `[experts, outputs, inputs]`."""
+    """Return whether a `ParamWrapper` reads the shape of its weight as `[experts, outputs, inputs]`."""
     return bool(wrapper._did_swap_in_out_features)
 
 
@@ -79,4 +79,4 @@ PARAMETER_WRAPPER_REPAIRS: Final[Mapping[str, Callable[..., Any]]] = {
     "_activate_lora": _activate_lora,
     "_remove_parametrizations": _remove_parametrizations,
 }
-"""Methods for a subclass of `ParamWrapper`. The subclass has an attribute `plain`, which is `ParamWrapper`."""
+"""Methods for a subclass of `ParamWrapper`. The subclass must have the attribute `plain = ParamWrapper`."""

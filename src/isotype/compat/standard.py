@@ -25,11 +25,11 @@ class ValueParser(argparse.ArgumentParser):
     """A parser with public names for two private methods of argparse. A subclass may override them."""
 
     def value_of(self, action: argparse.Action, text: str) -> Any:
-        """Return the value of an argument that is given as `text`."""
+        """Return the value of an argument that has the text `text`."""
         return super()._get_value(action, text)
 
     def require_choice(self, action: argparse.Action, value: Any) -> None:
-        """Raise ArgumentError if a value is none of the argument's choices."""
+        """Raise ArgumentError if a value is not among the argument's choices."""
         super()._check_value(action, value)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:

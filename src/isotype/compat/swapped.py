@@ -1,4 +1,4 @@
-"""Swaps a module's class for a subclass with another forward. Copies functions with one other global variable.
+"""Swaps a module's class for a subclass with another forward, and copies functions with another global variable.
 
 After a swap, `isinstance`, `deepcopy`, pickle and fully qualified names work as before, and the swap can be undone.
 `torch.nn.utils.parametrize` and FSDP2 swap classes in the same way.
@@ -18,7 +18,7 @@ from isotype.compat.accelerate import FORWARD_BEFORE
 
 
 class Swapped:
-    """Base of the classes of `swapped_class`. To make such a class again, pickle calls `made_by[0](*made_by[1])`."""
+    """Base of the classes of `swapped_class`. To create the class again, pickle calls `made_by[0](*made_by[1])`."""
 
     original: type[nn.Module]
     made_by: tuple[Callable[..., Any], tuple[Any, ...]]
@@ -41,7 +41,7 @@ def swapped_class(
     members: Mapping[str, Callable[..., Any]],
     **attributes: Any,
 ) -> Any:
-    """Return a subclass of `marker` and `base` with the methods `members`. These get the signatures of `base`'s methods."""
+    """Return a subclass of `marker` and `base` with the methods `members`, which get the signatures of `base`'s methods."""
     methods = {name: _like(member, getattr(base, name)) for name, member in members.items()}
     names = {"original": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (marker, base), {**names, **attributes, **methods, "made_by": made_by})
@@ -81,14 +81,14 @@ def _rebuild(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 
 def innermost(function: types.FunctionType) -> types.FunctionType | None:
-    """Return the function in all decorators; None if it is not in the decorators' closures."""
+    """Return the function inside all decorators; None if a decorator does not have it in its closure."""
     if not hasattr(function, "__wrapped__"):
         return function
     return None if _cell(function) is None else innermost(function.__wrapped__)
 
 
 def globals_of(function: types.FunctionType) -> set[str] | None:
-    """Return the names of the globals that a decorated function reads; None if its copy would behave differently."""
+    """Return the names of the globals that a function reads; None if a copy by `with_global` would behave differently."""
     inner = innermost(function)
     if inner is None:
         return None
@@ -101,7 +101,7 @@ def globals_of(function: types.FunctionType) -> set[str] | None:
 def with_global(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
     """Return a copy of a function and its decorators in which the global `name` is `value`.
 
-    Raise ValueError if the function is not in a decorator's closure; `globals_of` returns None for it.
+    Raise ValueError if a decorator does not have the function in its closure. Then `globals_of` returns None.
     """
     names, closure, inner = function.__globals__, function.__closure__, None
     if hasattr(function, "__wrapped__"):
@@ -119,7 +119,7 @@ def with_global(function: types.FunctionType, name: str, value: Any) -> types.Fu
 
 
 def update_globals(copy: types.FunctionType, function: types.FunctionType, name: str) -> None:
-    """Update the globals of a copy made by `with_global` from those of `function`; the copy keeps its own global `name`."""
+    """Update the globals of a copy by `with_global` from the globals of `function`, except the global `name`."""
     inner, original = innermost(copy), innermost(function)
     assert inner is not None
     assert original is not None
@@ -128,7 +128,7 @@ def update_globals(copy: types.FunctionType, function: types.FunctionType, name:
 
 
 def _cell(function: types.FunctionType) -> int | None:
-    """Return the index of the decorated function in a decorator's closure; None if the closure lacks it."""
+    """Return the index of the decorated function in a decorator's closure; None if it is not there."""
     inner = getattr(function, "__wrapped__", None)
     if not isinstance(inner, types.FunctionType):
         return None

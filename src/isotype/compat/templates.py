@@ -25,7 +25,7 @@ BYTES = 1 << 30
 CHARACTERS = 1 << 24
 """Maximum length of a conversation's text: about four million tokens."""
 BITS = 100_000
-"""Maximum size of an integer. A product of larger ones takes seconds, and no signal can interrupt it."""
+"""Maximum size of an integer. A product of larger integers takes seconds, and no signal can interrupt it."""
 
 CLOCK = "strftime_now"
 """Name of the function with which a template writes today's date."""
@@ -50,7 +50,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def from_string(self, *args: Any, **kwargs: Any) -> Any:
-        """Compile a template with limits of time and memory. They also hold when it is rendered."""
+        """Compile a template. Limits of time and memory hold while it is compiled and while it is rendered."""
         clock: Any = self.globals.get(CLOCK)
         if clock is not None:
             self.globals[CLOCK] = partial(_written, clock)
@@ -88,7 +88,7 @@ def _limits() -> Iterator[None]:
     except MemoryError:
         raise TemplateRuntimeError(f"it takes more than {BYTES >> 30} GiB of memory") from None
     except RecursionError:
-        raise TemplateRuntimeError("it is nested, or calls itself, too deeply") from None
+        raise TemplateRuntimeError("its loops or calls are nested too deeply") from None
 
 
 @contextmanager

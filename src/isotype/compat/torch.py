@@ -1,7 +1,7 @@
 """torch (2.10 to 2.15): public names for torch's private functions, for the rest of isotype.
 
-Code outside of `compat/` uses no private name of torch. tests/compat/test_torch.py fails if a name below is gone or
-means something else. docs/compat.md lists each name, and says whether this file reads or replaces it.
+Code outside of `compat/` uses no private name of torch. tests/compat/test_torch.py fails if a name below is missing or
+means something else. docs/compat.md lists all names.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from isotype.compat.wrappers import ORIGINAL as ORIGINAL
 without_modes = _disable_current_modes
 """Context manager that disables all dispatch modes."""
 without_dispatch = torch._C._DisableTorchDispatch
-"""Context manager that turns `__torch_dispatch__` of tensor subclasses off: they act as plain tensors."""
+"""Context manager that turns `__torch_dispatch__` of tensor subclasses off, so that they act as plain tensors."""
 without_functions = torch._C.DisableTorchFunction
 """Context manager that turns function modes and `__torch_function__` of tensor subclasses off."""
 without_function_subclasses = torch._C.DisableTorchFunctionSubclass
@@ -48,13 +48,13 @@ dispatch_depth: Final[Callable[[], int]] = torch._C._len_torch_dispatch_stack
 
 
 UNNAMED_VIEW = torch.ops.aten._unsafe_view.default
-"""A view operator without alias annotations in its schema. A fused LoRA layer reshapes outputs by it."""
+"""A view operator whose schema has no alias annotations."""
 VARLEN_ATTENTION: Final = "torch_attn._varlen_attn"
 """The operator of `torch.nn.attention.varlen.varlen_attn`. The backward's name ends in `_backward`."""
 
 
 class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode for uncompiled code. So torch does not wrap it in `torch._dynamo.disable`."""
+    """A dispatch mode that torch does not wrap in `torch._dynamo.disable`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -132,7 +132,7 @@ _KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "hpu": "HPU"}
 
 @cache
 def has_kernel(operator: str, device: str) -> bool:
-    """Return whether an operator (`aten::mm`) has its own kernel for a device type. Compositions of operators have none."""
+    """Return whether an operator (`aten::mm`) has its own kernel for a device type; False if it calls other operators."""
     key = _KEYS.get(device)
     return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
 
@@ -142,7 +142,7 @@ def has_kernel(operator: str, device: str) -> bool:
 run_backward = _engine_run_backward
 """The function of autograd's engine that `torch.autograd.backward` calls after checking its arguments."""
 current_node = torch._C._current_autograd_node
-"""Return the graph node whose backward runs in this thread; None without a backward."""
+"""Return the graph node whose backward runs in this thread; None if there is none."""
 
 
 def in_backward() -> bool:
@@ -161,7 +161,7 @@ def node_number(node: Any) -> int:
 
 
 def forget_gradient_hooks(leaf: torch.Tensor) -> None:
-    """Remove an empty hook dictionary from a leaf tensor. Autograd would look into it in every backward."""
+    """Remove an empty dictionary of hooks from a leaf tensor. Autograd would read it in every backward."""
     if not leaf._post_accumulate_grad_hooks:
         leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
@@ -169,7 +169,7 @@ def forget_gradient_hooks(leaf: torch.Tensor) -> None:
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Return whether the caller runs in a `torch.func` transform (`grad`, `vmap`, `jvp`, …).
 
-A transform's tensors have no memory, and it rejects autograd functions without `setup_context`.
+The tensors of a transform have no memory. A transform rejects autograd functions without `setup_context`.
 https://docs.pytorch.org/docs/stable/notes/extending.func.html
 """
 is_transformed_tensor: Callable[[Any], bool] = torch._C._functorch.is_functorch_wrapped_tensor
@@ -177,14 +177,14 @@ is_transformed_tensor: Callable[[Any], bool] = torch._C._functorch.is_functorch_
 
 
 def needs_operators() -> bool:
-    """Return whether `torch.compile` or a `torch.func` transform traces the caller. Both see torch's operators only."""
+    """Return whether `torch.compile` or a `torch.func` transform traces the caller. Both support only torch's operators."""
     return torch.compiler.is_compiling() or is_transformed()
 
 
 # ------------------------------------------------------------------------------------------------------- tensors
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Tensor classes with the values in their storage. A subclass may keep its values elsewhere."""
+"""Tensor classes that keep their values in their storage. A subclass may keep its values elsewhere."""
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -231,7 +231,7 @@ def fake_of(memory: torch.Tensor, device: torch.device) -> Any:
 def give_class(fake: torch.Tensor, cls: Any) -> None:
     """Make a fake tensor an instance of `cls`, the class of its real tensor.
 
-    Raise TypeError if instances of `cls` have another memory layout than fake tensors (DTensor).
+    Raise TypeError if Python does not allow this class change (DTensor).
     """
     fake.__class__ = cls if issubclass(cls, FakeTensor) else _fake_class(cls)
 
@@ -242,13 +242,13 @@ def _fake_class(cls: type) -> Any:
 
 
 def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces the method `to` of bitsandbytes' classes. It fails for a fake tensor that keeps its dtype."""
+    """Replaces the method `to` of bitsandbytes' classes, which fails for fake tensors if the dtype stays the same."""
     _, dtype, *_ = parsed_to(*args, **kwargs)
     return self if dtype in (None, self.dtype) else super(type(self), self).to(*args, **kwargs)
 
 
 def unshard(model: nn.Module) -> bool:
-    """Remove FSDP2's classes and hooks from a copy of a model. Return whether it was sharded."""
+    """Remove FSDP2's classes and hooks from a copy of a model. Return whether the model was sharded."""
     sharded = [module for module in model.modules() if hasattr(module, "set_reshard_after_forward")]
     for module in sharded:
         module.__class__ = type(module).__bases__[-1]
@@ -266,12 +266,12 @@ def sharded_policy(module: nn.Module) -> Any:
 
 
 def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """Return (device, dtype, non_blocking, memory format) by the arguments of a `Tensor.to` call."""
+    """Parse the arguments of a `Tensor.to` call: (device, dtype, non_blocking, memory format)."""
     return tuple(torch._C._nn._parse_to(*args, **kwargs))
 
 
 def unscale_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """Unscale one device's gradients in place, like GradScaler. Set `found_inf` to 1 if one is not finite."""
+    """Unscale one device's gradients in place, like GradScaler. Set `found_inf` to 1 if a gradient is not finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
 
 
@@ -286,7 +286,7 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 
 def file_offset(storage: torch.UntypedStorage) -> int | None:
-    """Return the file offset of a meta storage's data, as found by `torch.load`; None for another storage."""
+    """Return the offset of a meta storage's data in the file that `torch.load` read; None for another storage."""
     begin = getattr(storage, "_checkpoint_offset", None)
     return None if begin is None else int(begin)
 
@@ -335,7 +335,7 @@ def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
 
 
 class UncastBuffers(nn.Module):
-    """A module whose buffers keep their dtypes in a cast of the module. They still move between devices."""
+    """A module whose buffers keep their dtypes if the module is cast. They still move between devices."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         def moved(buffer: torch.Tensor) -> torch.Tensor:
@@ -355,7 +355,7 @@ def own_state(module: nn.Module, into: dict[str, Any], prefix: str) -> None:
 
 
 def original(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` wraps; another module is returned itself."""
+    """Return the module that `torch.compile` wraps, or another module unchanged."""
     return getattr(module, ORIGINAL, module)
 
 
@@ -410,7 +410,7 @@ def no_modes() -> Iterator[None]:
 
 @contextmanager
 def no_saved_tensor_hooks() -> Iterator[None]:
-    """Let autograd save tensors without the script's hooks, such as those of a running `torch.utils.checkpoint.checkpoint`."""
+    """Let autograd save tensors without the script's hooks, such as the hooks of `torch.utils.checkpoint.checkpoint`."""
     hooks: Any = torch._C._autograd
     popped = []
     while (top := hooks._top_saved_tensors_default_hooks(False)) is not None:

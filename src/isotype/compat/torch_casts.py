@@ -1,7 +1,7 @@
-"""Casts of a module (`module.to(dtype)`): they set the data of fake parameters, as torch does for real ones.
+"""Lets `module.to(dtype)` set the data of fake parameters, as it does for real parameters.
 
-`Module._apply` (torch/nn/modules/module.py, torch 2.13) swaps a fake parameter with the cast tensor. It refuses this for
-a tensor in use: by a recorded operator, or by a backward that is still to run.
+torch's `Module._apply` (torch/nn/modules/module.py, torch 2.13) swaps a fake parameter with the cast tensor. The swap
+fails if a recorded operator or a later backward uses the parameter.
 """
 
 from __future__ import annotations

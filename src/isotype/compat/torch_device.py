@@ -1,8 +1,7 @@
-"""torch: simulates the device that a script names, on a machine without it.
+"""torch: simulates a device that this machine does not have, for code that names it.
 
-A trace computes on CPU tensors, whatever device it simulates. Where code names the device, the CPU is used:
-`x.to("cuda")`, `torch.zeros(3, device="cuda")`, `with torch.autocast("cuda")`. Streams, events and counters return the
-values of an idle device.
+A trace always computes on CPU tensors. The CPU replaces the device that code names: `x.to("cuda")`, `torch.zeros(3,
+device="cuda")`, `with torch.autocast("cuda")`. Streams, events and counters return the values of an idle device.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _LEGACY_TENSORS = tuple(
 _PROMOTED = frozenset(
     ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "index_copy")
 )
-"""Functions whose operands only the CPU's autocast promotes. It raises an error for the 16-bit dtype that is not its own."""
+"""Functions that only the CPU's autocast promotes. They fail there for a 16-bit dtype other than autocast's."""
 _MOVES = ("cuda", "xpu", "pin_memory")
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 
@@ -77,7 +76,7 @@ class Device(Protocol):
     def memory_bytes(self) -> int | None: ...
 
     def supports(self, dtype: torch.dtype) -> str:
-        """Return `"native"` or `"emulated"` if the device computes in `dtype`, else another word."""
+        """Return `"native"` or `"emulated"` if the device computes in `dtype`; else `"refused"`."""
 
 
 def device_type(kind: str) -> str:
@@ -87,9 +86,9 @@ def device_type(kind: str) -> str:
 
 @contextlib.contextmanager
 def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
-    """Let the simulated device's autocast cast CPU tensors, by default to this autocast's default dtype.
+    """Let the simulated device's autocast cast CPU tensors. Its default dtype is that device's default.
 
-    With a `profile`, torch's functions about the device return the properties in the profile.
+    If there is a `profile`, torch's functions about the device return the profile's properties.
     """
     simulated = device_type(kind)
     if simulated == "cpu":
@@ -108,9 +107,9 @@ def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
 def written_for(profile: Device, named: Callable[[], None] = lambda: None) -> Iterator[None]:
     """In the `with` block, code that names the simulated device makes models and tensors on the CPU.
 
-    torch reports that the device is available, so code with a branch for it takes this branch. Libraries may cache the
-    answer. So use this function only in a process that does nothing else. `named` is called whenever code asks for the
-    device, or makes or moves a tensor on it.
+    In the block, torch reports that the device is available. Libraries may cache this, so use the function only in a
+    process that does nothing else. `named` is called whenever code asks for the device, or creates or moves a tensor
+    there.
     """
     simulated = device_type(profile.kind)
     with contextlib.ExitStack() as stack:
@@ -134,7 +133,7 @@ _NEEDS_GPU = ("bitsandbytes", "isotype", "triton", "torch._", "torch.utils.data"
 
 
 def _answer(replaced: Replacements, simulated: str, named: Callable[[], None]) -> None:
-    """Let torch report that the simulated device is available, except to modules that need a real device."""
+    """Let torch report that the simulated device is available, except to modules in `_NEEDS_GPU`."""
     backend = getattr(torch, simulated)
 
     def answer(here: Any, there: Any, _ask: Callable[..., Any], *_: Any, **__: Any) -> Any:
@@ -153,10 +152,7 @@ def _answer(replaced: Replacements, simulated: str, named: Callable[[], None]) -
 
 
 def _redirect(replaced: Replacements, names: re.Pattern[str], named: Callable[[], None]) -> None:
-    """Put the CPU in place of the simulated device in functions without a function mode, new threads, and backwards.
-
-    torch runs a backward without the function modes of its call (`handle_torch_function`).
-    """
+    """Use the CPU for the simulated device where no function mode is active: some functions, new threads, and backwards."""
 
     def load(load: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         by_name = map_location is None or isinstance(map_location, Mapping)
@@ -204,7 +200,7 @@ class _OnCPU(TorchFunctionMode):
 
 
 def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
-    """Return (owner, attribute name, new value) for all that a simulation replaces in torch."""
+    """Return (owner, attribute name, new value) for everything that a simulation replaces in torch."""
     backend = getattr(torch, simulated)
     answers = {name: _quiet(result) for name, result in _QUIET.items()}
     answers |= dict.fromkeys(_STREAMS, _Idle)
@@ -257,7 +253,7 @@ def _facts(simulated: str, profile: Device | None) -> Iterator[tuple[Any, str, A
 
 
 def _renamed(function: Callable[..., Any], simulated: str) -> Callable[..., Any]:
-    """Wrap `function`: it gets `"cpu"` in place of the simulated device's name."""
+    """Wrap `function` so that it gets `"cpu"` in place of the simulated device's name."""
     has_default = function is torch.is_autocast_enabled  # without arguments, it returns CUDA's setting
 
     def renamed(value: Any) -> Any:
@@ -303,7 +299,7 @@ class _Idle:
 
 
 class _Generators(type):
-    """Metaclass of the class in place of `torch.Generator`. It makes CPU generators for any device."""
+    """Metaclass of a class that replaces `torch.Generator` and creates CPU generators for any device."""
 
     _real = torch.Generator
 
@@ -317,9 +313,9 @@ class _Generators(type):
 def _flex_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Any, _: Any, scale: float, *__: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Replaces FlexAttention's kernel, without a backward on CPUs, by a kernel with the same operands and memory.
+    """Replaces FlexAttention's kernel, which has no backward on CPUs. The operands and memory are the same.
 
-    The kernel casts its operands to autocast's dtype. `score` runs once, for the tensors in it.
+    The kernel casts its operands to autocast's dtype. `score` runs once, so that a trace sees the tensors that it uses.
     """
     cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     repeats = query.shape[1] // key.shape[1]
@@ -346,7 +342,7 @@ def fused_attention(
     scale: float | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Compute `scaled_dot_product_attention` by the operator of a GPU's kernel (`efficient`, `cudnn`) on fake tensors."""
+    """Compute `scaled_dot_product_attention` on fake tensors by the operator of a GPU's `kernel` (`efficient`, `cudnn`)."""
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
@@ -361,7 +357,7 @@ def fused_attention(
 
 
 def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[Any, Any, Any]:
-    """Return (function, args, kwargs) of a torch call, with the CPU in place of each device named as in `named`."""
+    """Return (function, args, kwargs) of a torch call. The CPU replaces each device whose name matches `named`."""
     if func is torch.device:  # only a name: tensors that are created or moved there go to the CPU
         kinds = filter(named.fullmatch, _KINDS) if args and type(args[0]) is int else ()
         return func, (*kinds, *args), kwargs

@@ -1,4 +1,4 @@
-"""torch's private GPU operators of RMSNorm. The weight needs the input's dtype, and there is no offset."""
+"""torch's private GPU operators of RMSNorm. The weight must have the input's dtype. `offset` is not supported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rms_norm(
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
 ) -> torch.Tensor:
-    """Return the gradient of x. `grad` is that of the norm's result."""
+    """Return the gradient of x. `grad` is the gradient of the norm's result."""
     d_x: torch.Tensor
     d_x, _ = torch.ops.aten._fused_rms_norm_backward(
         grad, x, list(weight.shape), inverse, weight, [True, False]

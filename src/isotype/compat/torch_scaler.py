@@ -10,8 +10,7 @@ import torch
 def loss_scale(scaler: Any) -> torch.Tensor | float | None:
     """Return a GradScaler's loss scale without synchronizing; None if `scaler` is None or disabled.
 
-    The scale is a float32 tensor of shape `[]` on the GradScaler's device; before the first backward, a number.
-    `GradScaler.get_scale()` would synchronize with the device.
+    The scale is a float32 tensor of shape `[]` on the GradScaler's device. Before the first backward, it is a number.
     """
     if scaler is None or not scaler.is_enabled():
         return None
@@ -20,12 +19,12 @@ def loss_scale(scaler: Any) -> torch.Tensor | float | None:
 
 
 def stored_scale(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
-    """Return the tensor that `scaler.scale` multiplies the loss by; None before its first call, or if it is disabled."""
+    """Return the tensor by which `scaler.scale` multiplies the loss; None before the first call, or if it is disabled."""
     return getattr(scaler, "_scale", None)
 
 
 def sharded_scaler(device: str) -> torch.amp.GradScaler:
-    """Return torch's GradScaler for sharded models, with overflow flags of the shape `[]` in place of `[1]`.
+    """Return torch's GradScaler for sharded models, with overflow flags of shape `[]` in place of shape `[1]`.
 
     Fused optimizers reject the shape `[1]`: https://github.com/pytorch/pytorch/issues/140514
     """

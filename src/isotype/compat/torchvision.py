@@ -1,4 +1,4 @@
-"""torchvision (0.20 to 0.29): can be imported even if its compiled operators are for another torch."""
+"""torchvision (0.20 to 0.29): makes its import succeed even if its compiled operators are for another torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from isotype.compat.imports import when_imported
 
 _NAMED_AT_IMPORT = ("nms", "qnms")
-"""Operators for which torchvision registers shape functions on import, even if they are not loaded."""
+"""Operators that torchvision needs during its import, even if they could not be loaded."""
 _declared: list[Any] = []  # an operator stays declared as long as its torch.library.Library exists
 
 
@@ -31,9 +31,9 @@ def importable() -> Iterator[None]:
 
 
 def make_importable() -> None:
-    """Let `import torchvision` succeed if its operators cannot be loaded: PyPI's CUDA wheel with a CPU torch.
+    """Let `import torchvision` succeed if its operators cannot be loaded, as with PyPI's CUDA wheel and a CPU torch.
 
-    The import needs two operators. isotype declares them without kernels: no image processor calls them.
+    The import needs two operators, which no image processor calls. isotype declares them without kernels.
     """
     if "torchvision" in sys.modules or find_spec("torchvision") is None:
         return

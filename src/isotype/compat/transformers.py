@@ -1,6 +1,6 @@
 """transformers (5.20 to 5.24): public names for private parts of models, configs and the Trainer.
 
-Only functions that need transformers import it. tests/compat/test_transformers.py fails if a name is gone or means
+Only functions that need transformers import it. tests/compat/test_transformers.py fails if a name is missing or means
 something else.
 """
 
@@ -25,9 +25,9 @@ from isotype.compat.standard import frame_above
 # -------------------------------------------------------------------------------------------------------- models
 
 DTYPE_PLAN: Final = "_get_dtype_plan"
-"""A model class's method: returns the parameters in another dtype than the model's."""
+"""A model class's method that returns parameters with another dtype than the model."""
 LOAD: Final = "_load_pretrained_model"
-"""A model class's method: it loads weights from files into a model."""
+"""A model class's method that loads weights from files into a model."""
 
 
 def _reads(name: str, default: Any = None) -> Callable[[Any], Any]:
@@ -43,41 +43,41 @@ def _sets(name: str) -> Callable[[Any, Any], None]:
 
 
 pinned = _reads("_keep_in_fp32_modules")
-"""Return name patterns of modules that stay float32 in a float16 model; None without any."""
+"""Return name patterns of modules that stay float32 in a float16 model; None if there are none."""
 pinned_strictly = _reads("_keep_in_fp32_modules_strict")
-"""Return name patterns of modules that stay float32 in any model; None without any."""
+"""Return name patterns of modules that stay float32 in any model; None if there are none."""
 mapping_of = _reads("_model_mapping")
 """Return the mapping of an auto class: config class -> model class; None for another class."""
 name_of, rename = _reads("_name_or_path"), _sets("_name_or_path")
-"""Return or set the path or hub id from which a config was loaded. PEFT and trainers read it."""
+"""Return or set the path or hub id from which a config was loaded. PEFT and trainers read this name."""
 has_own_adapters = _reads("_hf_peft_config_loaded", False)
-"""Return whether the model's own method `load_adapter`, without a `PeftModel`, has added adapters."""
+"""Return whether the model has adapters from its method `load_adapter`, without a `PeftModel`."""
 may_be_missing = _reads("_keys_to_ignore_on_load_missing", ())
 """Return name patterns of tensors that may be missing in a checkpoint."""
 may_be_surplus = _reads("_keys_to_ignore_on_load_unexpected", ())
 """Return name patterns of a checkpoint's tensors that the model ignores."""
 conversions, set_conversions = _reads("_weight_conversions"), _sets("_weight_conversions")
-"""Return or set the conversions that loading applies and saving reverses; None without any."""
+"""Return or set the conversions that loading applies and saving reverses; None if there are none."""
 attention_of, set_attention = _reads("_attn_implementation"), _sets("_attn_implementation")
 """Return or set the attention implementation of a config, or of a model to be built from it; None if unset."""
 gate_of = _reads("_apply_gate")
-"""Return the function by which an experts module combines gate and up; None for another module."""
+"""Return the function that combines the gate and up products in an experts module; None for another module."""
 has_parallel_experts = _reads("_is_expert_parallel", False)
 """Return whether this process has only some of the module's experts."""
 
 
 def unsplit_classes(model: Any) -> frozenset[str]:
-    """Return names of module classes that transformers never splits across devices. accelerate shards each as a unit."""
+    """Return names of module classes that are never split across devices. accelerate shards each such module as a unit."""
     return frozenset(getattr(model, "_no_split_modules", None) or ())
 
 
 def has_states(model: Any) -> bool:
-    """Return whether a model has a recurrent state. Attention masks cannot separate documents in it."""
+    """Return whether a model has a recurrent state, in which attention masks cannot separate documents."""
     return bool(getattr(without_peft(model), "_is_stateful", False))
 
 
 def lines_separating_documents() -> frozenset[str]:
-    """Return the lines (`file:line`) where transformers finds a packed row's documents by position ids."""
+    """Return the lines (`file:line`) of the transformers function that finds the documents of a packed row."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     code = find_packed_sequence_indices.__code__
@@ -90,17 +90,17 @@ def never_saved(model: Any) -> set[str]:
 
 
 def draw(model: Any, module: Any) -> None:
-    """Initialize a module's parameters by its model class's rules."""
+    """Initialize a module's parameters by the rules of the model's class."""
     model._init_weights(module)
 
 
 def mark_as_loaded(tensor: Any) -> None:
-    """Mark a tensor as loaded. Then transformers does not initialize it."""
+    """Mark a tensor as loaded, so that transformers does not initialize it."""
     tensor._is_hf_initialized = True
 
 
 def use_plain_experts(config: Any) -> None:
-    """Select transformers' eager experts, which run in any dtype. Do nothing without such a setting in the config."""
+    """Select transformers' eager experts, which run in any dtype. Do nothing if the config has no setting for experts."""
     if getattr(config, "_experts_implementation", None) is not None:
         config._experts_implementation = "eager"
 
@@ -108,7 +108,7 @@ def use_plain_experts(config: Any) -> None:
 def keep_weights(model: Any) -> None:
     """Stop RWKV from dividing weights of later layers before an evaluation. The model's own config stays the same.
 
-    transformers would leave the adapters of these layers as they are, and fails if the layers are quantized
+    transformers would not divide the weights of adapters, and raises an error if the layers are quantized
     (https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/models/rwkv/modeling_rwkv.py).
     """
     for module in model.modules():
@@ -123,12 +123,12 @@ def fresh_model(cls: Any, config: Any, dtype: Any = None) -> Any:
 
 
 def takes_attention(model: Any) -> bool:
-    """Return whether a model takes its attention from transformers' registry, where it can be replaced."""
+    """Return whether a model uses an attention function from transformers' registry, where it can be replaced."""
     return bool(model._can_set_attn_implementation())
 
 
 def mark_as_sharded(model: Any) -> None:
-    """Let every process continue in `model.generate` until the last one has finished, as FSDP needs it."""
+    """Let every process continue in `model.generate` until all processes have finished, as FSDP requires."""
     model._is_fsdp_managed_module = True
 
 
@@ -137,18 +137,18 @@ def mark_as_sharded(model: Any) -> None:
 Names = Callable[[Any], set[str]]
 """A function: model -> names of its parameters."""
 Reading = Callable[[Any, Any, Any, Any, Callable[[], Any]], Any]
-"""A function of (model, weights in memory, files, settings, transformers' reader). It returns what that reader returns."""
+"""A function (model, weights in memory, files, settings, transformers' reader) -> the result of transformers' reader."""
 
 
 def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None = None) -> Any:
-    """Return a subclass of `cls` for loading one model. `own_class_again` gives the model its class back.
+    """Return a subclass of `cls` for loading one model. Afterwards, `own_class_again` restores the model's class.
 
-    The subclass has the name and module of `cls`, and keeps all parameters in float32 that `cls` marks for it. In
-    bfloat16 models, transformers casts `_keep_in_fp32_modules` to bfloat16, and no cast back would restore their digits.
+    The subclass has the name and module of `cls`. It loads all parameters in float32 that `cls` keeps in float32. In a
+    bfloat16 model, transformers would cast the parameters in `_keep_in_fp32_modules` to bfloat16.
 
     Args:
-        float32: returns names of more parameters to keep in float32; by default none.
-        read: loads the weights into the model; by default transformers does.
+        float32: a function that returns names of more parameters to load in float32.
+        read: a function that loads the weights into the model; by default, transformers loads them.
     """
 
     def post_init(self: Any) -> None:
@@ -175,7 +175,7 @@ def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None 
 
 
 def own_class_again(model: Any) -> None:
-    """Restore the class of a model that a subclass of `class_for_load` has loaded."""
+    """Restore the class of a model that was loaded by a subclass from `class_for_load`."""
     model.__class__ = type(model).__mro__[1]
 
 
@@ -206,8 +206,8 @@ _Mixin: Any = object
 class TrainerSteps(_Mixin):  # type: ignore[misc]
     """Gives private methods of transformers' Trainer the public names in `STEPS`. A subclass may override and call them.
 
-    A subclass has `TrainerSteps` before the Trainer in its bases. A private method of this class calls the public method
-    in `STEPS`. If no subclass overrides the public method, it calls the Trainer's private method.
+    The bases of a subclass are `TrainerSteps` and then the Trainer. A private method of `TrainerSteps` calls the public
+    method, which by default calls the Trainer's private method.
     """
 
 
@@ -230,9 +230,9 @@ for _public, _private in STEPS.items():
 def train_on_first_gpu(training: Any) -> None:
     """Let the training use only the first visible GPU, unless a launcher has started this process.
 
-    Without a launcher, `TrainingArguments._n_gpu` counts all visible GPUs, and the Trainer uses `nn.DataParallel`. TRL's
-    trainers reject several GPUs (`args.n_gpu > 1` in trl/trainer/sft_trainer.py), but only after loading the weights.
-    tests/train/test_launched.py fails if the attribute is gone.
+    Without a launcher, `TrainingArguments._n_gpu` counts all visible GPUs, and the Trainer uses `nn.DataParallel`.
+    TRL's trainers reject several GPUs (`args.n_gpu > 1` in trl/trainer/sft_trainer.py), but only after loading the
+    weights. tests/train/test_launched.py fails if the attribute is missing.
     """
     if training.n_gpu > 1:
         training._n_gpu = 1
@@ -247,11 +247,11 @@ def gpus_left(training: Any) -> int:
 
 
 SINCE: Final = {"_defer_fsdp_gradient_reduction": Version("5.23")}
-"""Methods in `STEPS` that are not in older transformers, with the first version that has them."""
+"""Method in `STEPS` that older versions of transformers lack -> the first version that has it."""
 
 
 def incompatibilities(trainer: type) -> list[str]:
-    """Return a sentence for each method in `STEPS` that a trainer class lacks, and so would never call."""
+    """Return a sentence for each method in `STEPS` that a trainer class lacks."""
     installed = Version(version("transformers"))
     steps = [name for name in STEPS.values() if name not in SINCE or installed >= SINCE[name]]
     return [f"{trainer.__name__} has no method {name}" for name in steps if not hasattr(trainer, name)]
@@ -264,11 +264,10 @@ def incompatibilities(trainer: type) -> list[str]:
 def fakes_taken_for_real() -> Iterator[None]:
     """In the `with` block, transformers (5.20 to 5.24) runs the same code for fake tensors as for real ones.
 
-    If `is_tracing` in transformers/utils/import_utils.py sees a fake tensor, transformers acts as in an export: it
-    always makes masks, repeats keys and values, and uses another attention kernel. On the CPU before torch 2.11,
-    `_can_use_grouped_mm` in transformers/integrations/moe.py needs memory that is aligned to 16 bytes. Real tensors
-    have such memory, but fake tensors have no memory. tests/compat/test_others.py fails when one of the two
-    replacements is no longer needed.
+    transformers treats fake tensors as an export (`is_tracing` in transformers/utils/import_utils.py): it always
+    creates masks, repeats keys and values, and uses another attention kernel. On the CPU before torch 2.11,
+    `_can_use_grouped_mm` in transformers/integrations/moe.py checks if memory is aligned to 16 bytes, but fake tensors
+    have no memory. tests/compat/test_others.py fails when one of the two replacements is no longer needed.
     """
     experts = sys.modules.get("transformers.integrations.moe")
     decide: Any = getattr(experts, "_can_use_grouped_mm", None)
@@ -285,10 +284,10 @@ def fakes_taken_for_real() -> Iterator[None]:
 
 @contextmanager
 def fp8_kernels_replaced(runs: bool) -> Iterator[None]:
-    """In the `with` block, plain products of equal shapes replace FP8 kernels, if the device `runs` FP8 layers.
+    """In the `with` block, products with the same shapes replace FP8 kernels if the device `runs` FP8 layers.
 
-    The kernels of FP8 layers read memory, which fake tensors do not have. The products have no backward,
-    nor have the FP8 layers of transformers 5.20. For older GPUs, transformers dequantizes the weights when it loads them.
+    FP8 kernels read memory, which fake tensors do not have. The products have no backward, like the FP8 layers of
+    transformers 5.20. For older GPUs, transformers dequantizes the weights while loading.
     """
     layers, replacements = sys.modules.get("transformers.integrations.finegrained_fp8"), Replacements()
     if layers is not None and runs:
@@ -302,7 +301,7 @@ def fp8_kernels_replaced(runs: bool) -> Iterator[None]:
 
 
 def _product(_: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Return a product of both tensors in x's dtype, without memory for a dequantized weight, and without a backward."""
+    """Return a product in x's dtype without a backward. The weight is not dequantized, which would take memory."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         entry = weight.flatten()[:1].to(x.dtype) * scale.flatten()[:1].to(x.dtype)
         return x @ entry.expand(x.shape[-1], weight.shape[-2])
@@ -334,7 +333,7 @@ def without_bars() -> Iterator[None]:
 
 
 def gguf_bar_hidden() -> AbstractContextManager[None]:
-    """Hide transformers' progress bar for the tensors of a GGUF file. It has no setting for this bar."""
+    """Hide transformers' progress bar for the tensors of a GGUF file. transformers has no setting for this bar."""
     from transformers import modeling_gguf_pytorch_utils as legacy
 
     return replaced(legacy, "tqdm", partial(legacy.tqdm, disable=True))
@@ -345,9 +344,9 @@ def steps_seen(
 ) -> Replacements:
     """Wrap a trainer's `training_step`, its `compute_loss`, and its method for the gradient norm.
 
-    A wrapper is called with the wrapped method and the call's arguments. Callbacks are not enough: they get no batch and
-    no loss, and the gradient norm only in logged steps. A method that a script has put on the trainer object is not
-    wrapped.
+    A wrapper is called with the wrapped method and the call's arguments. Callbacks are not enough: they do not get the
+    batch and the loss, and get the gradient norm only in logged steps. A method that a script has set on the trainer
+    object is not wrapped.
     """
     methods = Replacements()
     for name, wrapper in (("training_step", step), ("compute_loss", loss), (GRADIENT_NORM, norm)):
@@ -369,7 +368,7 @@ def batches_as_they_are(trainer: Any) -> Iterator[None]:
 
 
 def calling_trainer() -> Any:
-    """Return the trainer that has called the running callback, by the call stack; None without one."""
+    """Return the trainer on the call stack that called the running callback; None if there is none."""
     from transformers import Trainer
 
     frame: FrameType | None = frame_above(1)

@@ -1,4 +1,4 @@
-"""triton (3.0 to 3.9): passes over kernels on fake tensors, and hides the list of leaked objects at the end of a process."""
+"""triton (3.0 to 3.9): skips kernels on fake tensors, and hides the list of leaked objects at the end of a process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def leave_garbage() -> None:
 def without_kernels(launched: Callable[[str, Any], None], fake: type) -> Iterator[None]:
     """In the `with` block, call `launched(name, arguments)` in place of each Triton kernel with a tensor of class `fake`.
 
-    A kernel returns nothing and writes only tensors that exist. So a trace knows all dtypes without it.
+    A trace does not need the kernel: a kernel returns nothing, and the tensors that it writes to already have dtypes.
     """
     interface: Any = getattr(sys.modules.get("triton.runtime.jit"), "KernelInterface", None)
     if interface is None:

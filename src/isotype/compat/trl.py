@@ -1,6 +1,6 @@
 """TRL (1.16): a forward with a fused head that TRL sets on a model, and the completions of a GRPO trainer.
 
-`add_fused_lm_head` (trl/trainer/utils.py) has the head's arguments only in the closure of the forward.
+`add_fused_lm_head` (trl/trainer/utils.py) stores the head's arguments only in the closure of the forward.
 https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/utils.py
 """
 
@@ -31,7 +31,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "trl.trainer.sft_trainer": ("DataCollatorForVisionLanguageModeling",),
     "trl.rewards": ("accuracy_reward",),  # one of the names of --reward_funcs
 }
-"""Module of TRL -> the names that a training uses, without those of a GPU's training only (`trl.kernels`)."""
+"""Module of TRL -> names that a training uses, except names that are only used on a GPU (`trl.kernels`)."""
 
 
 def is_fused_forward(function: Any) -> bool:
@@ -41,7 +41,7 @@ def is_fused_forward(function: Any) -> bool:
 
 
 def head_arguments(function: Any) -> dict[str, Any]:
-    """Return the fused head's arguments in its forward's closure. Raise LookupError if one is missing."""
+    """Return the fused head's arguments in its forward's closure. Raise LookupError if an argument is missing."""
     held = inspect.getclosurevars(function).nonlocals
     missing = [name for name in HEAD_ARGUMENTS if name not in held]
     if missing:
@@ -50,7 +50,7 @@ def head_arguments(function: Any) -> dict[str, Any]:
 
 
 def put_forward(model: Any, forward: Callable[..., Any]) -> None:
-    """Make `forward(model, …)` the model's forward. It may call the `former_forward`."""
+    """Make `forward(model, …)` the model's forward, which may call `former_forward`."""
     model.__dict__[_FORMER] = model.forward
     model.forward = MethodType(forward, model)
 
@@ -64,7 +64,7 @@ def former_forward(model: Any) -> Callable[..., Any]:
 def headless_forward(model: Any) -> Callable[..., Any]:
     """Return the model's forward without a fused head.
 
-    TRL's forward refers to the model on which TRL has set it, also in a copy `model`.
+    The forward is bound to `model`, even if `model` is a copy of the model on which TRL has set its forward.
     """
     forward: Any = former_forward(model)
     if is_fused_forward(forward):
@@ -81,7 +81,7 @@ def completions_of(trainer: Any) -> dict[str, Any] | None:
 
 
 def put_completions(trainer: Any, held: Mapping[str, Any] | None) -> None:
-    """Give a trainer the completions and the count of `completions_of`. The completions are moved to its device."""
+    """Give a trainer the result of `completions_of`. The completions are moved to the trainer's device."""
     if held is not None:
         from accelerate.utils import send_to_device
 
@@ -92,8 +92,8 @@ def put_completions(trainer: Any, held: Mapping[str, Any] | None) -> None:
 def prompts_of(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return a GRPO or RLOO trainer's inputs for the generation: padded prompts, and images.
 
-    Return None if a function of the user makes prompts or completions. The code follows `_generate_single_turn` in
-    trl/trainer/grpo_trainer.py.
+    Return None if a function of the user creates prompts or completions. The code corresponds to
+    `_generate_single_turn` in trl/trainer/grpo_trainer.py.
     """
     from trl import prepare_multimodal_messages
 
@@ -122,7 +122,7 @@ def prompts_of(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
 
 def lacking(names: Iterable[str] = ()) -> list[str]:
-    """Return a clause for each name in `NAMES["trl"]` or `names` that `trl` lacks. The names are not imported."""
+    """Return a clause for each name in `NAMES["trl"]` or `names` that `trl` lacks, without importing these names."""
     present = frozenset(dir(import_module("trl")))
     return [f"it has no {name}" for name in (*NAMES["trl"], *names) if name not in present]
 
@@ -141,7 +141,7 @@ def _has(module: str, name: str) -> bool:
 
 
 def incompatibilities(utilities: Any) -> list[str]:
-    """Return a clause for each thing that `head_arguments` needs and `utilities` (trl.trainer.utils) lacks."""
+    """Return a clause for each part of `utilities` (trl.trainer.utils) that `head_arguments` needs and that is missing."""
     maker = getattr(utilities, _MAKER, None)
     if maker is None:
         return [f"{utilities.__name__} has no {_MAKER}"]
