@@ -80,7 +80,7 @@ class Action:
 
 @cache
 def in_library(source: str) -> bool:
-    """Return True if `file:line` is in an installed package or the standard library. An update would undo edits."""
+    """Return True if `file:line` is in an installed package or the standard library, whose updates undo edits."""
     path = Path(source.rpartition(":")[0])
     installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
     return installed or path.is_relative_to(sysconfig.get_path("stdlib"))
@@ -88,12 +88,12 @@ def in_library(source: str) -> bool:
 
 @dataclass(frozen=True)
 class RangeBoundaries:
-    """The value of a `ranges` action: decisions of a policy that follow from measured value ranges.
+    """The value of an action of the kind `ranges`: a policy's decisions that depend on measured value ranges.
 
     Attributes:
         compute: name of the matmuls' dtype.
         wide_residual: whether the residual stream is in float32.
-        exceptions: for each `isotype.precision.policy.ModuleException`: name in the base model, treatment and exponent.
+        exceptions: (`module`, `how`, `exponent`) of each `isotype.precision.policy.ModuleException`.
     """
 
     compute: str
@@ -106,7 +106,7 @@ class RangeBoundaries:
 
     @classmethod
     def of(cls, value: str) -> RangeBoundaries:
-        """Return the boundaries from an action's value (inverse of `action`)."""
+        """Return the boundaries from the `value` of an action."""
         fields = json.loads(value)
         return cls(**{**fields, "exceptions": tuple(map(tuple, fields["exceptions"]))})
 
@@ -117,12 +117,11 @@ class Fix:
 
     Attributes:
         description: the change as an instruction ("return each norm's output in bfloat16").
-        safety: `"safe"` if the fix keeps the meaning of the model and all digits of its weights; `"unsafe"` if it may
-            change them.
-        verified: whether the whole step was traced with the fix, without the finding and without new findings.
+        safety: `"safe"` if the fix keeps the meaning of the model and all digits of its weights; else `"unsafe"`.
+        verified: whether a trace of the whole step with the fix has neither the finding nor new findings.
         actions: the changes; empty if no actions can express the fix.
         outcome: what another trace with the fix showed, in words; "" before that trace.
-        command: a command that applies the fix, as a program and its arguments; empty without one.
+        command: a command that applies the fix, as a program and its arguments; empty if there is none.
     """
 
     description: str
@@ -134,7 +133,7 @@ class Fix:
 
     @property
     def works(self) -> bool:
-        """True if another trace with the fix (which may have ended early) has neither the finding nor new ones."""
+        """True if a trace with the fix, even if it ended early, has neither the finding nor new findings."""
         return self.verified or bool(self.outcome)
 
     @property
@@ -144,7 +143,7 @@ class Fix:
 
     @property
     def scope(self) -> Scope:
-        """The widest scope of the actions: the one that comes last in `SCOPES`. A fix of a model and a setting has `setting`."""
+        """The scope of the actions that comes last in `SCOPES`: a fix that changes a model and a setting has `setting`."""
         return max((action.scope for action in self.actions), key=SCOPES.index, default="advice")
 
 
@@ -157,12 +156,13 @@ def by_preference(fixes: Iterable[Fix], *, unsafe: bool = False, command: bool =
     """Return fixes in order of preference. Fixes of equal rank keep the rule's order.
 
     First come fixes of the model, then of settings, of the user's code, and of library code. Within a scope, safe fixes
-    come first. If `unsafe` is False, unsafe fixes come after all safe ones, but before library code.
+    come first. If `unsafe` is False, all safe fixes come before unsafe fixes, except fixes of library code, which come
+    last.
 
     Args:
         fixes: fixes of one finding.
         unsafe: whether unsafe fixes are requested.
-        command: whether the fixes are for an isotype command. Its settings can be changed, its model cannot.
+        command: whether the fixes are for an isotype command. Then fixes of settings come first.
     """
     scopes: Sequence[Scope] = ("setting", *(s for s in SCOPES if s != "setting")) if command else SCOPES
 
@@ -203,14 +203,14 @@ class Finding:
         op: the operator; "" if there is none.
         phase: phase of the step.
         source: `file:line` of the code that called the operator.
-        cause: name of the module, or source line, that introduced the dtype, and how it did so.
+        cause: the module or source line that introduced the dtype, and how.
         evidence: the dtype's path from its cause to the operator, one line per step.
         notes: further facts, such as the number of places or an assumption.
         fixes: fixes in order of preference, see `by_preference`.
         operands: operands of the operator, which the terminal shows.
         cost: cost of a silent finding; None for other findings.
         places: all modules with the finding.
-        kind: topic of the finding. `judge` sets `kind` and `code` to those of the rule.
+        kind: topic of the finding. `judge` sets `kind` and `code` from the rule.
         code: `IST###`.
     """
 
@@ -232,7 +232,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """The values by which the finding is found again in other traces of the same model."""
+        """Values that identify the finding in other traces of the same model."""
         return (self.code, self.cause, self.module)
 
 
@@ -242,7 +242,7 @@ def places(of: Iterable[Call | Weight]) -> tuple[str, ...]:
 
 
 def finding_at(severity: Severity, message: str, calls: Sequence[Call], **more: Any) -> Finding:
-    """Return a finding about calls with one cause. Its place and operands are those of the first call."""
+    """Return a finding about calls with one cause. The first call determines its place and operands."""
     call = calls[0]
     return Finding(
         severity,

@@ -49,7 +49,7 @@ class Memory:
 
     Attributes:
         phases: phase -> kind -> bytes at that phase's peak.
-        timeline: at most about 500 intervals of the step, each with the moment of the most bytes in use.
+        timeline: the moment with the most bytes in each of at most about 500 intervals of the step.
         saved: phase -> bytes of activations that layers (`model.layers.0`) saved for the backward, up to that phase's
             peak.
         layers: number of layers whose forward saved activations.
@@ -78,7 +78,7 @@ class Products:
     Attributes:
         flops: FLOPs of a step; attention counts half, as with a causal mask.
         flops_per_second: the device's dense peak rate.
-        emulated_in: the dtype in which the device computes if it has no units for the operands' dtype; else None.
+        emulated_in: the dtype in which the device computes if it has no hardware for the operands' dtype; else None.
             `flops_per_second` is the rate of `emulated_in`.
     """
 
@@ -97,10 +97,10 @@ class StepTime:
     """The minimum time of one step. A product is a matmul-like operator.
 
     Attributes:
-        seconds: minimum seconds of the products. A product takes the longer of two times: that of its compute, or of its
-            memory traffic. Fusing other operators cannot make a step faster.
-        traced_seconds: minimum seconds of all traced operators. With `DeviceProfile.steps`, this includes kernel fusion
-            and launches.
+        seconds: minimum seconds of the products. The time of a product is the time of its compute or of its memory
+            traffic, whichever is longer. Kernel fusion does not change this minimum.
+        traced_seconds: minimum seconds of all traced operators. If the device has `DeviceProfile.steps`, this includes
+            kernel fusion and launches.
         products: dtype -> products.
         bytes: bytes that all operators read and write.
         bytes_per_second: the device's memory bandwidth.
@@ -142,5 +142,5 @@ class StepTime:
 
     @property
     def launch_seconds(self) -> float:
-        """The device's mean seconds for a launched kernel. If the host needs longer for a launch, the device waits."""
+        """Mean seconds of a kernel on the device. The device waits if the host takes longer to launch a kernel."""
         return self.traced_seconds / self.launches

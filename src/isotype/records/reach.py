@@ -16,7 +16,7 @@ Source = Literal[
 """Kinds of inputs on which a prediction must not depend."""
 
 Unused = Literal["input", "picture", "adapter", "weight", "ungraded", "count"]
-"""Kinds of inputs and parameters that should change predictions but do not. `ungraded` ones are not in the loss's graph."""
+"""Kinds of inputs and parameters that should change predictions but do not. `ungraded` parameters get no gradient."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Leak:
         changed: number of changed predictions.
         of: number of compared predictions.
         largest: the largest change of a logit, relative to the largest logit.
-        module, kind: name and class of the first module with equal inputs and other outputs; "" without one.
+        module, kind: name and class of the first module whose inputs are equal but whose outputs differ; "" if there is
+            none.
         without: an input of the model without which the leak disappears; "" if there is none.
     """
 
@@ -78,7 +79,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Matrix:
-    """For one row of the batch: the tokens that each prediction depends on.
+    """The tokens that each prediction in one row of the batch depends on.
 
     Attributes:
         row: index of the row in the batch.
@@ -97,11 +98,11 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Collective:
-    """A call that all processes of a sharded training make together.
+    """A communication call in which all processes of a sharded training take part.
 
     Attributes:
         move: `gathers` if the call gathers weights, `reduces` if it reduces gradients.
-        module: sharded module of the weights; "" in the backward.
+        module: the sharded module that has the weights; "" in the backward.
         elements: number of elements of the whole tensor.
     """
 
@@ -111,7 +112,7 @@ class Collective:
 
     @property
     def alike(self) -> tuple[str, int]:
-        """A key of the call. Calls of two processes complete together only if their keys are equal."""
+        """A key of the call. Calls of two processes belong together only if their keys are equal."""
         return self.move, self.elements
 
     def __str__(self) -> str:
@@ -123,9 +124,9 @@ class Parting:
     """The first place in a step where two processes call different collectives.
 
     Attributes:
-        process: index of the process (and its batch) that differs from the first process.
+        process: index of the process (and of its batch) whose calls differ from those of the first process.
         at: index of the collective in the step.
-        first, other: the collectives of the two processes; None if a process has no further one.
+        first, other: the collectives of the two processes; None if a process calls no further collective.
     """
 
     process: int
@@ -142,10 +143,10 @@ class Unreached:
         weight: name of the parameter.
         module, source: place of the parameter's first use.
         function: the `torch.autograd.Function` whose forward uses the parameter; "" if there is none.
-        behind: modules that ran with gradients on and ended before the first use, in order.
-        ignored: whether the parameter is used with gradients on, and the loss does not depend on the result.
+        behind: modules that ran with gradients enabled before the first use of the parameter, in order.
+        ignored: whether the parameter is used with gradients enabled, but the loss does not depend on the result.
         cut: `file:line` that drops the graph of a result (`detach()`, `.data`, `item()`); "" if there is none.
-        cleared: whether the backward computed the gradient, and code removed it before the optimizer's step.
+        cleared: whether code removed the computed gradient before the optimizer's step.
     """
 
     weight: str
@@ -160,7 +161,7 @@ class Unreached:
 
 @dataclass(frozen=True)
 class Reach:
-    """The dependences of predictions and gradients on inputs and weights, measured on one batch.
+    """How predictions and gradients depend on inputs and weights, measured on one batch.
 
     Attributes:
         copy: the measured copy of the model, in words.
@@ -171,9 +172,9 @@ class Reach:
         undecided: clauses on dependences that were not measured, each with the reason.
         matrix: the tokens that some predictions of one row depend on; None if not measured.
         skipped: modules with weights that run for the batches of some processes only.
-        parting: the first place where processes call different collectives of FSDP. None if none differ, if there is one
-            batch, or if this process has a process group.
-        ungraded: trainable parameters that get no gradient from the loss of some batch.
+        parting: the first place where processes call different collectives of FSDP; None if there is none or it was not
+            measured.
+        ungraded: trainable parameters that get no gradient from the loss of at least one batch.
     """
 
     copy: str

@@ -19,10 +19,11 @@ DEFAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimize
 
 @dataclass(frozen=True)
 class LossOf:
-    """A loss function (model, inputs) -> loss, and its inputs by name. A trace has fake tensors in place of the inputs.
+    """A loss function (model, inputs) -> loss, and its inputs by name. A trace replaces the inputs by fake tensors.
 
-    Two attributes are for evaluations. With `generates`, the function generates tokens, and its phase is `rollout`. With
-    `kept` other than 0, it returns predictions, and `kept` times their bytes stay in memory.
+    Attributes:
+        kept: in an evaluation, the factor by which the returned predictions' bytes stay in memory; 0 for a loss.
+        generates: whether the function generates tokens, in the phase `rollout`.
     """
 
     function: Callable[[nn.Module, Any], Any]
@@ -45,19 +46,20 @@ class StepSettings:
     """Settings that a `StepRequest` and the `Setup` of its step share.
 
     Attributes:
-        fsdp: version of FSDP (1 or 2); 0 without FSDP.
-        devices: number of devices that train together. With `fsdp`, they share the weights. Without it, each device has
-            all weights (DDP). Memory is that of one device.
+        fsdp: version of FSDP (1 or 2); 0 if FSDP is not used.
+        devices: number of devices that train together, by DDP unless `fsdp` is set. Memory is always the memory of one
+            device.
         reshard: whether FSDP frees a block's gathered weights after the block's forward.
         deepspeed: whether DeepSpeed runs the step. Its casts and sharding are not traced.
         zero3: version of DeepSpeed if the run uses its ZeRO-3; else "".
         find_unused: whether DDP looks for parameters without a gradient (`find_unused_parameters`).
-        shard_integers: whether FSDP shards frozen weights stored as integers (isotype does so, accelerate does not).
+        shard_integers: whether FSDP shards frozen weights that are stored as integers: True in isotype, False in
+            accelerate.
         autocast_eval: whether autocast is also on in evaluation and in the phase `"generate"`.
         ahead: number of batches in the device's memory besides the current batch.
         room: device memory that the step may take; None for the device's limit.
-        ranges: measured value ranges. With None, `run` measures those of a float16 step, if the weights are available
-            and the measurement is short.
+        ranges: measured value ranges. If it is None, `run` measures the ranges of a float16 step, provided that the
+            weights are available and the measurement is short.
     """
 
     fsdp: int = 0
@@ -86,16 +88,17 @@ class StepRequest(StepSettings):
         scaler: whether a GradScaler is used; None to use it only under float16 autocast.
         optimizer: a name, an optimizer, a list of optimizers, or a callable parameters -> optimizer.
         phases: phases of the step, in any order; `"generate"` adds a forward without labels and gradients.
-        learning_rate: learning rate of the optimizer; None for that of `optimizer` itself.
+        learning_rate: learning rate of the optimizer; None for the learning rate in `optimizer`.
         gradient_checkpointing: True, or arguments of the model's `gradient_checkpointing_enable`; None and False keep
             the model's setting.
         generate: function of the model that the phase `"generate"` runs.
-        fold: whether equal layers are traced once. A finding in one of them is then about all.
-        evaluation: an evaluation batch between steps, given like `inputs`; None without evaluation.
-        reference: kind of the frozen reference copy that the loss uses (`weights` or `adapters`); None without a copy.
+        fold: whether equal layers are traced once. A finding then applies to all equal layers.
+        evaluation: an evaluation batch between steps, in the form of `inputs`; None if there is no evaluation.
+        reference: kind of the frozen reference copy that the loss uses (`weights` or `adapters`); None if there is
+            none.
         accumulates: number of micro-batches in an optimizer step, or True for several.
         wiring: whether to measure on a small copy of the model which predictions depend on which inputs. If a wrapper
-            calls the model with other inputs, these are given in place of True.
+            calls the model with other inputs, `wiring` is these inputs.
         others: batches that other processes get at the same time.
     """
 

@@ -31,7 +31,7 @@ CASTS = frozenset({"aten._to_copy.default", "aten.copy_.default", "prims.convert
 CAST_FUNCTIONS = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
 )
-"""Python names of `.to(dtype)` and similar calls. A cast with another function name is autocast's."""
+"""Python names of `.to(dtype)` and similar calls. A cast with another function name comes from autocast."""
 
 OriginKind = Literal[
     "parameter",  # `name` is its fully qualified name
@@ -52,7 +52,7 @@ OriginKind = Literal[
 ]
 
 FROM_NUMPY = "a tensor from NumPy"
-"""Origin name of a tensor that shares its memory with an array. The source is the first line that uses it."""
+"""`Origin.name` of a tensor that shares its memory with an array. `Origin.source` is the first line that uses it."""
 SHARED = ("outside", "scratch")
 """Values of `Origin.kind` for tensors that the model and other code share."""
 
@@ -60,7 +60,7 @@ COPY_OF_WEIGHT = "a tensor with the shape of a trained weight"
 """Name of a tensor outside of the model that the script changes between steps, such as a moving average."""
 
 UNSAFE = "is unsafe to autocast"
-"""Part of a `Breach`'s message if autocast forbids the function."""
+"""Part of the message of a `Breach` if autocast forbids the function."""
 
 ATTENTION = "torch.scaled_dot_product_attention"
 NO_ATTENTION_KERNEL = "No available kernel. Aborting execution."
@@ -77,7 +77,7 @@ class Origin:
         name: name of the parameter, buffer or argument; else the operator.
         module: fully qualified name of the module that set the dtype ("" is the model itself).
         source: `file:line` of the code; "" if there is none.
-        before: origin of a cast's operand, or of the operand whose dtype a promotion or conversion chose.
+        before: origin of the operand: of a cast's operand, or of the operand with the resulting dtype in a promotion.
         like: origin of the tensor whose dtype a cast or new tensor gets (`x` in `y.to(x.dtype)`); None if the code names
             the dtype.
     """
@@ -99,10 +99,11 @@ class Origin:
 
     @property
     def cause(self) -> Origin:
-        """The origin that chose the dtype: the nearest one on the path.
+        """The nearest origin on the path that chose the dtype.
 
-        A promotion has the cause of the operand whose dtype won. A cast to another tensor's dtype has that tensor's
-        cause. A parameter, an input, and a cast to a written dtype are their own causes.
+        For a promotion, the cause is the cause of the operand with the resulting dtype. For a cast to another tensor's
+        dtype, it is the cause of this tensor. A parameter, an input, and a cast to a dtype in the code are their own
+        causes.
         """
         cause = self
         while earlier := cause.like or (cause.before if cause.kind in ("promotion", "gradient") else None):
@@ -134,8 +135,8 @@ class Breach:
     Attributes:
         message: the real device's error message.
         assumed: whether the contract was not measured on the device.
-        converted: the dtype to which the operands were converted to go on; None without a conversion.
-        consequence: whether the same call has broken a contract in the forward, for the same cause.
+        converted: the dtype to which the recorder converted the operands to continue the trace; None if it did not.
+        consequence: whether the forward of the same call broke a contract for the same cause.
     """
 
     message: str
@@ -150,7 +151,8 @@ class Call:
 
     Attributes:
         op: `aten.mm.default`, or `GradScaler.unscale_` and similar calls that are no torch operators.
-        module: fully qualified name of the module that runs the call; in the backward, that of the forward call.
+        module: fully qualified name of the module that runs the call. A backward call has the module of its forward
+            call.
         source: `file:line` in the model's (or the user's) code.
         operands: tensor arguments of all dtypes, before any conversion.
         results: (dtype, shape) of each returned tensor.
@@ -158,12 +160,12 @@ class Call:
         repeats: number of calls in the real step (more than 1 inside a folded layer).
         recomputed: whether gradient checkpointing runs this forward call again in the backward.
         off: error in radians of a sine's or cosine's argument after rounding to 16 bits; 0 if unknown.
-        rounded_at: `file:line` where that argument was rounded, or the name of a 16-bit input.
+        rounded_at: `file:line` where the argument of a sine or cosine was rounded, or the name of a 16-bit input.
         emptied: number of finite rows that a cast turned into minus infinity; 0 if values are unknown.
         numbers: names and values of Python float arguments: `(("min", 1e-12),)`.
-        outside: an index out of range with which the operator fails, and the size of its table.
-        undefined: number of results that are NaN with any weights: softmax rows that are masked everywhere, or a mean
-            over no label. -1 for a sum over no label, which is 0.
+        outside: (an index that is out of range, the size of the indexed table); None if there is none.
+        undefined: number of results that are NaN whatever the weights are: softmax rows that are masked everywhere, or
+            a mean over zero labels. -1 for a sum over zero labels, which is 0.
         by_script: True if the script itself made this call (such as clipping) after the backward of a live step.
         by_default: True if the call creates a tensor without a dtype argument, in torch's default dtype.
     """
@@ -222,8 +224,8 @@ class Quantization:
         absmax: dtype of the scales.
         packed: current dtype of the packed bytes.
         storage: dtype of the packed bytes when they were packed.
-        repacking: the error that follows if an evaluation on a CPU repacks 4-bit weights; "" if none follows; None if
-            nothing is repacked.
+        repacking: the error that occurs when an evaluation on a CPU repacks 4-bit weights; "" if there is no error;
+            None if nothing is repacked.
         repacked: whether bitsandbytes has repacked the weight for this CPU. The new layout has no backward.
     """
 
@@ -246,19 +248,21 @@ class Weight:
         name: fully qualified name, without the parts that wrappers add.
         shape: stored shape (packed, for 4-bit weights).
         trainable: whether the parameter requires a gradient.
-        adapter: whether the parameter is one of a PEFT adapter, or of a trained copy of a module.
+        adapter: whether the parameter belongs to a PEFT adapter or to a trained copy of a module.
         kind: kind of the module, see `isotype.model.walk.Place.kind`.
         pinned: whether the model's author keeps the parameter in float32.
         quantization: quantization state of the layer; None if the weight is not quantized.
         tied: other names of the same tensor.
-        repeats: number of weights, one in each equal layer, for which this weight stands if equal layers are traced once.
+        repeats: number of equal weights in equal layers that this weight stands for, if equal layers are traced once.
         largest: largest absolute value; None if values are unknown.
         median_magnitude: median absolute value of the nonzero values; None if values are unknown.
-        exact_in: a 16-bit dtype that has every value of a float32 weight; None if unknown or without one.
+        exact_in: a 16-bit dtype that represents every value of a float32 weight exactly; None if there is none or it is
+            unknown.
         unit: the module with which FSDP2 gathers the weight ("" for the model); None if the weight is not sharded.
         gathered: the dtype in which FSDP2 gathers the weight for a forward; None if FSDP2 casts no weights.
-        was: the weight's dtype before the step's code cast it; None without such a cast.
-        set_on: an attribute without effect that was set, and its value (`encoder.requires_grad`, False); else None.
+        was: the weight's dtype before the step's code cast it; None if the code does not cast it.
+        set_on: name and value of an attribute that code set without effect, such as (`encoder.requires_grad`, False);
+            else None.
     """
 
     name: str
@@ -305,13 +309,14 @@ class Setup(StepSettings):
         gradient_checkpointing: arguments of the model's `gradient_checkpointing_enable`; None keeps the model's setting.
         checkpoint_dtype: dtype of the checkpoint according to the model's config; None if the config names none.
         attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None if unknown.
-        accumulates: number of micro-batches in an optimizer step. From the second one on, gradients are in memory.
+        accumulates: number of micro-batches in an optimizer step. From the second micro-batch on, gradients are in
+            memory.
         batch: shapes of the inputs by argument name, for the report.
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
         towers: names of the parts of the model for images or audio only.
-        data: what is known about the data set's rows, in words; "" without a data set.
+        data: a description of the data set's rows; "" if there is no data set.
         incompatible: incompatible versions of installed libraries; empty if the device is not in this machine.
-        family_ranges: what is published about value ranges in the model's family, with the source; "" if unknown.
+        family_ranges: published value ranges of the model's family, with the source; "" if unknown.
     """
 
     profile: DeviceProfile
@@ -364,7 +369,7 @@ class Failure:
 
 
 GRADIENTLESS = ("torch.autograd.backward", "GradScaler.step")
-"""Calls that raise an error without gradients, for any dtypes."""
+"""Calls that raise an error if there are no gradients, whatever the dtypes are."""
 NO_GRADIENT = "element 0 of tensors does not require grad and does not have a grad_fn"
 NOTHING_UNSCALED = "No inf checks were recorded for this optimizer."
 """Error messages of the calls in `GRADIENTLESS` if there are no gradients."""
@@ -386,23 +391,23 @@ class Trace:
         left: sentences about state that the trace could not restore.
         model: name or class of the model.
         input_dtypes: dtypes of the step's float inputs by name.
-        by_ranges: modules whose values do not fit into float16: name in the base model -> exponent. With an exponent, a
-            layer multiplies its values by 2^-exponent; with 0, it computes in float32.
+        by_ranges: exceptions for modules whose values do not fit into float16: name in the base model -> exponent. A
+            layer multiplies its values by 2^-exponent. If the exponent is 0, the module computes in float32.
         reached: number of trainable parameters with a gradient; None if no backward finished.
         unreached: trainable parameters that the forward uses and that get no gradient.
-        without_effect: inputs that reach the loss by no chain of operators.
+        without_effect: inputs on which the loss does not depend by any chain of operators.
         reach: dependence of predictions on inputs; None if not measured.
         stale_casts: whether a forward used casts of weights that autocast had cached before an optimizer step.
         repeated: the lines of two optimizer steps with the same gradients and no backward between them; else None.
         scaled: whether the optimizer used gradients that were still multiplied by a loss scale.
-        unscaled: whether a GradScaler divided gradients by its scale, although the loss had not been multiplied by it.
+        unscaled: whether a GradScaler divided gradients by the loss scale although the loss was not multiplied by it.
         unmoved: 16-bit parameters with a gradient that the optimizer's step did not change.
-        spoiled: 16-bit parameters in which the optimizer's step made NaN or infinity.
+        spoiled: 16-bit parameters that became NaN or infinite in the optimizer's step.
         lost_terms: terms of the loss without a graph, as (line that drops the graph, line that adds the term).
         unheld: trainable parameters with a gradient that are in no optimizer of the script.
-        orphans: number of the optimizer's parameters without a gradient that belong to no called module.
+        orphans: number of parameters in the optimizer that have no gradient and belong to no module that ran.
         unmatched: names in PEFT's `target_modules` and `modules_to_save` that match no module.
-        no_autocast: the reason why this step should run under autocast and does not; else "".
+        no_autocast: why this step should run under autocast, if it does not; else "".
     """
 
     setup: Setup
