@@ -168,7 +168,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
 
 
 def searches_of(request: PlanRequest, *, bounded: bool = False) -> tuple[list[Search], dict[str, str]]:
-    """Return a search for each group of devices that run alike, and {device name: source of its rates}."""
+    """Return a search for each group of devices with the same traces, and {device name: source of its rates}."""
     defer_compiler()
     import_uncompiled("bitsandbytes")
     checkpoint = open_model(request.step.source, request.step.revision)
@@ -197,10 +197,7 @@ def is_out_of_reach(rows: Sequence[Row]) -> bool:
 
 
 def _devices_needed(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:
-    """Return the smallest number of devices in `COUNTS` on which the row with the least memory fits if the model is sharded.
-
-    Return None if no number is enough.
-    """
+    """Return the smallest number in `COUNTS` of devices that can train the sharded model; None if no number is enough."""
     least = min(rows, key=lambda row: row.peak, default=None)
     if not request.longest or least is None or profile.kind in ("cpu", "mps"):
         return None
@@ -250,7 +247,7 @@ def _rooms(request: PlanRequest, profiles: Sequence[DeviceProfile]) -> dict[str,
 
 
 def _length(request: PlanRequest, config: Any) -> int:
-    """Return the length of a row in tokens: the requested length, or that of the data's longest row, or a default.
+    """Return the length of a row in tokens: the requested length, the length of the data's longest row, or a default.
 
     The model's number of positions limits the length, but rows with images are never cut.
     """
@@ -273,10 +270,10 @@ def _rows_per_device(request: PlanRequest, length: int) -> int:
 
 
 def chosen_row(search: Search, rows: list[Row], goal: str) -> Row | None:
-    """Return the row that the goal picks; None if no row fits, not even with fewer tokens.
+    """Return the row that the goal picks; None if no row fits at any length.
 
-    If nothing in `rows` fits, or if the goal is `longest` without `--max_length`, the row with the greatest length that
-    fits is added to `rows` and returned.
+    The result is the longest row that fits if no row in `rows` fits, or if the goal is `longest` and the user sets no
+    `--max_length`. This row is added to `rows`.
     """
     fitting = picked(rows, goal)
     if fitting is not None and (goal != "longest" or "max_length" in search.request.command):
@@ -331,7 +328,7 @@ def _notes(request: PlanRequest) -> tuple[str, ...]:
 
 _EIGHT_BITS = "adamw_bnb_8bit"
 _SHORTER = (512, 256)
-"""Row lengths in tokens. They are tried if no row of the usual length fits."""
+"""Row lengths in tokens. These lengths are tried if no row of the usual length fits."""
 
 
 def _bounded_rows(request: PlanRequest) -> list[Row]:
@@ -340,9 +337,9 @@ def _bounded_rows(request: PlanRequest) -> list[Row]:
 
 
 def fitting_lighter(request: PlanRequest, config: Any) -> tuple[str, PlanRequest, list[Row]] | None:
-    """Return (settings given up, request, rows) for the first request of `lighter` that fits, or else for the last request.
+    """Return the first item of `lighter` that fits, or else the last item, with the rows of its request.
 
-    Return None if `lighter` yields no request.
+    Return None if `lighter` yields nothing.
     """
     candidates = list(lighter(request, config))
     rows: dict[str, list[Row]] = {}
@@ -361,7 +358,7 @@ def fitting_lighter(request: PlanRequest, config: Any) -> tuple[str, PlanRequest
 
 
 def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanRequest]]:
-    """If experts have adapters, yield (settings given up, request) for requests that need less and less memory."""
+    """If experts have adapters, yield requests that need less and less memory, each as (dropped settings, request)."""
     names = _layers_beside_experts(request, config)
     if not names:
         return
@@ -376,7 +373,7 @@ def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanReques
 
 
 def _with_least_memory(given_up: str, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """If no storage was requested, yield requests with nf4 and recomputed layers, then also with shorter rows."""
+    """If the user chose no storage, yield requests with nf4 and recomputed layers, and then with shorter rows, too."""
     step, command = request.step, request.command
     if not request.quantize or step.precision.quantization is not None or step.precision.storage is not None:
         return
@@ -409,7 +406,7 @@ def _with_targets(names: list[str], request: PlanRequest) -> PlanRequest:
 
 
 def _layers_beside_experts(request: PlanRequest, config: Any) -> list[str]:
-    """Return the last part of the name of each linear layer with an adapter, or an empty list if no expert has an adapter."""
+    """Return the names (last part) of linear layers with adapters; an empty list if no expert has an adapter."""
     import peft
 
     lora = request.step.lora
@@ -435,7 +432,7 @@ BATCH, LENGTH, STORAGE = PLANNED
 
 
 def resolve_auto(command: Command) -> tuple[Command, Row]:
-    """Return the command with planned values in place of `auto`, and the chosen row; raise UsageError if nothing fits."""
+    """Return the command with planned values in place of `auto`, and the chosen row. Raise UsageError if nothing fits."""
     if processes() > 1:
         fix = f"isotype plan … --devices {processes()} prints the command for all of them"
         what, expected = f"auto in {processes()} processes", "the same numbers in every process"

@@ -72,7 +72,7 @@ def _clause(search: Search, rows: Sequence[Row], given_up: Any = None) -> str:
         least = min(given_up[2], key=lambda row: row.peak)
         tried.append(f"{least.storage} without {given_up[0]} needs at least {format_bytes(least.peak)}")
     limit = next(iter(search.rooms.values()))
-    return f"no smaller settings fit into {limit}: {'; '.join(dict.fromkeys((*tried, *search.refused)))}"
+    return f"no settings with less memory fit into {limit}: {'; '.join(dict.fromkeys((*tried, *search.refused)))}"
 
 
 def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command) -> tuple[Finding, ...]:
@@ -109,7 +109,7 @@ _LIKE = (
 
 
 def _changes(command: Command, row: Row) -> str:
-    """Return a description of the changed arguments in the command that fits, without those in `_LIKE`; "" if none are left."""
+    """Describe the arguments that the command of `row` changes, except the arguments in `_LIKE`; "" if there are none."""
     changes = command.difference(row.command).items()
     changed = [f"{n} {after} instead of {before}" for n, (before, after) in changes if n not in _LIKE]
     return f", with {', '.join(changed)}" if changed else ""

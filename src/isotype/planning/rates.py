@@ -1,4 +1,4 @@
-"""Rates to estimate time: measured on a device of this machine, else a share of the data sheet's rates (`REACHED`).
+"""Rates for time estimates: measured on a device of this machine, or a share of the data sheet's rates (`REACHED`).
 
 `benchmarks/rates.py` fits these shares to published runs and tests them on other runs (table in docs/plan.md).
 """
@@ -39,14 +39,14 @@ def _load(device: torch.device) -> _Load:
 
 @dataclass(frozen=True)
 class Reached(StepRates):
-    """Shares of a GPU's data-sheet rates that trainings reach. `between` comes from counted kernels; other fields are fitted.
+    """Shares of a GPU's data-sheet rates that trainings reach. `between` is from kernel counts; other fields are fitted.
 
     Attributes:
         products: share of the peak rate that matrix products reach on a GPU with a peak of 100 TFLOP/s.
         falling: on another GPU, `products` is multiplied by (100 TFLOP/s / peak rate) ** `falling`. Faster GPUs reach a
             smaller share.
-        ceiling: the largest share. GeForce GPUs and A10G reach it, because they accumulate in float32 at half their rate:
-            16-bit products are at most twice as fast as float32 products.
+        ceiling: the largest share. GeForce GPUs and A10G reach it. Their 16-bit products are at most twice as fast as
+            float32 products, because they accumulate in float32 at half the rate.
     """
 
     products: float
@@ -67,7 +67,7 @@ REACHED = Reached(products=0.7, falling=0.17, ceiling=0.88, between=0.1, launch=
 
 
 def with_rates(profile: DeviceProfile, reached: Reached = REACHED) -> tuple[DeviceProfile, str]:
-    """Return the profile with rates to estimate time, and a description of their source ("" if the profile has no rates).
+    """Return the profile with rates for time estimates, and the source of the rates in words ("" if there are none).
 
     A device of this machine is measured in about a second. Other devices get the shares that published runs reach.
     """
@@ -106,7 +106,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def draw_rate(device: torch.device) -> float:
-    """Return the random values per second of a dropout mask, from the fastest of several. A CPU draws in one thread."""
+    """Return how many random values per second the fastest of several dropout masks takes. A CPU draws in one thread."""
     count = _load(device).drawn
     mask = torch.empty(count, dtype=torch.uint8, device=device)
     generator = torch.Generator(device).manual_seed(0)  # torch's global generator stays unchanged
@@ -114,7 +114,7 @@ def draw_rate(device: torch.device) -> float:
 
 
 def page_rate(device: torch.device) -> float | None:
-    """Return at how many bytes per second the operating system provides zeroed pages, or None for devices other than CPUs.
+    """Return how many bytes of zeroed pages the operating system provides per second; None for devices other than CPUs.
 
     The first write to a new memory block is slow, because the system must provide pages. Other devices avoid this cost,
     because their allocators keep freed blocks.

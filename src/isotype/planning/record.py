@@ -174,7 +174,7 @@ class Row:
 
     @property
     def checkpointing_value(self) -> bool | None:
-        """Value of `--gradient_checkpointing`, or None if every n-th layer is recomputed: this needs a second argument."""
+        """Value of `--gradient_checkpointing`; None if every n-th layer is recomputed, which needs a second argument."""
         return {"off": False, "every layer": True}.get(self.checkpointing)
 
 
@@ -191,7 +191,7 @@ class Device:
         chosen: the row that the goal picks; None if nothing fits.
         rows: rows of all settings, including rows that do not fit.
         enough: smallest number of such devices on which the step with the least memory fits if it is sharded. None if
-            no number was tried, or if no tried number is enough.
+            no number is enough or none was tried.
     """
 
     name: str
@@ -290,7 +290,7 @@ def front(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
-    """Return True if a sharded row gathers weights more often than another row with the same storage that fits.
+    """Return True if a fitting row with the same storage gathers its sharded weights less often than `row`.
 
     Each micro-batch gathers all weights twice. The estimated time does not include this communication.
     """
@@ -299,7 +299,7 @@ def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
 
 
 def _loss(row: Row) -> float:
-    """Return a rank of a row's storage by precision, lowest for the most precise. It is not a measured damage."""
+    """Return a rank of a row's storage: the more precise, the lower. The rank is not measured."""
     if row.storage in _CODES:
         return 8 + _CODES.index(row.storage)
     # Experts that stay in their stored format are not rounded.

@@ -38,7 +38,7 @@ class PlanRequest:
         count: number of devices that train together.
         memory: bytes that a step may use; None for the device's limit.
         rows: rows of a micro-batch; None if the plan chooses them.
-        at_most: maximum rows of a micro-batch; None if only the rows of a step limit it.
+        at_most: maximum rows of a micro-batch; None if there is no limit besides the rows of a step.
         length: tokens of a row; None for the data's longest row or a default.
         step_rows: rows of an optimizer step over all devices and micro-batches; None if `step_tokens` is set instead.
         quantize: True to let the plan choose the storage if no argument names one.
@@ -78,7 +78,7 @@ def parser() -> Parser:
 def parse_request(
     argv: Sequence[str], keywords: Mapping[str, Any] | None = None
 ) -> tuple[PlanRequest, argparse.Namespace]:
-    """Return (request, namespace of the arguments that only a plan has) for a command line or keywords."""
+    """Return (request, arguments that only `isotype plan` has) for a command line or keywords."""
     if "-h" in argv or "--help" in argv:
         parser().print_help()
         raise SystemExit(0)
@@ -177,7 +177,7 @@ def command_of(
 
 
 def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
-    """Return the command's arguments for the rows per step, which are never fewer than the requested rows."""
+    """Return the command's arguments for the rows of a step: at least the requested rows."""
     rows, accumulation = row.rows, row.accumulation
     if request.step_rows is not None and rows * accumulation * request.count < request.step_rows:
         if accumulation == 1:

@@ -98,7 +98,7 @@ class Search:
     Attributes:
         rooms: memory limit of a step for each device name.
         step_rows: rows of an optimizer step on one device.
-        bounded: True to trace no step whose weights and adapters alone exceed the limit. Its row has only their memory.
+        bounded: True to trace no step whose weights and adapters alone exceed the limit.
         refused: storages that cannot be trained, each with the reason.
     """
 
@@ -259,7 +259,7 @@ class Search:
         return None
 
     def _mixed_step(self, plan: StepPlan, memory: int) -> PlannedStep | None:
-        """Return the step of an nf4 plan, but with mixed storage: weights of at most `memory` bytes. None if this is impossible."""
+        """Return an nf4 plan's step with mixed storage of at most `memory` bytes; None if this is impossible."""
         base = self.request.step
         precision = replace(plan.precision, quantization=MIXED, base_memory=memory)
         try:
@@ -278,7 +278,7 @@ class Search:
         return replace(other._row(steps, profile), longest=row.longest, longest_is_all=row.longest_is_all)
 
     def _row(self, steps: Steps, profile: DeviceProfile) -> Row:
-        """Return the row with the largest micro-batch that fits on a device, or with the smallest one if none fits."""
+        """Return the row with the largest micro-batch that fits on a device; if none fits, with the smallest micro-batch."""
         size = self.rooms[profile.name].size
         assert size is not None
         rows, fits, longest, is_all = 1, False, None, False
@@ -342,18 +342,18 @@ class Search:
         return self._even_rows(most), True
 
     def _even_rows(self, most: int) -> int:
-        """Return the rows of a micro-batch, at most `most`. If the rows per step are fixed, all micro-batches are equal."""
+        """Return the rows of a micro-batch, at most `most`. If the user sets the rows of a step, micro-batches are equal."""
         if self.request.step_rows is None:
             return -(-self.step_rows // -(-self.step_rows // most))
         return max(rows for rows in range(1, most + 1) if self.step_rows % rows == 0)
 
     def _searches_longest(self, steps: Steps) -> bool:
-        """Return True if no other checkpointing needs less memory. To save time, only such steps search the longest row."""
+        """Return True if no other checkpointing needs less memory. Only such steps search the longest row, to save time."""
         every = self.request.step.auto and steps.arguments is None
         return not every or not getattr(steps.step.model(None)[0], "supports_gradient_checkpointing", True)
 
     def _longest(self, steps: Steps, size: int) -> tuple[int, bool]:
-        """Return the length of the longest row that fits, in tokens, and True if no longer row was tried."""
+        """Return (tokens of the longest row that fits, True if no longer row was tried)."""
         rows = self.request.rows or self.request.command.least_rows
         least = least_row(self.request.step, self.config)
         far = max(positions_of(self.config) or 2**20, least)

@@ -1,4 +1,4 @@
-"""Plans for models of many sizes, if a request names no model. Each model's shapes are from its config.json.
+"""Plans for models of many sizes, if a request names no model. The shapes of each model are from its config.json.
 
 Without a tokenizer, every row of a data set is assumed to have the full length.
 """
@@ -24,7 +24,7 @@ _CONFIGS: Any = table(__file__)
 SHELF: Mapping[str, Mapping[str, Any]] = {
     name: {**_CONFIGS["shared"], **config} for name, config in _CONFIGS["models"].items()
 }
-"""Maps the name of a model to its config, the largest model first."""
+"""Name of a model -> its config, the largest model first."""
 
 
 def names_a_model(argv: Sequence[str]) -> bool:

@@ -82,7 +82,7 @@ class Steps:
 
     @cached_property
     def held(self) -> Traced:
-        """The memory of weights, adapters and buffers, which every step needs. It is known without a trace."""
+        """The memory of weights, adapters and buffers. It needs no trace."""
         kinds, names = self.step.held(self.arguments), [profile.name for profile in self.profiles]
         return Traced(sum(kinds.values()), "load", kinds, dict.fromkeys(names), ())
 
@@ -105,7 +105,7 @@ def _traced(trace: Trace, profiles: tuple[DeviceProfile, ...], notes: tuple[str,
 
 
 _SECANTS, _ATTEMPTS = 5, 14
-"""Maximum number of secant steps before the search bisects, and maximum number of measurements."""
+"""Number of secant steps after which the search bisects, and maximum number of measurements."""
 
 
 def largest(
@@ -121,7 +121,7 @@ def largest(
 
     At each moment of a step, memory is linear in the rows and polynomial in their length. Therefore the step's peak is
     convex: beyond two measured points, the peak is never below the line through both (the secant). The search ends if
-    the secant exceeds `room` at the next number, or earlier if `enough(low, high)` is True.
+    the secant shows that the next number exceeds `room`, or earlier if `enough(low, high)` is True.
     """
     measured: dict[int, int] = {}
 
@@ -150,8 +150,8 @@ def largest(
 def _next(measured: Mapping[int, int], best: int, limit: int, room: int) -> int:
     """Return the next number to measure, from `best` to `limit` - 1.
 
-    A line predicts the memory: through the two largest numbers that fit, or else through `best` and `limit`. If only one
-    number was measured, return `limit` - 1.
+    The memory is extrapolated from the two largest numbers that fit, or interpolated between `best` and `limit`. If
+    only one number was measured, return `limit` - 1.
     """
     if below := [number for number in measured if number < best]:
         before = max(below)

@@ -230,7 +230,7 @@ def facts_of(plan: Record, device: Device) -> Iterator[tuple[str, str]]:
     if row.time is not None:
         time = row.time
         ends, least = f"{_seconds(time.low)} to {_seconds(time.high)}", _seconds(time.least)
-        between = "" if time.spread == 1 else f" ({ends} s if it deviates as published runs do)"
+        between = "" if time.spread == 1 else f" ({ends} s, if it deviates like published runs)"
         yield (
             "time",
             f"{_seconds(time.seconds)} s a step{between}; matmuls alone {least} s; bound by {time.bound}",
