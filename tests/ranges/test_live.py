@@ -158,7 +158,7 @@ def test_a_module_of_ones_own() -> None:
     assert ranges.loss == pytest.approx([float(each.detach().mean()) for each in outputs])
     assert ranges.stream == ("layers.0", "layers.1")
     assert ranges.spread > 1.5
-    assert ranges.notes == ("the model returns no loss: gradients are those of the mean of its first output",)
+    assert ranges.notes == ("the model returns no loss: the gradients are of the mean of its first output",)
     plain.zero_grad()
     plain(x.double()).mean().backward()
     small = float(plain.layers[0].mlp[2].weight.grad.abs().max())

@@ -51,7 +51,7 @@ class Batches:
 
     Attributes:
         rows: number of texts in a batch if each is recorded separately; 0 if the whole batch is recorded as one text.
-        notes: sentences that say what the batches leave out.
+        notes: sentences on parts of the model's inputs that the batches lack.
     """
 
     batches: tuple[Mapping[str, Any], ...]
@@ -87,7 +87,7 @@ def positions(model: nn.Module) -> int | None:
 
 
 def _learned(model: nn.Module) -> list[int]:
-    """Return the number of positions of each learned table. OPT counts from 2, RoBERTa from the padding index + 1."""
+    """Return each learned table's number of positions. OPT's first position is 2, RoBERTa's the padding index + 1."""
     limits = []
     for name, table in model.named_modules():
         if _LEARNED.search(name) and not _PICTURES.search(name) and isinstance(table, nn.Embedding):
@@ -141,7 +141,7 @@ def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
         named = getattr(base, "main_input_name", "arguments of its own")
         what = f"{type(base).__name__}, which takes {named}"
         fix = "give batch=, the arguments of the model's forward"
-        raise UsageError.of("no batch can be made up for this model", what, "a batch", fix)
+        raise UsageError.of("isotype cannot create a batch for this model", what, "a batch", fix)
     length = min(LENGTH, max(2, tokens), positions(base) or LENGTH)
     rows = -(-tokens // length)
     words = None if tokenizer is None else getattr(tokenizer, "tokenizer", tokenizer)
@@ -157,8 +157,8 @@ def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
 def token_rows(tokenizer: Any | None, vocabulary: int, rows: int, length: int) -> tuple[torch.Tensor, str]:
     """Return token ids, int64 `[rows, length]`, and a clause on their source.
 
-    Row r begins with isotype's passage r and continues with the next passages. Without a tokenizer, or without tokens
-    for the passages, ids are drawn with a fixed seed.
+    Row r begins with isotype's passage r and continues with the next passages. If there is no tokenizer, or if it has
+    no tokens for the passages, ids are random with a fixed seed.
     """
     # Special tokens at the start come once per row.
     pieces = [] if tokenizer is None else [tokenizer(text)["input_ids"] for text in passages()]
@@ -180,7 +180,7 @@ def token_rows(tokenizer: Any | None, vocabulary: int, rows: int, length: int) -
 
 
 _PICTURE = (336, 252)
-"""Size of an image in pixels if a model takes any size."""
+"""Size of an image in pixels for models that take any size."""
 
 
 def _labels(base: nn.Module, ids: torch.Tensor, pictures: int) -> torch.Tensor:
@@ -244,7 +244,7 @@ class Measured:
 
 
 def parts(model: nn.Module) -> list[int]:
-    """Return the weight count of each block and each module outside of blocks; one of them is in memory at a time."""
+    """Return the number of weights of each block and each other module. Only one of these parts is in memory at a time."""
     blocks = blocks_in(model)
     inside = {id(module) for block in blocks for module in block.modules()}
     parts = [sum(weight.numel() for weight in block.parameters()) for block in blocks]
@@ -254,7 +254,7 @@ def parts(model: nn.Module) -> list[int]:
 
 
 def of_module(model: nn.Module) -> Measured:
-    """Return the `Measured` of a model in memory. Raise UsageError if this process does not have the values of the weights."""
+    """Return a `Measured` for a model in memory. Raise UsageError if this process does not have the weights' values."""
     model = unwrapped(model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta or hasattr(parameter, "full_tensor"):
@@ -275,8 +275,8 @@ def measure(
 ) -> Ranges:
     """Run forward and backward of the mean loss, and record the largest magnitude of each value.
 
-    The model runs in float32 in evaluation mode, without autocast and without the casts of a policy. One block at a time
-    is in float32: blocks are recomputed in the backward. The model stays unchanged.
+    The model runs in float32 in evaluation mode, without autocast and without the casts of a policy. Only one block at
+    a time is in float32, because blocks are recomputed in the backward. The model stays unchanged.
 
     Args:
         dtype: dtype of the computation; default float32, or bfloat16 if float32 does not fit into free memory.
@@ -325,7 +325,7 @@ def _run(
                 output = twin.model(**inputs)
                 if find_loss(output) is None:
                     notes.append(
-                        "the model returns no loss: gradients are those of the mean of its first output"
+                        "the model returns no loss: the gradients are of the mean of its first output"
                     )
                 loss = loss_of(output)
                 loss = loss if not loss.ndim else loss.float().mean()
@@ -357,9 +357,9 @@ def _experts_of(module: Any) -> int:
 
 @contextlib.contextmanager
 def _experts_noted(model: nn.Module, chosen: dict[str, set[int]]) -> Iterator[None]:
-    """Add the experts that routers choose to `chosen`: name of an experts module -> numbers of its chosen experts.
+    """In the `with` block, record in `chosen`: name of an experts module -> indices of the experts that routers choose.
 
-    The forward of such a module has the chosen experts as an int64 argument `[tokens, experts per token]`.
+    The forward of an experts module gets these indices as an int64 argument `[tokens, experts per token]`.
     """
 
     def note(name: str, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -377,7 +377,7 @@ def _experts_noted(model: nn.Module, chosen: dict[str, set[int]]) -> Iterator[No
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """In the `with` block, turn the caller's autocast and inference modes off. Then restore the random states."""
+    """Turn off the caller's autocast and inference mode in the `with` block. At its end, restore the random states."""
     no_autocast = torch.autocast(device.type, enabled=False)
     with random_states_kept(device), torch.inference_mode(False), torch.enable_grad(), no_autocast:
         yield
@@ -398,7 +398,7 @@ def on_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype
 
 
 def _stream(recorder: RangeRecorder, twin: Twin) -> tuple[str, ...]:
-    """Return the names of the modules that return the residual stream: each list's blocks, and the embedding before them."""
+    """Return the names of the modules that return the residual stream: the blocks, and the embeddings before them."""
     order = recorder.order()
     stream: list[str] = []
     start = 0

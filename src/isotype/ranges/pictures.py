@@ -1,7 +1,7 @@
 """Image inputs of a row: token ids in the text, and tensors such as `pixel_values`.
 
-The model's processor makes these inputs from blank images of the given sizes. Without a processor, isotype computes them
-from the config, if the config has the values for that.
+The model's processor creates these inputs from blank images. If there is no processor, isotype computes them from the
+config, provided that the config has the necessary values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Pictures:
     """The images of one row.
 
     Attributes:
-        ids: int64 `[tokens]`, the tokens of the images in the text, and those around each image.
+        ids: int64 `[tokens]`, the images' tokens in the text, including the tokens around each image.
         kinds: bool `[tokens]`, True for tokens that represent a part of an image.
         inputs: argument name -> tensor of one row's images.
         source: the processor or the config, as a clause.
@@ -64,7 +64,7 @@ class Pictures:
         return {name: torch.cat([value] * rows) for name, value in self.inputs.items()}
 
     def marks(self, ids: torch.Tensor, start: int, model: Any) -> dict[str, torch.Tensor]:
-        """Return the model's `(mm_)token_type_ids` for ids `[rows, length]` with images from column `start` on."""
+        """Return the model's `token_type_ids` for ids `[rows, length]` with images from column `start` on."""
         takes = inspect.signature(model.forward).parameters
         kinds = torch.zeros_like(ids)
         kinds[:, start : start + self.tokens] = self.kinds.long()
@@ -75,7 +75,7 @@ NONE = Pictures((), torch.tensor([], dtype=torch.long), torch.tensor([], dtype=t
 
 
 def pictures_of(config: Any, processor: Any | None, sizes: Sequence[Size]) -> Pictures | None:
-    """Return a row's images by the model's processor, or else by its config. Return None if neither can make them."""
+    """Return a row's images by the model's processor, or else by its config; None if neither can create images."""
     if processor is not None and hasattr(processor, "image_processor"):
         return _by_processor(processor, sizes)
     return by_config(config, sizes)
@@ -100,7 +100,7 @@ def _by_processor(processor: Any, sizes: Sequence[Size]) -> Pictures:
 
 
 def picture_place(processor: Any) -> str:
-    """Return the chat template's text for an image: the difference between its texts for two images and for one."""
+    """Return the chat template's text for an image, by comparing the texts for two images and for one image."""
     chats = ([{"role": "user", "content": [{"type": "image"}] * count}] for count in (1, 2))
     single, double = (str(render_chat(processor, chat, tokenize=False)) for chat in chats)
     longer = len(double) - len(single)
@@ -117,7 +117,7 @@ def picture_place(processor: Any) -> str:
 
 
 def by_config(config: Any, sizes: Sequence[Size] | None = None) -> Pictures | None:
-    """Return a row's images by the config; None if the config lacks the values for that.
+    """Return a row's images by the config; None if the config lacks the necessary values.
 
     If `sizes` is None, the row has one image, in the only size that the vision tower takes.
     """
@@ -162,7 +162,7 @@ def _llava(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """LLaVA-NeXT takes the whole image, and its tiles without padding. A token follows each row of patches."""
+    """LLaVA-NeXT takes the whole image, and tiles of it without padding. A token follows each row of patches."""
     side, marks, tiles = vision.image_size, [], []
     patches = side // vision.patch_size
     for width, height in sizes:
@@ -256,7 +256,7 @@ _RULES: Mapping[str, Callable[[Any, Any, Sequence[Size]], Counted | None]] = {
 }
 """Model type -> rule. Other model types use `_fixed`, if their config says how many tokens an image has."""
 _ONE_SIZE = (_fixed, _llava)
-"""Rules for towers that take one size only."""
+"""Rules for vision towers that take images of only one size."""
 _OLDER = (56 * 56, 28 * 28 * 1280)
 _PIXELS = {"qwen2_vl": _OLDER, "qwen2_5_vl": _OLDER, "qwen3_vl": (256 * 256, 4096 * 4096)}
 """Model type -> (minimum, maximum) pixels of an image, from transformers' processor and Qwen3-VL's checkpoints."""

@@ -60,7 +60,7 @@ Phase = Literal["forward", "backward"]
 
 @dataclass(slots=True)
 class _Module:
-    """Magnitudes of one module. `outputs`: number of the text or batch -> magnitude of the module's output."""
+    """Magnitudes of one module. `outputs`: index of the text or batch -> magnitude of the module's output."""
 
     kind: str
     input: float = 0.0
@@ -91,7 +91,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def step(self, rows: int) -> Iterator[None]:
-        """Record the step in the `with` block. The batch has `rows` texts; with `rows=0`, it counts as one text."""
+        """Record the step in the `with` block. The batch has `rows` texts; if `rows` is 0, the batch counts as one text."""
         self._rows, self.phase = rows, "forward"
         self._frames.clear()
         self._places.clear()
@@ -102,7 +102,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """In the `with` block, do not record operators that a backward recomputes: the forward has recorded them."""
+        """In the `with` block, do not record operators that a backward recomputes: they were recorded in the forward."""
         before, self._paused = self._paused, in_backward() or self._paused
         try:
             yield
@@ -112,8 +112,8 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int] = ()) -> None:
         """Add hooks to the modules of `model`. `names`: module's id -> plain name; `inside`: ids of the modules in blocks.
 
-        Outputs of embeddings outside of blocks require gradients, so that gradients reach all modules. Those inside of
-        blocks do not, because attention might choose another kernel if a position table requires gradients.
+        Outputs of embeddings outside of blocks require gradients, so that gradients reach all modules. An embedding in
+        a block may be a position table. If its output required gradients, attention might choose another kernel.
         """
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -212,7 +212,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def _checked(
         self, output: torch.Tensor, operands: Sequence[Magnitude], fills: bool, func: Any
     ) -> Magnitude:
-        """Return a result's magnitude. It is infinite if the operator has overflowed without operands with fill values."""
+        """Return a result's magnitude. The magnitude is infinite if a fill value appears but no operand has one."""
         size = magnitude(output)
         if size.filled and not fills:
             size = remember(output, Magnitude(math.inf))
@@ -227,7 +227,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return size
 
     def _place(self) -> tuple[str, Any]:
-        """Return (module, line) of the current operator; in a backward, those of its forward operator."""
+        """Return (module, line) of the current operator; in a backward, the module and line of the forward operator."""
         node = current_node() if self.phase == "backward" else None
         if node is not None and not self._frames:
             return self._places.get(node_number(node), ("", None))
@@ -249,7 +249,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return self._modules[name].kind
 
     def modules(self, weights: Mapping[str, WeightRange]) -> tuple[ModuleRange, ...]:
-        """Return the called modules in the order of their first call. `weights` has the ranges of their parameters."""
+        """Return the called modules in the order of their first call. `weights` has the ranges of the modules' parameters."""
         modules = []
         for name, sizes in self._modules.items():
             weight = weights.get(name, WeightRange())
@@ -259,7 +259,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return tuple(modules)
 
     def spread(self) -> float:
-        """Return the largest ratio of a module's outputs in two texts or batches; 1 with a single text."""
+        """Return the largest ratio of a module's outputs in two texts or batches; 1 if there is a single text."""
         outputs = [m.outputs.values() for m in self._modules.values() if len(m.outputs) == self._texts]
         ratios = [max(values) / min(values) for values in outputs if min(values) > 0]
         return max((ratio for ratio in ratios if math.isfinite(ratio)), default=1.0)

@@ -1,4 +1,4 @@
-"""The measured model: a copy that shares the original's weights, and converts them when they are used."""
+"""The measured model: a copy that shares the original model's weights, and converts a weight when it is used."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Twin:
-    """A copy of a model for a measurement. `names`: module's id -> plain name; `blocks`: plain names of each list's blocks."""
+    """A model's copy for a measurement. `names`: module's id -> plain name; `blocks`: for each list, its blocks' names."""
 
     model: nn.Module
     names: dict[int, str]
@@ -113,7 +113,7 @@ def twin_of(
 
 
 class _Memo(dict[int, Any]):
-    """A `deepcopy` memo that casts parameters in plain attributes, such as the flat weights of recurrent layers."""
+    """A memo for `deepcopy` that casts parameters in plain attributes, such as the flat weights of recurrent layers."""
 
     def __init__(self, model: nn.Module, weights: Weights) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class _Memo(dict[int, Any]):
         self._weights = weights
 
     def get(self, key: int, default: Any = None) -> Any:
-        """Return the copy of the object with that id."""
+        """Return the copy of the object with the id `key`."""
         if key not in self and key in self._parameters:
             self[key] = self._parameters[key].detach().to(self._weights.device, self._weights.dtype)
         return super().get(key, default)

@@ -1,4 +1,4 @@
-"""Weights in float32 that are created when they are used, and dropped after their block has run."""
+"""Weights in float32. A weight is created when it is used, and dropped after its block has run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from isotype.precision.ranges import FLOAT16_FLUSHED
 _SCALED = FLOAT16_FLUSHED / DEFAULT_LOSS_SCALE
 _KNOWN = "_isotype_magnitude"
 FILL = 1e38
-"""A larger value that no operator has computed is a fill value: infinity, or the largest number of float32 or bfloat16."""
+"""Larger values that no operator computed are fill values: infinity, or the largest number of float32 or bfloat16."""
 _SAMPLE = 1 << 15
-"""Number of sampled values. Shares of them are accurate to a fraction of a percent, and torch needs one thread."""
+"""Number of sampled values. With this number, shares are accurate to a fraction of a percent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Magnitude:
-    """The largest magnitude of a tensor without fill values. `filled` is True if it has fill values, as masks do."""
+    """The largest magnitude of a tensor without its fill values. `filled` is True if there are fill values, as in masks."""
 
     value: float
     filled: bool = False
@@ -70,7 +70,7 @@ def _measured(tensor: torch.Tensor) -> Magnitude:
 
 
 def largest_rows(tensor: torch.Tensor) -> list[float]:
-    """Return the largest magnitude in each row of a float tensor. Rows are its first dimension."""
+    """Return the largest magnitude in each row (first dimension) of a float tensor."""
     with one_thread(_is_small(tensor)):
         low, high = torch.aminmax(tensor.detach().reshape(tensor.shape[0], -1), dim=1)
     return [float(largest) for largest in torch.maximum(-low, high)]
@@ -81,7 +81,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def flushed_shares(tensor: torch.Tensor) -> tuple[float, float]:
-    """Return the share of nonzero (sampled) values that float16 rounds to zero, and the share with a loss scale of 65536."""
+    """Return the share of nonzero values that float16 rounds to zero, and this share with a loss scale of 65536."""
     values = sampled(tensor).abs()
     nonzero = int(torch.count_nonzero(values))
     if not nonzero:
@@ -92,7 +92,7 @@ def flushed_shares(tensor: torch.Tensor) -> tuple[float, float]:
 
 
 def median(tensor: torch.Tensor) -> float:
-    """Return the median magnitude of the nonzero values of a float tensor. Of a large tensor, evenly spaced values count."""
+    """Return the median magnitude of a float tensor's nonzero values; for a large tensor, of evenly spaced values."""
     values = sampled(tensor).float().abs()
     nonzero = values[values > 0]
     return float(nonzero.median()) if nonzero.numel() else 0.0
@@ -113,7 +113,7 @@ _LATER = "_isotype_weight"
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A parameter of the measured model. Tied parameters share a `key`. `read` returns the stored values."""
+    """A parameter of the measured model. Tied parameters have the same `key`. `read` returns the stored values."""
 
     key: Hashable
     shape: torch.Size
@@ -136,8 +136,8 @@ class Weights:
 
     Attributes:
         records: whether magnitudes of weights, and of gradients of trainable weights, are recorded.
-        embedding: True while an embedding runs. Then `make` returns a placeholder for a frozen weight, and only the rows
-            that the embedding looks up are read.
+        embedding: True while an embedding runs. `make` then returns a placeholder for a frozen weight, and only the
+            looked-up rows are read.
     """
 
     dtype: torch.dtype
@@ -172,7 +172,7 @@ class Weights:
         return value
 
     def materialized(self, weight: Weight) -> torch.Tensor:
-        """Return the values of `weight`. Gradients of a trainable weight are summed over all its copies."""
+        """Return the values of `weight`. A trainable weight's gradients are summed over all these results."""
         with without_dispatch(), torch.no_grad():
             value = weight.read().detach().to(self.device, self.dtype)
             self._note(weight, value, value)
@@ -182,7 +182,7 @@ class Weights:
         return value
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of `weight` at `indices` without duplicates, and the position of each index in them."""
+        """Return the distinct rows of `weight` at `indices`, and the position of each index among these rows."""
         with without_dispatch(), torch.no_grad():
             stored = weight.read().detach()
             wanted, inverse = torch.unique(indices, return_inverse=True)
@@ -191,7 +191,7 @@ class Weights:
         return value, inverse
 
     def _note(self, weight: Weight, stored: torch.Tensor, value: torch.Tensor) -> None:
-        """Record the magnitudes of `stored` once, and cache the largest for `value`, which has a part of the values."""
+        """Record the magnitudes of `stored` once, and cache the largest for `value`, a part of `stored`."""
         if self.records:
             if weight.key not in self._sizes:
                 self._sizes[weight.key] = (magnitude(stored).value, median(stored))
@@ -215,7 +215,7 @@ class Weights:
         self._gradients.clear()
 
     def range_of(self, weights: Mapping[str, Weight]) -> WeightRange:
-        """Return the range of all parameters of a module. The median is that of its largest parameter."""
+        """Return the range of all parameters of a module. The median is from the module's largest parameter."""
         used = [weight for weight in weights.values() if weight.key in self._sizes]
         if not used:
             return WeightRange()
@@ -278,14 +278,14 @@ def whole(args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
 
 
 def attached(value: torch.Tensor, sink: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
-    """Return a tensor with the same values that requires a gradient and passes it to `sink` only."""
+    """Return a tensor with the same values that requires a gradient. Only `sink` gets this gradient."""
     anchor = torch.empty(0, requires_grad=True)
     tensor: torch.Tensor = _Attached.apply(anchor, value, sink)  # type: ignore[no-untyped-call]
     return tensor
 
 
 def give_gradient(_: Any, __: Any, output: Any) -> torch.Tensor | None:
-    """A forward hook: a module's float output requires a gradient."""
+    """A forward hook that makes a module's float output require a gradient."""
     wanted = isinstance(output, torch.Tensor) and output.is_floating_point() and not output.requires_grad
     return attached(output) if wanted and torch.is_grad_enabled() else None
 
