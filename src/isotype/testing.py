@@ -15,8 +15,8 @@ import pytest
 def isotype_check() -> Callable[..., Any]:
     """Return a function that calls `isotype.check` and fails the test with the whole report if a finding is an error.
 
-    The function takes the arguments of `isotype.check`, and `fail_on="warning"` to fail on a warning, too. It returns the
-    report.
+    The function takes the arguments of `isotype.check`, and returns the report. With `fail_on="warning"`, a warning
+    fails the test, too.
 
         def test_my_layer_keeps_dtypes(isotype_check):
             isotype_check(MyModel().bfloat16(), {"x": torch.randn(2, 8, dtype=torch.bfloat16)}, device="t4")

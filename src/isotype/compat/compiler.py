@@ -1,4 +1,4 @@
-"""Defers the import of torch's compiler, because the import takes two seconds and most commands compile nothing.
+"""Defers the import of torch's compiler: it takes two seconds, and the check of a checkpoint compiles nothing.
 
 These modules import all of `torch._dynamo` without compiling anything (torch 2.13, transformers 5.23):
 
