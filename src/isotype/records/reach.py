@@ -161,7 +161,7 @@ class Unreached:
 
 @dataclass(frozen=True)
 class Reach:
-    """How predictions and gradients depend on inputs and weights, measured on one batch.
+    """The inputs and weights on which predictions and gradients depend, measured on one batch.
 
     Attributes:
         copy: the measured copy of the model, in words.
