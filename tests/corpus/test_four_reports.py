@@ -162,7 +162,7 @@ REPORTS: tuple[Scenario, ...] = (
         "unsloth #4026 sequential",
         second_model,
         ("IST406",),
-        r"a tensor that the code keeps outside of the model is bfloat16",
+        r"a tensor that the code stores outside of the model is bfloat16",
         crashes=matmul_error(FP16, BF16),
     ),
     Scenario(

@@ -31,7 +31,7 @@ def test_a_table_of_the_model_before() -> None:
     assert (outcome.phase, outcome.module) == (finding.phase, finding.module) == ("forward", "")
     assert finding.message == "a tensor outside of the model is float32, but the other operands are bfloat16"
     assert finding.cause.startswith(
-        "a tensor that the code keeps outside of the model is float32 at test_ist406.py:"
+        "a tensor that the code stores outside of the model is float32 at test_ist406.py:"
     )
     assert finding.notes == (f"the device raises: {outcome.error}",)
     assert finding.fixes[-1].description == (

@@ -356,7 +356,7 @@ OUTSIDE = torch.ones(2, 8)
 
 def test_a_tensor_outside_of_the_model() -> None:
     trace = acting(lambda m, x: torch.mm(OUTSIDE, m.weight) + x)
-    assert described(trace) == [("outside", FP32, "a tensor that the code keeps outside of the model", "")]
+    assert described(trace) == [("outside", FP32, "a tensor that the code stores outside of the model", "")]
 
 
 def test_an_operator_with_a_dtype_of_its_own() -> None:

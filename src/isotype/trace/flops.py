@@ -28,7 +28,7 @@ def _known(func: Any) -> tuple[Callable[[Any, Any], int] | None, Any]:
 
 
 def _grouped_mm(args: Any, result: Any) -> int:
-    """Return the FLOPs of a grouped matmul of [m, k] by [k, n]: 2 m k n. The groups divide m or k."""
+    """Return the FLOPs of a grouped matmul of [m, k] by [k, n], whose groups divide m or k: 2 m k n."""
     groups = result.shape[0] if args[0].ndim == args[1].ndim == 2 else 1
     return 2 * int(args[0].shape[-1]) * int(prod(result.shape)) // int(groups)
 
@@ -41,7 +41,7 @@ def _attention_backward(args: Any, result: Any) -> int:
 
 
 def _scores(query: torch.Tensor, ends: torch.Tensor, longest: int) -> int:
-    """Return the FLOPs of all heads' scores. If `ends` is not on a CPU, every sequence counts as `longest`."""
+    """Return the FLOPs of all heads' scores. If `ends` is not on a CPU, all sequences have the length `longest`."""
     tokens, heads, width = query.shape
     if ends.device.type == "cpu" and not isinstance(ends, FakeTensor):
         return 2 * heads * int(ends.diff().square().sum()) * int(width)
@@ -51,17 +51,16 @@ def _scores(query: torch.Tensor, ends: torch.Tensor, longest: int) -> int:
 def _with_all_heads(operands: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Return the shapes `[batch, heads, length, width]` of query, key and value, all with the query's heads.
 
-    Before 2.12, torch's formulas raise an error for fewer key heads than query heads. The kernels repeat the key heads,
-    so this function repeats the shapes.
+    Before torch 2.12, torch's formulas raise an error for fewer key heads than query heads.
 
-    It can be removed with `_ATTENTIONS` when the oldest supported torch counts such calls (`tests/trace/test_flops.py`).
+    `tests/trace/test_flops.py` fails when the oldest supported torch counts such calls. Then remove this function.
     """
     heads = operands[0].shape[1]
     return tuple((tensor.shape[0], heads, *tensor.shape[2:]) for tensor in operands)
 
 
 def _product(args: Any, result: Any) -> int:
-    """Return the FLOPs for x [..., k] and a matrix [k, n], or a packed weight of [n, k]."""
+    """Return the FLOPs of a product of x [..., k] and a matrix [k, n], or a packed weight of shape [n, k]."""
     product = result[0] if isinstance(result, (list, tuple)) else result
     return 2 * int(args[0].shape[-1]) * int(prod(product.shape)) if isinstance(product, torch.Tensor) else 0
 

@@ -20,11 +20,10 @@ _MOST_POINTS = 512  # points of the timeline; of more points, every two neighbou
 class Ledger:
     """Counts every storage once, from its first use until its last tensor is freed.
 
-    A traced module can represent several equal modules (`multiply`). The activations that its forward saves then count
-    once for each of them. The bytes of the modules that are not traced are called surplus. A storage and its surplus are
-    freed together. There is one exception: if the module's own backward frees the storage, the surplus is freed at the
-    end of this backward, because the backwards of the other modules follow. Tensors that an autograd function keeps
-    (`ctx.x = x`) are freed later, with the graph.
+    A traced module can represent several equal modules (`multiply`). The activations that its forward saves are then
+    counted for each of these modules. The bytes of the modules that are not traced are called surplus. A storage and
+    its surplus are freed together, with one exception: if the traced module's backward frees the storage, the surplus
+    is freed at the end of this backward, because the backwards of the other modules follow.
 
     Attributes:
         total: bytes of all live storages.
@@ -74,8 +73,7 @@ class Ledger:
 
         Args:
             tensor: any tensor over the storage.
-            kind: kind of memory of the storage. None keeps the kind of a counted storage, and gives a new one the
-                ledger's `kind`.
+            kind: kind of memory of the storage; None for its earlier kind, or for the ledger's `kind` if it is new.
             repeats: how many equal storages of the model this storage represents.
             held: bytes of the storage that this process holds; None for the ledger's `share` of the storage.
         """
@@ -106,8 +104,7 @@ class Ledger:
         """Multiply the bytes of a module's live activations that were counted after the mark `since` by `times`. Return
         the added bytes.
 
-        If the module has saved its input, the next represented module saves its input, too: an output of this module.
-        Memory that was freed after `since` (of a moved weight) is not subtracted.
+        If the module has saved its input, each represented module saves its input, too: an output of the module before.
         """
         saved = {key for key, (_, _, kind, at) in self._live.items() if at > since and kind == "activations"}
         alive = [tensor for tensor in inputs if storage_of(tensor) in self._live]
@@ -129,14 +126,14 @@ class Ledger:
     def saved_by_layer(self, since: int, added: int, times: int) -> None:
         """Record the end of a layer's forward: it saves the live activations that were counted after the mark `since`.
 
-        `added` are the bytes that `multiply` has added for the `times` layers that the layer represents.
+        `added` is the result of `multiply` for this layer, which represents `times` layers.
         """
         live = [row for row in self._live.values() if row[3] > since and row[2] == "activations"]
         self._saved += sum(size for _, size, _, _ in live) + added
         self._layers += times
 
     def keep(self, module: str, since: int, times: int, outputs: Sequence[torch.Tensor]) -> None:
-        """Multiply by `times` what a forward without a backward keeps, except its outputs: caches, copies of weights."""
+        """Multiply by `times` what a forward without a backward leaves in memory (caches), except `outputs`."""
         passed = {storage_of(output) for output in outputs}
         kept = {
             key: size * (times - 1)
@@ -158,7 +155,7 @@ class Ledger:
     def add(self, kind: MemoryKind, size: int, module: str = "") -> None:
         """Add `size` bytes (maybe negative) that belong to no tensor: communication buffers, or states of untraced layers.
 
-        Gradients of a representing module are added at the end of its backward.
+        Gradients of a module that represents several modules are added at the end of its backward.
         """
         if not size:
             return
@@ -176,11 +173,10 @@ class Ledger:
             self._book_again(key, self._live[key][2], size)
 
     def alive(self, kind: MemoryKind) -> int:
-        """Return the live bytes of a kind."""
         return self._now.get(kind, 0)
 
     def record(self, states: int = 0, gradients: int = 0) -> Memory:
-        """Return the peak of each phase and the timeline. They hold for each step after the first.
+        """Return the peak of each phase and the timeline of a step after the first step.
 
         Args:
             states: bytes of the optimizer state that the first step creates.
@@ -196,7 +192,7 @@ class Ledger:
         return Memory(phases, points, saved, self._layers)
 
     def _leave(self, module: str) -> None:
-        """Count the backwards of the represented modules: free their activations, and add their gradients."""
+        """End the backwards of the represented modules: free their activations, and add their gradients."""
         self._left.add(module)
         gone, come = self._waiting.pop(module, 0), self._gradients.pop(module, 0)
         for bare in (False, True):
@@ -267,7 +263,7 @@ class Ledger:
 
 
 def _later(point: MemoryPoint, states: int, gradients: int) -> MemoryPoint:
-    """Return a timeline point for a later step or micro-batch, which starts with optimizer states and gradients in memory."""
+    """Return the point for a later step or micro-batch, which starts with optimizer states and gradients in memory."""
     least: dict[MemoryKind, int] = {}
     if states and point.phase in ("forward", "backward", "unscale"):
         least["optimizer"] = states

@@ -1,8 +1,8 @@
 """A dispatch mode that records every operator of a training step, and the origin of each operand's dtype.
 
-A dispatch mode runs below autograd, so it records forward, backward and optimizer alike; autograd's sequence number
-matches a backward operator to its forward operator. `trace.fake.recorder` records a step on fake tensors, `trace.live`
-a real step.
+A dispatch mode runs below autograd, so it records forward, backward and optimizer. Autograd's sequence number assigns
+an operator of the backward to an operator of the forward. `trace.fake.recorder` records a step on fake tensors,
+`trace.live` a real step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FUNCTION_NODE: Any = torch.autograd.function.BackwardCFunction  # in the graph,
 LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 """Each call of `torch.tensor` ends with one of these operators."""
 _SHORTENED = frozenset({"detach", "__get__", "tensor", "as_tensor"})
-"""Python names of `detach`, `.data` and `torch.tensor`. Autograd detaches results that it saves, too."""
+"""Python names of the functions that detach a result in code. Autograd itself also detaches the results that it saves."""
 _READS = frozenset({aten._local_scalar_dense.default, aten.argmax.default})
 _UNSET = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
 
@@ -53,7 +53,7 @@ _CHECKPOINTS = "_gradient_checkpointing_func"
 
 @dataclass(slots=True)
 class CallPlace:
-    """The place of an operator: its module and source line, and for how many operators of the real step it stands."""
+    """The place of an operator: module, source line, and the number of operators in the real step that it represents."""
 
     module: str
     source: Any
@@ -154,9 +154,9 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return listening(enter)
 
     def _recomputing_in(self, name: str, repeats: int, checkpoint: Any) -> Callable[..., Any]:
-        """Return the checkpointing function of a transformers (5.23) layer, wrapped to record recomputed operators in the layer.
+        """Wrap the checkpointing function of a transformers (5.23) layer, to record recomputed operators in this layer.
 
-        A recomputation calls the layer's forward directly. The layer's hooks do not run.
+        A recomputation calls the layer's forward directly, so the layer's hooks do not run.
         """
 
         def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def enter(
         self, name: str, repeats: int = 1, returns: Origin | None = None, module: nn.Module | None = None
     ) -> None:
-        """Record the start of a module's forward. `returns` is the origin of the results that the module casts to its dtype."""
+        """Record the start of a module's forward. `returns` is the origin of its input if the module casts back."""
         self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns, module))
 
     @listening
@@ -250,11 +250,10 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             plain and tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
         ):  # as with `torch.from_numpy`
             return Origin("constant", tensor.dtype, FROM_NUMPY, self.module, source)
-        kept = "a tensor that the code keeps outside of the model"
+        kept = "a tensor that the code stores outside of the model"
         return Origin("outside", tensor.dtype, kept, self.module, source)
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
-        """Set the origin of `tensor`'s dtype."""
         if origin.kind == "input" and origin.dtype in FLOATS:
             self.inputs[origin.name] = origin.dtype
         setattr(tensor, ORIGIN, origin)
@@ -266,7 +265,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self.mark(parameter.grad, origin)
 
     def cast_origin(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-        """Return the origin of the dtype that the function `name` takes from another tensor (`x` in `y.to(x.dtype)`).
+        """Return the origin of the tensor from which the function `name` takes a dtype (`x` in `y.to(x.dtype)`).
 
         Return None if the code names the dtype itself. Call this method at the Python call of the function.
         """
@@ -420,7 +419,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
 
 def _is_anothers_scratch(operands: Sequence[Operand], place: CallPlace) -> bool:
-    """Return whether `copy_` casts a tensor into uninitialized memory of another module than the running one."""
+    """Return whether `copy_` casts a tensor into uninitialized memory that another module has allocated."""
     target, value = operands[:2]
     memory = target.origin
     unset = memory.kind == "constant" and memory.name in _UNSET
@@ -432,10 +431,10 @@ def _is_layer(module: str) -> bool:
 
 
 def _rank(operand: Operand) -> int:
-    """Return how unlikely it is that the result has its dtype from this operand. The operand with the lowest rank is chosen.
+    """Return a rank: the result takes its dtype from the operand with the lowest rank.
 
-    Other operands come first: Python code chooses the dtype of an empty or filled tensor, and a gradient has the dtype
-    of the forward's value. A weight comes before an input of the step, because the weight requires the dtype.
+    Weights and computed values have the lowest rank. Inputs of the step adapt to the weights. A gradient has the dtype
+    of the forward's value. Python code chooses the dtype of an empty or filled tensor (the highest rank).
     """
     kinds = {step.kind for step in operand.origin.path()}
     cause = operand.origin.cause.kind

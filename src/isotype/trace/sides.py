@@ -1,4 +1,4 @@
-"""Finds the main dtype of each part of a model. If an operator gets two dtypes, the dtype of fewer modules is wrong."""
+"""Finds the main dtype of each part of a model, to decide which operand of an operator has the wrong dtype."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Tally:
     elements: Counter[torch.dtype] = field(default_factory=Counter)
 
     def leaders(self) -> tuple[torch.dtype, ...]:
-        """Return the dtype of most modules; several dtypes in a tie, and none if no module computes."""
+        """Return the dtype of most modules: several dtypes if their counts are equal, and none without modules."""
         most = max(self.modules.values(), default=0)
         return tuple(dtype for dtype, count in self.modules.items() if count == most)
 
@@ -51,8 +51,8 @@ Tallies = Mapping[str, Tally]
 def tallies(weights: Iterable[Weight]) -> Tallies:
     """Return a tally for each module and its children, by the module's fully qualified name; "" is the whole model.
 
-    Each module counts once, in the dtype of its largest weight. Norms, adapters, and weights that stay float32 by their
-    author's choice do not count: they differ on purpose.
+    Each module counts once, in the dtype of its largest weight. Norms, adapters, and weights that the model's author
+    keeps in float32 do not count, because they differ on purpose.
     """
     held = [weight for weight in weights if not weight.buffer]
     voters = _largest(weight for weight in held if _computes(weight)) or _largest(held)
@@ -68,7 +68,7 @@ def tallies(weights: Iterable[Weight]) -> Tallies:
 
 
 def _largest(weights: Iterable[Weight]) -> list[Weight]:
-    """Return the largest weight of each module among the weights with a compute dtype (float8 is for storage)."""
+    """Return the largest weight of each module, except weights in float8, which are cast before they are multiplied."""
     largest: dict[str, Weight] = {}
     for weight in weights:
         known = largest.get(weight.module)
@@ -110,10 +110,10 @@ class Sides:
     def at(self, module: str, causes: Sequence[Origin]) -> torch.dtype:
         """Return the main dtype of the smallest part of the model that can decide for a call in `module`.
 
-        The part contains `module` and the modules in `causes`, the origins of the operands' dtypes. For a cause in a
-        list of layers, it contains the whole list. For a cause outside of the modules (an input), it contains modules of
-        both dtypes. If a part has one module or a tie, a larger part decides. `whole` decides for the whole model. A
-        model without weights has the dtype `compute`.
+        The part contains `module` and the modules in `causes`, the origins of the operands' dtypes. If a cause is in a
+        list of layers, the part contains the whole list. If a cause is outside of the modules (an input), the part
+        contains modules of both dtypes. A larger part decides if the part has one module, or equally many modules in
+        two dtypes. `whole` decides for the whole model. A model without weights has the dtype `compute`.
         """
         if self.decided:
             return self.compute
@@ -138,8 +138,8 @@ def sides_of(setup: Setup, weights: Iterable[Weight], input_dtypes: Collection[t
 def whole(parts: Tallies, input_dtypes: Collection[torch.dtype] = ()) -> torch.dtype | None:
     """Return the dtype of most modules of a model; None for a model without weights.
 
-    The user chose the dtype of the inputs: if it has 16 bits, it counts as one more module and wins a tie. In other
-    ties, the number of elements decides.
+    A 16-bit dtype of the inputs, which the user has chosen, counts as one more module. If dtypes have equally many
+    modules, the inputs' dtype wins, or else the dtype of more elements.
     """
     tally = parts.get("", Tally())
     chosen = [dtype for dtype in HALVES if dtype in input_dtypes and dtype in tally.modules]
@@ -149,7 +149,7 @@ def whole(parts: Tallies, input_dtypes: Collection[torch.dtype] = ()) -> torch.d
 
 
 def _home(cause: Origin) -> str | None:
-    """Return the module where a dtype comes from; None if it comes from outside of the modules."""
+    """Return the module that a dtype comes from; None if its origin is outside of all modules."""
     if cause.kind in _HELD:
         return cause.name.rpartition(".")[0]
     if cause.kind == "conversion" and cause.before is not None:

@@ -1,8 +1,8 @@
 """Finds the tensor from which a cast reads its dtype: `x` for `y.to(x.dtype)`, none for `y.to(torch.float32)`.
 
-Each read of `Tensor.dtype` is recorded, with the running instruction of the function and of its callers. A cast's read
-is found in the cast's arguments, or in the variables, attributes and parameters that they name (`dtype = x.dtype`,
-`ctx.dtype`).
+Each read of `Tensor.dtype` is recorded with the instruction that runs in the function and in each of its callers. To
+find the read of a cast, the cast's arguments are searched, and then the variables, attributes and parameters in these
+arguments (`dtype = x.dtype`, `ctx.dtype`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from isotype.core.source import is_library
 from isotype.records.trace import Origin
 
 DTYPE = torch.Tensor.dtype
-"""For a read of `tensor.dtype`, a function mode gets a function with this object as `__self__`."""
+"""A function mode sees a read of `tensor.dtype` as a function whose `__self__` is this object."""
 
 _MOST_FRAMES = 8
 # Number of callers in which the value of a function's parameter is looked up.
@@ -37,8 +37,8 @@ Span = tuple[int, int, int, int]  # first line, its column, last line, its colum
 class _Call:
     """Identifies one function call. The call's frame stores this mark as its `f_trace`.
 
-    Python allows no weak reference to a frame, and uses a frame's address again. A strong reference would keep all
-    tensors of the frame alive.
+    A mark is necessary, because Python has no weak references to frames and reuses their addresses. A strong reference
+    would keep all tensors of the frame alive.
     """
 
     __slots__ = ("__weakref__", "_tracer")
@@ -66,7 +66,7 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """An argument of a call in the source: its position, and its dtypes and variables."""
+    """An argument of a call in the source: keyword, position, literal dtypes, and names of variables."""
 
     keyword: str | None
     span: Span
@@ -101,7 +101,7 @@ class DtypeReads:
     def _in(
         self, frame: FrameType, arguments: Sequence[_Argument], dtype: torch.dtype, callers: int
     ) -> _Read | None:
-        """Return the recorded read of `dtype` in the arguments of the call in `frame`, or in variables that are arguments."""
+        """Return the recorded read of `dtype` in the arguments of the call in `frame`, or of their variables."""
         call: Any = frame.f_trace
         seen = self._reads.get(frame.f_code, {}).values() if isinstance(call, _Call) else ()
         in_call = [read for read in seen if read.call() is call and read.dtype == dtype]
@@ -120,7 +120,7 @@ class DtypeReads:
         return None
 
     def _stored(self, frame: FrameType, seen: Sequence[_Read], name: str, dtype: torch.dtype) -> _Read | None:
-        """Return the last read that was stored in the variable `name`: in this call or, if it is not local, in the file."""
+        """Return the last read that this call (for a variable that is not local: any code of the file) stored in `name`."""
         reads: Iterable[_Read] = seen
         if name not in frame.f_code.co_varnames and name not in frame.f_code.co_cellvars:
             file = frame.f_code.co_filename

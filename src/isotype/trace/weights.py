@@ -81,7 +81,7 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
 def unread_weights(model: nn.Module) -> Iterator[Weight]:
     """Yield a record (name, dtype, shape, …) of each parameter in `model`, without reading values.
 
-    Buffers are left out. So are the parameters of lazy layers, which have no shape yet.
+    Buffers and the parameters of lazy layers, which have no shape yet, are left out.
     """
     pinned, gathered = _pinned_patterns(model), gathering(model)
     seen: dict[int, torch.Tensor] = {}

@@ -98,7 +98,7 @@ def cast_result(dtype: torch.dtype, result: Any) -> Any:
 
 
 def in_operands_dtype(result: Any, tensors: Sequence[tuple[str, torch.Tensor]], computed: torch.dtype) -> Any:
-    """Cast a result, computed in float32 for lack of a 16-bit kernel, back to the 16-bit dtype of the operands."""
+    """Cast a result that was computed in float32 back to the operands' dtype, if this is a single 16-bit dtype."""
     floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
     if computed != torch.float32 or len(floats) != 1 or not floats.issubset(HALVES):
         return result
@@ -106,7 +106,7 @@ def in_operands_dtype(result: Any, tensors: Sequence[tuple[str, torch.Tensor]], 
 
 
 def as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
-    """Cast each result of an operator to its measured dtype; none if there are more or fewer dtypes than results."""
+    """Cast each result of an operator to its measured dtype. With more or fewer dtypes than results, cast no result."""
     outputs = list(leaves(result))
     if len(outputs) != len(dtypes):
         return result
@@ -149,7 +149,7 @@ def is_real(leaf: Any) -> bool:
 
 
 def wraps_fakes(value: Any) -> bool:
-    """Return whether a value is a tensor of a class such as torchao's float8 tensors, made of fake tensors."""
+    """Return whether a value is a tensor subclass (such as torchao's float8 tensor) that contains fake tensors."""
     if isinstance(value, FakeTensor) or not is_traceable_wrapper_subclass(value):
         return False
     return any(isinstance(getattr(value, name), FakeTensor) for name in value.__tensor_flatten__()[0])

@@ -37,7 +37,7 @@ def loss_function(inputs: Any) -> LossFunction:
 
 
 class LossOfOutput:
-    """Returns the loss in a model's output. `partial` becomes True if `is_partial` is true for an output."""
+    """Calls a model and returns the loss in its output. `partial` is True if `is_partial` was true for an output."""
 
     partial = False
 
@@ -74,7 +74,7 @@ class StepCode:
 
     @property
     def named_inputs(self) -> Mapping[str, Any]:
-        """The inputs by name; empty if `inputs` is a callable that creates its inputs itself."""
+        """The inputs by name; empty if `inputs` is a callable, which creates the model's inputs."""
         return named_inputs(self.inputs)
 
     @property
@@ -117,8 +117,8 @@ def surroundings() -> Iterator[None]:
 def _no_autocast() -> Iterator[None]:
     """Disable autocast, and make the step's autocast region the outermost one.
 
-    The end of the outermost region frees the cached casts of weights. In the real step, this region ends with the
-    forward, so a recomputation in the backward casts the weights again. The trace has to do the same.
+    Autocast frees its cached casts of weights at the end of the outermost region. In the real step, this region ends
+    with the forward, so a recomputation in the backward casts the weights again. The trace has to cast them again, too.
     """
     before, depth = torch.is_autocast_enabled("cpu"), torch.autocast_increment_nesting()
     for _ in range(depth):
@@ -202,7 +202,7 @@ def tensors_of_loss(loss: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def switches_of(loss: Any) -> list[Any]:
-    """Return the objects that a loss function can read and that have only simple attributes: flags, numbers, strings.
+    """Return the objects with only simple attributes (flags, numbers, strings) that a loss function can read.
 
     The loss may set a flag that the model reads, so the copy of the model must share the objects with the loss.
     """

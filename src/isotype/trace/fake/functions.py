@@ -42,13 +42,13 @@ from isotype.trace.fake.twin import SPARSE
 from isotype.trace.taken import DTYPE
 
 _READS = frozenset({torch.Tensor.shape, torch.Tensor.is_sparse, torch.Tensor.requires_grad})
-"""Attributes that are read often. Reading them runs no operator and depends on no device."""
+"""Attributes that are read often. A read runs no operator, and its result is the same on all devices."""
 _FROM_LISTS = (torch.tensor, torch.as_tensor)
 _PRODUCTS = frozenset({"mm", "spmm", "matmul", "__matmul__"})
 _PACKED = frozenset({"_pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu"})
 _LOWERED = FLOATS - {torch.float64}  # autocast keeps float64
 _HALF_TRANSFORMS = frozenset({"cuda", "xpu"})
-"""Kinds of devices with Fourier transforms in float16 (torch's `promote_type_fft`); "cuda" has them for some sizes."""
+"""Kinds of devices with Fourier transforms in float16 (torch's `promote_type_fft`), on "cuda" only for powers of two."""
 _HALVES = {torch.float32: torch.float16, torch.complex64: torch.complex32}
 
 
@@ -134,7 +134,7 @@ class Functions(TorchFunctionMode):
         return [listed(item) if isinstance(item, torch.Tensor) else self._numbers(item) for item in value]
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function as the device would. If it raises because of the operands' dtypes, convert them and call it again."""
+        """Call a function as the device would. If its operands' dtypes cause an error, convert them and call it again."""
         recorder, run = self._recorder, func
         kernel: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.attention is not None and func is scaled_dot_product_attention:
@@ -169,7 +169,7 @@ class Functions(TorchFunctionMode):
                 return in_operands_dtype(result, given_tensors(args, kwargs), target)
 
     def _of_packed(self, func: Any, *args: Any) -> Any:
-        """Return the result of a function of packed sequences, whose kernels would read the memory of their known lengths."""
+        """Return the result of a function of packed sequences. Its kernel would read the memory of the lengths."""
         numbers = self._recorder.values.of(args[1])
         if numbers is None:
             return func(*args)
@@ -203,7 +203,7 @@ class Functions(TorchFunctionMode):
 
 
 def _sparse(values: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """Return a dense fake in place of a sparse tensor, with the dtype and graph of the sparse tensor's values."""
+    """Return a dense fake that replaces a sparse tensor: with the dtype and the graph of the sparse values."""
     dense = torch.zeros(tuple(size), dtype=values.dtype) + 0 * values.sum()
     setattr(dense, SPARSE, True)
     return dense
@@ -216,7 +216,7 @@ def name_of(func: Any) -> str:
 
 _OF_CPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 _LEAST_SHARE, _LEAST = 0.01, 1 << 20
-"""The least scores of a layer that a note reports: as a share of the step's peak memory, and in bytes."""
+"""Smallest attention scores of a layer that a note reports: as a share of the step's peak memory, and in bytes."""
 
 
 class Attention:

@@ -1,8 +1,8 @@
-"""A cache of the results of fake kernels. Shapes, strides and dtypes of the operands give those of the result.
+"""A cache of the results of fake kernels, by the shapes, strides and dtypes of their operands.
 
-`FakeTensorMode` takes a third of a millisecond to look a call up, and longer for a new call. This cache is faster,
-contains what torch would cache (`_validate_cache_key` in torch/_subclasses/fake_tensor.py, 2.13) and also views, and
-gets the results of frequent operators from torch's meta kernels.
+The cache of `FakeTensorMode` takes a third of a millisecond for a known call, and longer for a new call. This cache is
+faster. It contains the calls that torch caches (`_validate_cache_key` in torch/_subclasses/fake_tensor.py, 2.13), and
+views. The meta kernels of torch compute the results of frequent operators.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Kernels:
         return True
 
     def _is_plain(self, tensor: FakeTensor) -> bool:
-        """Return whether shape, strides and dtype say everything about a tensor, as for a plain CPU tensor of this mode."""
+        """Return whether a tensor is a plain CPU tensor of this mode: described by shape, strides and dtype."""
         return (
             tensor.fake_mode is self._mode
             and tensor.constant is None
@@ -141,7 +141,7 @@ class Kernels:
         return self._entry(result, [memory[id(tensor)] for tensor in tensors])
 
     def _entry(self, result: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return a cache entry, from which the result can be made again: (function of the parts, recipe of each part); or ().
+        """Return (function of the parts, recipe of each part) to create the result again; () if that is impossible.
 
         `result` and its operands `tensors` are fake tensors, or the meta tensors of `_of_meta_kernel`.
         """
@@ -188,7 +188,7 @@ class Kernels:
 
 
 def _memory(shape: Any, stride: Any, dtype: torch.dtype, over: torch.Tensor | None, offset: Any) -> Any:
-    """Return a meta tensor over the storage of the tensor `over`; over a new storage if `over` is None."""
+    """Return a meta tensor over the storage of `over`; over a new storage if `over` is None."""
     with without_dispatch():
         memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         if over is not None:
@@ -218,8 +218,8 @@ def _is_steady(func: Any) -> bool:
 def refusal(func: Any, args: Any, kwargs: Any) -> str | None:
     """Return the error that a call with mixed dtypes raises on this machine, or None if it raises no error.
 
-    Only operators whose error depends on shapes are called (`_REFUSES_BY_SHAPE`), and only with operands of at most
-    `_LARGEST` elements. The call uses real, uninitialized tensors: a kernel raises before it reads values.
+    The operator is called on real, uninitialized tensors, because its kernel raises the error before it reads values.
+    Return None for operands over `_LARGEST` elements, and for operators that are not in `_REFUSES_BY_SHAPE`.
     """
     large = any(tensor.numel() > _LARGEST for tensor in tensors_of((args, kwargs)))
     if operator_schema(func).name not in _REFUSES_BY_SHAPE or large:

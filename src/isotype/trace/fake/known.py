@@ -22,7 +22,7 @@ _INTEGERS = "_isotype_integers"
 _MASKED = "_isotype_masked"
 _NAN = "_isotype_nan"
 _SAME = frozenset({aten.clone, aten._to_copy, aten.detach, aten.alias, aten.native_dropout, aten.sub})
-"""Operators that keep positions: each element of the first result belongs to the same place of the first operand."""
+"""Operators that compute each element of the first result from the element at the same position of the first operand."""
 _SCALED = frozenset({aten.mul, aten.div, aten.mul_, aten.div_})
 _MOVED = frozenset(
     {
@@ -30,7 +30,7 @@ _MOVED = frozenset(
         aten.slice, aten.select,
     }
 )  # fmt: skip
-"""Operators that only move or select elements of the first operand; the other arguments say which."""
+"""Operators that only move or select elements of the first operand."""
 _FILLS = frozenset({aten.masked_fill, aten.masked_fill_})
 _CLEARS = frozenset({*_FILLS, aten.where, aten.nan_to_num, aten.nan_to_num_})
 """Operators that code uses to replace NaN."""
@@ -78,7 +78,7 @@ class Known:
         return {name: value for name, value in fields.items() if value}
 
     def _follow(self, packet: Any, func: Any, first: torch.Tensor, args: Any, result: Any) -> None:
-        """Copy what is known about an operator's first operand (integers, masked positions, NaN) to the result."""
+        """Copy the known integers, masked positions or NaN of an operator's first operand to its result."""
         output = result[0] if isinstance(result, (tuple, list)) and result else result
         if not isinstance(output, torch.Tensor) or output.numel() > max(_MOST, first.numel()):
             return
@@ -181,7 +181,7 @@ class Known:
 
 
 _Reads = Iterator[tuple[torch.Tensor, int, int, int | None]]
-"""(indices, size of the table, lowest index, ignored index) of each read of a table."""
+"""For each read of a table: (indices, size of the table, lowest index, ignored index)."""
 
 
 def _of_embedding(args: Any) -> _Reads:
@@ -219,7 +219,7 @@ _NOTES = frozenset({VALUE, _INTEGERS, _MASKED, _NAN})
 
 
 def _is_noted(value: Any) -> bool:
-    """Return whether an operand is a real tensor, a fake tensor with a note of this module, or the number minus infinity."""
+    """Return whether an operand is minus infinity, a real tensor, or a fake tensor with an attribute in `_NOTES`."""
     if not isinstance(value, torch.Tensor):
         return bool(value == -math.inf)
     return not isinstance(value, FakeTensor) or not _NOTES.isdisjoint(value.__dict__)

@@ -44,7 +44,6 @@ class InputReach:
         self._read = 0
 
     def begin(self, name: str, tensor: torch.Tensor) -> None:
-        """Record that `tensor` is the input `name`."""
         self._masks[storage_of(tensor)] = self._mask(tensor) | 1 << len(self._names)
         self._names.append(name)
 

@@ -1,8 +1,8 @@
 """The recorder of a step on fake tensors: it checks every operator, and continues after a broken contract.
 
-The recorder is a dispatch mode above `FakeTensorMode`. If code branches on an unknown value, a value is assumed. If an
-operator on the device would refuse its operands' dtypes, the recorder records a breach, converts the operands and
-continues.
+The recorder is a dispatch mode above `FakeTensorMode`. If code branches on an unknown value, the recorder assumes a
+value. If the device would refuse an operator's operands because of their dtypes, the recorder records a breach,
+converts the operands and continues.
 """
 
 from __future__ import annotations
@@ -353,7 +353,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         - the dtype of the tried code change;
         - float32 if the operator has no kernel for the dtype of this part of the model;
         - the dtype of the operands that belong to the model, if all of them have the same;
-        - the dtype of this part of the model if an operand has it, else the operands' widest dtype.
+        - the dtype of this part of the model if one of the operands has this dtype;
+        - the widest dtype of the operands.
         """
         floats = [tensor for _, tensor in tensors if tensor.dtype in FLOATS]
         dtypes = [tensor.dtype for tensor in floats]
@@ -425,13 +426,13 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return target
 
     def banned(self, name: str, args: Any, kwargs: Any) -> None:
-        """Record a function that raises an error under autocast, unless a tried code change sets the dtype in this line."""
+        """Record a function that autocast refuses, unless a tried code change sets the dtype in this line."""
         if self.edited() is None:
             breach = Breach(f"torch.nn.functional.{name} {UNSAFE}", False, torch.float32)
             self.note(f"torch.{name}", given_tensors(args, kwargs), breach)
 
     def launched(self, kernel: str, values: Any) -> None:
-        """Record a Triton kernel, which the trace does not run. Afterwards, each of its tensors may depend on all of them."""
+        """Record a Triton kernel, which the trace does not run. Its tensors may then depend on each other."""
         tensors = given_tensors(values, {})
         self.note(f"triton.{kernel}", tensors)
         for _, tensor in tensors:
@@ -439,7 +440,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.reach.mix(tensor, tensors)
 
     def array(self, tensor: torch.Tensor) -> Any:
-        """Return the result of `tensor.numpy()`: known values or zeros. bfloat16 is a breach, because NumPy lacks it."""
+        """Return the result of `tensor.numpy()`: known values or zeros. NumPy has no bfloat16, which is a breach."""
         dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
         if dtype != tensor.dtype and self.edited() is None:
             breach = Breach("Got unsupported ScalarType BFloat16", False, dtype)

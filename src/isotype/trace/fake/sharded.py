@@ -3,9 +3,9 @@
 The step runs on whole fake tensors. The ledger counts the share of one process. The order of FSDP2's allocations is that
 of torch 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py):
 
-- Weights are gathered into one flat buffer and copied out of it. In the forward, a group's buffer is freed after the
-  copy of the next group. In the backward, it is freed after its own copy, and the next group's buffer is gathered before
-  that group needs it.
+- A group's weights are gathered into one flat buffer, and copied out of this buffer. In the forward, the buffer is
+  freed after the copy of the next group's weights. In the backward, the buffer is freed after the copy of its own
+  weights, and the buffer of the group whose backward is next is gathered early.
 - The input of a group's reduce-scatter is freed when the next group reduces.
 
 DDP holds all weights, and a copy of every gradient in its buckets (torch/csrc/distributed/c10d/reducer.cpp, without
@@ -44,7 +44,7 @@ _RETURNED_BY = "_isotype_returned_by"
 
 @dataclass(eq=False)
 class _Gathering:
-    """An FSDP2 group during the step. All bytes are those of one layer, also if the group represents several layers.
+    """An FSDP2 group during the step. Its bytes are those of one layer, even if the group represents several layers.
 
     Attributes:
         repeats: how many equal groups of the model this group represents.
@@ -106,7 +106,7 @@ class ProcessMemory:
 
     @property
     def share(self) -> float:
-        """The share of the trained parameters, and of their optimizer states, that a process holds: from 0 to 1."""
+        """Share (0 to 1) of the trained parameters and their optimizer states that this process holds."""
         sizes = {id(p): p.untyped_storage().nbytes() for p in self._trained}
         whole = sum(size * self._repeats[key] for key, size in sizes.items())
         held = sum(self._shards.get(key, size) * self._repeats[key] for key, size in sizes.items())
@@ -171,8 +171,8 @@ class ProcessMemory:
     def _gather(self, gathering: _Gathering) -> None:
         """Gather a group's weights into a flat buffer and copy them out. Then free the previous group's flat buffer.
 
-        torch 2.13 is meant to free the previous buffer first. But the variable `prev_all_gather_state` in
-        `wait_for_unshard` still refers to it.
+        torch 2.13 does not free the previous buffer first, because the variable `prev_all_gather_state` in
+        `wait_for_unshard` still refers to this buffer.
         """
         self._ledger.add("gathered", gathering.whole * (1 if gathering.is_prefetched else 2))
         self._free_flat()

@@ -90,10 +90,11 @@ def trace_step(
         setup: settings of the step.
         change: a fix to try, which changes the twin before the step.
         lines: code changes to try, `file:line` -> dtype. In such a line, casts and new tensors get the dtype.
-        deadline: latest end of the step by `time.monotonic`, in seconds. After it, the step fails.
-        untouched: the saved state that the step can change, for several traces of one step; None to save the state here.
-        enough: called with the unfinished trace, after a forward or backward that broke a contract. The trace ends if it
-            returns True.
+        deadline: latest end of the step by `time.monotonic`, in seconds. The step fails at its first operator after the
+            deadline.
+        untouched: the saved state outside of the twin, if several traces share it; None to save the state here.
+        enough: function that is called with the unfinished trace after a forward or backward that broke a contract. The
+            trace ends if the function returns True.
     """
     model, untouched = code.model, untouched or code.reached()
     mode = fake_mode(setup.profile)
@@ -166,7 +167,7 @@ def failed_trace(model: nn.Module, setup: Setup, error: Exception) -> Trace:
 def _with_history(
     faked: Sequence[Weight], real: Sequence[Weight], before: Mapping[str, torch.dtype]
 ) -> tuple[Weight, ...]:
-    """Return the twin's weights in their current dtypes, with the magnitudes of the real weights.
+    """Return the records of the twin's weights, with the magnitudes of the real weights.
 
     `before` maps the name of each weight to its dtype at the start of the step.
     """
@@ -382,7 +383,7 @@ class _Step:
             ledger.add("gradients", -ledger.alive("gradients"))
 
     def _step_of(self, request: Any, named: Sequence[tuple[str, torch.Tensor]]) -> Any:
-        """Run one optimizer's step; with its own kernels, only count its states. Return the result of `make_optimizer`."""
+        """Run an optimizer's step and return the optimizer. If it has its own kernels, only count its states."""
         ledger, states = self.recorder.ledger, self.states
         if members := updates_of(request):
             named = [(name, parameter) for name, parameter in named if name in members]
@@ -410,7 +411,8 @@ class _Step:
         return optimizer
 
     def _evaluate(self) -> None:
-        """Count the memory of an evaluation or rollout between steps, without its calls, which the forward has, too."""
+        """Count the memory of an evaluation or rollout between steps. Its calls, which repeat the forward's, are
+        dropped."""
         ledger, calls, twin = self.recorder.ledger, self.recorder.calls, self.twin
         before = len(calls)
         for name, value in _named(self.evaluated):

@@ -42,7 +42,7 @@ _CPU = torch.device("cpu")
 def fake_mode(profile: DeviceProfile | None = None) -> FakeTensorMode:
     """Return a mode that replaces the real tensors of an operator by fakes.
 
-    If the profile describes a CPU, isotype's kernels multiply in the dtypes of that CPU.
+    If the profile describes a CPU, the fakes of isotype's kernels use the dtypes in which that CPU multiplies.
     """
     mode = SimulatedMode(profile)
     # The fake kernels have a cache in `isotype.trace.fake.kernels`. A second cache would only take time.
@@ -181,7 +181,7 @@ _SHARDED = "_isotype_sharded"
 
 
 class _Gathering(torch.autograd.Function):
-    """Gathers a parameter in another dtype. FSDP2's own copies are not recorded."""
+    """Returns a parameter in another dtype, as FSDP2 gathers it. The trace records no operator for the copy."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -222,7 +222,7 @@ def _gather_in_dtypes(model: nn.Module, twin: nn.Module) -> None:
 
 
 def restore_sharded(twin: nn.Module) -> None:
-    """Give all modules of a twin the parameters that were gathered in another dtype."""
+    """Give the modules of a twin their original parameters in place of the gathered parameters."""
     for module in twin.modules():
         parameters = getattr(module, PARAMETERS)
         for name, parameter in parameters.items():

@@ -1,7 +1,8 @@
 """Chooses the numbers that the model's code reads from tensors with unknown values.
 
-Code that reads a number usually branches on it (`if x.max() > 1e4: raise …`, `while error.item() > 1e-3`). By the
-syntax tree of the source, a number is chosen with which a step works: checks pass, and loops end after a few rounds.
+Code that reads a number usually branches on it (`if x.max() > 1e4: raise …`, `while error.item() > 1e-3`). From the
+syntax tree of the code, this module chooses a number with which the step works: checks pass, and loops end after a few
+rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from isotype.trace.taken import is_inside, position
 _ROUNDS = 3
 _MOST_READS = 50
 _BY_TURNS = (1.0, 1.0, 0.0, 1e9)
-"""Numbers that a loop reads in turn if their use is unknown: one ends `while x > limit`, the other `while x < limit`."""
+"""Numbers that a loop reads in turn if their use is unknown: 0 ends `while x > limit`, and 1e9 ends `while x < limit`."""
 _NOT_FINITE = re.compile(r"(?:\b|_|is)(?:nan|inf)(?:\b|_)")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _CONVERTS = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY_NOT", "COPY", "CACHE", "NOP")
@@ -38,7 +39,8 @@ class Order:
 
     Attributes:
         negated: True if an odd number of `not` is on the path.
-        rises: True if a large number makes the comparison true, False if a small number does; None without a comparison.
+        rises: True if the comparison is true for large numbers, False if it is true for small numbers; None without a
+            comparison.
         limit: the constant that the number is compared with; None if there is none.
     """
 
@@ -52,8 +54,8 @@ class Use:
     """The way in which code uses a number that it reads.
 
     Attributes:
-        passes: truth value of the number (or of its comparison) with which the code goes on.
-        loop: the line of the `while` loop that ends with the other truth value; None if no loop depends on the number.
+        passes: truth value of the comparison (or of the number alone) with which the code continues.
+        loop: line of the `while` loop that ends with the other truth value; None if there is none.
         order: the path to the condition.
     """
 
@@ -62,7 +64,7 @@ class Use:
     order: Order
 
     def number(self, truth: bool, is_integer: bool) -> float:
-        """Return a number for which the comparison has the value `truth`; 1 if possible."""
+        """Return a number for which the comparison has the value `truth`. The number is 1 if possible."""
         rises, limit = self.order.rises, self.order.limit
         if rises is None:
             return float(truth)
@@ -77,7 +79,7 @@ class Use:
 
 
 class Numbers:
-    """Chooses the numbers that code reads from tensors without values, and remembers the loops that they have ended."""
+    """Chooses the numbers that code reads from tensors without values, and records the loops that these numbers end."""
 
     def __init__(self) -> None:
         self._reads: Counter[tuple[CodeType, int]] = Counter()
@@ -85,7 +87,7 @@ class Numbers:
         self._loops: dict[tuple[str, int], None] = {}
 
     def read(self, tensor: torch.Tensor) -> bool | int | float:
-        """Return a number of the tensor's type: 1 or True, unless the code needs another number to continue."""
+        """Return a number of the tensor's type: 1 or True if the code continues with it."""
         frame = asking_frame()
         number = 1.0 if frame is None else self._number(frame, tensor)
         if tensor.dtype == torch.bool:
@@ -117,7 +119,7 @@ class Numbers:
 
 
 def use_in(frame: FrameType) -> tuple[Use | None, FrameType]:
-    """Return how the number that `frame` reads now is used, and the frame that uses it: `frame` or a caller."""
+    """Return the use of the number that `frame` is reading, and the frame (`frame` or a caller) that uses the number."""
     use = _use(frame.f_code, frame.f_lasti, Order())
     while isinstance(use, Order) and (caller := frame.f_back) is not None:
         if is_library(caller.f_code.co_filename):
@@ -129,7 +131,7 @@ def use_in(frame: FrameType) -> tuple[Use | None, FrameType]:
 
 @lru_cache(maxsize=4096)
 def _use(code: CodeType, at: int, order: Order) -> Use | Order | None:
-    """Return the use of the number that the instruction at byte `at` reads; the path so far if the function returns it."""
+    """Return the use of the number that the instruction at byte `at` reads; its path if the function returns the number."""
     parents = _parents(code.co_filename)
     node = _expression(code, at)
     if node is None:
@@ -150,7 +152,7 @@ def _use(code: CodeType, at: int, order: Order) -> Use | Order | None:
 
 
 def _of_test(place: ast.AST, order: Order, parents: dict[ast.AST, ast.AST]) -> Use | None:
-    """Return how the condition of the statement `place` uses a number; None if the step works with either truth value."""
+    """Return the use of a number in the condition of the statement `place`; None if both truth values work."""
     match place:
         case ast.While():
             return Use(not order.negated, place.lineno, order)
@@ -169,7 +171,7 @@ def _of_test(place: ast.AST, order: Order, parents: dict[ast.AST, ast.AST]) -> U
 
 
 def _upwards(node: ast.expr, order: Order, parents: dict[ast.AST, ast.AST]) -> tuple[Order, ast.AST]:
-    """Return the path from an expression to the statement or `… if … else …` around it, and that statement's node."""
+    """Return (path, node) for the statement or `… if … else …` that contains an expression."""
     part: ast.AST = node
     while not isinstance(place := parents[part], ast.stmt):
         match place:
@@ -225,7 +227,7 @@ def _while_around(frame: FrameType | None) -> int | None:
 def _expression(code: CodeType, at: int) -> ast.expr | None:
     """Return the expression whose value the instruction at byte `at` reads; None if the source is not available.
 
-    Python gives the test of a condition the position of the whole statement. Then the instruction before the test is used.
+    The instruction that tests a condition has the position of the whole statement, so the instruction before is used.
     """
     while at and dis.opname[code.co_code[at]].startswith(_CONVERTS):
         at -= 2

@@ -1,8 +1,8 @@
 """Saves the Python state that a step's code can change before a trace, and restores it after the trace.
 
-The twin keeps the attributes that modules set. But fake tensors could remain in globals, class attributes, memoized
-results, and objects in a loss's closure (a noise scheduler, an average of weights, a cache). So the references in these
-objects are saved; real tensors need no copy, because the step writes into fakes.
+Attributes of modules need no saving, because the step sets them in the twin. But the step can store fake tensors in
+globals, class attributes, memoized results, and objects in a loss's closure (a noise scheduler, an average of weights,
+a cache). References in these objects are saved. Real tensors need no copy, because the step writes into fakes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _LONG = 1_000
 _ARRAY_BYTES = 1 << 20
 
 _Name = Any
-"""Path of an object: a name, or (path of the object's holder, "." or "[]", attribute or key); `_written` formats it."""
+"""Path of an object: a name, or (path of the object that holds it, "." or "[]", attribute or key)."""
 _HOLDERS = (dict, OrderedDict, set)
-"""Types of the containers in which a module stores hooks: most modules have a dozen, all empty."""
+"""Types of the containers in which a module stores its hooks. Most of these containers are empty."""
 _MISSING: Any = object()
 _CONTENTS: Any = vars(types.CellType)["cell_contents"]
 _LRU: Any = type(functools.lru_cache(lambda: None))
@@ -97,7 +97,7 @@ class Untouched:
                 self._open(*self._queue.popleft())
 
     def restore(self) -> None:
-        """Restore the saved state. Several traces can share one saved state, and each restores it at its end."""
+        """Restore the saved state, which several traces can share: each trace restores the state at its end."""
         for current, saved in self._dicts:
             if _differ([*dict.values(current)], [*saved.values()]):
                 kind: Any = OrderedDict if isinstance(current, OrderedDict) else dict
@@ -130,7 +130,7 @@ class Untouched:
             for name, value in self._opaque
             if _reaches_fake(value, self._seen)
         ]
-        more = f"{len(self._queue):,} objects that the step's code reaches were not examined: values that the trace assigned to them stay"
+        more = f"{len(self._queue):,} objects of the step's code were not examined, so they may still hold values that the trace assigned"
         return (*moved, *holding, *([more] if self._queue else ()))
 
     def _enqueue(self, name: _Name, value: Any) -> None:

@@ -1,8 +1,8 @@
 """Values of small tensors that depend on no weight: token ids, masks, positions, image grids.
 
 A model's code branches on some values, such as the number of images or the rows of an expert. Values that follow from
-the inputs alone are computed and stored on the fake tensors. Values that depend on weights are assumed, or guessed once
-for each mask, because the dtypes of a step do not depend on them.
+the inputs alone are computed and stored on the fake tensors. Values that depend on weights are assumed, because the
+dtypes of a step do not depend on them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Values:
         self.numbers = Numbers()
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor, counted: bool = False) -> None:
-        """Store the value of a fake tensor. A value of more than `LIMIT` elements is stored only with `counted=True`."""
+        """Store the value of a fake tensor. A value with more than `LIMIT` elements needs `counted=True`."""
         if value.layout != torch.strided or value.device.type != "cpu":
             return
         if value.numel() <= LIMIT:
@@ -162,7 +162,8 @@ class Values:
     # ------------------------------------------------------------------------------------------------- rounding
 
     def came_rounded(self, tensor: torch.Tensor, name: str, written: bool = False) -> None:
-        """Mark a known 16-bit input as rounded: its exact value may be half a unit in the last place larger.
+        """Mark a known 16-bit input as rounded, and assume that its exact value is half a unit in the last place
+        larger.
 
         `written` is True for a buffer whose numbers are written in the code. Then the integers in it are exact.
         """
@@ -178,7 +179,7 @@ class Values:
     def follow_rounding(
         self, func: Any, args: Any, kwargs: Any, tensors: Any, value: Any, source: str
     ) -> None:
-        """Compute an operator's result again from operands that were not rounded to 16 bits. Attach this result to `value`."""
+        """Compute an operator's result from operands that were not rounded to 16 bits, and attach it to `value`."""
         exact_operands = (getattr(self.of(tensor), _EXACT, None) for _, tensor in tensors)
         rounded = [exact[1] for exact in exact_operands if exact is not None]
         cast = func is aten._to_copy.default and value.dtype in HALVES
@@ -242,9 +243,9 @@ class Values:
     def rows(self, mask: torch.Tensor) -> int:
         """Return the number of True elements that an unknown mask is assumed to have.
 
-        A short vector selects the experts with tokens: all its elements are True. A longer mask after it selects the
-        tokens of one expert: an equal share of its elements is True. In any other mask, `_STAND_IN_ROWS` elements are
-        True.
+        A short vector selects the experts that get tokens: all its elements are True. If a longer mask follows, it
+        selects the tokens of one expert, and all experts get equally many tokens. In any other mask, `_STAND_IN_ROWS`
+        elements are True.
         """
         if mask.dim() == 1 and mask.numel() <= _MOST_EXPERTS:
             self._experts = mask.numel()
@@ -299,9 +300,10 @@ def fakes_of(result: Any, values: Values, mode: Any) -> Any:
 
 
 def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
-    """Return a mask with every second element True, so that both the mask and its inverse select elements.
+    """Return an assumed result of a comparison: every second element is True, so the mask and its inverse select
+    elements.
 
-    Return None for a vector, because it may select the experts with tokens, and for operands that are not floats.
+    Return None for operands that are not floats, and for a vector, which may select the experts that get tokens.
     """
     if not all(tensor.is_floating_point() for _, tensor in tensors):
         return None
@@ -315,10 +317,10 @@ def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
 
 
 def _drawn(packet: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """Return a possible result of a random operator: the middle of an interval, the allowed integer next to 1, or an
-    unchanged order.
+    """Return a possible result of a random operator.
 
-    Models skip layers and choose indices with random numbers. Return None for several numbers or a long permutation.
+    Models skip layers and choose indices with random numbers. The result is the middle of an interval, the allowed
+    integer nearest to 1, or an unchanged order. Return None for several numbers or a long permutation.
     """
     dtype = kwargs.get("dtype")
     if packet is aten.randperm:

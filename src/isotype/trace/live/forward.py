@@ -63,12 +63,10 @@ def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 class StaleCasts:
-    """Detects an optimizer step inside of an autocast region in which the next forward also runs.
+    """Detects an optimizer step and a later forward in one autocast region.
 
-    Autocast casts a weight once and keeps the cast until the outermost region ends. If an optimizer steps inside the
-    region, a later forward of the region uses the old weights. Then `report` is called once.
-
-    To find this out, the test casts a weight of its own, changes the weight, and casts it again.
+    Autocast casts a weight once and keeps the cast until the outermost region ends. So the later forward uses the old
+    weights, and `report` is called once. A test weight, which is cast before the step and changed, shows this.
     """
 
     def __init__(self, report: Callable[[], None]) -> None:
@@ -76,7 +74,7 @@ class StaleCasts:
         self._handle: Any = None
 
     def stepped(self, device: str) -> None:
-        """After an optimizer step on this device type, prepare the test that the next forward runs."""
+        """After an optimizer step on this device type, prepare the test weight for the next forward."""
         self.detach()
         if not (torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()):
             return
@@ -94,7 +92,6 @@ class StaleCasts:
         self._handle = modules.register_module_forward_pre_hook(called)
 
     def detach(self) -> None:
-        """Remove the hook."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -102,10 +99,9 @@ class StaleCasts:
 
 class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
     """Detects that the script averages trained weights into a 16-bit copy, between an optimizer step and the next
-    forward. The copy may be a frozen weight of the same model, such as another adapter's.
+    forward. A frozen weight of the same model can be the copy.
 
-    `report` is called with the first call that adds to a copy. The tensors get no attributes, because scripts may save
-    them.
+    `report` gets the first call that adds to a copy. The tensors get no attributes, because scripts may save them.
     """
 
     def __init__(self, report: Callable[[Call], None]) -> None:
@@ -115,7 +111,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         self._hooks = ExitStack()
 
     def stepped(self, models: Sequence[nn.Module]) -> None:
-        """Called after an optimizer step of these models: watch until the next forward, or another optimizer's step."""
+        """After an optimizer step of these models, watch until the next forward or another optimizer's step."""
         self.detach()
         if not self._reported:
             self._weights = [weight for model in models for weight in model.parameters()]
@@ -146,7 +142,6 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         return bool(alike) and storage_of(tensor) not in addresses
 
     def detach(self) -> None:
-        """End the watch."""
         self._hooks.close()
         self._weights = []
 

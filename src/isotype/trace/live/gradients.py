@@ -28,7 +28,7 @@ from isotype.trace.recorder import ORIGIN
 Sample = tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]
 _SAMPLE = 4096
 _KEPT_STEPS = {1, 2, 3}
-"""Numbers of the steps, counted from 0, whose losses must all be alive. A script may keep fewer losses on purpose."""
+"""Numbers of the steps (from 0) whose losses must all be alive, because a script may keep fewer losses on purpose."""
 _ADVICE = "memory grows with every step; keep loss.detach() or loss.item() instead"
 
 
@@ -114,8 +114,8 @@ def optimizers_of(names: Mapping[int, Origin]) -> int:
 def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) -> list[Sample]:
     """Return (name, parameter, mask of nonzero gradients, values) for each 16-bit parameter with a finite gradient.
 
-    Mask and values are those of the parameter's first elements. The name is "" for a flat copy of parameters in the
-    optimizer. The list is empty while a scheduler warms up, and if the optimizer may skip the step itself.
+    Mask and values contain only the parameter's first elements. The name is "" for a flat copy of parameters. The list
+    is empty while a scheduler warms up, and if the optimizer itself may skip the step.
     """
     samples: list[Sample] = []
     copies = not any(id(weight) in names for weight in parameters_of(optimizer))
@@ -135,7 +135,7 @@ def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) ->
 def after_step(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> dict[str, tuple[str, ...]]:
     """Compare parameters with their values before the step. Return the fields `unmoved` and `spoiled` of a `Trace`.
 
-    A flat copy (named "") has large and small values. It counts as `unmoved` if half of its values are unchanged.
+    A flat copy (named "") counts as `unmoved` if half of its values are unchanged, because its values differ in size.
     """
     # Some optimizers keep the rounding errors of 16-bit parameters, and add them in a later step.
     keys = {str(key) for state in optimizer.state.values() for key in state}
@@ -174,9 +174,9 @@ class LastStep:
 
 
 class KeptGraphs:
-    """Detects that a script keeps the losses of its steps with their graphs, as `total += loss` does. Create it after a step.
+    """Detects that a script keeps its losses with their graphs, as `total += loss` does. It starts after a step.
 
-    After some steps of one optimizer, `report` is called with a sentence if the losses of all earlier steps are alive.
+    If the losses of all earlier steps of one optimizer are still alive after some steps, `report` gets a sentence.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
@@ -212,7 +212,6 @@ class KeptGraphs:
         return {bisect_left(self._ends, node_number(term)) for term in terms}
 
     def detach(self) -> None:
-        """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
 

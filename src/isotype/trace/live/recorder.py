@@ -48,7 +48,7 @@ _ADDS = frozenset({"add", "add_", "__add__", "__iadd__", "__radd__"})
 _SUBTRACTS = frozenset({"sub", "sub_", "__sub__", "__isub__", "__rsub__", "rsub"})
 _COPIES = frozenset({"tensor", "as_tensor"})
 _SINGLE = ("MulBackward", "DivBackward")
-"""Nodes that multiply a gradient by a constant, if only one operand has a graph."""
+"""Nodes of a product or quotient, which are linear if only one operand has a graph."""
 _LINEAR = (*_SINGLE, *(f"{name}Backward" for name in ("Add", "Sub", "Stack", "ToCopy", "Mean", "Sum")))
 
 
@@ -59,7 +59,8 @@ class LiveRecorder(Recorder):
         device: device type of the step.
         limit: maximum number of recorded calls.
         seconds: time limit of the recorder's own work.
-        kind: kind of the device whose autocast is recorded for a step on a CPU. The step itself does not change.
+        kind: kind of the simulated device. For a step on a CPU, the calls are recorded as this device's autocast runs
+            them.
 
     Attributes:
         contracts: contracts of the device, for the diagnosis of an error.
@@ -67,11 +68,11 @@ class LiveRecorder(Recorder):
         fault: the reason why the recorder has stopped; "" while it records.
         failed: the last call of this step that raised; the script may have caught the error.
         failure_text: the error of `failed`; "" if no call raised.
-        weights: parameters and buffers of every model that the script has called.
-        terms: scalars of this step that have lost their graph.
-        graded: ids of the parameters for which a backward of this step has computed a gradient.
-        treatment: the autocast list of the simulated device that contains the running function; "" if none does.
-        of_gradients: True to record only the operators whose first operand is an accumulated gradient.
+        weights: records of the parameters and buffers of every model that the script has called.
+        terms: records the scalars of this step that have lost their graph.
+        graded: ids of the parameters that got a gradient in a backward of this step.
+        treatment: name of the simulated device's autocast list that contains the running function; "" if there is none.
+        of_gradients: True to record only operators on accumulated gradients.
     """
 
     supports_higher_order_operators = True
@@ -145,7 +146,7 @@ class LiveRecorder(Recorder):
     def _as_on_device(self, tensors: Sequence[torch.Tensor], result: Any) -> None:
         """Change the last call from 16 bits to float32 if the simulated device's autocast computes it in float32.
 
-        The origins of its results get the dtype float32, too. So this method also changes the calls that use the results.
+        The origins of its results also get the dtype float32, so later calls that use the results change, too.
         """
         call, scalars = self.calls[-1], not any(operand.shape for operand in self.calls[-1].operands)
         wide = [o for o in call.operands if o.dtype in HALVES and o.origin.dtype == torch.float32]
@@ -166,7 +167,7 @@ class LiveRecorder(Recorder):
         self.failed, self.failure_text = self.calls[-1], str(error)
 
     def refused(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
-        """Record a function that raised before it ran any operator, for the diagnosis of the error."""
+        """Record a function that raised an error before it ran any operator."""
         if self.fault or self.failure_text == str(error):
             return
         self._book(self._refused, func, args, kwargs, error)
@@ -188,22 +189,20 @@ class LiveRecorder(Recorder):
         self.turn_to("forward")
 
     def around_backward(self, backward: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `torch.autograd.backward`, after a record of its losses."""
+        """Record the losses, and call `torch.autograd.backward`."""
         self.begin_backward(tensors, sums=not self.of_gradients)
         return backward(tensors, *args, **kwargs)
 
     def begin_backward(self, tensors: Any, *, sums: bool) -> None:
-        """Record the losses whose backward begins. With `sums`, also record their terms without a graph."""
         if not self.fault:
             self._book(self.terms.backward, tensors, sums)
 
     def add_up(self, note: Callable[..., None], *args: Any) -> None:
-        """Call a method of `terms`, which finds terms of the loss without a graph."""
+        """Call a method of `terms`, unless the recorder has stopped."""
         if not self.fault and not self.of_gradients:
             self._book(note, *args)
 
     def reads_dtype(self, tensor: torch.Tensor) -> None:
-        """Record a read of `tensor.dtype`."""
         if not self.fault:
             self._book(lambda: self.reads.note(self.origin(tensor)))
 
@@ -223,7 +222,6 @@ class LiveRecorder(Recorder):
         return bool(self._frames)
 
     def turn_to(self, phase: Phase) -> None:
-        """Start a phase of the step."""
         self.phase = phase
         self.ledger.kind = "optimizer" if phase == "optimizer" else "activations"
         self.ledger.begin(phase)
@@ -250,7 +248,7 @@ class LiveRecorder(Recorder):
         super().mark(tensor, origin)
 
     def forget(self) -> None:
-        """Remove the recorded origins from the script's tensors, because the script may save them, and drop all references."""
+        """Remove the origins from the script's tensors, which the script may save, and drop all references to them."""
         for reference in self._marked:
             tensor = reference()
             if tensor is not None and hasattr(tensor, ORIGIN):
@@ -262,7 +260,7 @@ class LiveRecorder(Recorder):
         self._places.clear()
 
     def products(self) -> dict[str, Call]:
-        """Return parameter name -> a matmul of the forward with this parameter, for trainable parameters."""
+        """Return name of a trainable parameter -> a matmul of the forward with this parameter."""
         trained = {weight.name for weight in self.weights if weight.trainable}
         matmuls = (call for call in self.calls if call.phase == "forward" and call.flops)
         # A cast in the code is the origin of another value; accelerate's cast of a model's output is an example.
@@ -271,7 +269,7 @@ class LiveRecorder(Recorder):
         return {step.name: call for call, step in steps if step.name in trained}
 
     def weights_of(self, models: Iterable[nn.Module]) -> set[str]:
-        """Return the names of all parameters of recorded models."""
+        """Return the names of the recorded parameters of `models`."""
         weights = (weight for model in models for weight in model.parameters())
         return {self.names[id(weight)].name for weight in weights if id(weight) in self.names}
 
@@ -397,11 +395,11 @@ def in_dtypes(call: Call, others: Mapping[torch.dtype, torch.dtype]) -> Call:
 
 
 class _Terms:
-    """Scalars of a step that were computed from trained values and have no graph.
+    """Finds terms of a loss that were computed from trained weights but have no graph.
 
     Attributes:
         losses: the scalars whose backward has begun.
-        lost: for each such scalar that is a term of a loss: (line that drops its graph, line that adds it).
+        lost: (line that drops the graph, line that adds the scalar) for each term of a loss without a graph.
     """
 
     def __init__(self) -> None:
@@ -414,7 +412,7 @@ class _Terms:
         self._balanced = False
 
     def note(self, name: str, args: Any, result: Any) -> None:
-        """Record a function's result if it is a scalar without a graph, or a sum with such a scalar."""
+        """Record a function's result if it is a scalar without a graph, or a sum that contains such a scalar."""
         is_tensor = isinstance(result, torch.Tensor) and result.is_floating_point()
         is_scalar = is_tensor and (not result.ndim or name in _COPIES or name == "stack")
         if not (is_scalar or (name == "item" and isinstance(result, float))) or not torch.is_grad_enabled():
@@ -436,7 +434,7 @@ class _Terms:
                 self._sums += [(result.grad_fn, (source, shown(asking_line()))) for source in outside]
 
     def not_finite(self, scaled: bool) -> str:
-        """Return `NaN` or `infinite` if a loss had this value; else "". An infinite scaled loss is left to the GradScaler."""
+        """Return `NaN` or `infinite` if a loss had this value; else "". An infinite scaled loss does not count."""
         losses = [float(loss.detach()) for loss in self.losses]
         if any(map(math.isnan, losses)):
             return "NaN"
@@ -445,7 +443,7 @@ class _Terms:
     def _sources(self, value: Any) -> set[str]:
         """Return the lines where `value` lost its graph.
 
-        A float may be a loss times a weight, so that their ratio has only a few digits.
+        A float may be a loss times a factor in the code. Then the ratio of float and loss has only a few digits.
         """
         if isinstance(value, torch.Tensor):
             return self._cut.get(id(value), set())
@@ -456,7 +454,7 @@ class _Terms:
         return set()
 
     def backward(self, tensors: Any, sums: bool) -> None:
-        """Record the losses whose backward begins. With `sums`, also record which scalars without a graph are their terms."""
+        """Record the losses whose backward begins. With `sums`, also record their terms without a graph."""
         plain = [leaf for leaf in leaves(tensors) if type(leaf) is torch.Tensor]
         self.losses += [tensor for tensor in plain if not tensor.dim()]
         for loss in plain if sums and not self._balanced else ():
@@ -465,7 +463,7 @@ class _Terms:
 
 
 def summands(node: Any) -> Iterator[Any]:
-    """Yield the nodes of a loss's graph on whose result the loss depends linearly."""
+    """Yield the nodes of a graph from which the result of `node` is computed by linear operators."""
     waiting = [node]
     while waiting:
         node = waiting.pop()

@@ -1,8 +1,8 @@
 """Records the first steps of an unchanged script: global hooks start and end the recording, then remove themselves.
 
-The hooks are torch's global hooks for modules and optimizers. The first training forward calls `before`, which may
-trace the step, and puts the live recorder below the script's modes. After the requested number of steps, hooks, modes
-and references to the script's tensors are removed, and modules are as fast as before.
+The hooks are torch's global hooks for modules and optimizers. The first training forward calls `before`, and then puts
+the live recorder below the script's modes. After the requested number of steps, hooks, modes and references to the
+script's tensors are removed, so modules are as fast as before.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WATCH_SECONDS = 10.0
 """Time limit of the recorder's own work in seconds: enough for 100,000 operators."""
 
 MANY_SKIPPED = 20
-"""The recording ends after this number of skipped steps. Each one halves the loss scale, from 65536 to below 1."""
+"""The recording ends after this number of skipped steps, which lower the loss scale from 65536 to below 1."""
 
 _BLIND_STEPS = 3
 _EVALUATIONS, _EVALUATIONS_IN_ALL = 3, 12
@@ -67,7 +67,7 @@ _OPTIMIZERS = 3
 
 @dataclass(frozen=True)
 class Beginning:
-    """A forward that is about to run, and whose operators will be recorded.
+    """A forward that is about to run and will be recorded.
 
     Attributes:
         model: the called module.
@@ -94,8 +94,9 @@ class Watch:
 
     Args:
         steps: number of optimizer steps, at least 1.
-        before: called once, before the first training forward, which waits for the end of the call.
-        after: called at the end of a step, also of a skipped one. The step's calls are still recorded.
+        before: called once, before the first training forward.
+        after: called at the end of each step, even if the GradScaler skips the step. The step's record is still
+            complete.
         evaluates: called before each recorded forward of an evaluation or generation.
         repeats: called with the lines of two optimizer steps if both use the same gradients.
 
@@ -108,10 +109,10 @@ class Watch:
         scaler: True if the loss of the last step was scaled.
         gradients: the result of `gradients_of` at the start of the last optimizer step; empty before it.
         skipped: number of steps that the GradScaler has skipped.
-        skipping: whether `after` is called for a skipped step.
-        kind: the kind of the device for which the step is checked.
-        stands: dtypes of the step -> dtypes of the same step on that device.
-        evaluation: recorded calls before the first training forward, for example of a reference model.
+        skipping: True while `after` is called for a skipped step.
+        kind: kind of the simulated device.
+        stands: dtypes of the step -> dtypes of the same step on the simulated device.
+        evaluation: calls that were recorded before the first training forward, for example of a reference model.
         transformed: True if a transform of `torch.func` has called a module. These calls are not recorded.
     """
 
@@ -273,7 +274,7 @@ class Watch:
             self.recorder.leave()
 
     def _is_mine(self) -> bool:
-        """Return whether the current call computes real values in the recorded thread, or recomputes values for it.
+        """Return whether the current call belongs to the recorded thread or its backward, and computes real values.
 
         A process forked during a recorded step (a data loader's worker) is not recorded.
         """
@@ -354,7 +355,7 @@ class Watch:
     # ------------------------------------------------------------------------------------------------------- steps
 
     def _pause(self) -> None:
-        """Pause the recording while gradients accumulate. Later micro-batches only repeat the first one."""
+        """Pause the recording while gradients accumulate, because later micro-batches only repeat the first micro-batch."""
         self.state = "paused"
         assert self.recorder is not None
         updates = optimizers_of(self.recorder.names)
@@ -364,7 +365,7 @@ class Watch:
         self._module_hooks.close()
 
     def _skip(self) -> None:
-        """End a step that the GradScaler has skipped: check it, and record the step that now begins."""
+        """End a step that the GradScaler has skipped, and start the next step."""
         assert self.recorder is not None
         self.scaler, self.skipped, self.skipping = True, self.skipped + 1, True
         self._without_modes(self._after)
@@ -386,7 +387,7 @@ class Watch:
         return None
 
     def _closed(self, closure: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
-        """Call an optimizer's closure, which computes new gradients. Then the optimizer updates its parameters."""
+        """Call an optimizer's closure, which computes new gradients, and record them before the optimizer's update."""
         if self.recorder is not None and self.recorder.phase == "optimizer":
             self.recorder.turn_to("forward")
         result = closure()
@@ -405,7 +406,7 @@ class Watch:
             self.recorder.turn_to("optimizer")
 
     def weigh_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the optimizer that is about to step, and which parameters have gradients."""
+        """Record the optimizer that is about to step, and the gradients of its parameters."""
         assert self.recorder is not None
         fused = any(group.get("fused") for group in optimizer.param_groups)
         self.optimizer = "fused " * fused + type(optimizer).__name__

@@ -33,9 +33,8 @@ def first_nonfinite(
         model: the model whose weights and gradients the step uses.
         step: function that runs the forward and backward of each micro-batch, and yields its loss.
         batches: the micro-batches in order, each with its tensors by name.
-        scale: the loss scale of the step's backward; None without loss scaling: then the gradient norm is checked, too.
-        stop: True to end the step at the operator found. False lets the step end, because other processes wait for its
-            end.
+        scale: the loss scale of the step's backward. None without loss scaling, to check the gradient norm, too.
+        stop: True to stop the step at this operator; False if other processes wait for the end of the step.
     """
     recorder = FirstNonFinite(model, scale, stop)
     losses = []
@@ -93,8 +92,8 @@ class StopReason:
     def of(self, loss: float, norm: float | None, scale: Callable[[], float] | None) -> str | None:
         """Return the reason why the training has to end; None if it may continue.
 
-        A non-finite loss always ends the training. A non-finite gradient is normal with a GradScaler: it skips the step
-        and lowers the loss scale. `scale` returns the loss scale; it is None without a GradScaler.
+        A non-finite loss always ends the training. A non-finite gradient is normal with a GradScaler, which then skips
+        the step and lowers the loss scale. `scale` returns the loss scale; it is None without a GradScaler.
         """
         if not math.isfinite(loss):
             return "the loss is not finite"

@@ -39,7 +39,7 @@ def fresh_elements(call: TensorCall, result: torch.Tensor, by_code: Sequence[boo
     tensors = aligned or [x for operand in call.operands if (x := _as_tensor(operand, values)) is not None]
 
     def anywhere(conditions: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return a mask of the places where a condition is true. It has one value if the operator is not element-wise."""
+        """Return a mask of the places where a condition is true: a single value if the operator is not element-wise."""
         hit = torch.zeros((), dtype=torch.bool, device=values.device)
         for condition in conditions:
             hit = hit | (condition if aligned else condition.any())
@@ -84,7 +84,7 @@ def entries_at(call: TensorCall, fresh: torch.Tensor) -> tuple[float, ...]:
 def exact_result(call: TensorCall, fresh: torch.Tensor, dtype: torch.dtype) -> float | None:
     """Compute the result in the next wider dtype, and return its largest magnitude where the mask `fresh` is True.
 
-    Return None if the wider dtype does not help: an element is not finite either, or the operator refuses the dtype.
+    Return None if one of these elements is not finite in the wider dtype, or if the operator refuses the dtype.
     """
     wide = torch.float32 if dtype.itemsize <= 2 else torch.float64
     try:
@@ -167,7 +167,7 @@ class TensorOperand:
     Attributes:
         role: name of the operator's argument.
         tensor: the operand with its values before the operator ran; None for a number.
-        original: the tensor in the code. `tensor` is a copy of it if the operator overwrites it.
+        original: the tensor in the code, which the operator may overwrite.
         number: value of a number; None for a tensor.
     """
 
@@ -179,7 +179,7 @@ class TensorOperand:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorCall:
-    """A call of an operator, with its operands as they were before the operator ran."""
+    """A call of an operator, with the values of its operands before the call."""
 
     func: Any
     args: Any
@@ -223,7 +223,7 @@ def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[TensorO
 
 
 def _widened(operands: Sequence[TensorOperand], wide: torch.dtype, value: Any) -> Any:
-    """Return an argument in the dtype `wide` if it is a float tensor or dtype. A tensor has its values before the call."""
+    """Return a float tensor or float dtype in the dtype `wide`. A tensor gets the values that it had before the call."""
     if isinstance(value, torch.dtype):
         return wide if value.is_floating_point else value
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():

@@ -1,8 +1,8 @@
 """A dispatch mode that checks every result of a step and stops at the first non-finite result.
 
 An operator is reported if its operands are finite and its result is not. Intended values are not reported: the -inf of
-an attention mask, infinities that follow from it, and uninitialized memory; but a NaN that follows from -inf is. The
-operands are checked only if the result is not finite, so a finite step takes one pass over each result.
+an attention mask, infinities that follow from this -inf, and uninitialized memory. A NaN that follows from -inf is
+reported. The operands are checked only if the result is not finite, so a finite step takes one pass over each result.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
 
     Attributes:
         finding: the first operator with a non-finite result of finite operands; None if there is none.
-        suspect: the first use of a non-finite value that no operator has computed. It is the cause if the loss is not
-            finite and `finding` is None.
+        suspect: the first use of a non-finite value that no operator has computed. This is the cause of a loss that is
+            not finite if `finding` is None.
     """
 
     supports_higher_order_operators = True
@@ -146,7 +146,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return None
 
     def _judge(self, call: TensorCall, result: torch.Tensor, by_code: Sequence[bool]) -> NonFinite | None:
-        """Return a finding for a non-finite result; None if it is intended or only repeats an earlier value."""
+        """Return a finding for a non-finite result; None if the result is intended, or follows from an earlier value."""
         fresh = fresh_elements(call, result, by_code)
         if fresh is not None:
             exact, entries = exact_result(call, fresh, result.dtype), entries_at(call, fresh)

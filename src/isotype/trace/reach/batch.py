@@ -34,8 +34,8 @@ class Batch:
         padding: mask of the tokens with an attention mask of 0, `[rows, tokens]`.
         sequences: index of each token's sequence in its row, `[rows, tokens]`; 0 in unpacked rows, -1 for padding.
         packed_by: name of the input that separates the sequences; "" if there is none.
-        labelled: True if the model takes labels. Otherwise the loss is computed outside of the model, and
-            `inputs["labels"]` only marks the tokens in the loss.
+        labelled: True if the model takes labels. Otherwise code outside of the model computes the loss, and
+            `inputs["labels"]` only marks the tokens that count in this loss.
     """
 
     inputs: Mapping[str, Any]
@@ -88,7 +88,7 @@ def batch_of(inputs: Mapping[str, Any]) -> Batch | None:
 
 
 def _with_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs with `labels` for the tokens in the loss, if the loss is outside of the model (DPO, GRPO, a reward)."""
+    """Return the inputs with `labels` that mark the tokens in a loss outside of the model (DPO, GRPO, a reward)."""
     labels = inputs["input_ids"]
     for name in ("attention_mask", *_LEARNED):
         mask = inputs.get(name)
@@ -99,7 +99,7 @@ def _with_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows_at(inputs: Mapping[str, Any], rows: int, index: Any) -> dict[str, Any]:
-    """Return the inputs with only the rows at `index`. Tensors with another number of rows than `rows` stay whole."""
+    """Return the inputs with only the rows at `index`. Tensors that do not have `rows` rows stay whole."""
 
     def cut(value: Any) -> Any:
         by_row = isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows
@@ -170,7 +170,7 @@ def _window(batch: Batch) -> dict[str, Any]:
 
 
 def _border(batch: Batch) -> tuple[int, int, int]:
-    """Find the border with the nearest label behind it. Return its row, and the first and last column of a window."""
+    """Find the border after which a label follows soonest. Return its row, and the first and last column around it."""
     labels = batch.inputs["labels"]
     if labels.shape != batch.ids.shape:
         labels = batch.ids
@@ -190,7 +190,8 @@ def _border(batch: Batch) -> tuple[int, int, int]:
 
 
 def renumbered(batch: Batch, tokens: Mapping[int, int] | None) -> Batch:
-    """Return the batch with the copy's token ids. `tokens` maps the model's ids to the copy's; None if both are the same."""
+    """Return the batch with the copy's token ids. `tokens` maps the model's token ids to them; None if all are
+    equal."""
     if tokens is None:
         return batch
     changes: dict[str, Any] = {"input_ids": _mapped(batch.ids, tokens)}

@@ -67,7 +67,7 @@ def _neighbours(probe: Probe) -> Leak | None:
 
 
 def _cure(probe: Probe, other: torch.Tensor, at: torch.Tensor) -> str:
-    """Return "attention_mask" if removing this input removes the leak of a packed row, else ""."""
+    """Return "attention_mask" if a packed row has no leak without this input; else ""."""
     batch = probe.batch
     has_positions = isinstance(batch.inputs.get("position_ids"), torch.Tensor)
     if not has_positions or "attention_mask" not in batch.inputs or batch.packed_by == "attention_mask":
@@ -101,7 +101,7 @@ def _padding(probe: Probe) -> Leak | None:
 def _embeddings_reach(probe: Probe, where: torch.Tensor) -> bool:
     """Return whether the logits change if only the embeddings at `where` change, not the token ids.
 
-    A classifier finds the last token of a row by the ids of padding. So other ids alone would change the logits.
+    A classifier finds the last token of a row by the id of padding, so its logits change with the ids alone.
     """
     table = getattr(probe.copy.model, "get_input_embeddings", lambda: None)()
     if not isinstance(table, nn.Module):
@@ -116,7 +116,7 @@ def _embeddings_reach(probe: Probe, where: torch.Tensor) -> bool:
 
 
 def _unmasked_padding(probe: Probe) -> torch.Tensor:
-    """Return a mask `[rows, tokens]` of unlabelled padding at either end of a row. With an attention mask, all is False."""
+    """Return a mask `[rows, tokens]` of unlabelled padding at the ends of rows; all False with an attention mask."""
     batch = probe.batch
     config: Any = getattr(probe.copy.model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None

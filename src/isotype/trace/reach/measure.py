@@ -26,7 +26,7 @@ from isotype.trace.reach.small import NoCopyError, small_copy
 _MATRIX_ROWS = 24
 _DRAWS = 2
 _SHARED_OUT = 1 << 27
-"""If weights times tokens exceed this number, a copy runs on all threads; on one, a forward would take over 0.02 s."""
+"""If weights times tokens exceed this number, a copy runs on all threads. On one thread, a forward takes over 0.02 s."""
 
 Sharing = Literal["", "ddp", "fsdp"]
 _COUNT = "num_items_in_batch"
@@ -46,9 +46,9 @@ def measure_reach(
     Args:
         model: the model, whose weights need no values; it is not changed.
         inputs: keyword arguments of the model, with token ids and labels.
-        seconds: time limit in CPU seconds of this thread. What is not measured by then is in `undecided`.
-        most_bytes: memory limit in bytes for a copy of the model's own layers; None for no limit. Without a transformers
-            config, the limit does not apply, because there is no smaller model.
+        seconds: time limit in CPU seconds of this thread. A sentence in `Reach.undecided` reports missing measurements.
+        most_bytes: memory limit in bytes for a copy of the model's own layers; None for no limit. The limit does not
+            apply to a model without a transformers config.
         others: batches that other processes get at the same time.
         sharing: how these processes train together; "" for one process.
 
@@ -132,7 +132,7 @@ def _labels(probe: Probe) -> Labels:
 
 
 def _matrix(probe: Probe, row: int) -> Matrix | None:
-    """Return for some predictions of a row the tokens whose embeddings get a gradient; None if this is unknown."""
+    """For some predictions of a row, return the tokens whose embeddings get a gradient; None if that is unknown."""
     table = getattr(probe.copy.model, "get_input_embeddings", lambda: None)()
     learned, ids = probe.learned, probe.batch.ids
     places = (learned.rows == row).nonzero()[:, 0].tolist()
@@ -158,7 +158,7 @@ def _matrix(probe: Probe, row: int) -> Matrix | None:
 
 
 def _unused_inputs(probe: Probe, padding_is_read: bool) -> Iterator[NoReach]:
-    """Yield the inputs that change no prediction. Only attention masks, and images and audio in labelled rows, are tested."""
+    """Yield the inputs that change no prediction: attention masks, and images and audio in labelled rows."""
     batch, learned, has_picture = probe.batch, probe.learned, probe.of_pictures.any(-1)
     unlearned = bool(has_picture.any()) and not bool(has_picture[learned.rows].any())
     for name, value in () if unlearned else batch.inputs.items():
@@ -197,7 +197,7 @@ def _changes_nothing(probe: Probe, inputs: dict[str, object]) -> bool:
 
 
 def _unused_weights(probe: Probe) -> Iterator[NoReach]:
-    """Yield the trainable weights that are outside of the loss's graph or change the loss in no layer.
+    """Yield the names of trainable weights that change the loss in no layer, or are outside of its graph.
 
     All experts of a layer count as one weight, because a batch does not use every expert.
     """
@@ -223,7 +223,7 @@ def _unused_weights(probe: Probe) -> Iterator[NoReach]:
 
 
 def _lacks_tokens(probe: Probe, name: str) -> bool:
-    """Return whether a parameter has PEFT's trained rows of an embedding, for tokens that the batch lacks."""
+    """Return whether a parameter contains PEFT's trained embeddings of tokens, none of which is in the batch."""
     layer, delta, adapter = name.partition(".trainable_tokens_delta.")
     if not delta:
         return False
@@ -233,7 +233,7 @@ def _lacks_tokens(probe: Probe, name: str) -> bool:
 
 @torch.no_grad()
 def _changes_loss(probe: Probe, weights: Sequence[torch.Tensor], loss: torch.Tensor | None) -> bool:
-    """Return whether other values of the weights change the copy's loss or lead to an error."""
+    """Return whether other values of the weights change the copy's loss or cause an error."""
     weights = [weight for weight in weights if weight.numel()]
     values = [weight.clone() for weight in weights]
     try:

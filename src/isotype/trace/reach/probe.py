@@ -98,7 +98,8 @@ class Probe:
         return self.copy.model(**self.batch.arguments(inputs))
 
     def loss(self) -> torch.Tensor | None:
-        """Return the copy's loss. If the loss is outside of the model, return another loss of the same predictions."""
+        """Return the copy's loss, or another loss of the same predictions if the loss is computed outside of the
+        model."""
         output = self.run(self.batch.inputs)
         if self.batch.labelled:
             return find_loss(output)
@@ -121,8 +122,7 @@ class Probe:
     ) -> torch.Tensor:
         """Return the change of each learned prediction with other inputs, relative to the largest logit.
 
-        `at` is a mask of the predictions to compare, `[learned]`. `base` are logits to compare with in place of the
-        batch's.
+        `at` is a mask of the predictions to compare, `[learned]`. `base` replaces the logits of the batch.
         """
         before, after = self.base if base is None else base, self.logits(inputs)
         index: Any = slice(None) if at is None else at
@@ -179,7 +179,7 @@ class Probe:
 
 
 def _next_tokens(logits: torch.Tensor, batch: Batch) -> Predictions:
-    """Return a prediction for each label, made at the token before it; for a classifier, a prediction for each row."""
+    """Return the prediction of each label, which is at the token before; for a classifier, a prediction for each row."""
     if logits.dim() == 2:
         rows = torch.arange(len(logits))
         return Predictions(rows, torch.zeros_like(rows), torch.zeros_like(rows))
@@ -191,7 +191,7 @@ def _next_tokens(logits: torch.Tensor, batch: Batch) -> Predictions:
 
 
 def _predicts_the_next(model: nn.Module) -> bool:
-    """Return whether a model predicts the next token. The name of its transformers class tells."""
+    """Return whether a model predicts the next token, by the name of its transformers class."""
     names = {type(module).__name__ for module in model.modules()}
     return any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names)
 

@@ -73,12 +73,13 @@ def without_gradient(model: nn.Module, batches: Sequence[Batch]) -> tuple[str, .
 
 
 def parting(model: nn.Module, batches: Sequence[Batch]) -> Parting | None:
-    """Return the first FSDP2 collective in which a batch differs from the first batch; None if all are equal.
+    """Return the first FSDP2 collective that differs between a batch and the first batch; None if all are equal.
 
     Forward and backward of each batch run in this process, in a fake process group of two.
 
     Args:
-        model: a small copy. It is sharded in place, as accelerate does, and cannot be used afterwards.
+        model: a small copy. accelerate's sharding changes the copy in place, so the caller cannot use the copy
+            afterwards.
         batches: one batch for each process.
     """
     distributed = sys.modules.get("torch.distributed")

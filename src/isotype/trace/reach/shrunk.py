@@ -15,15 +15,15 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads")
 
 
 def _fields(sizes: Mapping[str, float]) -> Mapping[str, Any]:
-    """Split each key (names of fields) at spaces. Each field gets the size of its key."""
+    """Split each key, such as "hidden_size d_model", into names of fields with the same size."""
     return {name: size for names, size in sizes.items() for name in names.split()}
 
 
 _TABLE = table(__file__)
 TEXT = _fields(_TABLE["text"])
-"""Sizes of language models. No layer is dropped at random, because a step would then depend on random numbers."""
+"""Sizes of language models. LayerDrop is off, because the step must not depend on random numbers."""
 TOWER = {**TEXT, **_fields(_TABLE["tower"])}
-"""Sizes of vision and audio towers: as `TEXT`, with smaller values for some fields, and with the fields of towers."""
+"""Sizes of vision and audio towers: some fields of `TEXT` have smaller values, and towers have fields of their own."""
 
 _LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
@@ -36,7 +36,7 @@ TOWERS = ("vision", "vq", "audio", "qformer", "perceiver")
 
 
 def shrunk_config(config: Any) -> Any:
-    """Return a copy of a transformers config with small widths and few layers, of the kinds of the first layers."""
+    """Return a copy of a transformers config with small widths and only the first layers."""
     small = copy.deepcopy(config)
     for name, part in _parts(small):
         _shrink(part, TOWER if any(word in name for word in TOWERS) else TEXT)
@@ -44,7 +44,7 @@ def shrunk_config(config: Any) -> Any:
 
 
 def of_few_layers(config: Any) -> Any:
-    """Return a copy of a transformers config with the same few layers and unchanged widths."""
+    """Return a copy of a transformers config with only the first layers and unchanged widths."""
     small = copy.deepcopy(config)
     for _, part in _parts(small):
         _cut_layers(part)

@@ -22,7 +22,7 @@ from isotype.model.walk import empty_copies, fill_copies, kind_of, lists_of_bloc
 from isotype.trace.reach.shrunk import of_few_layers, shrunk_config, special_tokens
 
 MOST_WEIGHTS = 8_000_000
-"""Limit for a copy of the model's own modules, in elements without embeddings. With 256 tokens, such a copy takes 0.25 s."""
+"""Maximum number of weight elements (without embeddings) in a copy of the model's own modules: 0.25 s for 256 tokens."""
 MOST_WEIGHTS_OF_CLASS = 32_000_000
 """Maximum number of weight elements in a smaller model of the same class."""
 _JITTER = 0.05
@@ -63,8 +63,8 @@ def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | Non
     Args:
         model: the model, real or on the meta device; it is not changed.
         ids: token ids of the batch, in any shape; None if the batch has none.
-        most_bytes: memory limit in bytes for a copy of the model's own layers and gradients; None for no limit. Without
-            a transformers config, the limit does not apply, because there is no smaller model.
+        most_bytes: memory limit in bytes for a copy of the model's own layers and gradients; None for no limit. The
+            limit does not apply to a model without a transformers config.
 
     Raises:
         NoCopyError: the model is too large, and no smaller model can be made of its classes and first layers.
@@ -95,7 +95,7 @@ def _copyable(model: nn.Module) -> bool:
 
 
 def _of_parts(model: nn.Module, present: set[int]) -> Copy:
-    """Return a copy of a user's module. Small models replace its transformers models, and lists of layers are short."""
+    """Return a copy of a user's module, with small transformers models and short lists of layers."""
     memo: dict[int, Any] = {}
     left_out: set[int] = set()
     tokens: Mapping[int, int] | None = None
@@ -103,7 +103,7 @@ def _of_parts(model: nn.Module, present: set[int]) -> Copy:
     for inner in _transformers_models(model):
         small = _of_class(inner, without_peft(inner), present)
         if tokens not in (None, small.tokens):
-            raise NoCopyError("its parts have different special tokens")
+            raise NoCopyError("the model's parts have different special tokens")
         memo[id(inner)] = small.model
         left_out |= {id(part) for part in inner.modules()}
         tokens, plain = small.tokens, small.plain
@@ -188,7 +188,7 @@ def _values(parameter: nn.Parameter, generator: torch.Generator, dtype: torch.dt
 
 
 def _scale(shape: torch.Size) -> float:
-    """Return a standard deviation for a weight with which its product is about as large as its input."""
+    """Return a standard deviation for a weight: products with it are about as large as their inputs."""
     inputs = math.prod(shape[1:]) if len(shape) < 3 else shape[-1]
     return 1 / math.sqrt(max(inputs, 1))
 
@@ -266,7 +266,7 @@ def _adapted(small: nn.Module, model: Any, tokens: Mapping[int, int]) -> Any:
     adapted: Any = None
     for name, config in model.peft_config.items():
         if isinstance(config, peft.PromptLearningConfig):
-            raise NoCopyError("its prompts are trained, which shifts all positions")
+            raise NoCopyError("trained prompts shift all positions")
         again = copy.deepcopy(config)
         neutral = {"init_lora_weights": True, "layers_to_transform": None, "trainable_token_indices": None}
         for attribute, value in neutral.items():
@@ -274,7 +274,7 @@ def _adapted(small: nn.Module, model: Any, tokens: Mapping[int, int]) -> Any:
                 setattr(again, attribute, value)
         for attribute, ids in activating(again).items():
             if not tokens.keys() >= set(ids):
-                raise NoCopyError(f"its adapter needs the tokens {ids}, which the batch does not have")
+                raise NoCopyError(f"the adapter needs the tokens {ids}, which the batch does not have")
             setattr(again, attribute, [tokens[token] for token in ids])
         if adapted is None:
             small.requires_grad_(False)
@@ -306,7 +306,7 @@ def _quiet(model: nn.Module, training: bool) -> nn.Module:
 
 
 def _use_stand_in(model: nn.Module) -> None:
-    """Replace attention that does not run on a CPU: FlashAttention by `_attention`, FlexAttention (no backward) by eager.
+    """Replace attention that a CPU cannot train: FlashAttention by `_attention`, and FlexAttention by eager attention.
 
     The masks follow `flash_attention_mask` in transformers/masking_utils.py and `_flash_attention_forward` in
     transformers/modeling_flash_attention_utils.py (5.23).
