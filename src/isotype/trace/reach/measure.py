@@ -223,7 +223,7 @@ def _unused_weights(probe: Probe) -> Iterator[NoReach]:
 
 
 def _lacks_tokens(probe: Probe, name: str) -> bool:
-    """Return whether a parameter contains PEFT's trained embeddings of tokens, none of which is in the batch."""
+    """Return whether a parameter contains PEFT's trained embeddings of tokens that the batch lacks."""
     layer, delta, adapter = name.partition(".trainable_tokens_delta.")
     if not delta:
         return False
