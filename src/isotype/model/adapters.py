@@ -64,7 +64,7 @@ def add_lora(
 
     Raises:
         UsageError: both `config` and `lora_kwargs` are given, or the model lacks a part.
-        PrecisionError: the policy trains every weight, or its storage format is not the model's.
+        PrecisionError: the policy trains every weight, or the policy's storage format is not the model's.
     """
     import peft
 
@@ -96,7 +96,7 @@ def add_lora(
     save_policy_too(model)
     if undefined := _magnitudes_again(model, adapter_name):
         rows = f"some weight rows of {listed(undefined, 2)} are zero: DoRA divides by their norm, so the outputs are NaN"
-        model.adapter_notes += (f"{rows}; leave these layers or use_dora out",)
+        model.adapter_notes += (f"{rows}; adapt no such layers, or leave out use_dora",)
         warnings.warn(model.adapter_notes[-1], stacklevel=2)
     enforce_model(model, policy)
     return model
@@ -128,7 +128,7 @@ def _set_dropout(model: Any, adapter_name: str, rate: float) -> None:
 
 
 def remember_base(model: Any, config: Any) -> None:
-    """Store in an adapter's config where its base model is: its absolute path, or the commit of its hub repository."""
+    """Store the base model's absolute path, or the commit of the base model on the hub, in an adapter's config."""
     base = without_peft(model)
     name, settings = getattr(base, "name_or_path", None), getattr(base, "config", None)
     if not name or settings is None:

@@ -34,7 +34,7 @@ class BoundarySettings:
     - `"int8"`: for 8-bit layers. The boundary adds the bias after the layer, casts the input to `compute`, and reshapes
       the input to a matrix, as bitsandbytes' int8 kernels require.
     - `"scale"`: for linear layers whose values exceed float16. The boundary multiplies the input by 2^-exponent. The
-      layer multiplies it by the weight in `compute`. The boundary casts the product to `result`, multiplies it by
+      layer multiplies the result by the weight in `compute`. The boundary casts the product to `result`, multiplies it by
       2^exponent, and adds the bias.
     - `"residual"`: for embeddings and blocks, whose hidden states are the residual stream. The forward runs under
       autocast to `compute`. The first float input and all float outputs are cast to `result`.
@@ -150,7 +150,7 @@ def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_codes(self: Any) -> Any:
-    """Return an 8-bit layer with an `Int8Params` as its weight. FSDP2 gathers the codes into a plain parameter."""
+    """Return an 8-bit layer with an `Int8Params` as its weight, because FSDP2 gathers the codes into a plain parameter."""
     if hasattr(self.weight, "CB"):
         return self
     from bitsandbytes.nn import Int8Params

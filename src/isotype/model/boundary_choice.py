@@ -84,7 +84,7 @@ def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
 
 
 def _kind_in_stream(place: Place, block: bool, root: bool, inside_block: bool) -> str | None:
-    """Return the kind of boundary that a module needs in a float32 residual stream; None without one."""
+    """Return the kind of boundary that a module needs in a float32 residual stream; None if the module needs none."""
     if place.tuner:
         return None
     if root:
@@ -123,7 +123,7 @@ def _of_exceptions(
 
 
 def boundary_of_dtypes(place: Place, policy: PrecisionPolicy) -> BoundarySettings | None:
-    """Return the boundary that the dtypes of a module's own parameters need; None without one."""
+    """Return the boundary that a module needs because of its parameters' dtypes; None if the module needs none."""
     kind = _kind_of_boundary(place, policy)
     if kind is None:
         return None

@@ -64,7 +64,7 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
     if policy.quantized or policy.trainable == "lora":
         keep_weights(model)
     liger = "Liger's forward -> the module's own, which follows the policy"
-    by_expert = "bitsandbytes' parametrization -> one that is read by expert"
+    by_expert = "bitsandbytes' parametrization -> isotype's, which dequantizes a few experts at a time"
     changes = [Change(name, liger) for name in without_liger(model)]
     changes += [Change(name, by_expert) for name in adopt_stacks(model)]
     all_places = tuple(places(model))
@@ -86,7 +86,7 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
 
 
 def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPolicy) -> None:
-    """Raise PrecisionError if the model is not stored in the policy's format. A cast could not change that."""
+    """Raise PrecisionError if the model is not stored in the policy's format, which no cast can change."""
     quantized = [place for place in all_places if place.kind in _FORMATS]
     formats = ((place.name, _FORMATS[place.kind](place.module)) for place in quantized)
     other = sorted({f for name, f in formats if f is not None and f != policy.code_book_of(base_name(name))})
@@ -143,7 +143,7 @@ def _wanted_dtypes(
     *,
     frozen: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype of each unquantized float parameter. A shared parameter is float32 if one of its modules needs that."""
+    """Return the dtype of each unquantized float parameter: float32 if one of the modules that share it needs float32."""
     wanted: dict[nn.Parameter, torch.dtype] = {}
     for place in all_places:
         for parameter, dtype in _own_dtypes(place, policy, by_ranges.get(place.name), frozen).items():
@@ -188,7 +188,7 @@ def _parameters(place: Place, wanted: dict[nn.Parameter, torch.dtype]) -> list[C
 
 
 def exchange(parameter: Any, name: str, value: Any, dtype: torch.dtype) -> Callable[[], None]:
-    """Set a parameter's `data` or `grad_dtype`, and cast its gradient. Return a function that undoes both."""
+    """Set a parameter's `data` or `grad_dtype`, and cast its gradient. Return a function that undoes these changes."""
     before, gradient = getattr(parameter, name), parameter.grad
 
     def put(value: Any, gradient: torch.Tensor | None) -> None:

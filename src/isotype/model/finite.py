@@ -1,4 +1,4 @@
-"""Finds NaN and infinity in weights. They would make every result of the model NaN."""
+"""Finds NaN and infinity in weights, which would make every result of the model NaN."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _MOST = 12
 
 
 def require_finite(source: object, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise CheckpointError if a weight, or a constant of a quantized one, is not finite. The message names `source`."""
+    """Raise CheckpointError if a weight, or a constant of a quantized weight, is not finite. The message names `source`."""
     refuse(source, not_finite(named))
 
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return name -> counts of NaN and infinity in words, for each tensor with one of them."""
+    """Return name -> counts of NaN and infinity in words, for each tensor that contains NaN or infinity."""
     return {name: _words(part) for name, weight in named for part in _values(weight) if not only_finite(part)}
 
 

@@ -49,12 +49,12 @@ def quantize_fitted(
     """Quantize a weight like `isotype.model.quantize.quantize_4bit`, with constants that suit the layer's inputs.
 
     Args:
-        weight: a layer's weight or a part of it, flat; float32, bfloat16 or float16 of any shape.
+        weight: a layer's weight or a part of the weight, flat; float32, bfloat16 or float16 of any shape.
         moments: E[x²] of each input channel, times any common factor; `[in]`.
         first: column of the layer's weight with the first element of `weight`.
 
     Returns:
-        Packed codes and the `QuantState`. As in bitsandbytes, codes are the nearest ones for the constants before
+        Packed codes and the `QuantState`. As in bitsandbytes, codes are the nearest codes for the constants before
         double quantization.
     """
     flat = weight.detach().reshape(-1)

@@ -1,6 +1,6 @@
 """Removes equal layers from a model before a trace. Of 80 equal layers, two stay and stand for all of them.
 
-Folding changes the model in place. Use it only for copies, and for models without weights.
+Folding changes the model in place. Fold only copies, and models without weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FEWEST = 4  # for up to 3 equal layers folding saves little
 _POSITION = re.compile(r"(^|_)(idx|layer|(layer|block|depth)_?(idx|id|index|number|num|i))$")
 _COUNT = re.compile(r"^(n|num)_.*(layers?|blocks?)$|^(encoder|decoder)_layers$|^(depth|n_layer|num_layers)$")
 _ALL = re.compile(r"^[\s\w.]*(n|num)_(hidden_)?layers?\s*$")
-"""The end of a slice that takes every layer."""
+"""Code of a slice's end if the slice takes every layer."""
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 _NUMBERS_OF_LAYERS = re.compile(r"layers$|indexes$|indices$|_idxs?$")
 _TOKENS = re.compile(r"token_ids?$")
@@ -39,7 +39,7 @@ _TOKENS = re.compile(r"token_ids?$")
 _NOT_FOLDED = ("hidden_size_per_layer_input",)
 
 calls_represented: ContextVar[int] = ContextVar("calls_represented", default=1)
-"""For how many equal calls a call stands in a trace, besides the repeats of its module."""
+"""Number of equal calls for which a call stands in a trace, besides the repeats of its module."""
 
 
 @contextmanager
@@ -59,7 +59,7 @@ class _Fold:
     Attributes:
         kept: the original numbers of the layers that stay.
         stands_for: for each layer that stays, the number of layers for which it stands.
-        represents: for each original layer, the position of the layer in the folded list that stands for it.
+        represents: for each original layer, the position in the folded list of the layer that stands for it.
     """
 
     kept: tuple[int, ...]
@@ -72,9 +72,9 @@ def fold(model: nn.Module) -> nn.Module:
 
     Only lists of at least 4 layers are folded. Layers are equal if their modules have equal classes and plain attributes
     (except the layer's number), and if their parameters and buffers have equal names, shapes, dtypes, devices and
-    `requires_grad`. The first and last layer of each kind stay, with their names (`model.layers.0`, `model.layers.79`).
-    The first layer stands only for itself, so that its extra work counts once. The last one stands for all others
-    (attribute `_stands_for`). Layer numbers and configs are updated.
+    `requires_grad`. The first and last layer of each kind stay, with their names (`model.layers.0`, `model.layers.79`). The
+    first layer stands only for itself, so that its extra work counts once. The last layer stands for all others (attribute
+    `_stands_for`). Layer numbers and configs are updated.
     """
     folded: list[tuple[nn.Module, nn.Module, _Fold]] = []
     for owner, layers in lists_of_blocks(model, _FEWEST):
@@ -103,7 +103,7 @@ def fold(model: nn.Module) -> nn.Module:
 def _is_sliced(around: Sequence[nn.Module], layers: nn.Module) -> bool:
     """Return whether a forward uses a slice of the list, for example to run the middle layers several times.
 
-    `around` has the owner of the list and the modules around it.
+    `around` has the owner of the list and the modules around the owner.
     """
     name = next(name for name, child in around[0].named_children() if child is layers)
     taken = re.compile(rf"\.{name}\[([^\]:]*):([^\]]*)\]")
@@ -113,7 +113,7 @@ def _is_sliced(around: Sequence[nn.Module], layers: nn.Module) -> bool:
 
 @functools.cache
 def _source(forward: Callable[..., Any]) -> str:
-    """Return the source code of a forward; "" if it is not on this machine."""
+    """Return the source code of a forward; "" if the code is not on this machine."""
     try:
         return inspect.getsource(forward)
     except (OSError, TypeError):
@@ -126,7 +126,7 @@ def stands_for(model: nn.Module) -> dict[str, int]:
 
 
 def repeats_of(model: nn.Module) -> dict[str, int]:
-    """Return module name -> for how many modules of the original model it stands."""
+    """Return module name -> number of modules of the original model for which this module stands."""
     repeats: dict[str, int] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         repeats[name] = repeats.get(name.rpartition(".")[0], 1) * int(getattr(module, STANDS_FOR, 1))

@@ -31,8 +31,8 @@ def find_loss(output: Any) -> torch.Tensor | None:
     """Return the field `loss` of a model's output, or a scalar that must be the loss, or None.
 
     A scalar is the loss if it depends on all parameters that the output depends on. The loss in nanoGPT's output
-    `(logits, loss)` does; CLIP's temperature does not. If no single scalar of a mapping does, but all scalars together
-    do, like a detector's losses, return their sum.
+    `(logits, loss)` is such a scalar; CLIP's temperature is not. If only all scalars of a mapping together depend on
+    these parameters (a detector's losses), return the sum of the scalars.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
@@ -56,7 +56,7 @@ def find_loss(output: Any) -> torch.Tensor | None:
 def ends_behind(tensor: torch.Tensor, visited: set[int]) -> Iterator[Any]:
     """Yield the nodes at the ends of the autograd graph of `tensor`, which accumulate parameters' gradients.
 
-    Nodes with numbers in `visited` are left out. The numbers of inner nodes are added to it.
+    Nodes with numbers in `visited` are left out. The numbers of inner nodes are added to `visited`.
     """
     waiting: list[Any] = [tensor.grad_fn]
     while waiting:

@@ -14,9 +14,9 @@ PARTS = (LANGUAGE, PROJECTOR, VISION, AUDIO)
 """The parts of a multimodal model, in the order in which reports list them."""
 ALL = "all"
 _TOWERS = {VISION: "image", AUDIO: "audio"}
-"""Part -> transformers' name of its input. The model's config has `vision_config` or `audio_config`."""
+"""Tower -> name of the tower's input in transformers. The tower's config is `vision_config` or `audio_config`."""
 _MERGER = re.compile(r"(^|\.)\w*merger\w*(\.|$)")
-"""Names of the projector behind the blocks of Qwen's and GLM's towers. It returns the language model's width."""
+"""Names of the projector behind the blocks of Qwen's and GLM's towers. Its output has the language model's width."""
 
 
 class Parts:
@@ -50,7 +50,7 @@ class Parts:
 
 
 def read_parts(parts: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the parts in a list or a text such as `language,projector` or `all`. Raise ValueError for an unknown one."""
+    """Return the parts in a list or a text such as `language,projector` or `all`. Raise ValueError for an unknown part."""
     words = {word.strip() for word in (parts.split(",") if isinstance(parts, str) else parts)}
     if unknown := sorted(words - {*PARTS, ALL}):
         raise ValueError(unknown[0])

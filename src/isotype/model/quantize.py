@@ -1,11 +1,11 @@
-"""Quantizes to nf4, fp4 and int8 on a CPU. It is several times faster than bitsandbytes, and bitwise equal.
+"""Quantizes to nf4, fp4 and int8 on a CPU, several times faster than bitsandbytes and with bitwise equal results.
 
 On CPUs, bitsandbytes (0.50.2, `backends/default/ops.py`) processes the whole tensor at once, and mostly does a binary
 search for each element. This file processes pieces that fit into the caches, and reads codes from a table.
 
-An element divided by its block's absmax is in [-1, 1]. It gets the code of the nearest 4-bit value, so codes change at
-the midpoints of neighbouring values. The table has a code for each of 65536 equal cells of [-1, 1]. In a cell with a
-midpoint, a search with bitsandbytes' arithmetic finds the code.
+An element divided by its block's absmax is in [-1, 1]. The element gets the code of the nearest 4-bit value, so codes
+change at the midpoints of neighbouring values. The table has a code for each of 65536 equal cells of [-1, 1]. In a cell
+with a midpoint, a search with bitsandbytes' arithmetic finds the code.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def quantize_4bit(
             3).
 
     Returns:
-        (codes `[ceil(elements / 2) / storage.itemsize, 1]` in the dtype `storage`, `QuantState`). Two codes are in a
-        byte.
+        (codes `[ceil(elements / 2) / storage.itemsize, 1]` in the dtype `storage`, `QuantState`). A byte has two codes.
     """
     from bitsandbytes import functional
 
@@ -145,7 +144,7 @@ def _codes_4bit(weight: torch.Tensor, form: str, blocksize: int) -> tuple[torch.
 def _piece(
     form: _Format, blocks: torch.Tensor, absmax: torch.Tensor, work: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the codes of `blocks` [blocks, blocksize], one in a byte. Write the largest magnitudes to `absmax`.
+    """Return the codes of `blocks` [blocks, blocksize], one code per byte. Write the largest magnitudes to `absmax`.
 
     Return None if a value is not finite. `work` is scratch memory: float32 `[3, n]` for at most n elements.
     """
@@ -193,7 +192,7 @@ def _format(name: str) -> _Format:
 
 
 def quantize_blank(layer: Any, dtype: torch.dtype) -> None:
-    """Replace a bitsandbytes layer's weight by a quantized one on the meta device."""
+    """Replace a bitsandbytes layer's weight by a quantized weight on the meta device."""
     dense = torch.empty(layer.out_features, layer.in_features, dtype=dtype, device="meta")
     old = layer.weight
     settings = {name: value for name, value in vars(old).items() if name not in ("CB", "SCB")}

@@ -25,7 +25,7 @@ def quantization_state(layer: nn.Module) -> Any:
 
 
 def quantization_states(layer: Any) -> list[Any]:
-    """Return a 4-bit layer's quantization states: the weight's, and the layer's, which FSDP2 leaves."""
+    """Return the quantization states of a 4-bit layer's weight and of the layer itself. FSDP2 drops the weight's state."""
     states = (getattr(holder, "quant_state", None) for holder in (getattr(layer, "weight", None), layer))
     return list({id(state): state for state in states if state is not None}.values())
 
@@ -65,9 +65,9 @@ def holds_turned(layer: Any) -> bool:
 def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
     """Set the dtypes of a `Linear4bit`, its quantization state and its constants. Return the changes in words.
 
-    A load sets the dtype of dequantized weights to the saved one, even if the policy has another
-    (https://github.com/unslothai/unsloth/issues/4005). Raise PrecisionError if the state was lost or the packed codes
-    were cast.
+    A load sets the dtype of dequantized weights to the saved dtype, even if the policy has another dtype
+    (https://github.com/unslothai/unsloth/issues/4005). Raise PrecisionError if the state was lost or the packed codes were
+    cast.
     """
     changes = []
     dequantize_by_blocks()
@@ -208,8 +208,8 @@ _BITS = {"linear4bit": 4, "linear8bit": 8}
 def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
     """Change layers in place to the formats in `policy.layers`. Return the names of the weights that become int8.
 
-    The model has bitsandbytes layers on the meta device that are not quantized yet. Raise PrecisionError if it lacks a
-    layer of the policy.
+    The model has bitsandbytes layers on the meta device that are not quantized yet. Raise PrecisionError if the model lacks
+    a layer of the policy.
     """
     modules = dict(model.named_modules())
     names = [choice.module for choice in policy.layers]
@@ -232,7 +232,7 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
 
 
 def leave_dense(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) -> None:
-    """Replace the quantized layers of weights that the checkpoint lacks by dense layers, which are initialized and trained."""
+    """Replace quantized layers, whose `weights` the checkpoint lacks, by dense layers, which are initialized and trained."""
     modules = dict(model.named_modules())
     for name in {weight.rpartition(".")[0] for weight in weights}:
         if name in modules and kind_of(modules[name]) in _BITS:

@@ -12,7 +12,7 @@ CHECKPOINTING = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
 
 def checkpointing(arguments: Any) -> dict[str, Any] | None:
-    """Return a trainer's arguments of `gradient_checkpointing_enable`; None if it does not call it.
+    """Return a trainer's arguments of `gradient_checkpointing_enable`; None if checkpointing is off.
 
     `offload` is dropped: a traced step has no second memory for activations.
     """
@@ -32,7 +32,7 @@ def needs_input_gradients(arguments: Mapping[str, Any] | None, model: Any) -> bo
 def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: bool) -> None:
     """Enable gradient checkpointing as isotype's trainers do, if the model supports it.
 
-    `settings` are arguments of `gradient_checkpointing_enable`. With `adapters`, only adapters are trained.
+    `settings` are arguments of `gradient_checkpointing_enable`. `adapters`: True if only adapters are trained.
     """
     if not getattr(model, "supports_gradient_checkpointing", True):
         return

@@ -1,4 +1,4 @@
-"""Generates like grpo and rloo: a forward of the prompts, and one of each row's last token."""
+"""Generates like grpo and rloo: a forward of the prompts, and a forward of each row's last token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CACHES = ("cache", "past_key_values")
 
 
 def rollout(prompts: Mapping[str, torch.Tensor], completion: int) -> LossOf:
-    """Return code for the part of `generate` with the most memory: these prompts, and `completion` tokens in each row.
+    """Return the part of `generate` that needs the most memory, for these prompts and `completion` tokens in each row.
 
     TRL generates all rows of an optimizer step at once.
     """
@@ -48,7 +48,7 @@ def _generate(model: Any, batch: Mapping[str, torch.Tensor], completion: int) ->
 def _standing_for(tokens: int, cache: Any) -> Iterator[None]:
     """In the `with` block, the keys and values of one token take the memory of `tokens` tokens.
 
-    In a layer with a sliding window, they take no more memory than the rest of the window.
+    In a layer with a sliding window, the memory is limited to the rest of the window.
     """
     update, mask_sizes = cache.update, cache.get_mask_sizes
 

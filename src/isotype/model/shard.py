@@ -40,7 +40,7 @@ def is_gathered(module: nn.Module) -> bool:
 
 
 def gathered_by(model: nn.Module) -> dict[str, tuple[Any, list[str]]]:
-    """Return the `MixedPrecisionPolicy` of each module that FSDP2 has sharded, and its own parameters' names.
+    """Return (`MixedPrecisionPolicy`, names of the gathered float parameters) of each module that FSDP2 has sharded.
 
     Parameters that FSDP2 ignores are left out.
     """
@@ -52,7 +52,7 @@ def gathered_by(model: nn.Module) -> dict[str, tuple[Any, list[str]]]:
 
 
 def gathering(model: nn.Module) -> dict[str, tuple[str, torch.dtype | None]]:
-    """Return parameter name -> (module for which FSDP2 gathers it, dtype that its policy sets or None)."""
+    """Return parameter name -> (module for which FSDP2 gathers the parameter, dtype in the module's policy or None)."""
     groups = gathered_by(model).items()
     return {name: (unit, policy.param_dtype) for unit, (policy, names) in groups for name in names}
 
@@ -179,7 +179,7 @@ def integers_named() -> Iterator[None]:
 def _plain_codes(model: nn.Module) -> None:
     """Make codes plain parameters with their constants on the layer, because FSDP2 drops a parameter's attributes.
 
-    bitsandbytes (`fix_4bit_weight_quant_state_from_module`) and the boundary of 8-bit layers read them from the layer.
+    bitsandbytes (`fix_4bit_weight_quant_state_from_module`) and the boundary of 8-bit layers read these constants.
     """
     for place in places(model):
         layer: Any = place.module

@@ -1,8 +1,8 @@
-"""Chooses the layers for `all-linear`, and says which weights get no adapters.
+"""Chooses the layers for `all-linear`, and describes the weights that get no adapters.
 
-`all-linear` leaves out routers, and layers whose weight the model uses without calling the layer (`F.linear(x,
-self.out_proj.weight)`, Mamba's fused scans): there, an adapter would have no effect. Layers that the user names all get
-adapters.
+`all-linear` leaves out routers. It also leaves out layers whose weight the model uses without calling the layer
+(`F.linear(x, self.out_proj.weight)`, Mamba's fused scans), because their adapters would have no effect. All layers that the
+user names get adapters.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def remember_drawn(model: Any, names: Collection[str]) -> None:
 
 
 def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
-    """Add modules with weights in no checkpoint file to `modules_to_save`. Return a sentence on these modules.
+    """Add modules whose weights are in no checkpoint file to `modules_to_save`. Return a sentence on these modules.
 
     Raise UsageError if such a module also has weights from files, or if adapters of this kind cannot save modules.
     """
@@ -111,14 +111,14 @@ def _module_of(model: Any, name: str, drawn: set[str]) -> str:
 
 
 _UNABLE = ("use_dora", "lora_bias", "init_lora_weights")
-"""Settings that PEFT does not support for adapters on parameters (`ParamWrapper`); of the last, only `_OF_WEIGHTS`."""
+"""Settings with values that PEFT does not support for adapters on parameters (`ParamWrapper`)."""
 _OF_WEIGHTS = ("orthogonal", "olora", "pissa")
-"""Initialisations in which PEFT (0.21) reads a layer's `weight`. Stacked experts have none."""
+"""Unsupported `init_lora_weights`: PEFT (0.21) reads the layer's `weight`, which stacked experts do not have."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets in an adapter's config, and why other layers are not among them.
+    """The targets in an adapter's config, and the reasons why other layers are no targets.
 
     Attributes:
         wide: True if the config's targets are `all-linear`.
@@ -147,7 +147,7 @@ def _is_unable(config: Any, name: str) -> bool:
 
 
 def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targets:
-    """Set a config's targets to the layers that get adapters. Raise UsageError if `adapt` leaves none."""
+    """Set a config's targets to the layers that get adapters. Raise UsageError if `adapt` excludes all layers."""
     if not getattr(config, "target_modules", None):
         return Targets()
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -280,7 +280,7 @@ def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...
 
 
 def _size_on_experts(model: Any) -> tuple[str, ...]:
-    """Return a sentence on the size of experts' adapters. They often have more values than all others."""
+    """Return a sentence on the size of experts' adapters. These adapters often have more values than all others."""
     values, experts, layers, base = 0, 0, 0, model.get_base_model()
     ranks: set[int] = set()
     repeats = repeats_of(base)
@@ -323,7 +323,7 @@ def _counted(weights: list[_Weight], total: int) -> str:
 
 
 def _weights(model: Any, targets: Targets) -> Iterator[_Weight]:
-    """Yield the weights of linear layers, routers and experts. Those of the head and of modules copied by PEFT are left out."""
+    """Yield the weights of linear layers, routers and experts. The head, and modules that PEFT has copied, are left out."""
     base, adapted = model.get_base_model(), set()
     repeats = repeats_of(base)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None

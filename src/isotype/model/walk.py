@@ -95,7 +95,7 @@ _BLOCK_PARTS = re.compile(
 
 
 class FoldedList(nn.ModuleList):
-    """A ModuleList without some layers, which `isotype.model.fold` has removed. The others keep their numbers as names."""
+    """A ModuleList from which `isotype.model.fold` has removed layers. The remaining layers keep their numbers as names."""
 
     def __getitem__(self, index: Any) -> Any:
         layers = list(self._modules.values())[index]

@@ -286,7 +286,7 @@ def test_the_path_of_peft_is_right_on_quantized_experts() -> None:
     assert len(layer.base_of(outer).parametrizations["gate_up_proj"]) == 1
     with model.disable_adapter():
         assert _error(model(*inputs), exact.double()) > 1e-3
-    with pytest.raises(isotype.PrecisionError, match="cannot be merged into codes"):
+    with pytest.raises(isotype.PrecisionError, match="cannot be merged into a quantized weight"):
         model.merge_adapter()
 
 

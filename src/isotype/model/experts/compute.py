@@ -30,7 +30,7 @@ from isotype.model.fold import representing
 from isotype.precision.devices.simulated import is_on_cpu
 
 _DENSE_BYTES = 1 << 27
-"""Of quantized experts, at most this many bytes of weights are dense at a time."""
+"""Maximum bytes of quantized experts' weights that are dense at a time."""
 _ROWS = 512
 """Rows of a grouped product on a CPU. With fewer rows, calls are too slow; more rows exceed the caches."""
 
@@ -104,7 +104,7 @@ def experts_output(
 
     Args:
         x: `[tokens, in]`, any float dtype.
-        index: the numbers of each token's experts, integers `[tokens, k]`. From `spec.count` on, a number means no expert.
+        index: the numbers of each token's experts, integers `[tokens, k]`. `spec.count` and larger numbers mean no expert.
         scores: `[tokens, k]` routing weights in any float dtype; None if all weights are 1.
         factors: A `[experts, in, r]` and B `[experts, r, out]` of each adapter, in any float dtype and layout: first the
             adapters of `up`, then those of `down`.
@@ -150,7 +150,7 @@ class _Group:
             out[self.first] = left.t() @ right
 
     def each_row(self, per_expert: torch.Tensor) -> torch.Tensor:
-        """Return the vector of each row's expert, `[n, out]`; `[1, out]` for a single expert."""
+        """Return the entry in `per_expert` of each row's expert, `[n, out]`; `[1, out]` for a single expert."""
         vectors = per_expert[self.first : self.stop]
         if self.offsets is None:
             return vectors
@@ -204,7 +204,7 @@ def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tens
 
 
 def _groups(counts: Sequence[int], together: int) -> Iterator[_Group]:
-    """Yield groups of up to `together` experts; experts without rows are left out. `counts` are the experts' row counts."""
+    """Yield groups of up to `together` experts; experts without rows are left out. `counts`: number of rows of each expert."""
     ends = [0, *accumulate(counts)]
     for first in range(0, len(counts), together):
         stop = min(first + together, len(counts))
@@ -431,7 +431,7 @@ def _through_down(
     weight: torch.Tensor | None,
     gradients: list[torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of a group's g(h) and routing weights. `d_y` is that of its weighted outputs."""
+    """Return the gradients of a group's g(h) and routing weights. `d_y` is the gradient of the group's weighted outputs."""
     matrices = spec.down.matrices(group.first, group.stop, spec.working)
     d_a = group.product(d_y, matrices.transpose(1, 2))
     for low, hidden in zip(downs, small, strict=True):

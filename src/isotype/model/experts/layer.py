@@ -1,8 +1,8 @@
 """Swaps the classes of experts and their PEFT adapters, so that `isotype.model.experts.compute` computes them.
 
-PEFT (0.21) wraps an experts module in a `ParamWrapper` for each adapted weight, one around the other, and computes every
-expert's delta (`lora/layer.py`). After the swap, the outermost wrapper reads the adapters of all wrappers and multiplies
-activations by them.
+PEFT (0.21) wraps an experts module in nested `ParamWrapper`s, one for each adapted weight, and computes every expert's
+delta (`lora/layer.py`). After the swap, the outermost wrapper reads the adapters of all wrappers and multiplies activations
+by them.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _merge(self: Any, *args: Any, **kwargs: Any) -> Any:
     if (stack := quantized_stack(base, name)) is not None:
         what = f"{type(base).__name__}.{name}, stored in {stack.storage}"
         fix = "write the merged model with isotype merge, or load the base without quantization"
-        headline = "an adapter cannot be merged into codes in memory"
+        headline = "an adapter cannot be merged into a quantized weight in memory"
         raise PrecisionError.of(headline, what, "a dense weight", fix)
     return self.plain.merge(self, *args, **kwargs)
 

@@ -41,8 +41,6 @@ def unpack(
     Args:
         blocks: uint8 `[experts, out, in / 32, 16]`.
         scales: uint8 `[experts, out, in / 32]`: exponents with a bias of 127 (E8M0).
-        dtype: dtype of the dense weights.
-        turned: True to return `[experts, in, out]`.
     """
     experts, outputs, groups, width = blocks.shape
     inputs = groups * width * 2

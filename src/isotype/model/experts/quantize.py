@@ -48,7 +48,7 @@ def formats_of_stacks(
 
 
 def store_blank(model: nn.Module, formats: Mapping[str, str], policy: PrecisionPolicy) -> None:
-    """Replace stacked weights by quantized ones on the meta device. `formats` is from `formats_of_stacks`."""
+    """Replace stacked weights by quantized weights on the meta device. `formats` is from `formats_of_stacks`."""
     for full, storage in formats.items():
         path, _, name = full.rpartition(".")
         module = model.get_submodule(path)
@@ -145,8 +145,8 @@ def quantize_parts(
 def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedStack:
     """Return a new parametrization with the settings of `blank` and these constants.
 
-    `constants` are the scales of int8 and mxfp4. For nf4 and fp4, they are float32 `[experts, blocks]`, and are
-    quantized if those of `blank` are.
+    `constants` are the scales of int8 and mxfp4. For nf4 and fp4, `constants` are float32 `[experts, blocks]`, and are
+    quantized if the constants of `blank` are.
     """
     held = {"scales": constants}
     if blank.storage not in ("int8", MXFP4):

@@ -4,7 +4,7 @@ A quantized stack uses `torch.nn.utils.parametrize`, like bitsandbytes 0.50.
 `module.parametrizations.gate_up_proj.original` is a frozen parameter with the codes. `module.gate_up_proj` gives any
 library the whole dense weight. isotype calls `QuantizedStack.part`, which dequantizes a few experts.
 
-An expert's codes are a slice along the first dimension. FSDP2 shards the codes along it. The formats are:
+An expert's codes are a slice along the first dimension. FSDP2 shards the codes along this dimension. The formats are:
 
 - 4 bits: uint8 `[experts, d1 * d2 / 2]`, equal to bitsandbytes' codes of the flat weight. No block may have values of
   two experts: if `d1 * d2` is no multiple of the block size, the weight stays dense (`isotype.core.formats.why_dense`).
@@ -92,7 +92,7 @@ class QuantizedStack(UncastBuffers):
         return dequantize_4bit(codes[start:stop].reshape(-1, 1), self._state(start, stop))
 
     def factors(self) -> tuple[torch.Tensor, ...]:
-        """Return the stack's float constants. If the weight has NaN or infinity, one of them is not finite."""
+        """Return the stack's float constants. If the weight has NaN or infinity, one of the constants is not finite."""
         constants: Any = self
         if self.nested:
             return constants.nested_absmax, constants.offset
@@ -230,7 +230,7 @@ def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: Quanti
 def adopt_stacks(model: nn.Module) -> list[str]:
     """Replace parametrizations of `bitsandbytes.nn.parametrize` by quantized stacks. Return the names of the weights.
 
-    Codes and constants stay in the same memory. A weight is left if its experts do not fill whole blocks.
+    Codes and constants stay in the same memory. A weight stays as it is if its experts do not fill whole blocks.
     """
     adopted = []
     for path, module in list(model.named_modules()):
