@@ -255,7 +255,7 @@ def test_settings_and_lines_are_handed_to_the_caller() -> None:
         "set       autocast=bfloat16",
         "edit      model.py:3: bfloat16",
         "left      IST101: c is wrong: no fix is known",
-        "in all    3 findings: 2 resolved once you have done the above, 1 left",
+        "in all    3 findings: 2 resolved after the changes above, 1 left",
     ]
 
 
@@ -269,7 +269,7 @@ def test_what_the_model_has_no_more_is_counted_apart_from_what_the_caller_has_to
     assert [finding.cause for finding in done.pending] == ["b"]
     assert (done.done, done.to_do) == ((cast,), (BOTH,))
     assert str(done).splitlines()[-1] == (
-        "in all    2 findings: 1 resolved, 1 resolved once you have done the above"
+        "in all    2 findings: 1 resolved, 1 resolved after the changes above"
     )
 
 

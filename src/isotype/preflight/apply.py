@@ -29,9 +29,9 @@ Undo = Callable[[], object]
 
 
 def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
-    """Apply the actions that change the model. Return the functions that undo them, in the order of the actions.
+    """Apply the actions that change the model, and return functions that undo the changes, in the order of the actions.
 
-    If the target of an action does not exist in the model, the earlier actions are undone and UsageError is raised.
+    If the model lacks the target of an action, undo the earlier actions and raise UsageError.
     """
     undos: list[Undo] = []
     for action in actions:
@@ -90,7 +90,7 @@ def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
 
 
 def _entry(holder: Any, step: str) -> tuple[Any, Any]:
-    """Return the dictionary or list with an item of a module, dictionary or list, and the item's key."""
+    """Return the dictionary or list that contains the item `step` of `holder`, and the item's key."""
     if isinstance(holder, list):
         return holder, int(step)
     if not isinstance(holder, nn.Module):
@@ -100,7 +100,7 @@ def _entry(holder: Any, step: str) -> tuple[Any, Any]:
 
 
 def _cast_in_place(parameter: Any, value: str) -> list[Undo]:
-    """Cast a parameter's data. The parameter object stays, because optimizers and other modules refer to it."""
+    """Cast a parameter's data. The parameter stays the same object, because optimizers and other modules refer to it."""
     dtype = parse_dtype(value)
     if parameter.dtype == dtype:
         return []
@@ -179,7 +179,7 @@ def _with_boundary(module: nn.Module, settings: BoundarySettings) -> list[Undo]:
 
 
 def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
-    """Add the casts of `enforce_model` for a float32 residual stream, and around modules that are exceptions."""
+    """Add the casts of `enforce_model` that a policy by value ranges needs."""
     choice = RangeBoundaries.of(value)
     policy = PrecisionPolicy(
         parse_dtype(choice.compute),
@@ -204,7 +204,7 @@ def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
 
 
 def _exceptions(model: nn.Module, choice: RangeBoundaries) -> Iterable[ModuleException]:
-    """Return the exceptions. A traced layer that represents several layers gets the exceptions of all these layers."""
+    """Return the exceptions. A layer that represents several layers gets the exceptions of all of these layers."""
     present = dict.fromkeys(base_name(name) for name, _ in model.named_modules())
     standing = tuple(f"{base_name(name)}." for name, count in stands_for(model).items() if count > 1)
     excepted = {module for module, _, _ in choice.exceptions}

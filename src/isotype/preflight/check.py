@@ -32,7 +32,7 @@ from isotype.report.check.report import Report
 
 
 class Options(TypedDict, total=False):
-    """Keyword-only arguments of `check`. All except the last two are fields of `StepRequest`."""
+    """Keyword-only arguments of `check`. All except `verify` and `seconds` are fields of `StepRequest`."""
 
     learning_rate: float | None
     fsdp: int
@@ -66,18 +66,18 @@ def check(
     """Run one training step on fake tensors, report every dtype problem, and try the fixes.
 
     The model, the inputs and the random states stay unchanged, and no weights are copied. For a float16 step, `check`
-    reads weights block by block, to measure the values of the step.
+    measures values, for which it reads the weights block by block.
 
     Args:
-        model: any `nn.Module`, real or on the meta device; or a transformers or TRL trainer, or a `StepRequest`.
-            `check` takes the first batch and the arguments from a trainer. For a trainer or a request, the other
-            arguments of `check` are optional, and replace what the trainer or request has.
+        model: any `nn.Module`, real or on the meta device; or a transformers or TRL trainer, or a `StepRequest`. The
+            step of a trainer has the trainer's first batch and arguments. Other arguments of `check` replace those of a
+            trainer or request.
         inputs: the keyword arguments of a call of the model (labels included), or a callable model -> loss.
         policy: the model's intended policy; by default the policy that is attached to the model, if there is one.
-        device: a device profile (`"t4"`) or a real device; by default the policy's device, else the best device
-            of this machine.
-        autocast: dtype of autocast around forward and loss; False disables autocast. The default is the policy's
-            autocast; without a policy, there is none.
+        device: a device profile (`"t4"`) or a real device; by default the policy's device, or this machine's best
+            device.
+        autocast: dtype of autocast around forward and loss; False for no autocast. By default the policy's autocast;
+            without a policy, no autocast.
         scaler: whether a GradScaler is used; by default only with float16 autocast.
         optimizer: a name (`"adamw"`, `"adamw_fused"`, `"sgd"`, …), an optimizer, a list of optimizers, or a
             callable parameters -> optimizer; by default AdamW.
@@ -88,7 +88,7 @@ def check(
             - `learning_rate`: the learning rate of the optimizer, for the rules on lost updates.
             - `fsdp`: 0, or the version of FSDP that shards the training.
             - `devices`: number of devices that train together (default 1); the report shows the memory of one device.
-              With `fsdp`, each device holds a share of the weights; without it, all of them (DDP).
+              With `fsdp`, each device holds a share of the weights; otherwise, each device holds all weights (DDP).
             - `reshard`: whether FSDP frees a block's gathered weights after its forward (default True).
             - `shard_integers`: whether FSDP shards frozen weights that are stored as integers (default True). isotype
               shards these weights; accelerate does not.
@@ -96,30 +96,29 @@ def check(
               default, the model's own setting is used.
             - `generate`: the function of the model that the phase `"generate"` runs.
             - `autocast_eval`: whether autocast is also active in the phase `"generate"`.
-            - `fold`: whether layers that differ only in their values are traced once. A finding about one of them is
-              then about all.
-            - `evaluation`: a batch that is evaluated between steps, as `inputs`. The report shows its memory as a
-              separate phase.
+            - `fold`: whether only one of several layers that differ only in their values is traced. A finding about
+              this layer is then about all of them.
+            - `evaluation`: a batch that is evaluated between steps, in the form of `inputs`. The report shows the
+              evaluation's memory as a separate phase.
             - `accumulates`: number of micro-batches in an optimizer step, or True for several (default False).
-            - `room`: how much of the device's memory the step may use (`isotype.precision.devices.room.Room`); by default
-              a share of the memory.
+            - `room`: memory that the step may use (`isotype.precision.devices.room.Room`); by default a share of all
+              memory.
             - `ranges`: the result of `isotype.measure_ranges`, for the rules on float16 overflow. By default, `check`
               measures the values of a float16 step on these inputs, if the model has its weights and the measurement is
               short.
-            - `wiring`: whether `check` measures on a small copy of the model which inputs change which predictions
-              (default True): packed rows, padding, later tokens, labels, images and adapters. It needs labels, and token
-              ids with known values.
+            - `wiring`: whether `check` measures which inputs change which predictions (default True): packed rows,
+              padding, later tokens, labels, images and adapters. The measurement runs a small copy of the model, and
+              needs labels, and token ids with known values.
             - `verify`: whether every fix is tried by a second trace (default True).
             - `seconds`: time limit of the trace, without the trials of fixes. At the limit, the trace ends, and the
-              report is about the part before it.
+              report is about the traced part.
 
     Returns:
-        The report: findings with their causes, fixes that another trace has verified, memory and FLOPs of the step. If
-        a part of the step cannot be traced, one of the findings is IST199.
+        The report: findings with their causes, fixes that another trace has verified, memory and FLOPs of the step. A
+        step that cannot be traced to its end has the finding IST199.
 
     Raises:
-        UsageError: arguments exclude each other (the error lists all of them), or `model` is no model, trainer or
-            request.
+        UsageError: arguments exclude each other, or `model` is no model, trainer or request.
         PrecisionError: an unknown device or dtype.
         TypeError: an option that does not exist.
     """
@@ -147,7 +146,7 @@ def check(
 
 
 def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
-    """Return a changed request. A new autocast resets the scaler, and a new optimizer object the learning rate."""
+    """Return a changed request. A new autocast resets the scaler; a new optimizer object resets the learning rate."""
     if "autocast" in changes:
         changes = {"scaler": None, **changes}
     if optimizers_in(changes.get("optimizer")):
@@ -156,7 +155,7 @@ def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
 
 
 def _with_inputs(request: StepRequest, inputs: Any) -> StepRequest:
-    """Return a request with other inputs. A loss function of the request is called with the new batch."""
+    """Return a request with other inputs. A new batch only replaces the batch of the request's loss function."""
     if inputs is None:
         return request
     over = isinstance(request.inputs, LossOf) and isinstance(inputs, Mapping)
@@ -174,8 +173,7 @@ _RETURNS = "(model, inputs), or a dict with model, inputs and other arguments of
 def function_arguments(text: str) -> dict[str, Any]:
     """Call the function `package.module:function` and return its result as arguments of `isotype.check`.
 
-    Raises UsageError if the module or function does not exist, or if the function raises an error or returns something
-    else.
+    Raises UsageError if there is no such module or function, or if the function fails or has another result.
     """
     module, attribute = _module(text), text.partition(":")[2]
     function = getattr(module, attribute, None)

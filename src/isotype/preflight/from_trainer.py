@@ -29,9 +29,9 @@ def request_of_trainer(trainer: Any, inputs: Any = None, device: Any = None) -> 
     """Return the request for a trainer's first step with its loss and arguments. Call this before `train()`.
 
     The trainer, its data order and the random states stay unchanged. For a data set with only prompts (GRPO, RLOO), the
-    step is a forward and a backward over the first prompts, with completions of the greatest length and without rewards.
-    Unless vLLM generates the completions, the rollout's memory is counted and one token is generated. With PEFT, this
-    runs outside of autocast, as in the trainer.
+    step is a forward and a backward over the first prompts, with completions of the greatest length and without
+    rewards. Unless vLLM generates the completions, the step also generates one token, and the report contains the
+    rollout's memory. With PEFT, the token is generated outside of autocast, as in the trainer.
 
     Args:
         trainer: a trainer of transformers or TRL.
@@ -79,9 +79,9 @@ def request_of_trainer(trainer: Any, inputs: Any = None, device: Any = None) -> 
 
 
 def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch. If the trainer passes `num_items_in_batch`, add the number of labels in two such batches.
+    """Return the batch. If the trainer passes `num_items_in_batch` to the model, add twice the number of labels.
 
-    `fused_lm_head` is added if TRL's fused head computes the loss.
+    If TRL's fused head computes the loss, add `fused_lm_head`.
     """
     if is_fused_forward(without_peft(trainer.model).forward):
         batch = {**batch, "fused_lm_head": True}
@@ -92,7 +92,7 @@ def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _between_steps(trainer: Any, first: Any) -> LossOf | None:
-    """Return the loss over an evaluation batch, else the rollout if `first` has rows with prompts, else None."""
+    """Return the loss over an evaluation batch; without evaluation, the rollout for prompts in `first`, or None."""
     rows = getattr(trainer, "eval_dataset", None)
     if trainer.args.eval_strategy == "no" or rows is None:
         return None if isinstance(first, Mapping) else _rollout(trainer, first)
@@ -163,8 +163,8 @@ def _request(model: nn.Module, loss: Any, arguments: Any) -> StepRequest:
 def _processes_of(model: nn.Module, arguments: Any) -> dict[str, Any]:
     """Return the fields of a request that describe FSDP, DeepSpeed and DDP.
 
-    The fields describe how a sharded model is sharded, or how accelerate will shard any other model. accelerate 1.15
-    does not shard frozen integer weights (`fsdp2_prepare_model` in accelerate/utils/fsdp_utils.py).
+    If the model is not sharded yet, the fields describe how accelerate will shard it. accelerate 1.15 does not shard
+    frozen integer weights (`fsdp2_prepare_model` in accelerate/utils/fsdp_utils.py).
     """
     sharded: Any = next(filter(is_sharded, model.parameters()), None)
     if sharded is not None:
@@ -257,9 +257,10 @@ def _rollout(trainer: Any, rows: Sequence[Any]) -> LossOf | None:
 
 
 def _generates_under_autocast(trainer: Any) -> bool:
-    """Return whether completions are generated under the trainer's autocast, which only the outermost model's forward enables.
+    """Return whether completions are generated under autocast. accelerate's autocast is in the outermost model's
+    forward.
 
-    PEFT generates with the base model. accelerate does not change the forward of this model.
+    PEFT generates with the base model, whose forward accelerate does not change.
     """
     return not hasattr(trainer.model, "peft_config")
 
@@ -293,7 +294,7 @@ def _shadow(trainer: Any, twin: nn.Module) -> Any:
 # Errors of accelerate for a data stream without a batch, and of torch for an empty data set.
 _NO_DATA = ("does not contain any data", "num_samples should be a positive integer")
 _PROCESSES = 8
-"""Number of batches to compare if several processes train. They are of different processes or steps."""
+"""Number of batches of different processes (or steps) to compare if several processes train."""
 
 
 def _first_batches(trainer: Any, most: int) -> list[Any]:

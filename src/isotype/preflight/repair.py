@@ -24,7 +24,7 @@ class Repairs:
         lines: `file:line` in code -> the dtype that the caller has to write in that line.
         left: findings that no fix resolves, each with the reason.
         resolved: findings that the repaired model no longer has.
-        pending: findings that disappear when the caller has changed `settings` and `lines`.
+        pending: findings that the caller resolves by the changes in `settings` and `lines`.
     """
 
     fixes: tuple[Fix, ...]
@@ -63,7 +63,7 @@ class Repairs:
         lines += [f"left      {finding.code}: {finding.message}: {reason}" for finding, reason in self.left]
         counts = {
             "resolved": len(self.resolved),
-            "resolved once you have done the above": len(self.pending),
+            "resolved after the changes above": len(self.pending),
             "left": len(self.left),
         }
         total = sum(counts.values())
@@ -76,7 +76,7 @@ def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
     """Apply verified fixes to `model` in place, the cheapest first, until the report's findings are resolved.
 
     `repair` chooses a fix for one finding after another, errors first. After each choice, it traces the step with all
-    chosen fixes. So no finding is fixed twice, and no fixes are combined that work only alone.
+    chosen fixes. So it fixes no finding twice, and combines only fixes that work together.
 
     Args:
         model: the model that was checked.
@@ -110,7 +110,7 @@ def _gone(report: Report, actions: Sequence[Action]) -> tuple[Finding, ...]:
 
 
 def faults(findings: Iterable[Finding]) -> set[tuple[str, str]]:
-    """Return (code, cause) of each finding. The same pair is the same finding in other traces of the model."""
+    """Return (code, cause) of each finding, which identifies the finding in other traces of the model."""
     return {(finding.code, finding.cause) for finding in findings}
 
 
@@ -119,8 +119,7 @@ def plan(
 ) -> tuple[list[Fix], list[tuple[Finding, str]]]:
     """Return the fixes that resolve the most findings of `report` together, and (finding, reason) for the other findings.
 
-    After each fix, the step is checked again, because one cause can hide another. For each finding, a fix is searched
-    once.
+    After each fix, the step is checked again, because one cause can hide another.
 
     Args:
         command: whether the fixes are for the arguments of a training command. A command's model cannot be changed.
@@ -149,7 +148,7 @@ def plan(
 
 
 def _needed(report: Report, chosen: list[Fix], after: Sequence[Finding]) -> list[Fix]:
-    """Return the chosen fixes without those that later fixes make superfluous. `after` are the findings with all fixes."""
+    """Return the chosen fixes without fixes that later fixes replace. `after` are the findings with all chosen fixes."""
     assert report.again is not None
     present = faults(finding for finding in after if finding.severity != "note")
     needed = list(chosen)
@@ -210,7 +209,7 @@ def _may_be_applied(fix: Fix, command: bool) -> bool:
 def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
     """Return whether a fix resolved the finding and the step has no more errors than before.
 
-    If only the trace with the fix ended early, return False, because findings after its end are unknown.
+    Return False if only the trace with the fix ended early, because its later findings are unknown.
     """
     if (finding.code, finding.cause) in faults(after):
         return False

@@ -140,7 +140,7 @@ class _Step:
         return self.known[key]
 
     def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-        """Return the findings, each with its advice and the fixes that work. Errors with the same cause are joined."""
+        """Return the findings, each with its advice and the fixes that work. `_roots` joins errors of one cause."""
         all_known = not trace.untraced and (trace.setup.ranges is not None or not computes_float16(trace))
         fixed = [replace(f, fixes=self._working(f, findings, all_known)) for f in findings]
         order = {place: at for at, place in enumerate(dict.fromkeys(map(_place, trace.breaches())))}
@@ -170,8 +170,7 @@ class _Step:
     ) -> tuple[Finding, ...] | None:
         """Return the findings of the step with `actions`; None if the actions cannot be applied or do not resolve `finding`.
 
-        The trace stops after the forward if the forward has a new error, or still that of `finding`. Then the actions
-        are no fix.
+        The trace stops after a forward with a new error or the error of `finding`, because the actions are then no fix.
         """
         if actions in self.tried:
             return self.tried[actions]
@@ -217,8 +216,8 @@ def _roots(
 ) -> tuple[Finding, ...]:
     """Return the findings. An error that another error causes becomes a note of the other error.
 
-    Error A causes error B if B is later in the step, a fix of A resolves both, and no fix of B resolves A. Only fixes of
-    the model count: a change of an argument or a line may fix several causes at once.
+    Error A causes error B if B is later in the step, a fix of A resolves both, and no fix of B resolves A. Only fixes
+    that change the model count, because a new argument or line may fix several causes at once.
     """
     errors = [finding for finding in findings if finding.severity == "error"]
     position = {finding.key: order.get(_place(finding), len(order)) for finding in errors}
@@ -302,8 +301,8 @@ def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
     """Return which inputs of the step influence which predictions.
 
     Returns None if the request disables this measurement, or if the inputs have no token ids or labels. The measurement
-    runs a copy of the model's layers, in at most `most_bytes`. In place of a larger model, it runs a small model of the
-    same class, if one can be built.
+    runs a copy of the model's layers. If this copy needs more than `most_bytes`, the measurement runs a small model of
+    the same class, if possible.
     """
     if request.wiring is False or "forward" not in request.phases:
         return None
@@ -326,14 +325,14 @@ def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
 logger = logging.getLogger("isotype")
 
 SECONDS = 20.0
-"""A check measures value ranges if this is estimated to take at most this many seconds. `measure_ranges` has no limit."""
+"""A check measures value ranges if the estimated time is at most this many seconds. `measure_ranges` has no limit."""
 
 _FLOPS_A_SECOND = {"cpu": 3e10, "cuda": 3e12}
 """Device type -> float32 FLOP/s of a slow device of this type: two CPU cores with AVX2, and a T4 GPU."""
 _WEIGHTS_A_SECOND = 2e8
 """Number of weights that are cast to float32 in a second."""
 _AGAIN = 4 / 3
-"""FLOPs of a measurement, relative to a step. Its backward computes each block's forward again."""
+"""FLOPs of a measurement relative to a step, because its backward computes each block's forward again."""
 
 
 def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[str, ...]]:

@@ -125,7 +125,7 @@ def _checkpointing_words(request: StepRequest) -> str:
 
 
 def _padding_words(inputs: Any) -> Iterator[str]:
-    """Yield a clause about columns that are padding in every row, if they are more than a tenth of all columns."""
+    """Yield a clause if more than a tenth of all columns are padding in every row."""
     mask = named_inputs(inputs).get("attention_mask")
     if type(mask) is torch.Tensor and mask.ndim == 2 and not mask.is_meta:
         empty = int((mask == 0).all(0).sum())
@@ -134,5 +134,5 @@ def _padding_words(inputs: Any) -> Iterator[str]:
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the weight dtype of most modules that compute. In a tie, the dtype with more elements wins."""
+    """Return the weight dtype of most modules that compute; for equal numbers of modules, the dtype of more elements."""
     return whole(tallies(unread_weights(model))) or torch.float32

@@ -288,7 +288,7 @@ def test_a_script_whose_steps_are_all_skipped_is_told_so(
     )
     status, _, err = _run(capsys, "--no-preflight", str(script))
     assert status == 0
-    assert "isotype: no step was checked after it ran, because the optimizer took no step" in err
+    assert "isotype: no real step was checked, because the optimizer took no step" in err
 
 
 _LOOP = """

@@ -343,7 +343,7 @@ def test_whatever_is_wrong_with_the_diagnosis_the_script_ends_as_it_does(
             (
                 "|   input  bfloat16  [2, 6, 8]",
                 "|   weight  float32  [16, 8]   head.weight",
-                "= help   the training step runs under autocast to bfloat16, and this code does not: ",
+                "= help   the training step runs under autocast to bfloat16, but this code runs without autocast: ",
             ),
         ),
         (
@@ -365,7 +365,7 @@ def test_whatever_is_wrong_with_the_diagnosis_the_script_ends_as_it_does(
             (
                 "|   parameter  bfloat16  [32, 8]   embed.weight",
                 "|   exp_avg  float32  [32, 8]",
-                "= help   make the optimizer after the model has its final dtypes, or load its state again",
+                "= help   create the optimizer after the last cast of the model, or load the optimizer's state again",
             ),
         ),
         (  # jsikyoon/dreamer-torch #2, SheldonTsui/GOF_NeurIPS2021 #2

@@ -1,4 +1,4 @@
-"""Builds the request for a script's step before the step runs. It is checked at once, or after a crash."""
+"""Builds the request for a script's step before the step runs, for a check at once or after a crash."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import Beginning
 
 TRIED_BEFORE = 2.0
-"""Fixes are tried before the first step if the trials are estimated to take at most this many seconds."""
+"""Fixes are tried before the first step if the estimated time of all trials is at most this many seconds."""
 
 TRIED_AFTER = 60.0
-"""Fixes are tried after a crash if the trials are estimated to take at most this many seconds."""
+"""Fixes are tried after a crash if the estimated time of all trials is at most this many seconds."""
 
 
 def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math.inf) -> Report:
-    """Return the report on a script's step without changing the script's state.
+    """Return the report on a script's step. The script's state stays unchanged.
 
-    The trace takes at most `seconds`. Fixes are tried if the trials are estimated to take at most `trial_seconds`.
+    The trace takes at most `seconds`. Fixes are tried if the estimated time of all trials is at most `trial_seconds`.
     """
     with _unnoticed():
         fake_mode()  # the first fake mode imports parts of torch for seconds, which would count as time of the trace
@@ -97,8 +97,7 @@ def request_of_script(
 class LossOfForward(LossOfOutput):
     """Calls the model with the script's arguments, and returns the loss in the output.
 
-    The queue `returned` receives True if the output has a loss. A check restores the other objects that the call changes,
-    but not a queue.
+    The queue `returned` receives True if the output has a loss. It is a queue, because a check restores other objects.
     """
 
     def __init__(self, returned: SimpleQueue[bool]) -> None:
@@ -154,7 +153,7 @@ def _helpers(model: nn.Module) -> tuple[list[torch.optim.Optimizer], bool]:
 
 
 def _has_masters(model: nn.Module) -> bool:
-    """Return whether an optimizer of this process has copies of all trainable parameters, and some parameters have 16 bits."""
+    """Return whether some trainable parameters have 16 bits, and an optimizer of this process has copies of all of them."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     elements = sum(parameter.numel() for parameter in trained)
     held = (sum(p.numel() for p in parameters_of(optimizer)) for optimizer in living(torch.optim.Optimizer))
@@ -164,7 +163,7 @@ def _has_masters(model: nn.Module) -> bool:
 def autocast_of(model: nn.Module, device: str) -> torch.dtype | None:
     """Return the dtype of the current autocast, or of accelerate's autocast for `model`; None without autocast.
 
-    accelerate turns its autocast on inside of the forward. A trace runs accelerate's code for this only on a CPU.
+    accelerate's autocast is in the model's forward, and in a trace it works only for a CPU.
     """
     low = autocast_dtype(device)
     if low is not None:

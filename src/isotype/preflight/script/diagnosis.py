@@ -70,11 +70,11 @@ from isotype.trace.live.watch import MANY_SKIPPED, Beginning, Watch
 AGAIN_SECONDS = 60.0
 """Time limit in seconds for tracing the step again after a crash."""
 MENTIONED_FROM = 5.0
-"""If the trace before the first step takes more seconds, its result is printed even without findings."""
+"""If the trace before the first step takes longer, a line is printed even without findings."""
 _UNSCALE_REFUSED = "Attempting to unscale FP16 gradients"
 _ALL_SKIPPED = (
-    "no step was checked after it ran, because the optimizer took no step: the GradScaler skipped every step (infinite or "
-    "NaN gradients), or the script ended first"
+    "no real step was checked, because the optimizer took no step: the GradScaler skipped every step (infinite or NaN "
+    "gradients), or the script ended first"
 )
 _SKIPPED = "the gradients are infinite or NaN, so the GradScaler skipped"
 _ABOUT_GRADIENTS = (_UNSCALE_REFUSED, NO_GRADIENT, NOTHING_UNSCALED)
@@ -128,7 +128,7 @@ class Diagnosis:
 
     @property
     def _speaks(self) -> bool:
-        """True if this process reports on the first step. In a fork of this process, it is False."""
+        """True if this process reports on the first step; False in a fork of this process."""
         return self._speaker == os.getpid()
 
     def _before(self, beginning: Beginning) -> None:
@@ -145,7 +145,7 @@ class Diagnosis:
             self._numbers.attach(beginning.model, beginning.args, beginning.kwargs)
 
     def _evaluates(self, beginning: Beginning) -> None:
-        """Store the request for a forward before the first training step: if the forward raises an error, it is traced again."""
+        """Store the request for a forward before the first training step, to trace the forward again after an error."""
         self._request = without_tensors(self._request_of(beginning, ("generate",)))
 
     def _request_of(self, beginning: Beginning, *phases: Sequence[str]) -> StepRequest:
@@ -228,7 +228,7 @@ class Diagnosis:
             self._averages.stepped(self.watch.roots)
 
     def _trace(self, setup: Setup) -> Trace:
-        """Return the trace of the step that has just run. If autocast is missing, the trace says why it should be on."""
+        """Return the trace of the step that has just run. Its `no_autocast` is the reason to expect a missing autocast."""
         recorder = self.watch.recorder
         assert recorder is not None
         asked, products, why = mixed_precision(), recorder.products(), ""
@@ -245,12 +245,12 @@ class Diagnosis:
         return self.watch.trace(setup, no_autocast=why)
 
     def _between(self, rule: ModuleType, calls: tuple[Call, ...] = (), **seen: Any) -> None:
-        """Report a rule's findings about the time between two recorded steps. `calls` and `seen` are fields of a `Trace`."""
+        """Report a rule's findings between two recorded steps, from a trace with these `calls` and fields (`seen`)."""
         if self._setup_seen is not None and self._speaks:
             self._say_late(_of(judge(Trace(self._setup_seen, calls, (), {}, Memory({}), **seen)), rule))
 
     def _say_late(self, findings: Sequence[Finding]) -> None:
-        """Report findings of the real step. A code that was reported as an error or with this severity is not repeated."""
+        """Report findings of the real step, except codes that were reported with the same severity or as an error."""
         known = {(finding.code, finding.severity) for finding in (*self._findings(), *self._late)}
         if new := [f for f in findings if not known & {(f.code, "error"), (f.code, f.severity)}]:
             self._late += tuple(new)
@@ -353,7 +353,8 @@ class Diagnosis:
         return explained
 
     def _explain_once(self, explain: Callable[[], None]) -> bool:
-        """Call `explain`, unless another process of the run has explained the error. Return True if one of them has."""
+        """Call `explain`, unless another process of the run has explained the error. Return True if it was
+        explained."""
         if self._family.knows("explained"):
             if self._family.is_top:
                 self._say("the process that raised this error has explained it above")
@@ -381,7 +382,7 @@ class Diagnosis:
         self._diagnose(call, f"{name}: {first}")
 
     def _explain_elsewhere(self, error: BaseException) -> None:
-        """Explain a dtype error that was raised by an operator after the recorded step, or by code outside of operators."""
+        """Explain a dtype error of an operator after the recorded step, or of code outside of operators."""
         text, recorder, model = str(error), self.watch.recorder, self.watch.model
         headline = error_line(error)
         assert model is not None
@@ -482,7 +483,7 @@ class Diagnosis:
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
-    """Return the report with the finding about `call` (or with the cause of the `live` finding) in front; None without one."""
+    """Return the report, with the finding that explains `call` (or one of the `live` findings) first; None without one."""
     if report is None:
         return None
     codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}

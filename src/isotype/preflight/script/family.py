@@ -1,7 +1,7 @@
 """Messages between the processes of one `isotype run`: empty files in a shared folder.
 
-A training may run in this process, in processes of multiprocessing, or in the processes of a launcher. Only one of them
-reports on the first step, and only one explains a crash.
+A training may run in this process, in processes of multiprocessing, or in the processes of a launcher. Only one process
+reports on the first step, and only one process explains a crash.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Family:
         return self.top == os.getpid()
 
     def claim(self, fact: Fact) -> bool:
-        """Claim `fact`. Return True if no other process of the run has claimed it before."""
+        """Claim `fact`. Return True if no other process of the run has claimed the same fact before."""
         try:
             (self.folder / fact).touch(exist_ok=False)
         except FileExistsError:

@@ -1,4 +1,4 @@
-"""Runs a script's code for a GPU on a machine without it. With `--device`, the CPU computes in its place."""
+"""Runs a script's code for a GPU on the CPU, if `--device` names a GPU that this machine lacks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _INSTEAD = "with --device NAME (t4, h100, …), isotype runs the script's code f
 
 
 class MissingGpu:
-    """Lets the CPU stand for the GPU of `profile`, if this machine has no such GPU.
+    """Lets the CPU replace the GPU of `profile`, if this machine has no such GPU.
 
     Without a profile, the script runs unchanged. Only the line that first asks for a GPU is recorded.
 
     Attributes:
         kind: device type of the device for which the step is checked.
-        stands: default autocast dtype of the CPU -> that of the device, if the script names no dtype.
+        stands: default autocast dtype of the CPU -> default autocast dtype of the device, if the script names no dtype.
         question: `file:line` where the script first asks for a GPU; "" if it does not.
     """
 
@@ -70,7 +70,7 @@ class MissingGpu:
 
     @property
     def sentence(self) -> str:
-        """A sentence that the CPU stands for the GPU; "" if the script has not named the GPU, or runs on it."""
+        """A sentence about the CPU in place of the GPU; "" if the script has not named the GPU, or runs on a GPU."""
         if self._profile is None or not self._named:
             return ""
         return f"this machine has no {self._profile.title}: the script's GPU code runs on the CPU"
@@ -81,13 +81,13 @@ class MissingGpu:
         return f"{short_source(self.question)} {asks}; {_INSTEAD}" if self.question else ""
 
     def explained(self, error: BaseException) -> str:
-        """Return a sentence on an error that is due to the missing GPU; "" for another error."""
+        """Return a sentence about an error that the missing GPU causes; "" for another error."""
         if not self._absent or isinstance(error, _ABOUT_NAMES) or not _ABOUT_GPUS.search(str(error)):
             return ""
         place = short_source(line_of(error))
         if self._profile is None:
             return f"{place} needs a GPU, and this machine has none; {_INSTEAD}"
-        return f"{place} needs a real {self._profile.title}: the CPU, on which the script runs, cannot replace it here"
+        return f"{place} needs a real {self._profile.title}: the CPU, on which the script runs, cannot replace the GPU here"
 
     def _note_named(self) -> None:
         self._named = True

@@ -1,7 +1,7 @@
 """`isotype run --watch`: stops a script before the first update with a non-finite loss or gradient.
 
-A hook on the model keeps references to the inputs of the step's forwards, and a hook before each optimizer's step reads
-the values once. torch's `backward` and `GradScaler.step` are wrapped, to find the loss and skipped steps.
+A hook on the model stores references to the inputs of the step's forwards. A hook before each optimizer's step reads
+the values. torch's `backward` and `GradScaler.step` are wrapped, to find the loss and skipped steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STOPPED = 1
 """Exit status of a script that the watch stops."""
 
 _FORWARDS = 64
-"""Maximum number of stored forwards. It limits the memory if a script never calls an optimizer of torch."""
+"""Maximum number of stored forwards, for scripts that never call an optimizer of torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Numbers:
     # ------------------------------------------------------------------------------------------ start and end
 
     def attach(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Record the forward of `model` that has begun with these arguments. From now on, values are watched."""
+        """Watch the values of `model`, beginning with its forward with these arguments, which is about to run."""
         if self._model is not None:
             return
         self._model, self._device = model, torch.device(device_of(model))
@@ -129,7 +129,7 @@ class Numbers:
         return result
 
     def _unscaled(self, scaler: Any) -> None:
-        """Check the losses if one is NaN. If one is infinite, the loss scale may be too large; GradScaler then skips the step."""
+        """Check for NaN losses. An infinite loss may be due to the loss scale, and the GradScaler skips the step."""
         if any(map(math.isnan, self._read(self._losses))):
             self._judge(math.nan, None, scaler)
 
@@ -209,5 +209,5 @@ class Numbers:
             )
         else:
             self._say(
-                "the step, run again, is finite: later code of the script makes the loss or the gradients non-finite"
+                "a repetition of the step is finite: later code of the script makes the loss or the gradients non-finite"
             )

@@ -26,7 +26,8 @@ class Outside:
 
     Attributes:
         source: `file:line` of the code that raised the error: the script's or a library's.
-        tensors: variable, dtype, shape and name in the model (or "") of each float tensor in the variables of this code.
+        tensors: for each float tensor in the variables of this code: variable, dtype, shape, and name in the model or
+            "".
         help: advice, or "".
         cause: the cause in words, or "" if the tensors show it.
     """
@@ -70,11 +71,11 @@ def _help(
     if "ScalarType BFloat16" in str(error):
         return f"NumPy has no bfloat16: write .float() before .numpy() at {at}"
     if optimizes:
-        return "make the optimizer after the model has its final dtypes, or load its state again"
+        return "create the optimizer after the last cast of the model, or load the optimizer's state again"
     if autocast is not None and any(isinstance(owner, nn.Module) for owner in _owners(error, "forward")):
         return (
-            f"the training step runs under autocast to {dtype_name(autocast)}, and this code does not: run it under "
-            "torch.autocast, too, or call isotype.enforce(model, policy)"
+            f"the training step runs under autocast to {dtype_name(autocast)}, but this code runs without autocast: use "
+            "torch.autocast here, too, or call isotype.enforce(model, policy)"
         )
     return f"cast the tensors to one dtype at {at}" if len(dtypes) > 1 else ""
 
@@ -92,14 +93,14 @@ def _without_gradients(error: BaseException, names: Mapping[int, str]) -> str:
 
 
 def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:
-    """Return a list with the optimizer in a variable of the innermost traceback frame that has one; [] without one."""
+    """Return a list with the innermost optimizer among the variables in the traceback; [] if there is none."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     variables = (value for frame in frames for value in frame.f_locals.values())
     return [value for value in variables if isinstance(value, torch.optim.Optimizer)][-1:]
 
 
 def casts_since(before: Trace, after: Trace) -> Iterator[str]:
-    """Yield a text for each pair of float dtypes between which weights were cast from the trace `before` to `after`."""
+    """Yield a text for each cast (float dtype to float dtype) of weights between the traces `before` and `after`."""
     earlier = {weight.name: weight.dtype for weight in before.weights}
     dtypes = ((w.name, earlier.get(w.name, w.dtype), w.dtype) for w in after.weights)
     cast = [(name, was, now) for name, was, now in dtypes if was != now and {was, now} <= FLOATS]
@@ -115,7 +116,8 @@ def _owners(error: BaseException, method: str = "") -> Iterator[object]:
 
 
 def _of_copy(error: BaseException, model: nn.Module) -> Outside | None:
-    """Describe an error of a module that averages the model's parameters (`AveragedModel`) in another dtype, or return None."""
+    """Describe an error of a module (`AveragedModel`) that averages parameters of another dtype; None for other
+    errors."""
     trained = dict(model.named_parameters())
     no_update = {id(model), *map(id, _owners(error, "forward"))}  # a forward raises errors of other operands
     for owner in _owners(error):
@@ -132,14 +134,14 @@ def _of_copy(error: BaseException, model: nn.Module) -> Outside | None:
             continue
         kind, (name, copy, parameter) = type(owner).__name__, unlike[0]
         cause = (
-            f"{kind} holds {len(unlike)} of {plural(len(pairs), 'parameter')} in another dtype than the model: its update "
-            "takes one dtype"
+            f"{kind} holds {len(unlike)} of {plural(len(pairs), 'parameter')} in another dtype than the model, but the "
+            "update needs one dtype"
         )
         how = f"keep the averages in float32: cast the {kind} with .float()"
         if copy.dtype.itemsize > parameter.dtype.itemsize:
             how = f"cast the parameter to {dtype_name(copy.dtype)} in the update"
             if kind == "AveragedModel":
-                how = "give AveragedModel avg_fn=get_ema_avg_fn(DECAY) or get_swa_avg_fn() in place of multi_avg_fn: these promote"
+                how = "give AveragedModel avg_fn=get_ema_avg_fn(DECAY) or get_swa_avg_fn() in place of multi_avg_fn, to promote dtypes"
         both = ("average", copy, name), ("parameter", parameter, name.partition(".")[2])
         return Outside("", tuple((n, t.dtype, tuple(t.shape), of) for n, t, of in both), how, cause)
     return None

@@ -1,8 +1,8 @@
 """Watches the processes that a watched script starts.
 
 Launchers (accelerate, torchrun, Lightning) start `python SCRIPT` by `subprocess`, and `isotype run` changes this
-command; processes of multiprocessing start the watch themselves. Other programs (a shell, another environment's Python)
-are not watched, and the run reports their names.
+command. Processes of multiprocessing unpickle an object that starts the watch. Other programs (a shell, another
+environment's Python) are not watched, and the run reports their names.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Processes:
 
     Args:
         session: the session that watches this process.
-        join: starts the watch in a spawned process; it can be pickled.
+        join: function that starts the watch in a spawned process, to which it is pickled.
     """
 
     def __init__(self, session: Session, join: Callable[[Options], None]) -> None:

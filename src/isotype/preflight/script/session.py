@@ -34,7 +34,7 @@ NOTHING_SEEN = "no training step was seen"
 class Session:
     """Watches one process.
 
-    If the watch fails, one line says so. The script continues, and its exit status stays the same.
+    If the watch fails, a line is printed, and the script continues with the same exit status.
     """
 
     def __init__(self, options: Options) -> None:
@@ -215,7 +215,7 @@ def _leads_to_modes(entry: _Entry) -> bool:
 
 
 def _is_bare(frame: FrameType) -> bool:
-    """Return whether the frame's module has no hooks. Then torch has called `inner` only because of the watch's hooks."""
+    """Return whether the frame's module has no hooks. Then torch calls `inner` only because of the watch's hooks."""
     # Imported here, because this must not import torch into a script without it. Such a script has no frames of modules.
     from isotype.compat.torch import ALL_HOOKS
 
@@ -224,7 +224,7 @@ def _is_bare(frame: FrameType) -> bool:
 
 
 def _at_plain_call(entry: _Entry) -> _Entry:
-    """Return a traceback entry of `Module._call_impl`, changed to the line that calls the forward of a module without hooks."""
+    """Change a traceback entry of `Module._call_impl` to the line that calls the forward of a module without hooks."""
     frame = entry[0]
     place = _plain_call(frame.f_code)
     return entry if place is None else (frame, *place)
