@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "compat.md"
 
 @dataclass(frozen=True)
 class Entry:
-    """One place. `lines`: its lines by their first words, as `Put back`."""
+    """One place. `lines`: its lines by their first words, as `Undone`."""
 
     name: str
     library: str
@@ -31,7 +31,7 @@ class Entry:
     @property
     def last_tried(self) -> str:
         """The newest version that it was tried with, as `1.16`."""
-        return self.lines["Tried with"].rpartition(" ")[2]
+        return self.lines["Tested with"].rpartition(" ")[2]
 
 
 @dataclass(frozen=True)

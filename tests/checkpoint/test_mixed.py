@@ -179,7 +179,7 @@ def test_the_choice_is_measured_and_fits(saved: Callable[..., Path]) -> None:
     assert size <= 1.1 * damages.bytes("nf4")
     what, why = next(row[1:] for row in policy.rows() if row[0] == "frozen base weights")
     assert what == "nf4 (double quantization), mixed"
-    assert why.startswith("mixed: of 14 linear layers, ")
+    assert why.startswith("mixed: 14 linear layers (")
     assert "stored otherwise: model.layers.*.self_attn.o_proj in int8: 0, 1" in str(policy)
     loaded = sum(each.numel() for each in isotype.load(path, plain(path)).parameters()) * 4
     more = isotype.resolve_precision(path, "float32", "mixed", "cpu", base_memory=loaded)
@@ -194,7 +194,7 @@ def test_the_plan_of_a_load_shows_it(saved: Callable[..., Path], capsys: pytest.
     command = ["inspect", path, "--plan", "--dtype", "float32", "--quantization", "mixed", "--device", "cpu"]
     assert main(command) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "storage mixed: of 14 linear layers, " in shown
+    assert "storage mixed: 14 linear layers (" in shown
     assert "stored otherwise: model.layers.*.self_attn.o_proj in int8: 0, 1" in shown
     assert main([*command, "--base_memory", "much"]) == 2
     assert "--base_memory much" in capsys.readouterr().err

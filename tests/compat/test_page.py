@@ -16,7 +16,7 @@ _WHY = re.compile(r".+ \(\[source\]\(https://\S+\)\)")
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_an_entry_is_complete_and_names_a_module_that_does_it(entry: Entry) -> None:
-    assert [*entry.lines] == ["What", "Why", "When", "Put back", "Tried with", "Test"]
+    assert [*entry.lines] == ["What", "Why", "When", "Undone", "Tested with", "Test"]
     what = _WHAT.fullmatch(entry.lines["What"])
     assert what
     assert find_spec(what[1])
@@ -34,6 +34,6 @@ def test_what_is_changed_says_how_it_is_put_back() -> None:
         entry.name
         for entry in ENTRIES
         if "(read, in " not in entry.lines["What"]
-        and entry.lines["Put back"] == "nothing is changed"
+        and entry.lines["Undone"] == "nothing is changed"
         and "_should_skip" not in entry.name
     ] == []

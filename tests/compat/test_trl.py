@@ -60,13 +60,13 @@ def add_fused_lm_head(model: Any, temp: float = 1.0, outputs: tuple[str, ...] = 
 def test_a_renamed_variable_is_named_before_a_head_is_made_and_after() -> None:
     later = SimpleNamespace(__name__="trl.trainer.utils", add_fused_lm_head=add_fused_lm_head)
     assert incompatibilities(later) == [
-        "the forward that add_fused_lm_head makes keeps no temperature",
-        "the forward that add_fused_lm_head makes keeps no cast_lm_head_to_fp32",
+        "the forward of add_fused_lm_head does not store temperature",
+        "the forward of add_fused_lm_head does not store cast_lm_head_to_fp32",
     ]
     assert incompatibilities(SimpleNamespace(__name__="trl.trainer.utils")) == [
         "trl.trainer.utils has no add_fused_lm_head"
     ]
-    with pytest.raises(LookupError, match="keeps no temperature, cast_lm_head_to_fp32"):
+    with pytest.raises(LookupError, match="does not store temperature, cast_lm_head_to_fp32"):
         head_arguments(add_fused_lm_head(None))
 
 

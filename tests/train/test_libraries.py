@@ -45,9 +45,7 @@ def test_a_trl_that_renames_what_is_read_is_refused_by_both_versions(monkeypatch
     with pytest.raises(UsageError) as raised:
         require_fitting_libraries()
     (problem,) = raised.value.problems
-    expected = (
-        r"trl 1\.18\.0 under isotype \S+: the forward that add_fused_lm_head makes keeps no temperature"
-    )
+    expected = r"trl 1\.18\.0 under isotype \S+: the forward of add_fused_lm_head does not store temperature"
     assert re.fullmatch(expected, problem.given)
     assert problem.fix == "pip install 'trl==1.16.*', or install a newer isotype"
 

@@ -24,7 +24,7 @@ class Swapped:
     made_by: tuple[Callable[..., Any], tuple[Any, ...]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Code that makes another module of this class (`type(model)(config)`) gets one of the original class.
+        # If code creates another module of this class (`type(model)(config)`), the new module gets the original class.
         base = self.original
         self.__class__ = base  # type: ignore[assignment]
         base.__init__(self, *args, **kwargs)  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def update_globals(copy: types.FunctionType, function: types.FunctionType, name:
     inner, original = innermost(copy), innermost(function)
     assert inner is not None
     assert original is not None
-    # The dictionary of globals stays the same object. CPython's inline caches need that.
+    # The dictionary of globals must stay the same object for CPython's inline caches.
     inner.__globals__.update({**original.__globals__, name: inner.__globals__[name]})
 
 

@@ -127,7 +127,7 @@ def operator_schema(operator: Any) -> Any:
     return getattr(operator, "_schema", None)
 
 
-_KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "hpu": "HPU"}  # ROCm's is CUDA
+_KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "hpu": "HPU"}  # ROCm has the key CUDA
 
 
 @cache
@@ -308,7 +308,7 @@ COMPILED_CALL: Final = "_compiled_call_impl"
 """Module attribute with the compiled code after `module.compile()`."""
 
 
-# Functions and not attrgetters: torch.compile traces how a fused module reads its hooks.
+# These are functions and not attrgetters, because torch.compile traces how a fused module reads its hooks.
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dictionary of a module's parameters, without its children's."""
     return module._parameters
@@ -377,8 +377,8 @@ def has_compiler() -> bool:
 
 
 # ------------------------------------------------------------------- modes below those of a running script
-# At its end, a mode's `with` pops the top of the stack. A script may enter its mode before isotype does, and leave it
-# first. So isotype's mode is put below the script's modes, and is removed from any position.
+# When the `with` block of a mode ends, it pops the top of the stack. A script may enter its mode before isotype's mode
+# and leave it first. So isotype puts its mode below the script's modes, and removes it from any position.
 
 
 def put_under(*modes: TorchFunctionMode | TorchDispatchMode) -> None:

@@ -33,8 +33,8 @@ _BY_DEVICE: tuple[tuple[Any, str], ...] = (
     (torch.autocast, "__init__"),
     (autocast_mode, "_cast"),  # `custom_fwd(cast_inputs=…)` casts tensors on the named device
 )
-# Functions that wait for the device or ask it, and their results: nothing runs, nothing is counted, and random numbers
-# are from the CPU's generator.
+# Functions that wait for the device or return its state -> their results on an idle device. Random numbers are from the
+# CPU's generator.
 _QUIET: Mapping[str, Any] = {
     **dict.fromkeys(("synchronize", "empty_cache", "ipc_collect", "set_device")),
     **dict.fromkeys(("manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all")),

@@ -153,7 +153,7 @@ def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None 
 
     def post_init(self: Any) -> None:
         super(derived, self).post_init()
-        # The quantizer skips the modules in this list. A strict pin must not be quantized, either.
+        # The quantizer skips the modules in this list. Strictly pinned modules must not be quantized, either.
         strict = {name.removesuffix(".weight") for name in pinned_strictly(self)}
         self._keep_in_fp32_modules = pinned(self) | strict
 

@@ -45,7 +45,7 @@ def head_arguments(function: Any) -> dict[str, Any]:
     held = inspect.getclosurevars(function).nonlocals
     missing = [name for name in HEAD_ARGUMENTS if name not in held]
     if missing:
-        raise LookupError(f"the forward that TRL's {_MAKER} makes keeps no {', '.join(missing)}")
+        raise LookupError(f"the forward of TRL's {_MAKER} does not store {', '.join(missing)}")
     return {name: held[name] for name in HEAD_ARGUMENTS}
 
 
@@ -147,4 +147,4 @@ def incompatibilities(utilities: Any) -> list[str]:
         return [f"{utilities.__name__} has no {_MAKER}"]
     inner = [code for code in maker.__code__.co_consts if isinstance(code, CodeType)]
     held = {name for code in inner for name in code.co_freevars}
-    return [f"the forward that {_MAKER} makes keeps no {name}" for name in HEAD_ARGUMENTS if name not in held]
+    return [f"the forward of {_MAKER} does not store {name}" for name in HEAD_ARGUMENTS if name not in held]

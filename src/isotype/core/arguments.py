@@ -154,7 +154,7 @@ class Parser(ValueParser):
             return Problem(value, expected, fix, ((value,), (name, value)))
         return Problem(value, expected, "leave the value out, or write the name of its argument before it")
 
-    # argparse calls these hooks to check a value. Its own hooks raise errors: the first one would hide the others.
+    # argparse calls these methods to check a value. Its own methods raise an error, and the first error hides the others.
 
     def value_of(self, action: argparse.Action, text: str) -> Any:
         try:

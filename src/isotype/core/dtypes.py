@@ -49,7 +49,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def autocast_dtype(device: str) -> torch.dtype | None:
     """Return autocast's dtype on a device type; None if autocast is off or the device type is meta."""
-    # torch raises if it is asked about the meta device.
+    # For the meta device, `torch.is_autocast_enabled` raises an error.
     enabled = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if enabled else None
 

@@ -35,8 +35,8 @@ class Format:
     measured: bool = True
 
 
-# transformers' `BitsAndBytesConfig` has no block size and no constants. So other block sizes and fitted constants are
-# only for layers of a mixed base.
+# A whole model cannot have other block sizes or fitted constants, because transformers' `BitsAndBytesConfig` has no
+# fields for them. Only single layers of a mixed base model can.
 _RECORDS = (
     Format("nf4", "nf4", 4, block=64),
     Format("nf4-32", "nf4", 4, block=32, whole=False, measured=False),

@@ -207,7 +207,7 @@ def _remade(
     plain = {name: value for name, value in vars(request).items() if isinstance(value, _PLAIN)}
     accepted = signature(kind.__init__).parameters
     groups = [
-        # A scheduler adds the initial rate. A constructor may not expect it.
+        # A scheduler adds `initial_lr` to the groups, but some constructors do not accept it.
         {key: value for key, value in group.items() if key not in ("initial_lr", _NAMES)}
         | {"params": [named[name] for name in group.get(_NAMES, ()) if name in named]}
         for group in request.param_groups

@@ -17,9 +17,9 @@ import torch
 from isotype.compat.standard import frame_above
 from isotype.core import PACKAGE
 
-# The separator at the end excludes torchvision, torchtune and torch_geometric, folders beside torch.
+# The separator at the end excludes torchvision, torchtune and torch_geometric, which are folders beside torch.
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-# These rooms call operators for the model's or the script's code.
+# These subpackages call operators on behalf of the model's or the script's code.
 _ROOMS = ("trace", "ranges", "preflight", "cli", "model", "compat")
 _OURS = tuple(f"{PACKAGE / room}{os.sep}" for room in _ROOMS)
 

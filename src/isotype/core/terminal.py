@@ -48,7 +48,7 @@ class _Lasting:
         except BlockingIOError:
             pass  # a terminal in non-blocking mode is busy: only this text is lost
         except OSError as error:
-            # The descriptor is redirected, so that child processes and C code do not fail, either.
+            # The descriptor is redirected, so that writes of child processes and C code do not fail.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)

@@ -272,8 +272,8 @@ def _rows_per_device(request: PlanRequest, length: int) -> int:
 def chosen_row(search: Search, rows: list[Row], goal: str) -> Row | None:
     """Return the row that the goal picks; None if no row fits at any length.
 
-    The result is the longest row that fits if no row in `rows` fits, or if the goal is `longest` and the user sets no
-    `--max_length`. This row is added to `rows`.
+    If no row in `rows` fits, this is the longest row that fits, which is added to `rows`. It is the same for the goal
+    `longest`, unless the user sets `--max_length`.
     """
     fitting = picked(rows, goal)
     if fitting is not None and (goal != "longest" or "max_length" in search.request.command):

@@ -34,7 +34,7 @@ def nearest(request: PlanRequest) -> tuple[Row | None, str]:
     (search,), _ = searches_of(request, bounded=True)
 
     def rows_with(step: StepPlan, quantize: bool, longest: bool) -> list[Row]:
-        step = replace(step, device=search.request.step.device)  # all searches share their traces
+        step = replace(step, device=search.request.step.device)  # all requests use the same traces
         request = replace(search.request, step=step, quantize=quantize, longest=longest)
         return list(replace(search, request=request).rows())
 
@@ -81,7 +81,7 @@ def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command
     if not memory or any(fix.verified for finding in memory for fix in finding.fixes):
         return findings
     if METHODS[step.method].loss == "policy":
-        return findings  # no argument of the step alone sets the length of a policy's rows, prompts and completions
+        return findings  # the lengths of prompts and completions have several arguments
     rows, count = step.rows, step.devices
     if "per_device_train_batch_size" not in command:
         # `isotype check` with only a model traces fewer rows than a training has.

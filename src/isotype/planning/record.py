@@ -169,7 +169,7 @@ class Row:
 
     @property
     def speed(self) -> float:
-        """Tokens per second, or 0 if unknown, to compare rows."""
+        """Tokens per second; 0 if unknown."""
         return self.tokens_per_second or 0.0
 
     @property
@@ -290,7 +290,7 @@ def front(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
-    """Return True if a fitting row with the same storage gathers its sharded weights less often than `row`.
+    """Return True if `row` is sharded, and another fitting row with the same storage gathers weights less often.
 
     Each micro-batch gathers all weights twice. The estimated time does not include this communication.
     """

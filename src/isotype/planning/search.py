@@ -133,7 +133,7 @@ class Search:
                 for profile in self.profiles:
                     row = self._row(steps, profile)
                     yield row
-                    # With several storages, it would take too long to search also rows that recompute only some layers.
+                    # If there are several storages, a search of rows that recompute only some layers would take too long.
                     every = steps.arguments is not None and self.request.step.auto
                     if row.fits and every and not steps.sharding and len(self._storages()) == 1:
                         yield from self._sparser_row(steps, profile)

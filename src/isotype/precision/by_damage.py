@@ -151,10 +151,10 @@ def mix(
     counts = Counter(chosen.values())
     count = ", ".join(f"{counts[form]} in {form}" for form in forms if counts[form])
     reason = (
-        f"mixed: of {plural(len(chosen), 'linear layer')}, {count}; they take {format_bytes(size)} "
+        f"mixed: {plural(len(chosen), 'linear layer')} ({count}) of {format_bytes(size)} in total "
         f"(limit: {format_bytes(room)}, {'a tenth more than in nf4' if memory is None else 'the memory that the other weights leave'}). "
         f"The damage, measured on {plural(damages.tokens, 'token')}, is about {damage:.2g} nats a token; "
-        f"with nf4 everywhere, {damages.total('nf4'):.2g}"
+        f"with all layers in nf4, it would be {damages.total('nf4'):.2g}"
     )
     differing = tuple(
         LayerStorage(layer.module, form, layer.moments if form in FITTED else "")

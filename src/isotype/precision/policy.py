@@ -330,6 +330,6 @@ def write_moments(squares: torch.Tensor, tokens: int) -> str:
 
 
 def read_moments(text: str) -> torch.Tensor:
-    """Return float32 moments `[in]`, relative to the largest one. Raise ValueError for an invalid character."""
+    """Return float32 moments `[in]`, divided by the largest moment. Raise ValueError for an invalid character."""
     levels = torch.tensor([_LEVELS.index(character) for character in text], dtype=torch.float32)
     return torch.exp2((levels - (len(_LEVELS) - 1)) / _OCTAVE)

@@ -32,7 +32,6 @@ class Incompatibility:
 
     Attributes:
         packages: the packages in conflict, each as `"name version"`.
-
         change: the requirement to install with pip.
         severity: `"error"` if something will fail, `"warning"` if something may fail.
     """
@@ -67,7 +66,7 @@ def _version(package: str) -> str | None:
 
 
 def installed() -> dict[str, str | None]:
-    """Return the installed version of each package in `PACKAGES`, None for a missing one; nothing is imported."""
+    """Return the installed version of each package in `PACKAGES`; None for a missing package. No package is imported."""
     return {package: _version(package) for package in PACKAGES}
 
 

@@ -114,7 +114,7 @@ def _tokens_in(batch: Mapping[str, Any]) -> int:
     counted = named or [tensor for tensor in tensors if not tensor.is_floating_point()]
     if counted:
         return int(counted[0].numel())
-    # A batch of vectors has as many tokens as vectors.
+    # In a batch of embeddings (`inputs_embeds`), each vector is a token.
     return int(tensors[0].numel() // max(1, tensors[0].shape[-1])) if tensors and tensors[0].ndim else 0
 
 

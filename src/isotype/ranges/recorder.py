@@ -131,7 +131,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
             return
         sizes = self._modules.setdefault(name, _Module(kind))
         if sizes.kind == "other":
-            sizes.kind = kind  # PEFT's wrapper ran first, and the layer in it has the same name
+            sizes.kind = kind  # PEFT's wrapper ran first; the layer inside the wrapper has the same name
         for tensor in _floats((args, kwargs)):
             sizes.input = _larger(sizes.input, _undispatched(tensor))
 
@@ -212,7 +212,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def _checked(
         self, output: torch.Tensor, operands: Sequence[Magnitude], fills: bool, func: Any
     ) -> Magnitude:
-        """Return a result's magnitude. The magnitude is infinite if a fill value appears but no operand has one."""
+        """Return a result's magnitude. The magnitude is infinite if the result has a fill value and no operand has one."""
         size = magnitude(output)
         if size.filled and not fills:
             size = remember(output, Magnitude(math.inf))

@@ -100,7 +100,7 @@ def median(tensor: torch.Tensor) -> float:
 
 def sampled(tensor: torch.Tensor) -> torch.Tensor:
     """Return at most 2^15 values of a tensor, evenly spaced in memory; all values of a smaller tensor."""
-    # Memory order avoids the copy of a transposed matrix.
+    # In memory order, a transposed matrix is not copied.
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     flat = tensor.detach().permute(order).reshape(-1)
     # An odd step covers every column of a matrix with even width.

@@ -38,7 +38,7 @@ ActionKind = Literal[
     "input",  # the module `target` takes its float inputs in `value`
     "state",  # the quantization state of the layer `target` dequantizes to `value`
     "compute",  # the quantized layer `target` computes in `value`
-    "layout",  # the 4-bit layer `target` keeps the layout that trains
+    "layout",  # the 4-bit layer `target` keeps the layout that has a backward
     "boundary",  # the module `target` casts at its boundary, see isotype.model.boundary.BoundarySettings
     "ranges",  # the model gets the boundaries that float16 needs for its values: `value` is JSON, see `RangeBoundaries`
     "line",  # the code at `target` (`file:line`) casts to, or creates tensors in, `value`; only the user can change it
@@ -57,7 +57,6 @@ class Action:
     """A change that is part of a fix.
 
     Attributes:
-        kind: kind of the change.
         target: a fully qualified name with `*` for layer numbers, a code line (`file:line`), or the name of a setting.
         value: new value of the target.
     """
@@ -201,7 +200,6 @@ class Finding:
         message: the fact in one line.
         module: fully qualified name of the first module with the finding.
         op: the operator; "" if there is none.
-        phase: phase of the step.
         source: `file:line` of the code that called the operator.
         cause: the module or source line that introduced the dtype, and how.
         evidence: the dtype's path from its cause to the operator, one line per step.

@@ -45,7 +45,7 @@ OriginKind = Literal[
     "constant",  # a tensor that the model's code creates from no other tensor (`torch.zeros`, `arange`)
     "cast",  # `.to()`, `.float()`, written at `source`
     "autocast",  # a cast by autocast
-    "promotion",  # operands of two dtypes; `before` is the operand that won
+    "promotion",  # operands of two dtypes; `before` is the operand whose dtype the result has
     "operator",  # an operator that sets its result's dtype (`dequantize_4bit`, a comparison)
     "gradient",  # a gradient by autograd
     "conversion",  # a conversion by the recorder after a breach; `before` is never another conversion
@@ -73,7 +73,6 @@ class Origin:
 
     Attributes:
         kind: kind of the value or operator that set the dtype.
-        dtype: the dtype of the value.
         name: name of the parameter, buffer or argument; else the operator.
         module: fully qualified name of the module that set the dtype ("" is the model itself).
         source: `file:line` of the code; "" if there is none.
@@ -117,9 +116,6 @@ class Operand:
 
     Attributes:
         role: name of the operator's argument (`self`, `mat2`, `weight`), or `tensors[1]` for an element of a list.
-        dtype: dtype of the tensor.
-        shape: shape of the tensor.
-        origin: origin of the dtype.
     """
 
     role: str
@@ -297,9 +293,7 @@ class Setup(StepSettings):
     """Settings of the step. `isotype.records.request.StepSettings` describes the fields that are not listed.
 
     Attributes:
-        profile: profile of the device.
         autocast: autocast dtype around forward and loss, or None.
-        optimizer: name of the optimizer.
         learning_rate: learning rate of the optimizer; None if unknown.
         updates: parameter -> (optimizer, learning rate); empty if all have `optimizer` and `learning_rate`.
         phases: the requested phases, in order.
@@ -380,11 +374,9 @@ class Trace:
     """The trace of a training step.
 
     Attributes:
-        setup: settings of the step.
         calls: all operators in order of execution.
         weights: all parameters and buffers.
         modules: fully qualified name -> class name.
-        memory: memory peaks of the phases.
         failure: the error that ended the trace early; None if the step was traced to its end.
         notes: other facts, such as the effect of a setting.
         untraced: part of the step that was not traced -> reason, or "". A verdict is not about these parts.

@@ -17,7 +17,7 @@ from isotype.precision.devices.probe import MatmulRate, measure_all
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.versions import Incompatibility, incompatible_here, installed, missing
 
-# The error of values in [-1, 1] is at most half the widest gap of nf4's levels, that from 0.696 to 1.
+# The error of values in [-1, 1] is at most half of the widest gap between nf4's levels: the gap from 0.696 to 1.
 _NF4_BOUND = 0.153
 _ANSWER = "isotype-doctor:"
 _TIMEOUT = 120.0  # seconds

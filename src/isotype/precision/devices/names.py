@@ -25,7 +25,7 @@ _SHARED = re.compile(r"rtx|gtx|sxm\d*|pcie|hbm\d*\w*|\d+g")
 _VARIANTS = frozenset({"ti", "super", "d", "laptop", "max", "server", "xt", "xtx"})
 _ATTACHED = re.compile(r"(\d)(ti|super|d|laptop)")
 _APPLE = re.compile(r"(m\d)-?(pro|max|ultra)?")
-# Bounds of the advertised memory over the usable memory, in GiB. The driver takes a part of it.
+# Bounds of the advertised memory divided by the usable memory. The driver uses a part of the memory.
 _LEAST, _MOST = 0.97, 1.12
 
 

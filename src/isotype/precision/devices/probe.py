@@ -122,7 +122,7 @@ class _Probe:
         while self.message is None:
             # The faster of two calls: a call that had to wait does not predict the next call's time.
             took = min(self._call(), self._call())
-            # On a busy machine, torch's threads wait for each other, as long in a small product as in a large one.
+            # On a busy machine, torch's threads wait for each other. This time is the same for small and large products.
             waiting = took if before is None else min(max(0.0, (8 * before - took) / 7), took)
             larger = next_side(self.side, size, took, self.seconds - self.spent, waiting)
             if larger == self.side:
