@@ -28,7 +28,7 @@ from isotype.precision.devices.profile import DeviceProfile, device_profile
 TABLES = Path(__file__).parent / "tables"
 KINDS: tuple[str, ...] = ("cpu", "cuda", "rocm", "xpu", "mps")
 CPU_TABLES: tuple[str, ...] = ("cpu-avx2", "cpu-avx512", "cpu-amx")
-"""Names of the CPU tables, one for each instruction set. The first one also decides what was not measured."""
+"""Names of the CPU tables, one for each instruction set. The first one is the `reference` of other devices."""
 
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 _PRODUCTS = frozenset({"mul", "mm", "addmm"})
@@ -61,9 +61,9 @@ def are_powers_of_two(sizes: Iterable[int]) -> bool:
 
 
 def is_exempt(op: str, args: Sequence[Any], kind: str = "cpu") -> bool:
-    """Return whether a call runs on a device kind although the contract of its operator refuses the dtypes.
+    """Return whether a call runs on a device kind, even if the contract of its operator refuses the dtypes.
 
-    Contracts do not know shapes and missing operands:
+    Contracts ignore shapes and missing operands, which decide these cases:
 
     - cuFFT transforms float16 if each size is a power of two.
     - Without a weight, the batch norm of an NVIDIA or AMD GPU accepts running statistics of any dtype
@@ -92,9 +92,9 @@ class Verdict:
 
     Attributes:
         accepted: True if the operator runs, False if it raises.
-        results: dtypes of the returned tensors; for an in-place operator, of the changed tensor. It is empty if the
-            operator raises, if it was not measured on this device, or if the result's dtype depends on scalars, list
-            lengths or 0-dim operands. The fake kernel then decides.
+        results: dtypes of the returned tensors; for an in-place operator, of the changed tensor. Empty if the operator
+            raises, if it was not measured on this device, or if scalars, list lengths or 0-dim operands decide the
+            result's dtype. The fake kernel then decides.
         message: the device's error message if the operator raises, else "".
         assumed: True if the verdict was not measured: it is from a family's rule or from another device.
     """
@@ -110,7 +110,7 @@ class Table:
     """The measured contracts of one device.
 
     `messages` are templates of error messages, see `isotype.contracts.pattern.Spelled`. `operators[overload][pattern]`
-    has the dtype letters of the results or, for a call that raises, the number of its message.
+    contains the letters of the results' dtypes. For a call that raises an error, it is the index of the message.
     """
 
     device: str
@@ -122,7 +122,7 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Return a table from a file of `isotype.contracts.measure`. With a `base`, the file has only differences from it."""
+    """Return a table from a file of `isotype.contracts.measure`. A file with a `base` contains only differences from it."""
     content = json.loads(path.read_text(encoding="utf-8"))
     base = read_table(path.with_name(f"{content['base']}.json")) if "base" in content else None
     messages, operators = (base.messages, base.operators) if base is not None else ((), {})
@@ -148,12 +148,12 @@ class Contracts:
     Attributes:
         kind: kind of the device, see `KINDS`.
         measured: the table of a device of this kind; None if none was measured.
-        reference: a CPU table. Its verdicts are assumed for all that was not measured.
-        others: for a CPU that was not measured, the tables of the other CPUs. If one of them disagrees with `measured`,
-            the verdict is marked as assumed.
+        reference: a CPU table, whose verdicts are assumed for operators and dtypes that were not measured.
+        others: for a CPU that was not measured, the tables of other CPUs. If one of these tables has another verdict
+            than `measured`, the verdict is marked as assumed.
         capability: compute capability of an NVIDIA GPU; None if unknown.
         table: name of the table `measured`; None if there is none.
-        unlike: a clause on how this device differs from the measured one; "" if it does not.
+        unlike: a clause about the difference of this device and the measured device; "" if there is none.
     """
 
     kind: str
@@ -168,8 +168,8 @@ class Contracts:
     def judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
         """Return the verdict on a call of `op` (`aten.mm.default`) with tensor operands of these dtypes.
 
-        `dtypes` are those of all tensor arguments in order, also of tensors in lists. Return None if no table and no
-        family has the call, or if all operands are integers and none is refused: then the fake kernel decides.
+        `dtypes` contains the dtypes of all tensor arguments in order, even of tensors in lists. If no table and no
+        family has the call, or if all operands are integers that are not refused, return None: the fake kernel decides.
         """
         if (op, dtypes) not in self._memo:
             self._memo[op, dtypes] = self._judge(op, dtypes)
@@ -226,7 +226,7 @@ _CPU_ONLY = (CORRUPTS, " not implemented for ", "CPU", "MKL", "primitive descrip
 
 
 def applies_to_cpus_only(message: str) -> bool:
-    """Return whether a CPU's error says nothing about other devices."""
+    """Return whether an error is only about CPUs, so that other devices may accept the same dtypes."""
     return any(mark in message for mark in _CPU_ONLY)
 
 
@@ -260,7 +260,7 @@ def contracts_for(kind: str) -> Contracts:
 
 
 def contracts_here(device: str) -> Contracts:
-    """Return this machine's contracts for a torch device type; those of the CPU for a type that is not in `KINDS`."""
+    """Return this machine's contracts for a torch device type, or the CPU's contracts for a type that is not in `KINDS`."""
     kind = "rocm" if device == "cuda" and torch.version.hip else device
     if kind == "cuda" and torch.cuda.is_available():
         return contracts_of(device_profile("cuda"))
@@ -268,7 +268,7 @@ def contracts_here(device: str) -> Contracts:
 
 
 def doubts(profile: DeviceProfile) -> list[str]:
-    """Return sentences on why a device may differ from what a check says."""
+    """Return sentences on why a check for a device may be wrong."""
     contracts = contracts_of(profile)
     table = contracts.measured or contracts.reference
     reasons = [f"{profile.unlike}: the check uses the table {profile.contracts}"] if profile.unlike else []
@@ -283,7 +283,7 @@ def doubts(profile: DeviceProfile) -> list[str]:
 
 
 def judged_by(profile: DeviceProfile) -> str:
-    """Return a report's text on where a device's contracts were measured."""
+    """Return the text of a report about the source of a device's contracts."""
     table = contracts_of(profile).table
     return "rules for families of operators, from PyTorch's source" if table is None else table.words
 
@@ -308,14 +308,14 @@ def _table(name: str) -> Table:
 
 
 _SHIFTED = (str.maketrans("df", "fb"), str.maketrans("d", "b"))
-"""Turn a pattern of float64 and float32 into one of float32 and bfloat16, which was measured for every operator."""
+"""Replaces float64 and float32 in a pattern by float32 and bfloat16, a pattern that was measured for every operator."""
 
 
 def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
     """Return a verdict of refusal if the CPU is known to refuse float64 together with float32; else None.
 
-    Few operators were measured with float64. An operator that refuses bfloat16 together with float32, in both orders,
-    is assumed to refuse float64 together with float32, too. A missing bfloat16 kernel does not count as a refusal.
+    Few operators were measured with float64. If an operator refuses bfloat16 together with float32, in both orders, it
+    is assumed to refuse float64 together with float32. A missing bfloat16 kernel does not count as a refusal.
     """
     if "f" not in pattern:
         return None
@@ -354,7 +354,7 @@ _CALLED = {
     "__rpow__": "pow",
     "__matmul__": "matmul",
 }
-"""Python functions -> the function that they call and whose name is in the autocast lists."""
+"""Python function -> the function that it calls, which is in the autocast lists."""
 
 
 @dataclass(frozen=True)
@@ -376,10 +376,7 @@ class AutocastLists:
     banned: frozenset[str]
 
     def treatment(self, function: str, has_dtype: bool) -> str:
-        """Return the list of a Python function (`banned`, `float32`, `promote`, `lower`); "" without one.
-
-        Set `has_dtype` if the function is called with a dtype.
-        """
+        """Return the list (`banned`, `float32`, `promote`, `lower` or "") of a function that is called with a dtype or not."""
         name = _CALLED.get(function, function)
         if name in self.float32_opt and not has_dtype:
             return "float32"
@@ -450,7 +447,7 @@ def nearest(tables: Sequence[TableName], kind: str, variant: str, torch_version:
 def _variant_distance(measured: str, variant: str) -> float:
     """Return the distance of two variants of a device kind; 0 if they are equal.
 
-    For compute capabilities, the major numbers count most. Of two equally far capabilities, the older one is nearer.
+    The major number of a compute capability counts most. If two capabilities are equally far, the older one is nearer.
     """
     if measured == variant:
         return 0

@@ -1,7 +1,7 @@
 """Examples of operator calls as JSON. They were recorded in real steps, and are replayed with operands of any dtype.
 
-An example is `[arguments, keyword arguments]`. A tensor is `{"t": dtype, "s": shape}`. `"p"` is the order of its
-dimensions in memory, if it is not contiguous. `"v"` has its values, if it holds integers or bools. In a replay, float
+An example is `[arguments, keyword arguments]`. A tensor is `{"t": dtype, "s": shape}`. If the tensor is not contiguous,
+`"p"` is the order of its dimensions in memory. Integer and bool tensors have their values in `"v"`. In a replay, float
 tensors get random values between 0.1 and 0.9, which every operator accepts (as probabilities, variances or scales).
 Other torch objects are `{"dtype": …}`, `{"device": …}`, `{"layout": …}`, `{"memory_format": …}`; non-finite floats are
 `{"float": "inf"}`.
@@ -82,12 +82,12 @@ def tensors_in(example: Json) -> Iterator[dict[str, Json]]:
 
 
 def is_float(tensor: Json) -> bool:
-    """Return whether an encoded tensor is a float tensor. Replays use several dtypes for it."""
+    """Return whether an encoded tensor is a float tensor, which gets several dtypes in replays."""
     return LETTERS.get(getattr(torch, tensor["t"]), "i") != "i"
 
 
 def has_dtype_argument(example: Json) -> bool:
-    """Return whether a call has a dtype argument. It then decides the result's dtype."""
+    """Return whether a call has a dtype argument, which decides the result's dtype."""
     if isinstance(example, dict):
         return "dtype" in example or ("t" not in example and any(map(has_dtype_argument, example.values())))
     return isinstance(example, list) and any(map(has_dtype_argument, example))
@@ -143,13 +143,13 @@ REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError
 """The exceptions of torch for operands of unsupported dtypes."""
 
 FAR = 0.25
-"""Relative error of wrong results. Rounding to 16 bits has an error of 0.004, and misread bytes a far larger one."""
+"""Relative error of wrong results. Rounding to 16 bits causes an error of 0.004, and misread bytes cause far more."""
 
 _FLOATS = frozenset(FLOAT_DTYPES.values())
 
 
 def results_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return an operator's results as a list. If it returns None, they are the operands that it writes."""
+    """Return an operator's results as a list: the operands that it writes if it returns None."""
     returned = function(*args, **kwargs)
     items = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     if returned is not None:
@@ -163,10 +163,10 @@ def results_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def corrupted(
     function: Any, example: Json, letters: str, recorded: str, results: Sequence[Any], device: torch.device
 ) -> bool:
-    """Return whether the results of a call are wrong: far from those of every trusted run.
+    """Return whether the results of a call are wrong: far from the results of every trusted run.
 
-    The operands have the dtypes `letters`. Trusted runs have the same values: one in float64 on the CPU, others in the
-    recorded dtypes on the device and the CPU. Return False without a trusted run, and for results that cannot be
+    The call's operands have the dtypes `letters`. A trusted run gets the same values in float64 on the CPU, or in the
+    recorded dtypes on the device or the CPU. Return False without a trusted run, and for results that cannot be
     compared: random numbers, uninitialized memory, reinterpreted bytes.
     """
     name = operator_schema(function).name.rpartition("::")[2]
@@ -182,7 +182,7 @@ def _references(
 ) -> Iterator[list[torch.Tensor]]:
     """Yield the results of each trusted run that does not raise.
 
-    float64 is trusted for torch's own operators only: without a float64 kernel, they raise an error.
+    Only torch's own operators are trusted in float64, because they raise an error if they lack a float64 kernel.
     """
     cpu = torch.device("cpu")
     double = [("d" * len(letters), cpu)] if function.namespace == "aten" else []
@@ -190,7 +190,7 @@ def _references(
         rest = iter(letters)
 
         def rounded(value: Any, rest: Iterator[str] = rest, place: torch.device = place) -> Any:
-            """Move an argument to the device `place`, round it to the operand's dtype, and return it in the run's dtype."""
+            """Return an argument on the device `place`, rounded to the operand's dtype, but in the run's dtype."""
             if not isinstance(value, torch.Tensor):
                 return place if isinstance(value, torch.device) else value
             if value.dtype in _FLOATS:
@@ -206,7 +206,7 @@ def _references(
 
 
 def _numbers(results: Sequence[Any]) -> list[torch.Tensor]:
-    """Return float results, and the absolute values of complex ones, as float64 tensors on the CPU."""
+    """Return float results, and the absolute values of complex results, as float64 tensors on the CPU."""
     numbers = []
     for result in results:
         if isinstance(result, torch.Tensor) and result.dtype in _FLOATS:

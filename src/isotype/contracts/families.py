@@ -1,4 +1,4 @@
-"""Rules for families of operators. They decide calls that were not measured; their verdicts are `assumed`."""
+"""Rules for families of operators. The rules decide calls that were not measured, so their verdicts are `assumed`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ class Family:
 
     Attributes:
         ops: names of the operators, without overload (`aten.mm`).
-        message: torch's error for operands that break the rule. `{0}` stands for the first compared operand, `{1}` for
-            the first one that differs from it. "" for a rule that only limits the dtypes.
-        alike: positions of the operands that must have one dtype; None for all operands. A position is an index into the
-            pattern.
-        exact: True if integer operands can break the rule, too, as in a matmul; False if integers, such as indices, do
-            not count.
-        only: letters of the accepted dtypes; "" for all dtypes.
+        message: torch's error for operands that break the rule. `{0}` stands for the first compared operand, and `{1}`
+            for the first operand with another dtype. "" if the rule only limits the dtypes.
+        alike: indices (in the pattern) of the operands that must have one dtype; None for all operands.
+        exact: True if the rule includes integer operands, as in a matmul; False if it ignores integers, such as
+            indices.
+        only: letters of the accepted dtypes; "" if all dtypes are accepted.
         refusal: torch's error for a dtype that is not accepted; `{0}` stands for it.
         devices: device kinds for which the rule holds.
         majors: major compute capabilities for which the rule holds; None for all.
@@ -82,7 +81,7 @@ def _ops(names: str) -> frozenset[str]:
 
 
 _FLASH = _ops("_scaled_dot_product_flash_attention _flash_attention_forward") | {VARLEN_ATTENTION}
-"""The forward operators of FlashAttention. Varlen attention calls the second one."""
+"""The forward operators of FlashAttention."""
 
 _CPU, _NVIDIA, _XPU = frozenset({"cpu"}), frozenset({"cuda"}), frozenset({"xpu"})
 _CUDA = frozenset({"cuda", "rocm"})
@@ -142,7 +141,7 @@ ONLY_POWERS_OF_TWO = "cuFFT only supports dimensions whose sizes are powers of t
 
 _TABLES = table(__file__, "kernels.json")
 _CUDA_FACTORIZATIONS: Mapping[str, str] = _TABLES["cuda_factorizations"]
-"""Names of operators, separated by spaces -> the kernel that torch calls first on a GPU (`_linalg_svd`: `by_shapes`)."""
+"""Names of operators, separated by spaces -> the kernel that torch calls first on a GPU, see `by_shapes`."""
 _CUDA_PRODUCTS: Mapping[str, str] = _TABLES["cuda_products"]
 """Names of matrix products that a GPU computes only for floating-point dtypes -> the kernel."""
 _CPU_KERNELS: Mapping[str, str] = _TABLES["cpu_kernels"]
@@ -158,7 +157,7 @@ def _without_kernel(
     only: str = "fd",
     alike: tuple[int, ...] | None = None,
 ) -> Family:
-    """Return the rule for operators with a kernel for the dtypes `only`."""
+    """Return the rule for operators that have a kernel only for the dtypes `only`."""
     return Family(_ops(names), alike=alike, only=only, refusal=_NO_KERNEL.format(kernel), devices=devices)
 
 
@@ -305,7 +304,7 @@ def integer_refusal(op: str, dtypes: Sequence[torch.dtype]) -> str:
 def families_of(op: str, device: str, capability: tuple[int, int] | None = None) -> tuple[Family, ...]:
     """Return the families of an overload (`aten.mm.default`) on a device kind, in the order of torch's checks.
 
-    `capability` is that of an NVIDIA GPU; the default is `UNKNOWN_CAPABILITY`.
+    `capability` is an NVIDIA GPU's compute capability (default: `UNKNOWN_CAPABILITY`).
     """
     named = {op} if op.endswith(".dtype") else {op.rpartition(".")[0]}
     alike = (family for family in FAMILIES if not named.isdisjoint(family.ops))

@@ -4,9 +4,9 @@
     python -m isotype.contracts.measure --device cpu --base cpu-avx2 -o cpu-amx.json
     python -m isotype.contracts.measure --device cpu --base cpu-avx2 -o cpu-avx2-torch2.15.json
 
-The table of a CPU is that of its instruction set. `tables/cpu-avx2.json` has all operators. The tables of other
-instruction sets and torch releases have only the operators that differ. With the variables `ATEN_CPU_CAPABILITY` and
-`ONEDNN_MAX_CPU_ISA`, a CPU uses a smaller instruction set.
+CPUs with the same instruction set have the same table. `tables/cpu-avx2.json` contains all operators, and the tables of
+other instruction sets and torch releases contain only the operators that differ. The variables `ATEN_CPU_CAPABILITY` and
+`ONEDNN_MAX_CPU_ISA` limit a CPU to a smaller instruction set.
 
 Every example in `tables/examples.json` is replayed with new tensors of a few elements. The float operands get
 combinations of float32, bfloat16 and float16 (and of float64, if the example has it):
@@ -15,11 +15,12 @@ combinations of float32, bfloat16 and float16 (and of float64, if the example ha
 - 5 or 6 float operands: all combinations of at most two dtypes;
 - more than 6: all operands in one dtype; all but one in one dtype; and the recorded dtypes.
 
-A call that raises an error is rejected, and the table has its message. Otherwise, the results are compared with those of
-calls on the same values: in float64 on the CPU, and in the recorded dtypes. If they are far from all of these, they are
-wrong, and the call is rejected. All other calls are accepted, and the table has the dtypes of the results. The result is
-unspecified (`?`) if two examples of one pattern return different dtypes, for example because of a scalar or a `dtype=`
-argument. A pattern with accepted and rejected examples has no entry, because an entry must hold for every call.
+A call that raises an error is rejected, and the table has its message. Otherwise, the results are compared with those
+of calls on the same values: in float64 on the CPU, and in the recorded dtypes. If the results are far from all of these
+results, they are wrong, and the call is rejected. All other calls are accepted, and the table has the dtypes of the
+results. The result is unspecified (`?`) if two examples of one pattern return different dtypes, for example because of
+a scalar or a `dtype=` argument. A pattern with accepted and rejected examples has no entry, because an entry must hold
+for every call.
 
 Calls run in a child process. If a call ends the process (or the device fails), its operator is listed under `died`, and
 the measurement goes on.
@@ -101,7 +102,7 @@ class Outcome:
 
 
 def combinations(recorded: str, doubles: bool) -> list[str]:
-    """Return the combinations of dtype letters to measure. `recorded` has those of a call's float operands (`"fbb"`)."""
+    """Return the combinations of dtype letters to measure. `recorded`: letters of a call's float operands."""
     letters = "fbhd" if doubles else "fbh"
     count = len(recorded)
     if count <= 4:
@@ -213,7 +214,7 @@ def measure(examples: Mapping[str, Sequence[Json]], device: str) -> dict[str, An
 
 
 def difference(table: Mapping[str, Any], base: str, *, same_torch: bool = True) -> dict[str, Any]:
-    """Return what differs between a table and the table `base` (`cpu-avx2`). `read_table` merges both again.
+    """Return a table with only the operators that differ from the table `base` (`cpu-avx2`). `read_table` merges both.
 
     Raises:
         ValueError: the base has other operators or, with `same_torch`, another version of torch.
@@ -250,7 +251,7 @@ def difference(table: Mapping[str, Any], base: str, *, same_torch: bool = True) 
 def _measured_in_children(
     examples: Mapping[str, Sequence[Json]], device: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Measure in a child process; after each crash, in a new one. Return the results, and the errors of crashed operators."""
+    """Measure in child processes, a new one after each crash. Return the results, and the errors of crashed operators."""
     measured: dict[str, Any] = {}
     died: dict[str, str] = {}
     remaining = dict(sorted(examples.items()))
@@ -344,10 +345,10 @@ def main() -> None:
 
 
 def templates(messages: Mapping[str, str]) -> dict[str, str]:
-    """Return a message template for each pattern. A greedy choice keeps the number of different templates small.
+    """Return a message template for each pattern, with few different templates (a greedy choice).
 
-    A dtype in a message may be that of several operands. Then several templates are possible, and the one that gives the
-    most messages is chosen. `fill(template, letters_in(pattern))` gives each message exactly.
+    If several operands have the dtype in a message, several templates are possible. The template that fits the most
+    messages is chosen. `fill(template, letters_in(pattern))` returns each message exactly.
     """
     readings = {pattern: list(_readings(pattern, message)) for pattern, message in messages.items()}
     chosen: dict[str, str] = {}
@@ -360,7 +361,7 @@ def templates(messages: Mapping[str, str]) -> dict[str, str]:
 
 
 def _readings(pattern: str, message: str) -> Iterator[str]:
-    """Yield every template from which the dtypes of `pattern` make `message`."""
+    """Yield every template that becomes `message` if it is filled with the dtypes of `pattern`."""
     letters = letters_in(pattern)
     # With one group, re.split returns text and dtype names in turn.
     parts = _WORD.split(message.replace("{", "{{").replace("}", "}}"))
@@ -373,7 +374,7 @@ def _readings(pattern: str, message: str) -> Iterator[str]:
 
 
 def _fields(word: str, letters: str) -> list[str]:
-    """Return the possible fields for the dtype name `word`: one for each operand of this dtype; without one, `word` itself."""
+    """Return a field for each operand with the dtype name `word`, or `word` itself if no operand has this dtype."""
     letter, style = _SPELLINGS[word]
     return [f"{{{at}{style}}}" for at, other in enumerate(letters) if other == letter] or [word]
 

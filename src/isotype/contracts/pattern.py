@@ -24,7 +24,7 @@ import torch
 from isotype.compat.torch import operator_schema
 
 CORRUPTS = "nothing: it returns wrong values without an error"
-"""The message for an operator that accepts operands of a dtype and misreads their bytes."""
+"""The message for an operator that misreads the bytes of an operand without an error."""
 
 # The names of a dtype in C++ messages: the type, and the scalar type.
 _CPP: dict[torch.dtype, tuple[str, str]] = {
@@ -138,7 +138,7 @@ def layout_of(op: str) -> Layout:
 
 
 def patterns_of(layout: Layout, letters: Sequence[str]) -> tuple[str, ...]:
-    """Return the distinct patterns of a call whose operands have these letters. Without `layout.by_element`, there is one."""
+    """Return the distinct patterns of a call with these operands; a single pattern without `layout.by_element`."""
     if not layout.lists:
         return (re.sub("i+", "i", "".join(letters)),)
     as_set = ("{" + "".join(sorted(set(letters))) + "}",)
@@ -146,10 +146,11 @@ def patterns_of(layout: Layout, letters: Sequence[str]) -> tuple[str, ...]:
 
 
 def _splits(layout: Layout, letters: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return all ways to split a flat list of operands into equally long lists and single tensors, each as its patterns.
+    """Return all ways to split a flat list of operands into equally long lists and single tensors, each way by its
+    patterns.
 
-    Optional arguments allow several ways. The caller takes the first way with the fewest patterns, because optimizers
-    group tensors by dtype. Ways with fewer lists come first.
+    Optional arguments allow several ways; ways with fewer lists come first. The caller takes the first way with the
+    fewest patterns, because optimizers group tensors by dtype.
     """
     splits = []
     for lists in range(layout.lists - layout.optional_lists, layout.lists + 1):
