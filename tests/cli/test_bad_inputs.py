@@ -65,7 +65,10 @@ SFT = "--model_name_or_path chat --dataset_name sft.jsonl --output_dir out --dev
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--max_steps -5", ["--max_steps -5 expected at least 1 step", "--max_steps 5, or leave it out"]),
+        (
+            "--max_steps -5",
+            ["--max_steps -5 expected at least 1 step", "--max_steps 5, or leave --max_steps out"],
+        ),
         ("--lora_dropout 1", ["--lora_dropout 1.0 expected at least 0, less than 1"]),
         ("--lora_dropout -0.1 --lora_r 0 --lora_alpha 0", ["lora_dropout -0.1", "lora_r 0", "lora_alpha 0"]),
         ("--seed -1 --adam_beta1 1.5", ["--seed -1", "at most 4294967295", "--adam_beta1 1.5"]),

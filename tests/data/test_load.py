@@ -418,8 +418,8 @@ def test_a_column_of_the_data_is_not_replaced(kind: str) -> None:
     rows: list[Row] = [{"prompt": "a", "q": "b", "completion": "c"}]
     write(f"t.{kind}", WRITERS[kind](rows))
     assert (
-        "--columns makes a column 'prompt' of 'q', which would replace the data's 'prompt'\n"
-        "    expected  a new name for each column that is kept\n"
+        "--columns renames 'q' to 'prompt', but the data has another column 'prompt'\n"
+        "    expected  different names for the columns\n"
         "    fix       to keep both, add other=prompt; to train on the data's 'prompt', remove prompt=q"
     ) in refusal(f"t.{kind}", columns="prompt=q")
     row = {"prompt": "b", "other": "a", "completion": "c"}
@@ -565,9 +565,9 @@ def test_a_text_is_one_example_and_its_lines_on_request() -> None:
     assert load("book.txt", said=said)["train"].to_list() == [{"text": "one\n\n two\n"}]
     assert load("book.txt", lines=True, said=said)["train"].to_list() == [{"text": "one"}, {"text": " two"}]
     assert said == [
-        "book.txt: each file is one example, which is cut to max_length; to train on whole files, give --packing True "
-        "--packing_strategy bfd_split, and to train on single lines, --text_lines True",
-        "book.txt: each line is an example, with an end token of its own",
+        "book.txt: each file is one example, which is cut to max_length; --packing True "
+        "--packing_strategy bfd_split trains on whole files, and --text_lines True trains on single lines",
+        "book.txt: each line is an example and gets an end token",
     ]
 
 
@@ -584,7 +584,7 @@ def test_what_nothing_reads_is_said_with_its_name_and_number() -> None:
         load(f"t.{kind}", said=said)
         columns = "'id' of 2 rows" if kind == "jsonl" else "'id' of 2 rows, 'source' of 2 rows"
         assert said == [
-            f"t.{kind}: unused: {columns}; used only by a chat template that names it: "
+            f"t.{kind}: unused: {columns}; unused unless the chat template reads them: "
             "'date' of 2 messages, 'cache_control' of 2 parts"
         ]
     said = []

@@ -297,7 +297,7 @@ def test_every_bad_picture_is_named_with_its_file_and_row():
             {"messages": asked("<image>a"), "images": ["red.png"] * 2},
             "1 place for an image and 2 images",
         ),
-        ("sft", {"text": "a<image>b", "image": "red.png"}, "column 'text' is text with images in it"),
+        ("sft", {"text": "a<image>b", "image": "red.png"}, "column 'text' contains images"),
         (
             "dpo",
             {

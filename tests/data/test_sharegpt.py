@@ -100,7 +100,9 @@ def test_a_call_of_a_function_becomes_a_tool_call() -> None:
     assert [message["role"] for message in row["messages"]] == ["user", "assistant", "tool", "assistant"]
     assert row["messages"][1]["tool_calls"] == [{"type": "function", "function": call}]
     chat[1]["value"] = "add(2)"
-    assert "holds a 'function_call' whose 'value' is no call" in refusal(as_lines([{"conversations": chat}]))
+    assert "holds a 'function_call' whose 'value' is no tool call" in refusal(
+        as_lines([{"conversations": chat}])
+    )
 
 
 def test_a_system_column_is_the_first_message() -> None:
@@ -162,7 +164,7 @@ def test_data_sets_of_unlike_form_become_conversations(store: Callable[[Any], st
     assert data == [{"messages": STANDARD}] * 4
     assert said[0] == (
         f"'pairs.csv', '{other}': prompts and completions become conversations, like the rest of the mixture; "
-        "the loss counts prompts too, unless --assistant_only_loss True is given"
+        "the loss includes prompts, unless --assistant_only_loss True is given"
     )
     assert said[1].startswith("share.jsonl: ShareGPT messages get the roles of chat templates: ")
 

@@ -35,7 +35,7 @@ def test_the_least_time_of_a_step_is_told_with_what_bounds_it() -> None:
     told = seconds_words(replace(record, trace=trace))
     assert told.startswith("at least ")
     assert "NVIDIA H100" in told
-    assert "which no card reaches" in told
+    assert "which no device reaches" in told
     assert "tokens/s at most" in told
     unrated = replace(trace.setup, profile=device_profile("cpu-generic"))
     assert seconds_words(replace(record, trace=replace(trace, setup=unrated))) == ""
@@ -60,7 +60,7 @@ def test_the_report_names_the_devices() -> None:
     assert "on each of 8 devices" in sharded
     assert "which keep gathered weights for the backward" in told(devices=8, fsdp=2, reshard=False)
     assert "DDP on 2 devices, each with all weights" in told(devices=2)
-    assert "the number of devices: without --devices N" in told(fsdp=2)
+    assert "the number of devices: the memory figures are for one device" in told(fsdp=2)
 
 
 def test_experts_that_no_quantizer_reaches_are_counted() -> None:

@@ -199,7 +199,7 @@ def test_a_profile_that_is_not_here_shows_its_data_sheet() -> None:
         (
             {"bitsandbytes": BitsandbytesStatus("0.1", False, None, "ImportError: libfoo.so")},
             True,
-            "Ready for float32 LoRA on AMD EPYC, not for QLoRA: bitsandbytes: ImportError: libfoo.so",
+            "Ready for float32 LoRA on AMD EPYC, but not for QLoRA (bitsandbytes: ImportError: libfoo.so)",
         ),
         (
             {
@@ -207,7 +207,7 @@ def test_a_profile_that_is_not_here_shows_its_data_sheet() -> None:
                 "missing": ("bitsandbytes>=0.49",),
             },
             True,
-            "Ready for float32 LoRA on AMD EPYC, not for QLoRA: bitsandbytes: it is not installed",
+            "Ready for float32 LoRA on AMD EPYC, but not for QLoRA (bitsandbytes: it is not installed)",
         ),
         (
             {"missing": ("peft>=0.19", "bitsandbytes>=0.49", "trl>=1.15")},

@@ -211,4 +211,4 @@ def test_marks_are_honoured_without_the_assistant_only_loss_and_said() -> None:
     assert rows.column_names == ["input_ids", "labels"]
     assert -100 in rows[0]["labels"]
     assert rows[1]["labels"] == rows[1]["input_ids"]
-    assert said == ["2 turns excluded from the loss, as the rows request; the loss includes everything else"]
+    assert said == ["2 turns without loss, as the rows request; the loss includes everything else"]

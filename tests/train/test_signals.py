@@ -10,7 +10,7 @@ from isotype.train.signals import balance
 from tests.models import tiny_config
 
 
-@pytest.mark.parametrize(("asked", "said"), [(True, "multiplied by 0.02"), (False, None)])
+@pytest.mark.parametrize(("asked", "said"), [(True, "times 0.02"), (False, None)])
 def test_the_balance_loss_is_said_with_its_coefficient(asked: bool, said: str | None) -> None:
     config = tiny_config("Qwen3MoeConfig", output_router_logits=asked, router_aux_loss_coef=0.02)
     note = balance(SimpleNamespace(model=SimpleNamespace(config=config)))

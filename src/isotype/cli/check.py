@@ -58,7 +58,7 @@ def _prints_text(options: Options) -> bool:
 
 
 def _next(options: Options, command: Command | None, report: Report) -> dict[str, tuple[str, ...]]:
-    """Return the next command (a training or a plan) as {description: command}; empty without one."""
+    """Return the next command (a training or a plan) as {description: command}, or {} if no command follows."""
     if command is None or (options.bare and report.trace.setup.profile.memory_bytes is None):
         return {}  # a plan for a device of unknown memory needs `--max-memory`
     if options.bare:
@@ -76,7 +76,7 @@ def _next(options: Options, command: Command | None, report: Report) -> dict[str
 
 
 def exit_status(report: Report, fail_on: str) -> int:
-    """Return 1 if a finding is at least as severe as `fail_on`, or if the step does not fit or was not traced; else 0."""
+    """Return 1 for a finding of severity `fail_on` or higher, a step that does not fit, or an incomplete trace; else 0."""
     failing = report.errors or not report.complete or report.fits is False
     return 1 if failing or (fail_on == "warning" and report.warnings) else 0
 

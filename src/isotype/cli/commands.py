@@ -29,7 +29,7 @@ _OF_THE_PLAN = ("dtype", "quantization", "base_memory", "device")
 
 
 def inspect(argv: Sequence[str], console: Console) -> int:
-    """Print the table of `isotype inspect`. Then raise an error if the checkpoint cannot be loaded."""
+    """Run `isotype inspect`: print its table, and then raise an error if the checkpoint cannot be loaded."""
     parser = Parser.of("inspect")
     options = parser.parse_args(list(argv))
     if options.program is not None:
@@ -137,7 +137,7 @@ def explain(argv: Sequence[str], console: Console) -> int:
 
 
 def find_rule(code: str) -> Rule:
-    """Return the rule with this code (`IST101`, `ist101` or `101`). Raise UsageError with similar codes otherwise."""
+    """Return the rule with this code (`IST101`, `ist101` or `101`). For an unknown code, raise UsageError."""
     from isotype.rules import all_rules
 
     rules = {rule.code: rule for rule in all_rules()}

@@ -36,16 +36,16 @@ COMMANDS = ("plan", "check", "run", "inspect", "quality", "explain", "doctor", "
 
 CRASHED = 1
 _LASTING = [[name] for name in (*METHODS, "demo", "merge")]
-"""Commands whose results are files. They go on if standard output is closed."""
+"""Commands that write files. These commands continue if standard output is closed."""
 
 _LAUNCHERS = {
     **{name: ["run"] for name in ("python", "python3")},
     **{name: ["run", name] for name in ("accelerate", "torchrun", "deepspeed")},
 }
-"""Maps a command that starts a script to the words after `isotype` that replace it."""
+"""Maps a command that starts a script to the words that replace it after `isotype` (`python` to `run`)."""
 
 _OF_TRL = ("bco", "cpo", "gkd", "nash_md", "online_dpo", "orpo", "ppo", "prm", "simpo", "xpo")
-"""Methods of TRL without a command in isotype. No similar command is suggested for them."""
+"""Methods of TRL without a command in isotype. No similar command is suggested for these methods."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,7 +98,7 @@ def _report(error: Exception, arguments: list[str]) -> int:
         text = lost_output()[0]
     elif isinstance(error, OSError) and error.filename is not None and command != "run":
         what, expected = f"{error.filename}: {error.strerror}", "a file or folder that can be used"
-        fix = "name another file, or make this file usable"
+        fix = "name another file, or correct this file"
         known = UsageError.of("a file cannot be used", what, expected, fix)
     elif isinstance(error, ModuleNotFoundError) and command != "run":
         known = missing_libraries(command, error)
@@ -106,9 +106,9 @@ def _report(error: Exception, arguments: list[str]) -> int:
         print_error(console_of_failure(), text)
         return CRASHED
     line = None
-    if "RANK" not in os.environ:  # a launcher's own words are not in the arguments
+    if "RANK" not in os.environ:  # `arguments` lack the launcher's words
         logger = logging.getLogger("isotype.train.dialects")
-        logger.disabled = True  # its notes about a file are printed already
+        logger.disabled = True  # the notes about a file are printed already
         line = corrected(arguments, known.problems, _parsed)
         logger.disabled = False
     hint = known.hint if line is None else None
@@ -148,7 +148,7 @@ def _parsed(line: list[str]) -> None:
 
 
 def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Return (arguments without isotype's `--debug`, True if it was one of them). transformers' `--debug VALUE` stays."""
+    """Return (arguments without isotype's `--debug`, True if it was removed). transformers' `--debug VALUE` is kept."""
     rest, debug = [], False
     for position, token in enumerate(arguments):
         following = arguments[position + 1] if position + 1 < len(arguments) else "--"
@@ -204,7 +204,7 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
 
 
 def missing_libraries(command: str, error: ModuleNotFoundError) -> UsageError | None:
-    """Return an error with the libraries that a command lacks; None if all of isotype[train] are installed."""
+    """Return an error that names missing libraries of isotype[train], or None if no library is missing."""
     from isotype.checkpoint.opened import EMBEDDED
     from isotype.precision.versions import installed, is_installed, missing
 

@@ -31,7 +31,7 @@ def print_error(console: Console, text: str) -> None:
 
 
 def speak_up() -> None:
-    """Print isotype's log messages, such as those on modules with restored dtypes."""
+    """Print isotype's log messages of the level INFO."""
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("isotype").setLevel(logging.INFO)
 
@@ -51,7 +51,7 @@ def quiet_libraries() -> None:
 
 
 def show_warnings_of_libraries() -> None:
-    """Print warnings even with PYTHONWARNINGS=error. Python would raise them as errors in libraries."""
+    """With PYTHONWARNINGS=error, print warnings. Python would otherwise raise them as errors in libraries."""
     if any(option.split(":")[0].startswith("e") for option in sys.warnoptions):
         warnings.simplefilter("default")
 
@@ -91,8 +91,8 @@ def _problems() -> Iterator[Problem]:
 def first_to_fail() -> bool:
     """Return True on the first rank that reports a failure. The other ranks then print no message.
 
-    The ranks count failures in the store of torchrun or accelerate, which outlives the ranks. Without a store, return
-    True. The result is cached: the first rank may report how to save memory, and then the error.
+    The ranks count failures in the launcher's store, which exists longer than the ranks. Without a store, return True. The
+    result is cached, because the first rank may print two messages.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True

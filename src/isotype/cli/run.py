@@ -1,7 +1,7 @@
 """`isotype run`: runs a script unchanged and watches its first training steps.
 
-The script runs in this process like `python SCRIPT`. torch is not imported before it, so that the script can set threads
-and visible devices. Only the script writes to standard output.
+The script runs in this process as with `python SCRIPT`. torch is not imported before the script, so that the script can
+set threads and visible devices. Only the script writes to standard output.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def _script(target: str) -> str:
-    """Return the script's path if the target is an installed Python command (`torchrun`); else the target."""
+    """Return the path of an installed Python command such as `torchrun`. Return any other target unchanged."""
     path = None if Path(target).exists() else shutil.which(target)
     return path if path is not None and is_python_script(Path(path)) else target
 
@@ -105,7 +105,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _execute(options: Options) -> None:
-    # Python puts the script's directory first; for a module, the working directory.
+    # Python puts the script's directory first. For a module, Python puts the working directory first.
     directory = Path.cwd() if options.module else Path(options.target).resolve().parent
     arguments, first = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [options.target, *options.arguments], str(directory)

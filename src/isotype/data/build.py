@@ -1,7 +1,7 @@
 """Check a local or hub data set, then build it in the format that a trainer takes.
 
-Every row is checked, and a problem names the line or the row in its file. Of streams, and of token ids in parquet files
-and data sets of `datasets`, the first 1000 rows are checked.
+Every row is checked, and a problem names the line or the row in its file. Only the first 1000 rows are checked of a
+stream, and of parquet files and data sets of `datasets` that contain token ids.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _CACHE_VERSION = "isotype-2"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked split: its problems, or the facts from which it is built.
+    """A checked split, with its problems or with all that is needed to build the split.
 
     Attributes:
         first: first row in the format that the trainer takes.
-        shapes: type of every column, None if the type is unknown.
-        make: function that returns the data set, or a stream, with columns of the given types.
+        shapes: type of every column, or None if the type is unknown.
+        make: returns the data set with columns of these types (as a stream if the second argument is True).
     """
 
     problems: Sequence[Problem]
@@ -55,7 +55,7 @@ class Prepared:
     make: Callable[[Mapping[str, Shape | None], bool], Any] | None = None
 
     def build(self, shapes: Mapping[str, Shape | None] | None = None, *, stream: bool = False) -> Any:
-        """Return the split, memory-mapped from the cache of `datasets`, or a stream; `shapes` may name other types."""
+        """Return the split from the cache of `datasets`, or a stream. `shapes` replaces the types of columns."""
         assert self.make is not None, self.problems
         return self.make(self.shapes if shapes is None else shapes, stream)
 
@@ -67,7 +67,7 @@ def prepare(local: LocalData, split: str, reading: Reading) -> Prepared:
     if local.saved:
         return _prepare_saved(files[0], split, reading)
     if len(kinds) > 1:
-        what = f"split '{split}' of '{local.name}' is made of {quoted(path.name for path in files)}"
+        what = f"split '{split}' of '{local.name}' has the files {quoted(path.name for path in files)}"
         fix = "keep files of one kind, or name a single file"
         return Prepared([Problem(what, "files of one kind in a split", fix)])
     return _prepare_parquet(files, reading) if kinds == {PARQUET} else _prepare_text(files, reading)
@@ -105,7 +105,7 @@ def _prepare_text(files: tuple[Path, ...], reading: Reading) -> Prepared:
 def _generated(
     files: Sequence[Path], digest: str, reading: Reading, shapes: Mapping[str, Shape], stream: bool
 ) -> Any:
-    """Return the rows of text files. The key of the cache contains the files' digests."""
+    """Return the rows of text files as a data set. Its key in the cache of `datasets` contains the files' digests."""
     from datasets import Dataset, Features, IterableDataset
 
     arguments = {
@@ -129,7 +129,7 @@ def _surveyed(
     word: str = "line",
     cells: bool = False,
 ) -> tuple[Reading, Survey]:
-    """Check the rows that `read` yields, and their images. Return the conversion that the rows need, and the results."""
+    """Check the rows that `read` yields, and their images. Return `reading`, with `pictured` if needed, and the results."""
 
     def results(reading: Reading, names: Counter[str], paths: dict[str, tuple[str, int]]) -> Survey:
         survey = Survey(METHODS[reading.method], reading.text_field, word, cells)
@@ -153,7 +153,7 @@ def _surveyed(
 def _with_pictures(
     records: Iterable[Record], taken: bool, paths: dict[str, tuple[str, int]]
 ) -> Iterator[Record]:
-    """Yield each record, or a problem if its row has an invalid inline image; add the rows' image paths to `paths`."""
+    """Yield each record, or a problem if the row has an invalid inline image. Add paths of images to `paths`."""
     for source, line, row in records:
         problem = None
         for picture in pictures_in(row) if taken and isinstance(row, dict) else ():
@@ -173,7 +173,7 @@ def _notes(
 
 
 def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
-    """Return a line about .txt files: how they are read, or which images lack one as a caption. Return None without a line."""
+    """Return a line that says how .txt files are read or which images have no caption, or None without .txt files."""
     texts = [path.name for path in files if path.suffix.lower() == ".txt"]
     if not texts:
         return None
@@ -183,10 +183,10 @@ def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
         bare = [at.name for at in pictures if not at.with_suffix(".txt").is_file()]
         return f"left out {plural(len(bare), 'image')} without a caption: {listed(bare)}" if bare else None
     if reading.lines:
-        return f"{listed(texts)}: each line is an example, with an end token of its own"
+        return f"{listed(texts)}: each line is an example and gets an end token"
     return (
-        f"{listed(texts)}: each file is one example, which is cut to max_length; to train on whole files, give --packing True "
-        "--packing_strategy bfd_split, and to train on single lines, --text_lines True"
+        f"{listed(texts)}: each file is one example, which is cut to max_length; --packing True --packing_strategy bfd_split "
+        "trains on whole files, and --text_lines True trains on single lines"
     )
 
 
@@ -265,11 +265,11 @@ def _prepare_saved(folder: Path, split: str, reading: Reading) -> Prepared:
 
 
 Parts = Sequence[tuple[str, int | None]]
-"""(name, number of rows) of each file of a data set, in order; the number is None if it is unknown."""
+"""(name, number of rows or None) of each file of a data set, in order."""
 
 
 def from_hub(path: str, **arguments: Any) -> Any | Problem:
-    """Return what `datasets.load_dataset` returns, or the problem with it."""
+    """Return the result of `datasets.load_dataset`, or a problem if the function fails."""
     import datasets
 
     why = ""
@@ -360,11 +360,11 @@ def _retyped(
     shapes: Mapping[str, Shape | None],
     stream: bool,
 ) -> Any:
-    """Return a data set whose columns have the types `shapes`. It is written again only if values or their storage change.
+    """Return a data set whose columns have the types `shapes`. Rows are written again only if values or storage change.
 
     Args:
-        reading: the conversion of rows, or None if it changes no row.
-        names: the columns of the data set, which a stream may not know.
+        reading: the conversion of rows, or None if no row changes.
+        names: the columns of the data set (a stream may not know its columns).
     """
     from datasets import Features
 
@@ -405,7 +405,7 @@ def _in_part(parts: Parts, index: int, problem: Problem) -> Problem:
 
 
 def undecoded(dataset: Any) -> Any:
-    """Return the data set with undecoded images, `{"bytes", "path"}`, or unchanged if its types are unknown."""
+    """Return the data set with undecoded images (`{"bytes", "path"}`). If its types are unknown, return it unchanged."""
     import datasets
 
     def plain(kind: Any) -> Any:
@@ -419,7 +419,7 @@ def undecoded(dataset: Any) -> Any:
 
 
 def _viewed(dataset: Any, features: Any) -> Any:
-    """Return the data set with other types of the same storage."""
+    """Return the data set with the types `features`, which have the same storage as its current types."""
     if features == dataset.features:
         return dataset
     if not hasattr(dataset, "__len__"):

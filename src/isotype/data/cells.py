@@ -1,4 +1,4 @@
-"""Checks of a row's cells: types of values, roles of messages, parts of messages, and marks of tokens for the loss."""
+"""Checks of a row's cells: types of values, roles and parts of messages, and keys that exclude messages from the loss."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _message_fault(message: Row) -> str | None:
 
 
 def messages_fault(value: object, judge: Callable[[Row], str | None] = _message_fault) -> str | None:
-    """Return the fault of a list of messages, or None. `judge` checks one message; by default, it checks role and content."""
+    """Return the fault of a list of messages, or None. `judge` checks a message (by default, its role and content)."""
     if not isinstance(value, list) or not value:
         return f"is {describe(value)}"
     for message in value:
@@ -95,7 +95,7 @@ def _ids_fault(value: object) -> str | None:
 
 
 def _no(*kinds: type) -> Callable[[object], str | None]:
-    """Return a function that returns a value's fault, or None if its type is in `kinds`. A bool is not an int here."""
+    """Return a function that returns a value's fault, or None if the value's type is in `kinds`. A bool is no int."""
     return lambda value: None if type(value) in kinds else f"is {describe(value)}"
 
 
@@ -112,7 +112,7 @@ def _tools_fault(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class Column:
-    """A column: a description of its `expected` values, a function that returns a value's `fault` or None, and a `fix`."""
+    """A column. `expected` describes its values, `fault` returns a value's fault or None, and `fix` says how to correct it."""
 
     expected: str
     fault: Callable[[object], str | None]
@@ -146,7 +146,7 @@ COLUMNS: Mapping[str, Column] = {
     "tools": Column(
         "null, or a list of tool schemas", _tools_fault, "write JSON schemas, or JSON text of them"
     ),
-    "chat_template_kwargs": Column("an object", _no(dict), "write {} where a row sets nothing"),
+    "chat_template_kwargs": Column("an object", _no(dict), "write {} in a row without arguments"),
     **dict.fromkeys(("input_ids", "chosen_ids", "rejected_ids"), _IDS),
 }
 
@@ -225,7 +225,7 @@ def left_out(message: Mapping[str, Any]) -> bool:
 
 
 def message_problems(row: Row, chats: Sequence[str], method: str, takes_pictures: bool) -> Iterator[Problem]:
-    """Yield the problems of each message in a row: wrong loss marks, and wrong parts of its content."""
+    """Yield the problems of each message in a row: wrong values of `MARKS`, and wrong parts of the content."""
     for name in chats:
         for message in row[name] if isinstance(row[name], list) else ():
             yield from _mark_problems(name, message, method)
@@ -242,12 +242,12 @@ def _mark_problems(column: str, message: Mapping[str, Any], method: str) -> Iter
             continue
         what = f"column '{column}' holds a message with '{key}': {value!r}"[:200]
         if key in _PARTLY:
-            expected = "turns that count in the loss completely or not at all"
+            expected = "turns whose tokens all have loss, or none of them"
             yield Problem(what, expected, "split the turn, or remove the key")
         elif value not in _YES and value not in _NO:
             yield Problem(what, "1 or true, 0 or false", "write 0 or 1, or remove the key")
         elif method != "sft" and column != "prompt" and left_out(message):
-            expected = f"answers without such a key: {method} trains on every turn"
+            expected = f"answers without this key, because {method} trains on every turn"
             yield Problem(what, expected, "remove the key")
 
 
@@ -267,7 +267,7 @@ def _part_problem(column: str, part: Mapping[str, Any], takes_pictures: bool) ->
 
 
 def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -> None:
-    """Count in `keys` the keys of messages and of their parts that neither isotype nor TRL reads."""
+    """Add to `keys` the keys of messages and of parts of messages that neither isotype nor TRL reads."""
     for name in chats:
         for message in row[name] if isinstance(row[name], list) else ():
             keys.update(("message", key) for key in message.keys() - MESSAGE_KEYS if message[key] is not None)
@@ -279,14 +279,14 @@ def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -
 def unread_line(source: str, keys: Mapping[tuple[str, str], int], sample: int | None) -> str | None:
     """Return a line about the unused keys of a data set, or None if all keys are used.
 
-    `keys` maps (place, unused key) to a count; a place is "row", "message" or "part". `sample` is the number of rows that
-    were counted, or None if all were.
+    `keys` maps (place, unused key) to a count. A place is "row", "message" or "part". `sample` is the number of counted
+    rows, or None for all rows.
     """
     named: dict[str, list[str]] = {}
     for (where, key), count in sorted(keys.items()):
         named.setdefault(where, []).append(f"'{key}' of {plural(count, where)}")
     turns = [*named.get("message", ()), *named.get("part", ())]
-    said = [f"unused: {listed(named['row'])}"] if "row" in named else []
-    said += [f"used only by a chat template that names it: {listed(turns)}"] if turns else []
+    unused = [f"unused: {listed(named['row'])}"] if "row" in named else []
+    unused += [f"unused unless the chat template reads them: {listed(turns)}"] if turns else []
     counted = f" (in the first {sample:,} rows)" if sample and turns else ""
-    return f"{source}: {'; '.join(said)}{counted}" if said else None
+    return f"{source}: {'; '.join(unused)}{counted}" if unused else None

@@ -62,7 +62,7 @@ def near(wanted: str, columns: Sequence[str]) -> str | None:
 
 
 def _renames(columns: Sequence[str], formats: Sequence[Format]) -> dict[str, str]:
-    """Return a dict {old name: new name} that renames `columns` to one of `formats`; {} if no renaming does."""
+    """Return {old name: new name} that renames `columns` to one of `formats`, or {} if no renaming fits."""
     renames: list[dict[str, str]] = []
     for item in formats:
         if not set(columns).isdisjoint(item.excludes):
@@ -77,7 +77,7 @@ def _renames(columns: Sequence[str], formats: Sequence[Format]) -> dict[str, str
 
 
 def columns_problem(columns: Sequence[str], method: str, text_field: str = "text") -> Problem | None:
-    """Return the problem of a data set with these `columns` for `method`, or None if TRL accepts them."""
+    """Return the problem of a data set with these `columns` for `method`, or None if TRL accepts the columns."""
     formats = formats_of(method, text_field)
     if matching(columns, formats):
         return None
@@ -88,7 +88,7 @@ def columns_problem(columns: Sequence[str], method: str, text_field: str = "text
         flag = ",".join(f"{want}={source}" for source, want in renames.items())
         fix = f"rename {named}: --columns {shlex.quote(flag)}"
         if "prompt" in renames.values() and {"instruction", "input"} <= set(columns):
-            fix += "; join 'instruction' and 'input' first, or 'input' is lost"
+            fix += "; join 'instruction' and 'input' first, because 'input' would be lost"
     elif others:
         fix = f"these columns suit {', '.join(f'isotype {name}' for name in others)}"
     elif method == "sft" and "prompt" in columns:
@@ -129,7 +129,7 @@ def same_beginning(row: Row) -> bool:
 
 _ALL_ALIKE = "write all values of the column as text, or as numbers"
 _UNFIT = {
-    MIXED: ("changes its kind of value", "one kind of value in a column", _ALL_ALIKE),
+    MIXED: ("has values of different kinds", "one kind of value in a column", _ALL_ALIKE),
     HUGE: (
         "holds a whole number beyond 64 bits",
         "whole numbers of at most 64 bits",
@@ -141,7 +141,7 @@ _UNFIT = {
 
 @dataclass
 class Survey:
-    """A pass over all rows of a data set: their checks for a method, and the results.
+    """Checks of all rows of a data set for a method, and the results.
 
     Attributes:
         word: "line" if the numbers of rows are lines of a file, "row" if they are rows of a table.
@@ -149,7 +149,7 @@ class Survey:
         findings: maps (source, problem) to line numbers, or to an empty list if the problem concerns the whole source.
         shapes: type of every column, merged over all rows.
         first: first row that is an object, valid or not; None if there is no such row.
-        keys: maps (place, name of an unused key) to a count; a place is "row", "message" or "part".
+        keys: maps (place, name of an unused key) to a count. A place is "row", "message" or "part".
         pictured: True if a row has an image.
     """
 
@@ -171,7 +171,7 @@ class Survey:
             lines.append(line)
 
     def problems(self) -> list[Problem]:
-        """Return the findings as problems, each with its source and its line or row numbers in front."""
+        """Return the findings as problems that begin with the source and the numbers of lines or rows."""
         findings = self.findings.items()
         return [
             replace(p, given=f"{source}{_places(self.word, at)}: {p.given}") for (source, p), at in findings
@@ -227,7 +227,7 @@ class Survey:
             added = [name for name in row if name not in self.first]
             differs = [f"lacks {quoted(lacking)}"] * bool(lacking) + [f"adds {quoted(added)}"] * bool(added)
             expected = f"the columns of {self._place}: {quoted(self.first)}"
-            fix = "give every row the same columns; write null where an optional one has no value"
+            fix = "give every row the same columns; write null in an optional column without a value"
             yield Problem(f"the row {' and '.join(differs)}", expected, fix)
             return
         faults = [

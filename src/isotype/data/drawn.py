@@ -66,7 +66,7 @@ HELD_BACK = frozenset(
 
 
 def draw(content: Content, rng: random.Random) -> Any:
-    """Return an image as uint8 pixels [SIDE, SIDE, 3]. The positions and sizes of its shapes are drawn from `rng`."""
+    """Return an image as uint8 pixels [SIDE, SIDE, 3]. `rng` determines the positions and sizes of its shapes."""
     pixels = numpy.full((SIDE, SIDE, 3), rng.randrange(225, 256), numpy.uint8)
     for cell in rng.sample(range(9), content.number):
         y, x = numpy.mgrid[0:SIDE, 0:SIDE] + 0.5

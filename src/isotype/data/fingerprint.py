@@ -15,7 +15,7 @@ _READ_BYTES = 1 << 27
 
 
 def fingerprint_of_rows(rows: Any) -> str | None:
-    """Return the number of rows and a hash of their content that is the same on all machines; None for a stream."""
+    """Return the number of rows and a hash of their content (the same on all machines), or None for a stream."""
     if not hasattr(rows, "__len__"):
         return None
     count = len(rows)
@@ -32,7 +32,7 @@ def fingerprint_of_rows(rows: Any) -> str | None:
 
 
 def _movable(row: Row) -> Row:
-    """Return the row with the file names and sizes of images instead of their paths, which differ between machines."""
+    """Return the row with images as file names and sizes, because their paths differ between machines."""
     places: list[object] = []
     for picture in pictures_in(row):
         path = None if picture.get("bytes") is not None else Path(picture["path"])

@@ -1,10 +1,10 @@
 """Find the data set of a training command, check it before a model is loaded, then build it.
 
-`--dataset_name` is a local file or directory, `embedded:NAME` for a data set of the package, or a hub id. A name that
-exists as a path, or can only be a path, is not looked up on the hub. No code of a data set is executed.
+`--dataset_name` is a local file or directory, `embedded:NAME` for a data set of the package, or a hub id. A name is not
+looked up on the hub if it is an existing path or cannot be a hub id. No code of a data set is executed.
 
-In a directory, a file belongs to the split (train, validation, test or a synonym) that its name or its folder's name
-contains. If only some file names contain a split, each other file becomes a split with the file's name.
+In a directory, the name of a file or of its folder contains the file's split (train, validation, test or a synonym). If
+only some file names contain a split, each other file becomes a split with the file's name.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def load_training_data(
     if local is not None and config:
         flags = f"--dataset_config '{config}' with the local data set '{name}'"
         fix = "name the file or the folder itself in --dataset_name"
-        raise data_error(name, [Problem(flags, "no configuration name, which only hub data sets have", fix)])
+        raise data_error(name, [Problem(flags, "no --dataset_config, which is only for hub data sets", fix)])
     splits = local.splits if local is not None else _hub_splits(name, config, streaming)
     problems = splits_problems(name, splits, wanted)
     prepared: dict[str, Prepared] = {}
@@ -86,12 +86,12 @@ def load_training_data(
 
 
 _BUILDERS = re.compile("arrow|audiofolder|csv|imagefolder|json|pandas|parquet|text|webdataset|xml")
-"""Names that `datasets.load_dataset` does not look up on the hub: it reads files in the working folder instead."""
+"""Names of formats, for which `datasets.load_dataset` reads files in the working folder instead of the hub."""
 
 
 def _hub_splits(name: str, config: str | None, streaming: bool) -> Mapping[str, Any]:
     if _BUILDERS.fullmatch(name):
-        what = f"'{name}' is a format of `datasets`: every such file below the working folder would be read"
+        what = f"'{name}' is a format of `datasets`, and all its files below the working folder would be read"
         raise data_error(name, [Problem(what, "a file, a folder or a hub id", "--dataset_name train.jsonl")])
     loaded: Mapping[str, Any] | Problem = from_hub(name, name=config, streaming=streaming)
     if isinstance(loaded, Problem):

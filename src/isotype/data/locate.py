@@ -46,9 +46,9 @@ class LocalData:
     """A data set on this machine.
 
     Attributes:
-        splits: split -> its files or, if `saved` is True, its directory.
+        splits: maps a split to its files, or to its directory if `saved` is True.
         saved: True if `save_to_disk` wrote the data set.
-        folder: the directory that was named; None for a file or an embedded data set.
+        folder: the directory of the data set, or None for a file or an embedded data set.
     """
 
     name: str
@@ -57,7 +57,7 @@ class LocalData:
     folder: Path | None = None
 
     def unread(self, wanted: Collection[str]) -> str | None:
-        """Return a line that lists unread data files (those of other splits or inner folders), or None."""
+        """Return a line that lists unread data files (in other splits or in inner folders), or None without such files."""
         if self.folder is None:
             return None
         others = [path for split, paths in self.splits.items() if split not in wanted for path in paths]
@@ -89,7 +89,7 @@ def looks_like_path(name: str) -> bool:
 
 
 def find_local(name: str, test_split: str = "test") -> LocalData | None:
-    """Return the local or embedded data set `name`, or None for a hub id; raise DataError if the data set is unusable."""
+    """Return the local or embedded data set `name`, or None for a hub id. Raise DataError if the data set is unusable."""
     if name.startswith(EMBEDDED):
         return _find_embedded(name)
     path = Path(name).expanduser()
@@ -129,7 +129,7 @@ def _mode(path: Path) -> int | Problem | None:
 
 def _missing(path: Path) -> Problem:
     missing, expected = f"there is no file or directory '{path}'", "a file or directory that exists"
-    fix = f"'{path.parent}' does not exist either: check where the path starts"
+    fix = f"'{path.parent}' does not exist either: check the beginning of the path"
     if path.parent.is_dir():
         names = sorted(item.name for item in path.parent.iterdir() if not item.name.startswith("."))
         holds = f"'{path.parent}' holds {quoted(names)}"
@@ -203,12 +203,12 @@ def _find_in_directory(name: str, folder: Path) -> LocalData:
 
 
 def is_data_file(path: Path) -> bool:
-    """Return whether a file's name is that of a data file that isotype reads. The file need not exist."""
+    """Return True if isotype reads files with this name as data. The file need not exist."""
     return path.suffix.lower() in _SUFFIXES and path.name not in _NOT_DATA
 
 
 def _data_files(paths: Iterable[Path]) -> list[Path]:
-    """Return the data files in `paths`; raise DataError if one of them is a pipe or a link that leads nowhere."""
+    """Return the data files in `paths`. Raise DataError if a file is unusable, such as a pipe or a broken link."""
     data = filter(is_data_file, paths)
     named = sorted(f for f in data if not any(part.startswith(".") for part in (f.name, f.parent.name)))
     modes = {path: _mode(path) for path in named}
@@ -230,7 +230,7 @@ def splits_problems(name: str, splits: Iterable[str], wanted: Sequence[str]) -> 
         if split in have:
             continue
         what = f"'{name}' has no split '{split}'; its splits are {quoted(have)}"
-        expected = "a split to evaluate on, since evaluation is on"
+        expected = "a split for the evaluation, because evaluation is on"
         fix = "--dataset_test_split NAME with one of its splits, or --eval_strategy no"
         if position == 0:
             expected = "the split to train on"

@@ -33,7 +33,7 @@ class Format:
 
     Attributes:
         required: columns that a row must have.
-        excludes: columns that a row must not have: with them, TRL would assume another format and fail.
+        excludes: columns that a row must not have, because TRL would assume another format and fail.
     """
 
     required: tuple[str, ...]
@@ -54,11 +54,11 @@ class Method:
         formats: accepted sets of columns, in TRL's order of preference. KTOTrainer itself splits pairs into completions.
         optional: columns with a special meaning. Other columns are allowed: GRPO and RLOO pass them to the reward
             functions, and the other trainers ignore them.
-        task_type: PEFT's task type, by which PEFT chooses the parts to train in addition to the adapters.
+        task_type: PEFT's task type. For some task types, PEFT also trains the model's head.
         auto_class: name of transformers' auto class, or None for the class that the config names.
         reference: condition under which the loss needs a reference model; `compares` evaluates this condition.
         always_copies: True if TRL adds a second adapter for the reference even if `compares` returns False.
-        dropped: beginning of the message about dropped rows, before a length; "" if the trainer drops no rows.
+        dropped: text before `max_length N` in the message about dropped rows, or "" if the trainer drops no rows.
         fused_head: True if the trainer takes log-probabilities from TRL's fused head and never reads logits.
     """
 
@@ -102,7 +102,7 @@ class Method:
 
 
 def _method(name: str, facts: dict[str, Any]) -> Method:
-    """Return a method from its facts in methods.json, where a format is a text: its columns, and `-` before excluded ones."""
+    """Return a method from its facts in methods.json. A format is a text of column names; `-` begins an excluded column."""
     words = [text.split() for text in facts.pop("formats")]
     formats = tuple(
         Format(

@@ -23,7 +23,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class _Part:
-    """An entry of a mixture, with (name, checked split) for each of its splits."""
+    """An entry of a mixture. `splits` has (name, checked split) for each split of the entry."""
 
     entry: Any
     splits: Sequence[tuple[str, Prepared]]
@@ -59,9 +59,9 @@ def load_mixture(
         whole = datasets.concatenate_datasets(_shares(args, _aligned(parts, reading, args.streaming)))
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
         named = quoted(entry.path for entry in args.datasets)
-        fix = "check each entry's path, split, columns and fraction; an unreachable hub needs local files"
+        fix = "check each entry's path, split, columns and fraction; without the hub, name local files"
         failure = f"the mixture of {named} cannot be built: {first_line(error)}"
-        raise data_error("datasets", [Problem(failure, "entries that load and fit together", fix)]) from error
+        raise data_error("datasets", [Problem(failure, "entries that can be joined", fix)]) from error
     if args.test_split_size is not None:
         splits = whole.train_test_split(test_size=args.test_split_size, seed=_SEED)
     else:
@@ -123,7 +123,7 @@ def _of_one_form(
         turned = [part.name for part, names in zip(parts, required, strict=True) if "prompt" in names]
         say(
             f"{quoted(turned)}: prompts and completions become conversations, like the rest of the mixture; "
-            "the loss counts prompts too, unless --assistant_only_loss True is given"
+            "the loss includes prompts, unless --assistant_only_loss True is given"
         )
         return [_part(part.entry, replace(reading, joined=True), streaming) for part in parts]
     held = "; ".join(
@@ -156,11 +156,10 @@ def _aligned(parts: Sequence[_Part], reading: Reading, streaming: bool) -> list[
 
 
 def _typed(stream: Any) -> Any:
-    """Return a stream whose rows `datasets` converts to the types of its columns, also after it is concatenated.
+    """Return a stream whose rows `datasets` converts to the types of its columns, even if the stream is concatenated.
 
-    In concatenated streams, `datasets` converts either all rows or none; the first stream decides (`is_typed` in
-    https://github.com/huggingface/datasets/blob/5.2.0/src/datasets/iterable_dataset.py). Without the conversion, messages
-    from a file would stay JSON texts.
+    In concatenated streams, `datasets` converts either all rows or none, as the first stream requires (`is_typed` in
+    https://github.com/huggingface/datasets/blob/5.2.0/src/datasets/iterable_dataset.py). Unconverted messages are JSON texts.
     """
     return stream if stream.features is None else undecoded(stream).map(dict, features=stream.features)
 
@@ -180,7 +179,7 @@ def _piece(name: str, item: Prepared, shapes: dict[str, Shape], used: set[str] |
 
 
 def _shares(args: Any, built: list[Any]) -> list[Any]:
-    """Return the first rows of each data set, so that the numbers of rows have the proportions `fraction`."""
+    """Return the first rows of each data set. The numbers of rows are proportional to each entry's `fraction`."""
     fractions = [entry.fraction for entry in args.datasets]
     if all(fraction is None for fraction in fractions):
         return built

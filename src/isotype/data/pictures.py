@@ -20,16 +20,16 @@ PICTURE_COLUMNS = ("image", "images")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 NEEDS_PILLOW = Problem(
     "the rows have images, but the package pillow is not installed",
-    "pillow, which reads them",
+    "pillow, which reads images",
     "pip install 'isotype[vision]'",
 )
 _READABLE = "an image that can be read"
 _FIX = "correct the path, or write the file again"
 _FORMS = "a path, base64 text, a data URL, or {bytes, path}"
 _SHORTEST = 32
-"""Minimum characters of base64 text; a shorter text is a path."""
+"""Minimum number of characters in base64 text. A shorter text is a path."""
 _THREADS = 16
-"""Number of threads that read images; they mostly wait for files, so more threads than cores are useful."""
+"""Number of threads that read images. More threads than cores are useful, because threads mostly wait for files."""
 
 Stored = str | bytes | Mapping[str, Any]
 """An image: its path, the bytes of its file, or {bytes, path} as `datasets` stores it."""
@@ -40,7 +40,7 @@ def stored(value: Any, folder: Path | None = None) -> Stored | Problem:
 
     Args:
         value: a path, base64 text, a data URL, a `file://` URL, bytes, or an object with one of these.
-        folder: folder to which paths are relative; a path that does not exist there is relative to the working directory.
+        folder: folder to which paths are relative. A path that does not exist there is relative to the working directory.
     """
     if isinstance(value, Mapping):
         return _of_object(value, folder)

@@ -3,9 +3,9 @@
 The input has one of these formats:
 
 - TRL: a column of images, and places in messages. If there are no places, the images precede the first question.
-- OpenAI and axolotl: the images are in the messages.
+- OpenAI and axolotl: messages that contain the images.
 - LLaVA, LLaMA-Factory and ms-swift: a column of images, and `<image>` in texts.
-- A folder of images: the texts are captions.
+- A folder of images: texts, which are captions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TOKENS = re.compile(
 )
 _ORDER = ("prompt", "messages", "completion", "chosen", "rejected")
 _ANSWERS = ("completion", "chosen", "rejected")
-_FIX = 'write {"type": "image"} or <image> for each image, and as many images in a column \'images\''
+_FIX = 'write {"type": "image"} or <image> for each image in the column \'images\''
 
 
 def with_places(row: Row, folder: Path | None, *, pictured: bool) -> Row | Problem:
@@ -64,7 +64,7 @@ def with_places(row: Row, folder: Path | None, *, pictured: bool) -> Row | Probl
             _placed(turn, bool(beside), places) if isinstance(turn, Mapping) else turn for turn in chat
         ]
         if name in _ANSWERS and len(places) > before:
-            expected = "images only in prompts: no model answers with one"
+            expected = "images only in prompts, because models answer with text"
             return Problem(f"column '{name}' holds an image", expected, "move the image to the prompt")
     if places:
         # If a question were plain text, TRL would add places for the images before it again.
@@ -130,7 +130,7 @@ def in_parts(turn: Any) -> Any:
 
 
 def _before(chats: Row, count: int) -> None:
-    """Insert `count` places for images before the first question, as TRL does if questions are plain text."""
+    """Insert `count` places for images before the first question. If a question is plain text, TRL inserts the places."""
     questions = [turn for name in _ORDER for turn in chats.get(name, ()) if turn.get("role") == "user"]
     if not questions or any(isinstance(turn["content"], str) for turn in questions):
         return
@@ -144,8 +144,8 @@ def alike_at_start(first: Sequence[Any], second: Sequence[Any]) -> int:
 def _spoken(row: Row, pictured: bool) -> Row | Problem:
     """Return the row as conversations, or the problem with the row. `pictured` is True if the row has images.
 
-    Texts become messages. A caption becomes the answer to `QUESTION`. The common beginning of a pair of conversations
-    becomes the prompt.
+    Texts become messages. A caption becomes the answer to `QUESTION`. The common first messages of `chosen` and `rejected`
+    become the prompt.
     """
     name = next((name for name in CAPTIONS if name in row), None)
     if name is not None and row.keys().isdisjoint(CHATS) and isinstance(row[name], str):
@@ -154,7 +154,7 @@ def _spoken(row: Row, pictured: bool) -> Row | Problem:
         text = _MARK.sub("", row[name], count=1) if row[name].lstrip().startswith("<image>") else row[name]
         if _MARK.search(text) or _TOKENS.search(text):
             fix = "write 'messages', or 'prompt' and 'completion'"
-            return Problem(f"column '{name}' is text with images in it", "a caption, or a conversation", fix)
+            return Problem(f"column '{name}' contains images", "a caption, or a conversation", fix)
         rest = {key: value for key, value in row.items() if key != name}
         question = {"role": "user", "content": [dict(PLACE), {"type": "text", "text": QUESTION}]}
         return {**rest, "prompt": [question], "completion": [{"role": "assistant", "content": text}]}

@@ -28,7 +28,7 @@ class ColumnMap:
     """Maps columns of the data set to the columns that a trainer takes.
 
     Attributes:
-        targets: (trainer's column, columns of the data set). Non-empty texts of several columns are joined by blank lines.
+        targets: pairs (trainer's column, the data set's columns). Blank lines join the non-empty texts of several columns.
         origin: argument or file in which the user named the columns.
     """
 
@@ -40,9 +40,9 @@ class ColumnMap:
         return frozenset(name for _, names in self.targets for name in names)
 
     def apply(self, row: Mapping[str, Any]) -> dict[str, Any] | Problem:
-        """Return the row with the trainer's column names; other columns stay.
+        """Return the row with the trainer's column names. Columns without a new name are kept.
 
-        Return a problem instead if a column is missing, or if another column already has a column's new name.
+        Return a problem if a column is missing, or if a kept column already has the new name of another column.
         """
         missing = sorted(self.sources - OPTIONAL_SOURCES - set(row))
         if missing:
@@ -54,8 +54,8 @@ class ColumnMap:
             if target in mapped:
                 sources = " and ".join(map(repr, names))
                 return Problem(
-                    f"{self.origin} makes a column '{target}' of {sources}, which would replace the data's '{target}'",
-                    "a new name for each column that is kept",
+                    f"{self.origin} renames {sources} to '{target}', but the data has another column '{target}'",
+                    "different names for the columns",
                     f"to keep both, add other={target}; to train on the data's '{target}', remove {target}={names[0]}",
                 )
             texts = (str(row[name]) for name in names if row.get(name) not in (None, ""))
@@ -64,9 +64,9 @@ class ColumnMap:
 
 
 def parse_columns(value: object, origin: str = "--columns") -> ColumnMap | None:
-    """Parse a preset, pairs `prompt=question,completion=answer`, or a dict from the trainer's to the data's columns.
+    """Parse a preset, pairs `prompt=question,completion=answer`, or a dict {trainer's column: columns of the data set}.
 
-    Return None for None, and raise DataError for another value.
+    Return None for None, and raise DataError for any other value.
     """
     if value is None:
         return None
@@ -100,8 +100,8 @@ class Reading:
         only: the columns of the data set that are read, or None for all.
         text_field: name of SFT's plain text column.
         columns: map from the data set's columns to the trainer's columns, or None if no column is renamed.
-        chat: True if plain text becomes messages, with prompts written by the user and answers by the assistant.
-        joined: True if prompt and completion become the column `messages`. Of other columns, only `CHAT_COLUMNS` stay.
+        chat: True if plain text becomes messages (see `as_messages`).
+        joined: True if prompt and completion become the column `messages`. Other columns are kept if in `CHAT_COLUMNS`.
         prompts: True if the loss includes prompt tokens (`--completion_only_loss False`).
         lines: True if each line of a .txt file is an example; False if the whole file is one example.
         pictured: True if rows without images take the format of rows with images.
@@ -131,7 +131,7 @@ class Reading:
         """Return the row in the format that the trainer takes, or the problem with it.
 
         Args:
-            names: counter for the speakers of {from, value} messages, see `standard_chats`.
+            names: counter for the speakers of {from, value} messages (see `standard_chats`), or None.
             folder: folder of the row's file, to which paths of images are relative; None for a stored data set.
         """
         if self.only is not None:

@@ -1,7 +1,7 @@
 """Readers of the rows in text files (JSON, JSON lines, CSV, TSV, plain text), with line numbers.
 
-A reader yields (line, row), or (line, `Problem`) for an unreadable row. The same readers check a file and build the
-data set, so the checked rows are the trained rows. Blank lines and a byte order mark are skipped.
+A reader yields (line, row), or (line, `Problem`) for an unreadable row. The same readers check a file and build the data
+set. Blank lines and a byte order mark are skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from isotype.data.reading import Reading
 Record = tuple[int, Any]
 
 LONGEST_LINE = 1 << 28
-"""Maximum bytes in a line. To tokenize a text, a tokenizer needs about a hundred times the text's memory."""
+"""Maximum bytes in a line, because a tokenizer needs about a hundred times a text's memory."""
 _FEW_NULS = 1 << 12
 _WHOLE = (".json",)  # suffixes of files whose lines are not examples
 _NO_TEXT_FIX = "save the file in UTF-8; to convert UTF-16 without a byte order mark: iconv -f UTF-16LE -t UTF-8 OLD > NEW"
@@ -49,7 +49,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def digest_or_problem(path: Path) -> str | Problem:
-    """Return the hex digest of a file's content or, if the file is not UTF-8 text, the problem."""
+    """Return the hex digest of a file, or a problem if the file is not UTF-8 text."""
     digest = hashlib.blake2b(digest_size=16)
     limit = -1 if path.suffix.lower() in _WHOLE else LONGEST_LINE + 1
     offset = 0
@@ -102,7 +102,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; raise ValueError if a key occurs twice, because Python would keep only its last value."""
+    """Return a JSON object. Raise ValueError if a key occurs twice, because Python would keep only the last value."""
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -133,7 +133,7 @@ def _not_json(text: str, error: ValueError | RecursionError, expected: str) -> P
 
 
 def _lone_surrogate(text: str, value: object) -> Problem | None:
-    """Return a problem if a text contains half a character (a lone surrogate), which UTF-8 cannot encode, else None."""
+    """Return a problem if a text contains a lone surrogate (half of a character that UTF-8 cannot encode), else None."""
     if "\\ud" not in text and "\\uD" not in text:
         return None
     try:
@@ -145,7 +145,7 @@ def _lone_surrogate(text: str, value: object) -> Problem | None:
 
 
 def read_json(path: Path) -> Iterator[Record]:
-    """Yield the JSON objects of a file. If the first character is `[`, the file is an array, else each line is an object."""
+    """Yield the JSON objects of a file. A file that begins with `[` is an array; otherwise, each line is an object."""
     with path.open(encoding="utf-8-sig", newline="\n") as file:
         lines = ((number, line) for number, line in enumerate(file, 1) if line.strip(_BLANK))
         first = next(lines, None)
@@ -168,7 +168,7 @@ def _json_line(line: str) -> Any:
     except (ValueError, RecursionError) as error:
         if line.strip(_BLANK) == "{":
             fix = "write each object on one line, or all objects in one array: [{…}, {…}]"
-            return Problem("the object goes on over several lines", "one JSON object per line", fix)
+            return Problem("the object has several lines", "one JSON object per line", fix)
         return _not_json(line, error, "one JSON object per line")
 
 
@@ -196,7 +196,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
-    """Yield the rows of a CSV file; all cells are text. The number of a row with several lines is that of its first line."""
+    """Yield the rows of a CSV file. All cells are text. A row of several lines has the number of its first line."""
     # By default a cell has at most 131072 characters in the whole process; a book is longer.
     csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -214,7 +214,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
                     if repeated:
                         what = f"the header names {', '.join(map(repr, repeated))} more than once"
                         fix = "rename or remove the repeated columns"
-                        yield line, Problem(what, "one name a column", fix)
+                        yield line, Problem(what, "a different name for each column", fix)
                         return
                 elif len(cells) == len(header):
                     yield line, dict(zip(header, cells, strict=True))
@@ -228,7 +228,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
 
 
 def read_text(path: Path, lines: bool = False) -> Iterator[Record]:
-    """Yield the file as one text in a column `text` or, if `lines` is True, each line, except blank texts."""
+    """Yield the file, or each line if `lines` is True, as a row with the column `text`. Blank texts are skipped."""
     with path.open(encoding="utf-8-sig") as file:
         for number, text in enumerate((line.rstrip("\n") for line in file) if lines else [file.read()], 1):
             if text.strip():
@@ -258,7 +258,7 @@ _FLOAT = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def cell_value(cell: str) -> bool | int | float | str | None:
-    """Convert a CSV cell to None, a bool, a number or text. Not used for columns that always contain text."""
+    """Convert a CSV cell to None, a bool, a number or text."""
     if not cell:
         return None
     if cell.lower() in _TRUTH:
@@ -273,8 +273,8 @@ def read_rows(
 ) -> Iterator[Record]:
     """Yield (line, row) of one file, or (line, Problem) for an unreadable row.
 
-    In a CSV file, cells of the columns `textual` are text; cells of other columns may become numbers or bools.
-    `reading` converts rows to the trainer's format; `names` counts speakers, see `Reading.apply`.
+    In a CSV file, cells of the columns `textual` stay text, and other cells are converted by `cell_value`. `reading` then
+    converts the rows to the trainer's format. `names` counts speakers (see `Reading.apply`).
     """
     suffix = path.suffix.lower()
     rows = read_text(path, lines=True) if reading.lines and suffix == ".txt" else READERS[suffix](path)
@@ -296,7 +296,7 @@ def _valued(rows: Iterable[Record], textual: frozenset[str]) -> Iterator[Record]
 
 
 def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
-    """Yield a file's rows with their images. The image of a caption file's row is in the same folder as the file."""
+    """Yield a file's rows with their images. A caption's image is in the folder of the caption file."""
     if picture := captioned(path):
         yield from ((line, {"image": picture.name, "caption": row["text"].strip()}) for line, row in rows)
         return
@@ -313,7 +313,7 @@ def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
 
 
 def captioned(path: Path) -> Path | None:
-    """Return the image in a .txt file's folder that has the file's name with another suffix, or None."""
+    """Return the image that has a .txt file's folder and name but the suffix of an image, or None."""
     if path.suffix.lower() != ".txt":
         return None
     return next((at for suffix in SUFFIXES if (at := path.with_suffix(suffix)).is_file()), None)

@@ -53,7 +53,7 @@ def _list(item: Shape) -> Shape:
 
 
 def _unfit(shapes: Iterable[Shape]) -> Shape | None:
-    """Return the shape in `shapes` that cannot be stored, not even as JSON text, or None."""
+    """Return the shape in `shapes` that cannot be stored even as JSON text (DEEP or HUGE), or None."""
     present = {*shapes}
     return next((shape for shape in (DEEP, HUGE) if shape in present), None)
 
@@ -70,7 +70,7 @@ def _struct(fields: tuple[tuple[str, Shape], ...]) -> Shape:
 
 
 def merge(a: Shape, b: Shape) -> Shape:
-    """Return the narrowest shape that includes `a` and `b`: JSON for objects with different keys, MIXED if there is none."""
+    """Return the narrowest shape for values of both shapes: JSON for objects with different keys, MIXED if none fits."""
     if a is b or a == b or b == NULL:
         return a
     if a == NULL:

@@ -27,17 +27,17 @@ CALL = "assistant, with a tool call"
 SPEAKERS = {name: role for role, names in OTHER_NAMES["speakers"].items() for name in names}
 """Maps the value of `from` in lower case to the role of the message."""
 
-_CALL_FORM = '{"name": "…", "arguments": {…}}, or a list of such'
+_CALL_FORM = '{"name": "…", "arguments": {…}}, or a list of such objects'
 
 
 def standard_chats(row: Row, names: Counter[str] | None, *, conversations: bool) -> Row | Problem:
     """Rename `conversations` to `messages`, and convert all columns of chats to {role, content} messages.
 
-    If the row has a problem, return the problem. A single message in a column of turns becomes a list. If a conversation
-    has no system message, the column `system` becomes its first message, as in LLaMA-Factory.
+    If the row has a problem, return the problem. A single message in `TURN_COLUMNS` becomes a list. If a conversation has
+    no system message, the column `system` becomes the conversation's first message, as in LLaMA-Factory.
 
     Args:
-        names: counter for the messages of each speaker; None if they are not counted.
+        names: counter for the messages of each speaker, or None.
         conversations: True if a column `conversations` is converted.
     """
     counted: Counter[str] = Counter()
@@ -66,7 +66,7 @@ def standard_chats(row: Row, names: Counter[str] | None, *, conversations: bool)
 
 
 def roles_line(source: str, names: Counter[str], sample: int | None) -> str | None:
-    """Return a line about the speakers' roles; None without speakers. `sample` is the number of counted rows (None: all)."""
+    """Return a line about the speakers' roles, or None without speakers. `sample` is the number of counted rows or None."""
     if not names:
         return None
     counts = names.most_common()
@@ -111,13 +111,13 @@ def _message(column: str, message: Row) -> Row | Problem:
         return {"role": role, "content": message["value"], **rest}
     calls = _calls(message["value"])
     if calls is None:
-        what = f"column '{column}' holds a '{message['from']}' whose 'value' is no call"
-        return Problem(what, f"JSON: {_CALL_FORM}", "correct the call, or write it as a text of 'gpt'")
+        what = f"column '{column}' holds a '{message['from']}' whose 'value' is no tool call"
+        return Problem(what, f"JSON: {_CALL_FORM}", "correct the call, or write a message of 'gpt'")
     return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
 
 
 def _calls(text: str) -> list[Row] | None:
-    """Convert a JSON text to tool calls in the format of chat templates; return None if the text contains no call."""
+    """Convert a JSON text to tool calls in the format of chat templates. Return None if the text contains no call."""
     value = _parsed(text)
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):

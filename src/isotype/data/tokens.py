@@ -19,16 +19,16 @@ TOKEN_COLUMNS = ("labels", *_MASKS, "attention_mask", *_UNREAD)
 ID_COLUMNS = ("input_ids", "labels", "chosen_ids", "rejected_ids")
 
 _LABEL_FIX = f"write {IGNORED} where no loss is computed, and the token's id elsewhere"
-_MASK_FIX = "write 1 for a token that counts and 0 for a token that does not"
+_MASK_FIX = "write 1 for each token that is used, and 0 for each other token"
 _FIXES = {
     "labels": _LABEL_FIX,
     **dict.fromkeys((*_MASKS, "attention_mask"), _MASK_FIX),
-    **dict.fromkeys(_UNREAD, "leave the column out; give tokens outside the loss the label -100"),
+    **dict.fromkeys(_UNREAD, "remove the column; tokens without loss need the label -100"),
 }
 
 
 def with_labels(row: Row, prompts: bool) -> Row | Problem:
-    """Return a row of token ids with `labels` instead of masks and without padding, or return the problem of the row.
+    """Return a row of token ids with `labels` instead of masks and without padding, or the problem of the row.
 
     If `prompts` is True, the loss includes prompt tokens, and `completion_mask` is ignored.
     """
@@ -44,7 +44,7 @@ def with_labels(row: Row, prompts: bool) -> Row | Problem:
     pairs = zip(row.get("labels", ids), targets, strict=True)
     labels = [label if is_target else IGNORED for label, is_target in pairs]
     if set(labels) == {IGNORED}:
-        what = f"no token of the row counts in the loss: each label is {IGNORED}, or masked"
+        what = f"no token of the row has loss: each label is {IGNORED} or masked"
         fix = "write a label, or remove the example"
         return Problem(what, "at least one label that is a token's id", fix)
     converted = {name: value for name, value in row.items() if name not in TOKEN_COLUMNS}
@@ -77,7 +77,7 @@ def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
     if name == "labels" and (below := next((v for v in values if v < 0 and v != IGNORED), None)):
         return f"holds {below}", f"token ids, or {IGNORED} where no loss is computed"
     if name == "attention_mask" and not all(values[slice(*_ends(values))] or [0]):
-        return "is 0 for tokens inside of the row", "0 only at the ends, where padding is"
+        return "is 0 for tokens inside of the row", "0 only for padding at the ends of the row"
     usual = {"token_type_ids": [0] * count, "position_ids": list(range(count))}
     if values != usual.get(name, values):
         return "has values that the trainer does not read", "'input_ids' with 'labels' or masks"
@@ -85,9 +85,9 @@ def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
 
 
 def token_faults(rows: Any, size: int | None) -> Iterator[tuple[int, Problem]]:
-    """Yield (row number, problem) for the first row with an unknown id in each column, or with a wrong number of labels.
+    """Yield (row number, problem) for the first wrong number of labels, or for the first unknown id in each column.
 
-    `rows` is a `datasets.Dataset`; `size` is the number of ids that the model has, or None if unknown.
+    `rows` is a `datasets.Dataset`. `size` is the number of ids that the model has, or None if the number is unknown.
     """
     import pyarrow.compute as pc
 

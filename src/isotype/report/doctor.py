@@ -27,7 +27,7 @@ from isotype.report.text import fitting, pair_table, table_of
 
 
 def speeds(report: DoctorReport) -> dict[torch.dtype, float]:
-    """Return the FLOP/s of each compute dtype: measured if the device is in this machine, else from its data sheet."""
+    """Return the FLOP/s of each compute dtype, measured on a device of this machine, else from the device's data sheet."""
     if not report.profile.present:
         return {dtype: rate for dtype, rate in report.profile.peak_flops.items() if dtype in COMPUTE_DTYPES}
     measured = {dtype: rate.flops_per_second for dtype, rate in report.rates.items()}
@@ -60,7 +60,7 @@ def auto_dtype(profile: DeviceProfile) -> str:
 
 
 def contradiction(report: DoctorReport) -> str | None:
-    """Return a warning if the profile's best dtype takes at least 3 times as long as another dtype; else None."""
+    """Return a warning if another dtype is at least 3 times as fast as the profile's best dtype, else None."""
     best, rates = report.profile.best_dtype(), speeds(report)
     if not report.profile.present or best not in rates or _unsteady(report):
         return None
@@ -73,7 +73,7 @@ def contradiction(report: DoctorReport) -> str | None:
 
 
 def _unsteady(report: DoctorReport) -> str | None:
-    """Return a warning if some matmuls of a dtype took much longer than others; else None."""
+    """Return a warning if some matmuls of a dtype took much longer than others, else None."""
     rates = [rate for rate in report.rates.values() if rate.message is None and not rate.steady]
     if not rates:
         return None
@@ -86,7 +86,7 @@ def by_change(incompatibilities: Iterable[Incompatibility]) -> dict[str, list[In
 
 
 def verdict(report: DoctorReport) -> str:
-    """Return one sentence on whether the device can train LoRA and QLoRA, or what has to be changed."""
+    """Return a sentence that says whether the device can train LoRA and QLoRA, or what has to be changed."""
     title, dtype = report.profile.title, dtype_name(report.profile.best_dtype())
     if report.torch_failure is not None:
         return f"Not ready: torch cannot multiply float32 matrices on {title}: {report.torch_failure}"
@@ -101,13 +101,13 @@ def verdict(report: DoctorReport) -> str:
         return f"{title} runs {dtype} natively; this machine has no such device, so nothing was tried"
     if status.works:
         return f"Ready for {dtype} LoRA and QLoRA on {title}"
-    return f"Ready for {dtype} LoRA on {title}, not for QLoRA: bitsandbytes: {status.message}"
+    return f"Ready for {dtype} LoRA on {title}, but not for QLoRA (bitsandbytes: {status.message})"
 
 
 def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
-    """Return (operation, kernel) for each operation between matmuls; an empty list for a CPU.
+    """Return (operation, kernel) for each operation between matmuls, or an empty list for a CPU.
 
-    If the GPU is in this machine, its kernels were tried in its best dtype. Otherwise, they are only expected.
+    If the GPU is in this machine, the kernels were tried in its best dtype. Otherwise, the kernels are only expected.
     """
     kind = {"rocm": "cuda"}.get(profile.kind, profile.kind)
     if kind not in kernels.DEVICES:

@@ -1,6 +1,6 @@
 """Renders HTML reports from Jinja2 templates, and computes ticks, bars and areas of their charts.
 
-Every text on a page is escaped, except the style sheets and scripts of this package: templates mark them as `safe`.
+Every text on a page is escaped, except the style sheets and scripts of this package, which templates mark as `safe`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def package_file(name: str) -> str:
 
 
 PALETTE = {name: Swatch(*colours) for name, colours in table(__file__, "palette.json").items()}
-"""The colours of each storage and compute dtype. All float8 formats share theirs."""
+"""The colours of each storage and compute dtype. All float8 formats have the same colours."""
 
 OTHER = PALETTE.pop("other")
 """The colours of names that are not in `PALETTE`, such as integer dtypes."""
 
 
 def dtype_class(name: str) -> str:
-    """Return the CSS class with a dtype's colour, such as `"dtype-bfloat16"`; `"dtype-other"` for an unknown name."""
+    """Return the CSS class with a dtype's colour, such as `"dtype-bfloat16"`, or `"dtype-other"` for an unknown name."""
     key = "float8" if name.startswith("float8") else name
     return f"dtype-{key}" if key in PALETTE else "dtype-other"
 
@@ -87,7 +87,7 @@ def environment() -> Environment:
 
 
 def _fit(value: Any) -> Any:
-    """Replace each character that XML forbids by U+FFFD. Text of the class `Markup` has none."""
+    """Replace each character of a text that XML forbids with U+FFFD. `Markup` has no such character."""
     return _NOT_XML.sub("\ufffd", value) if type(value) is str else value
 
 
@@ -97,7 +97,7 @@ def _digest(text: str) -> str:
 
 
 def write_report(path: Path, text: str) -> Path:
-    """Write a report to `path` atomically, and return `path`. Raise SaveError if that fails."""
+    """Write a report to `path` atomically, and return `path`. Raise SaveError if the report cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_whole(path, text)
@@ -129,7 +129,7 @@ def format_number(value: float, digits: int = 4) -> str:
 def axis(high: float, target: int = 5, unit: str = "") -> list[tuple[float, str]]:
     """Return (place, label) for each tick of an axis from 0 to `high`. A place is a fraction of the axis.
 
-    The distance of ticks is 1, 2 or 5 times a power of ten. There are at most `target` distances.
+    The interval between ticks is 1, 2 or 5 times a power of ten. The axis has at most `target` intervals.
     """
     exponent = math.floor(math.log10(high / target))
     distances = [Decimal(f"{digit}e{exponent}") for digit in (1, 2, 5)]
@@ -141,7 +141,7 @@ def axis(high: float, target: int = 5, unit: str = "") -> list[tuple[float, str]
 def stacked(
     amounts: Iterable[tuple[str, float]], words: Callable[[Any], str], whole: float
 ) -> list[tuple[str, str, float, float]]:
-    """Return (name, amount as text, left end, width) for each part of a bar, as fractions of `whole`."""
+    """Return (name, amount as text, left end, width) for each part of a bar. End and width are fractions of `whole`."""
     parts, left = [], 0.0
     for name, amount in amounts:
         if amount > 0:
@@ -156,7 +156,7 @@ def percent(share: float) -> str:
 
 
 def stacked_areas(areas: Sequence[tuple[str, Sequence[float]]], high: float) -> list[tuple[str, str]]:
-    """Return (name, SVG path) for areas, one above the other, in a square of 1000 units.
+    """Return (name, SVG path) for stacked areas in a square of 1000 units.
 
     Each area has an amount (at least 0) at each point. `high` is the amount at the top of the square.
     """

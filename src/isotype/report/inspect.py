@@ -34,7 +34,7 @@ _PLAN_KEYS = {
     "initialised=plan.match.initialised buffers=plan.match.buffers",
     TensorHeader: "name dtype=dtype_name shape file begin bytes",
 }
-"""The keys of a load plan in JSON, see `isotype.core.json_records.Names`."""
+"""The keys of a load plan in JSON (see `isotype.core.json_records.Names`)."""
 _DROPPED = ("shape", "bytes", "share", "count")
 """Columns of a table of tensors that a narrow console omits, in this order."""
 
@@ -83,7 +83,7 @@ def render_fit(fit: Fit, console: Console) -> None:
 
 
 def mismatch_lines(inspection: Inspection) -> list[str]:
-    """Return a line for each group with tensors in another dtype than the rest, and for each note."""
+    """Return a line for each dtype that differs within a group, for each group that differs, and for each note."""
     lines = [
         f"mismatched: {listed([tensor.name for tensor in tensors], _NAMES_SHOWN)} {'is' if len(tensors) == 1 else 'are'} {dtype}, "
         f"the other {group.count - len(group.mismatched)} {group.dtype}"
@@ -131,7 +131,7 @@ def _total_table(inspection: Inspection) -> Table:
 
 
 def shapes_of(group: Group | PlanGroup) -> str:
-    """Format the first shape in a group of tensors, and the number of its other shapes."""
+    """Format the first shape in a group of tensors, and the number of the group's other shapes."""
     first = " × ".join(map(str, group.shapes[0])) or "scalar"
     others = len(group.shapes) - 1
     return f"{first} (+{plural(others, 'other')})" if others else first
@@ -224,7 +224,7 @@ def _plan_table(inspection: PlanInspection) -> Table:
 
 
 def _all_renamed(inspection: PlanInspection) -> bool:
-    """Return True if every tensor is renamed. Then one line says so, instead of every row."""
+    """Return True if every tensor is renamed. The report then has a single line about the new names."""
     return all(group.how.startswith("renamed") for group in inspection.groups)
 
 
@@ -237,7 +237,7 @@ def _how(group: PlanGroup, renamed: bool) -> str:
 def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()) -> None:
     """Print the result of a merge: rounding error, path of the merged model, and next commands.
 
-    `export` has the words of the command that writes a GGUF file; the words for the format are appended.
+    `export` is the command that writes a GGUF file, without the arguments for the format.
     """
     console.print(fitting(pair_table(_rows(report)), console), highlight=False, markup=False)
     say_labelled(console, "note", "dim", report.notes)

@@ -16,7 +16,7 @@ from isotype.report.text import short_source
 
 _ROWS_NAMED = 6
 _CAUSES: Mapping[Cause, Mapping[str, str]] = table(__file__)
-"""Cause -> the reason in the headline, the expected values, and the fix."""
+"""Maps a cause to the reason in the headline, the expected values, and the fix."""
 _INFIX = {"div": "/", "mul": "*", "add": "+", "sub": "-", "pow": "**"}
 
 
@@ -53,7 +53,9 @@ def _name(event: NonFinite) -> str:
 def _value_words(value: Value) -> str:
     parts = [f"{dtype_name(value.dtype)} {list(value.shape)}", f"largest {number(value.largest)}"]
     if not value.finite:
-        parts[1] = _counts(value) + ("" if not value.largest else f", else up to {number(value.largest)}")
+        parts[1] = _counts(value) + (
+            "" if not value.largest else f", the others up to {number(value.largest)}"
+        )
     return "   ".join([*parts, *([value.name] if value.name else [])])
 
 

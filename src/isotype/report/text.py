@@ -77,13 +77,13 @@ NARROW = 60
 """On a console with fewer columns, each cell of a table gets its own line."""
 
 _LABEL = re.compile(r" *(?:(?:[-=|]|-->) +)?(?:\S+(?: \S+)? {2,})?")
-"""The start of a line: spaces, a bullet, a label of one or two words. Its width indents wrapped lines."""
+"""The start of a line: spaces, a bullet, a label of one or two words. Further lines are indented by its width."""
 
 _COMMAND = re.compile(r" {4}(?=(?:env|isotype|torchrun) )")
 
 
 def table_of(*heads: str, numbers: Container[str] = (), folded: Container[str] = ()) -> Table:
-    """Return a table with these columns. Cells in `numbers` are right-aligned; cells in `folded` may break."""
+    """Return a table with these columns. Cells of columns in `numbers` are right-aligned, in `folded` they may break."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for head in heads:
         table.add_column(
@@ -108,8 +108,8 @@ def pair_table(rows: Iterable[Sequence[str | Text]], style: str = "bold", **opti
 def fitting(table: Table, console: Console, indent: int = 0, dropped: Sequence[str] = ()) -> RenderableType:
     """Return the indented table. On a console narrower than `NARROW`, return a list with a line for each cell.
 
-    If a table with `dropped` columns is too wide, its gaps shrink first. Then these columns are omitted one by one. If
-    it is still too wide, it becomes a list.
+    If a table with `dropped` columns is too wide, its gaps shrink first. Then the dropped columns are omitted one by one.
+    A table that is still too wide becomes a list.
     """
     if console.width >= NARROW and not dropped:
         return Padding(table, (0, 0, 0, indent), expand=False)
@@ -144,7 +144,7 @@ def _without(table: Table, dropped: Sequence[str]) -> Table:
 
 
 def _least_width(table: Table, console: Console) -> int:
-    """Return the least width at which the table breaks no words, and no lines in columns with `no_wrap`."""
+    """Return the least width of the table at which no word breaks, and no cell of a column with `no_wrap` breaks."""
     _, right, _, left = table.padding
     widths = [
         max(
@@ -157,15 +157,15 @@ def _least_width(table: Table, console: Console) -> int:
 
 
 def width_of(console: Console) -> int | None:
-    """Return the maximum width of a line in columns; None for a log file or a pipe."""
+    """Return the maximum width of a line in columns, or None for a log file or a pipe."""
     return console.width if console.is_terminal or "COLUMNS" in os.environ else None
 
 
 def wrapped(text: str, console: Console) -> str:
-    """Break lines that are too long for the console. Later lines are indented as far as the first word.
+    """Break lines that are too long for the console. Further lines begin below the first word after the label.
 
-    Lines break at spaces, so paths stay whole. A command (indented by four spaces) stays valid in a shell. Text for a
-    log file or a pipe is unchanged.
+    Lines break only at spaces. A command (indented by four spaces) stays valid in a shell. Text for a log file or a pipe
+    is unchanged.
     """
     width = width_of(console)
     if width is None:
@@ -196,7 +196,7 @@ def chat_commands(model: Path, *, pictures: bool) -> dict[str, tuple[str, ...]]:
 
 
 def chat_command(model: Path, *, pictures: bool) -> tuple[str, ...]:
-    """Return the words of the command that chats with a model. With `pictures`, they end in `--image FILE`."""
+    """Return the words of the command that chats with a model. With `pictures`, the words end with `--image FILE`."""
     return ("isotype", "chat", str(model), *(("--image", "FILE") if pictures else ()))
 
 

@@ -138,9 +138,7 @@ def balance(trainer: Any) -> str | None:
     if not getattr(config, "output_router_logits", False):
         return None
     times = getattr(config, "router_aux_loss_coef", 0.0)
-    return (
-        f"the loss includes the routers' load-balancing loss, multiplied by {times:g} (router_aux_loss_coef)"
-    )
+    return f"the loss includes the routers' load-balancing loss times {times:g} (router_aux_loss_coef)"
 
 
 def not_the_best(settings: Settings) -> str | None:

@@ -250,9 +250,7 @@ def _build(run: Run, console: Console) -> Built:
         )
     if counts := Counter(change.what for change in enforce_trainer(trainer, policy, masters)):
         places = ", ".join(f"{what} ({count} places)" for what, count in counts.items())
-        console.print(
-            f"changed back after TRL built the trainer: {places}", style="dim", highlight=False, markup=False
-        )
+        console.print(f"undone changes of TRL: {places}", style="dim", highlight=False, markup=False)
     fusion = _compiled_or_fused(trainer, settings, console)
     packing = keep_rows(trainer)
     learn_no_pictures(trainer, settings.training)

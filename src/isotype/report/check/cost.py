@@ -11,12 +11,12 @@ from isotype.report.text import format_duration, format_flops, format_kinds, for
 
 
 def device_words(setup: Setup) -> str:
-    """Return the device of the step; for several devices, with their number: `"8 × NVIDIA T4"`."""
+    """Return the device of the step, with the number of devices if it is above 1: `"8 × NVIDIA T4"`."""
     return f"{setup.devices} × {setup.profile.title}" if setup.devices > 1 else setup.profile.title
 
 
 def sharding_words(setup: Setup) -> str:
-    """Describe how several devices train together (`"FSDP2 over 8 devices"`); "" for one device without FSDP."""
+    """Describe how several devices train together (`"FSDP2 over 8 devices"`). Return "" for one device without FSDP."""
     if setup.devices == 1:
         return f"FSDP{setup.fsdp}" if setup.fsdp else ""
     if not setup.fsdp:
@@ -26,7 +26,7 @@ def sharding_words(setup: Setup) -> str:
 
 
 def autocast_words(trace: Trace) -> str:
-    """Return the autocast dtype, even if the code of the model or loss turns autocast on; "" without autocast."""
+    """Return the autocast dtype of the step or of a part of the step, or "" without autocast."""
     if trace.setup.autocast is not None:
         return dtype_name(trace.setup.autocast)
     inside = next((call.autocast for call in trace.calls if call.autocast), None)
@@ -45,7 +45,7 @@ def optimizer_words(setup: Setup) -> str:
 
 
 def setup_words(trace: Trace, whole: bool = True) -> str:
-    """Describe the set-up of the step. If not `whole`, only the first input is named, and no adapted layers."""
+    """Describe the set-up of the step. If `whole` is False, leave out the adapted layers and all inputs but the first."""
     setup, dtype = trace.setup, autocast_words(trace)
     autocast = f"autocast {dtype}" if dtype else ""
     scaler = "GradScaler" if setup.scaler else ""
@@ -63,7 +63,7 @@ def setup_words(trace: Trace, whole: bool = True) -> str:
 
 
 def step_words(report: Record) -> str:
-    """Describe the step's peak memory, if it fits on the device, and its least time; "" if both are unknown."""
+    """Describe the step's peak memory (if the step fits on the device) and least time. Return "" if both are unknown."""
     memory, limit, time, setup = report.memory, report.trace.setup.limit, report.time, report.trace.setup
     words = []
     if memory.peak_phase is not None and report.fits is not False:
@@ -108,7 +108,7 @@ def flops_words(report: Record) -> str:
 
 
 def seconds_words(report: Record) -> str:
-    """Describe the step's least time by the device's data sheet; "" if the device has no published rates."""
+    """Describe the step's least time by the device's data sheet. Return "" if the device has no published rates."""
     time, setup = report.time, report.trace.setup
     if time is None:
         return ""
@@ -116,14 +116,14 @@ def seconds_words(report: Record) -> str:
     rate = time.tokens_per_second
     tokens = "" if rate is None else f" ({_figure(rate)} tokens/s at most{_on_each(setup)})"
     return (
-        f"at least {format_duration(time.seconds)} a step on {device_words(setup)}{tokens}: matmuls alone, at the data sheet's rates, which no "
-        f"card reaches; {format_duration(time.traced_seconds)} if all traced operators run one after another, bound by "
+        f"at least {format_duration(time.seconds)} a step on {device_words(setup)}{tokens}: only matmuls, at the data sheet's rates, which no "
+        f"device reaches; {format_duration(time.traced_seconds)} if all traced operators run one after another, bound by "
         f"{time.bound}{apart}"
     )
 
 
 def roofline_words(report: Record) -> str:
-    """Describe the parts of the least time: products, memory traffic, launches; "" without published rates."""
+    """Describe the parts of the least time: products, memory traffic, launches. Return "" without published rates."""
     time = report.time
     if time is None:
         return ""

@@ -1,7 +1,7 @@
 """The report of a check as one self-contained HTML file.
 
-The page's content security policy forbids all external resources, and all scripts but `check.js`. This script marks the
-places of the finding under the mouse pointer or with the keyboard focus.
+The page's content security policy forbids all external resources, and all scripts except `check.js`. This script marks
+the places of the finding that is under the mouse pointer or has the keyboard focus.
 """
 
 from __future__ import annotations
@@ -120,13 +120,13 @@ def _part(row: Row, findings: Sequence[Finding]) -> Content:
 
 
 def _unit(most: float) -> tuple[int, str]:
-    """Return the unit of an axis that ends at `most` bytes: its size in bytes, and its name."""
+    """Return (size in bytes, name) of the unit of an axis that ends at `most` bytes."""
     units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
     return next((unit for unit in units if most >= unit[0]), (1, "B"))
 
 
 def _memory(report: Record) -> Content | None:
-    """Return the template's data: a memory bar for each phase, an axis, the kinds at the peak, and a timeline."""
+    """Return the template's data about memory: a bar for each phase, an axis, the kinds at the peak, and a timeline."""
     memory, capacity = report.memory, report.trace.setup.limit.size
     if not memory.peak:
         return None
@@ -164,7 +164,7 @@ def _limit(peak: int, capacity: int | None, shown: int | None) -> str:
 
 
 def timeline(memory: Memory, capacity: int | None) -> Content | None:
-    """Return the template's data for a chart of a step's memory; None for fewer than two points."""
+    """Return the template's data for a chart of a step's memory, or None for fewer than two points."""
     points = memory.timeline
     if len(points) < 2:
         return None
@@ -283,11 +283,11 @@ def _setup(report: Record) -> list[tuple[str, str]]:
 
 
 SIDE = 14
-"""Distance in pixels of two neighbouring squares in the picture of `reach_picture`."""
+"""Distance in pixels between neighbouring squares in the picture of `reach_picture`."""
 
 
 def reach_picture(reach: Reach | None) -> Content | None:
-    """Return the template's data for a picture of the tokens that each prediction depends on; None without a matrix."""
+    """Return the template's data for a picture of the tokens that reach each prediction, or None without a matrix."""
     matrix = None if reach is None else reach.matrix
     if reach is None or matrix is None:
         return None

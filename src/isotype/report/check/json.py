@@ -24,7 +24,7 @@ from isotype.report.check.text import cost_clauses, fix_standing, sharding_notes
 from isotype.rules import Rule, all_rules
 
 SCHEMA_VERSION = 1
-"""Version of the JSON format. It increases when a program for the old format would misread the new format."""
+"""Version of the JSON format. The version increases when a program for the old format would misread the new format."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Check(Record):
 
     @property
     def resolved_by(self) -> Mapping[Outlook, int]:
-        """Number of errors and warnings in each group; a finding's first fix decides its group.
+        """Number of errors and warnings in each group. A finding's first fix decides its group.
 
         `repair`: `isotype.repair` applies the fix. `unsafe`: `isotype.repair` applies the fix with `unsafe=True`.
         `caller`: the user applies the fix. `untried`: the fix was not verified. `left`: no fix is known.
@@ -63,7 +63,7 @@ class Check(Record):
 
     @property
     def contracts(self) -> str:
-        """Source of the operators' contracts (the dtypes that they accept): a measured table, or rules for operator families."""
+        """Source of the contracts (the dtypes that operators accept): a measured table, or rules for operator families."""
         return judged_by(self.trace.setup.profile)
 
     @property
@@ -133,7 +133,7 @@ def to_sarif(report: Record) -> str:
 
 
 def _rule(code: str, rule: Rule | None) -> dict[str, Any]:
-    """Describe a rule for SARIF, by the text of its page. A rule of another package has only its code."""
+    """Describe a rule for SARIF with the text of its page. For a rule of another package, return only the code."""
     described: dict[str, Any] = {"id": code}
     if rule is not None:
         page = rule.page.strip()

@@ -1,7 +1,7 @@
-"""The dtype map of a model: a table of its parts, with the dtypes in which they store and compute.
+"""The dtype map of a model: a table of its parts, with the storage dtypes and the compute dtypes of each part.
 
-Modules with equal names up to the first number form a stack of layers. A later number in a name, such as an expert's,
-becomes `*`. Equal layers in a row share rows of the table, one for each part of a layer.
+Modules with equal names up to the first number form a stack of layers. A later number in a name, such as the number of
+an expert, becomes `*`. Successive equal layers share their rows in the table.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Row:
     """A row of the dtype map: a part of the model, or of several equal layers.
 
     Attributes:
-        part: name within the layer, or within the model for a part outside of layers; numbers are written as `*`.
-        stack: name of the layers without their number, such as `model.layers`; "" for a part outside of layers.
-        first, last: numbers of the row's first and last layer; None for a part outside of layers.
-        layers: number of layers, in the real model, that this row describes.
-        module_class: class of the module; "" for a part without weights.
-        count: number of such modules in one layer, such as the number of experts.
+        part: name within the layer, or within the model for a part outside of layers. Numbers are written as `*`.
+        stack: name of the layers without their number, such as `model.layers`, or "" for a part outside of layers.
+        first, last: numbers of the row's first and last layer, or None for a part outside of layers.
+        layers: number of layers of the real model that this row describes.
+        module_class: class of the module, or "" for a part without weights.
+        count: number of modules with this name in one layer, such as the number of experts.
         stored: storage dtypes of the base weights, the most frequent first.
-        runs: dtypes of the matmuls, the one with the most FLOPs first; without matmuls, dtypes of the outputs.
+        runs: dtypes of the matmuls, sorted by FLOPs (the most first), or dtypes of the outputs without matmuls.
         adapters, adapter_runs: dtypes of the adapters' weights, and dtypes of the adapters' matmuls.
         bytes: bytes of the weights, adapters and buffers in all layers of the row.
         findings: indices in `Report.findings` of the findings about this part.
@@ -65,13 +65,13 @@ class Row:
 
 
 def split_layer(name: str) -> tuple[str, int, str] | None:
-    """Split `model.layers.3.mlp.up_proj` into `("model.layers", 3, "mlp.up_proj")`; None for a name without a layer number."""
+    """Split `model.layers.3.mlp.up_proj` into `("model.layers", 3, "mlp.up_proj")`. Return None without a layer number."""
     match = _LAYER.fullmatch(name)
     return match and (match["stack"] or "", int(match["number"]), match["part"])
 
 
 def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
-    """Return for how many layers of the real model each traced layer stands: (stack, number) -> count."""
+    """Return (stack, number) of each traced layer -> number of layers of the real model that it represents."""
     counts: dict[tuple[str, int], int] = {}
     for weight in trace.weights:
         split = split_layer(plain_name(weight.module))
@@ -82,7 +82,7 @@ def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
 
 
 def dtype_map(trace: Trace, findings: Sequence[Finding]) -> tuple[Row, ...]:
-    """Return a row for each part of a layer in order of execution, and then rows for findings of whole layers."""
+    """Return a row for each part of a layer in order of execution, followed by rows for findings about whole layers."""
     parts = _gather(trace)
     for call in trace.calls:
         _add_call(parts, call)
@@ -127,7 +127,7 @@ class _Part:
 
 
 def _host(module: str, parts: Mapping[str, _Part]) -> str | None:
-    """Return the part that contains a module: itself, or its nearest parent that is a part."""
+    """Return the name of a module if it is a part, else the name of its nearest parent that is a part, or None."""
     return next((name for name in with_parents(plain_name(module)) if name in parts), None)
 
 
@@ -181,7 +181,7 @@ def _add_call(parts: dict[str, _Part], call: Call) -> None:
 
 
 def _marks(findings: Sequence[Finding], parts: Mapping[str, _Part]) -> dict[str, list[int]]:
-    """Return for each part the indices of its findings. A finding without a part is listed under its layer."""
+    """Return part -> indices of its findings. A finding that belongs to no part is listed under its layer."""
     marks: dict[str, list[int]] = {}
     for position, finding in enumerate(findings):
         for place in dict.fromkeys((finding.module, *finding.places)):

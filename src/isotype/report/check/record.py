@@ -28,7 +28,7 @@ class Record:
         trace: trace of the step on fake tensors, before any fix.
         findings: findings of the rules, sorted by severity (errors first) and then by code.
         seconds: wall-clock time of the whole check, in seconds.
-        again: applies fixes, traces the step again and returns the findings; None for a report read from a file.
+        again: applies fixes, traces the step again and returns the findings. None if the report was read from a file.
     """
 
     trace: Trace
@@ -46,22 +46,22 @@ class Record:
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """Findings about lost speed, memory or precision without an error message."""
+        """Findings about a step that runs but loses speed, memory or precision."""
         return self._of("warning")
 
     @property
     def notes(self) -> tuple[Finding, ...]:
-        """Findings worth knowing that cost no speed, memory or precision."""
+        """Findings that cost no speed, memory or precision."""
         return self._of("note")
 
     @property
     def ok(self) -> bool:
-        """True if no finding is an error. The trace may have ended early, see `complete`."""
+        """True if no finding is an error. The trace may have ended early (see `complete`)."""
         return not self.errors
 
     @property
     def complete(self) -> bool:
-        """True if the step was traced to its end. After an error that ended the trace, no rule saw the later operators."""
+        """True if the step was traced to its end. Otherwise, an error ended the trace, and later operators were not checked."""
         return self.trace.failure is None
 
     @property
@@ -81,18 +81,18 @@ class Record:
 
     @property
     def time(self) -> StepTime | None:
-        """Least time of the step by the data sheet; None without rates, or if the trace ended early."""
+        """Least time of the step by the data sheet. None without rates, or if the trace ended early."""
         return step_time(self.trace)
 
     @property
     def fits(self) -> bool | None:
-        """True if the step's peak memory is within the device's limit; None if one of them is unknown."""
+        """True if the step's peak memory is within the device's limit. None if the peak or the limit is unknown."""
         limit, peak = self.trace.setup.limit, self.memory.peak
         return None if limit.size is None or not peak else limit.holds(peak)
 
     @property
     def status(self) -> Status:
-        """The worst known result of the check, in one to three words."""
+        """The worst known result of the check."""
         if any(finding.kind != "memory" for finding in self.errors):
             return "fails"
         if self.errors or self.fits is False:
@@ -117,7 +117,7 @@ class Record:
 
     @property
     def ranges(self) -> Known | None:
-        """Source of the ranges of float16 values: measured, known for the model's family, or unknown; None without float16."""
+        """Source of the ranges of float16 values: measured, known for the model's family, or unknown. None without float16."""
         if not computes_float16(self.trace):
             return None
         if self.trace.setup.ranges is not None:
@@ -126,12 +126,12 @@ class Record:
 
     @property
     def largest(self) -> Held | None:
-        """The largest measured value that the forward computes in float16; None without a measurement."""
+        """The largest measured value that the forward computes in float16. None without a measurement."""
         return largest(self.trace)
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Operators without a measurement whose operands break the rule of their family."""
+        """Operators that break the rule of their family and were not measured on the device."""
         breaches = ((call.op, call.breach) for call in self.trace.breaches())
         return tuple(sorted({op for op, breach in breaches if breach is not None and breach.assumed}))
 
@@ -142,9 +142,8 @@ Outlook = Literal["repair", "unsafe", "untried", "caller", "left"]
 def repair_outlook(report: Record) -> dict[Outlook, tuple[Finding, ...]]:
     """Group the errors and warnings by their first fix.
 
-    `isotype.repair` applies the fixes in the group `repair`, and with `unsafe=True` also those in `unsafe`. The user has
-    to apply those in `caller`. Those in `untried` were not verified by another trace. Findings in `left` have no known
-    fix.
+    `repair`: `isotype.repair` applies the fix. `unsafe`: `isotype.repair` applies the fix with `unsafe=True`. `caller`:
+    the user applies the fix. `untried`: the fix was not verified. `left`: no fix is known.
     """
     outlooks: dict[Outlook, list[Finding]] = {kind: [] for kind in get_args(Outlook)}
     for finding in (*report.errors, *report.warnings):

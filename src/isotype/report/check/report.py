@@ -30,7 +30,7 @@ class Report(Record):
             raise error
 
     def error(self) -> PrecisionError | None:
-        """Return the error of `raise_for_errors`; None if the report is `ok`."""
+        """Return the error of `raise_for_errors`, or None if the report is `ok`."""
         if not self.errors:
             return None
         problems = [_problem(finding, self.trace.setup) for finding in self.errors]
@@ -46,7 +46,7 @@ class Report(Record):
         return to_sarif(self)
 
     def to_html(self, path: str | Path) -> Path:
-        """Write the report as one HTML file without external parts, atomically, and return its path.
+        """Write the report atomically as one self-contained HTML file, and return its path.
 
         Raises:
             SaveError: the file cannot be written.

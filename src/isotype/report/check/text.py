@@ -1,7 +1,7 @@
 """The report of a check as text: verdict, findings in the style of compilers, next steps, and cost.
 
-A line consists of pairs (text, style); plain text has the same lines without styles. In a text of several lines, the
-later ones start below its first word.
+A line consists of pairs (text, style). Plain text has the same lines without styles. If a text is wrapped, its further
+lines begin below its first word.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ _UNIT = re.compile(r"(?<=\d) (?=[KMGT]?i?B\b|%|[PTGM]?FLOP|s\b)")
 
 
 def counts(report: Record) -> str:
-    """Return the number of findings of each severity, as in `"1 error, 2 warnings"`; "" without findings."""
+    """Return the number of findings of each severity, as in `"1 error, 2 warnings"`, or "" without findings."""
     numbers = ((report.errors, "error"), (report.warnings, "warning"), (report.notes, "note"))
     return ", ".join(plural(len(findings), noun) for findings, noun in numbers if findings)
 
 
 def verdict(report: Record) -> str:
-    """Return one sentence on whether the step runs on the device, with the number of findings."""
+    """Return a sentence that says whether the step runs on the device, with the number of findings."""
     title, peak = device_words(report.trace.setup), format_bytes(report.memory.peak)
     failure, counted = report.trace.failure, counts(report)
     per_device = " each" if report.trace.setup.devices > 1 else ""
@@ -131,7 +131,7 @@ _SCOPES: Mapping[Scope, str] = {
 
 
 def fix_scope(fix: Fix) -> str:
-    """Return what the user has to change, such as `"a setting"`; "" if `isotype.repair` applies the fix."""
+    """Return what the user has to change, such as `"a setting"`, or "" if `isotype.repair` applies the fix."""
     return _SCOPES[fix.scope]
 
 
@@ -143,10 +143,10 @@ def fix_standing(fix: Fix) -> str:
 
 
 def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) -> list[tuple[str, str, int]]:
-    """Group the modules that differ only in their layer number. Return a tuple for each group.
+    """Group the modules that differ only in their layer number. Return (layers, part, number of modules) for each group.
 
-    `model.layers.0.mlp` … `model.layers.29.mlp` become the tuple `("model.layers.0-29", "mlp", 30)`. Its last item
-    counts modules of the real model. Its first item is "" for modules outside of layers.
+    `model.layers.0.mlp` … `model.layers.29.mlp` become `("model.layers.0-29", "mlp", 30)`. The number counts modules of
+    the real model. The first item is "" for modules outside of layers.
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for place in dict.fromkeys(map(plain_name, places)):
@@ -181,7 +181,7 @@ def elide(name: str, width: int) -> str:
 
 
 def ranges_words(report: Record) -> str:
-    """Describe the largest measured float16 value with date and data of the measurement; "" if nothing was measured."""
+    """Describe the largest measured float16 value with date and data of the measurement, or return "" without one."""
     largest, ranges = report.largest, report.trace.setup.ranges
     if ranges is None or largest is None:
         return ""
@@ -217,15 +217,15 @@ def trust(report: Record) -> list[tuple[str, str]]:
 def sharding_notes(setup: Setup) -> Iterator[str]:
     """Yield the assumptions behind the memory figures of an FSDP step."""
     if setup.fsdp and setup.devices == 1:
-        yield "the number of devices: without --devices N (devices=N), the memory figures are those of one device that holds all weights"
+        yield "the number of devices: the memory figures are for one device with all weights; --devices N (devices=N) sets the number"
     elif setup.fsdp == 1:
-        yield "buffers that only FSDP1 needs: the memory figures are those of FSDP2"
+        yield "buffers that only FSDP1 needs: the memory figures are for FSDP2"
 
 
 def next_steps(report: Record, commands: bool = True) -> list[tuple[str, str]]:
     """Return (label, sentence) for each thing that the user can do next.
 
-    With `commands`, a sentence about a fix has the fix's command.
+    If `commands` is True, a sentence about a fix contains the fix's command.
     """
     outlook = repair_outlook(report)
     every = plural(sum(map(len, outlook.values())), "finding")
@@ -292,9 +292,9 @@ def lines(
     """Return the report as styled lines: verdict, findings, next steps, and the cost of the step.
 
     Args:
-        width: maximum columns of a line; only very long words exceed it.
+        width: maximum columns of a line. Only very long words exceed this width.
         in_script: True if a script ran the step under `isotype run`.
-        command_width: maximum columns of a command; None writes each command on one line.
+        command_width: maximum columns of a command, or None to write each command on one line.
         whole: True for all details of findings, memory and time.
     """
     setup, layers = report.trace.setup, layer_counts(report.trace)

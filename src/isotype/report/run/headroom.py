@@ -1,6 +1,6 @@
 """Compares the largest output values of a model's blocks during a run with float16's largest number.
 
-The results are quantiles and medians over sampled micro-batches, so one unusual batch hardly changes them.
+The results are quantiles and medians over sampled micro-batches, because one unusual batch hardly changes these.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class BlockHeadroom:
         median: median of the samples.
         high: 0.9 quantile of the samples.
         headroom: 65504 / `high`; infinite if the block returned only zeros.
-        change: median of the last third of the samples, divided by the median of the first third; None if there are
-            fewer than six samples.
+        change: median of the last third of the samples, divided by the median of the first third. None for fewer than
+            six samples.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """A run report as one self-contained HTML file.
 
-The page's content security policy forbids all external resources and all scripts except uPlot and `run.js`, which draws
-the curves with uPlot.
+The page's content security policy forbids all external resources, and all scripts except uPlot and `run.js`. The script
+`run.js` draws the curves with uPlot.
 """
 
 from __future__ import annotations
@@ -169,14 +169,14 @@ class Chart:
     """A chart of a run report. The script `run.js` draws the chart.
 
     Attributes:
-        columns: names of the curves' values: a field of `StepRecord`, a metric that the trainer logged, or
-            `tokens_per_second`, `memory_gib` or `loss_scale_exponent`, which `run.js` computes.
+        columns: names of the curves' values. A name is a field of `StepRecord`, a metric that the trainer logged, or a
+            value that `run.js` computes (`tokens_per_second`, `memory_gib`, `loss_scale_exponent`).
         remark: text that is shown while the mouse pointer is not over the chart.
         zero: True if the value axis includes 0.
         held: True if the chart also shows the losses on held-back data.
         stairs: True if each value is drawn as a horizontal line that ends at the next step.
-        format: format of the values; `"power"` treats them as exponents of 2.
-        marks: steps that are marked at the foot of the chart.
+        format: format of the values. `"power"` writes a value as an exponent of 2.
+        marks: steps that are marked at the bottom of the chart.
     """
 
     id: str
@@ -229,7 +229,7 @@ def in_words(chart: Chart, record: RunRecord) -> str:
 
 
 def page_data(record: RunRecord, charts: Sequence[Chart]) -> str:
-    """Return the data that `run.js` draws, as JSON that is safe inside a `<script>` element."""
+    """Return the data that `run.js` draws as JSON, escaped for a `<script>` element."""
     names = [field.name for field in fields(StepRecord) if field.name != "metrics"]
     metrics = list(dict.fromkeys(name for step in record.steps for name, _ in step.metrics))
     logged = [dict(step.metrics) for step in record.steps]

@@ -18,7 +18,7 @@ from isotype.report.run.headroom import Headroom
 from isotype.report.text import format_share
 
 SCHEMA_VERSION = 2
-"""Version of the JSON format. It increases when a program for the old format would misread the new format."""
+"""Version of the JSON format. The version increases when a program for the old format would misread the new format."""
 
 HTML_NAME = "run_report.html"
 JSON_NAME = "run_report.json"
@@ -37,7 +37,7 @@ class StepRecord:
             A completion that GRPO or RLOO uses in several steps is counted in each of these steps.
         seconds: duration of the step in seconds, including the generation of completions.
         memory_bytes: peak bytes in use by this process; 0 if not measured. On a GPU, these are the bytes allocated by
-            torch. On a CPU, they are the resident size of the process, read every 20 ms: short peaks may be missed.
+            torch. On a CPU, the resident size of the process is read every 20 ms, so that short peaks may be missed.
         loss_scale: scale that the GradScaler used in the step; None without loss scaling.
         skipped: true if the GradScaler skipped the optimizer step.
         metrics: names and values of the other metrics that the trainer logged after the step, such as `rewards/margins`.
@@ -99,7 +99,7 @@ class DataSummary:
         cut_rows: number of rows that are longer than the length limit.
         cut_share: share of all tokens that are beyond the length limit, 0 to 1.
         padding_share: share of padding among the tokens of a batch, 0 to 1; None if unknown.
-        packs: number of packs that `--packing` makes, each of `--max_length` tokens; None if rows are not packed.
+        packs: number of packs of `--max_length` tokens that `--packing` makes; None if rows are not packed.
     """
 
     rows: int
@@ -154,7 +154,7 @@ class RunRecord:
         resumed_from: step of the checkpoint at which the run was resumed; None for a new run.
         data: the training data; None if unknown.
         headroom: the blocks' largest output values in a float16 run; None in another dtype.
-        earlier_seconds: for a resumed run, the total duration in seconds of the commands before this one.
+        earlier_seconds: total duration, in seconds, of the earlier commands of a resumed run.
 
     Raises:
         IsotypeError: a time is not in ISO-8601 form, or only one of `started` and `finished` has a UTC offset.
@@ -212,7 +212,7 @@ class RunSummary:
         steps: number of recorded optimizer steps.
         skipped: number of steps that the GradScaler skipped.
         tokens: tokens of all steps, without padding.
-        seconds: wall-clock time of the run and the commands that it resumes; the time of all steps if the end is unknown.
+        seconds: wall-clock time of the run and the commands that it resumes. If the end is unknown, time of all steps.
         first_loss: mean training loss of the first `window` steps.
         final_loss: mean training loss of the last `window` steps; NaN if one of these losses is NaN.
         window: number of steps in `first_loss` and `final_loss`: a tenth of the run, from 1 to 10.
@@ -255,14 +255,14 @@ def summarize(record: RunRecord) -> RunSummary:
 
 
 def tokens_per_second(step: StepRecord) -> float | None:
-    """Return the throughput of one step; None if the step's duration is not a positive number."""
+    """Return the throughput of one step, or None if the step's duration is not a positive number."""
     return step.tokens / step.seconds if 0 < step.seconds < math.inf else None
 
 
 def loss_sentences(record: RunRecord) -> tuple[tuple[str, ...], ...]:
     """Return sentences about the training loss, the held-back loss and, with GRPO or RLOO, the rewards.
 
-    A sentence is a tuple of strings: text, number, text, number, …
+    A sentence is a tuple of strings in which text and numbers alternate.
     """
     rewards = _reward_sentence(record.steps)
     return (_training_sentence(record), _held_back_sentence(record.evals), *([rewards] if rewards else []))
@@ -317,7 +317,7 @@ class Rewards:
     Attributes:
         step: step after which the trainer logged the rewards.
         mean, spread: mean and standard deviation of the rewards.
-        equal: fraction of groups with equal rewards. A group has the completions of one prompt. With equal rewards, it
+        equal: fraction of groups with equal rewards. A group has the completions of one prompt. A group with equal rewards
             has no gradient.
     """
 
@@ -339,7 +339,7 @@ def reward_words(rewards: Rewards) -> str:
 
 
 def equal_rewards(steps: Sequence[StepRecord]) -> float | None:
-    """Return the fraction (0 to 1) of groups in which all rewards are equal; None if no rewards were logged."""
+    """Return the fraction (0 to 1) of groups in which all rewards are equal, or None if no rewards were logged."""
     logged = [rewards for step in steps if (rewards := rewards_of(step)) is not None]
     numbers = [0, *(rewards.step for rewards in logged)]
     weights = [after - before for before, after in pairwise(numbers)]
@@ -348,7 +348,7 @@ def equal_rewards(steps: Sequence[StepRecord]) -> float | None:
 
 
 def reward_warnings(steps: Sequence[StepRecord]) -> tuple[str, ...]:
-    """Return a warning if the rewards were equal in every group; else an empty tuple."""
+    """Return a warning if the rewards were equal in every group, else an empty tuple."""
     if equal_rewards(steps) != 1:
         return ()
     return (
@@ -373,14 +373,14 @@ def _reward_sentence(steps: Sequence[StepRecord]) -> tuple[str, ...]:
 _FEWEST = 10
 """Minimum number of training losses for a trend. Losses are noisy, because each step has other rows."""
 _SAME = 1e-3
-"""Losses count as equal below this relative difference."""
+"""Losses count as equal if their relative difference is below this value."""
 
 
 def _noise(losses: Sequence[float], window: int) -> float:
     """Return two standard errors of the difference between the means of the first and last `window` losses.
 
-    A trend hardly changes the differences of successive losses. For normal noise, their median magnitude is 0.954 times
-    the standard deviation of the noise.
+    A trend hardly changes the differences of successive losses. For normal noise, the median magnitude of these
+    differences is 0.954 times the standard deviation of the noise.
     """
     steps = [abs(b - a) for a, b in pairwise(losses) if math.isfinite(a) and math.isfinite(b)]
     spread = 2 * math.sqrt(2 / window) * statistics.median(steps) / 0.954 if steps else 0.0

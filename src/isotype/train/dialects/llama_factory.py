@@ -34,10 +34,7 @@ def topics(reader: Reader) -> None:
     if reader.values.get("use_peft") and not decided:
         reader.values["lora_alpha"] = 2 * reader.typed("lora_rank", "a number above 0", 8)
     if "," in str(reader.get("adapter_name_or_path", "")):
-        expected, fix = (
-            "one adapter to train further",
-            "merge the other adapters into the model first: isotype merge",
-        )
+        expected, fix = "one adapter to train further", "first merge the other adapters: isotype merge"
         reader.refuse("adapter_name_or_path", expected, fix)
     _rows(reader)
     reader.use("stage")

@@ -343,9 +343,7 @@ def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
         setting = (
             f"{len(now)} layers in another format than most layers" if now else "all layers in one format"
         )
-        expected = (
-            f"{len(was)} layers in another format than most layers" if was else "all layers in one format"
-        )
+        expected = f"{len(was)} layers in another format" if was else "all layers in one format"
         fix = "leave --quantization mixed out"
         fix = "--quantization mixed with the --base_memory of that run" if was else fix
     elif name == "dense":

@@ -57,9 +57,7 @@ def labelled_rows(
         return data
     if excluded:
         rest = "the assistant's other turns" if only else "everything else"
-        say(
-            f"{plural(excluded, 'turn')} excluded from the loss, as the rows request; the loss includes {rest}"
-        )
+        say(f"{plural(excluded, 'turn')} without loss, as the rows request; the loss includes {rest}")
     templated = _with_template(tokenizer, settings.chat_template_path)
     if only:
         _check_rows(columns)
@@ -185,9 +183,7 @@ def labelled_row(
     return {"input_ids": ids, "labels": labels}
 
 
-_SAME_BEGINNING = (
-    "a chat template that renders the first turns of a conversation independently of later turns"
-)
+_SAME_BEGINNING = "a chat template whose text of the first turns does not depend on later turns"
 _ROW_FIX = (
     "--chat_template_path FILE.jinja with {% generation %} and {% endgeneration %} around the assistant's text; or rows of "
     "'prompt' and 'completion', in which only the completion has loss; or leave --assistant_only_loss out"

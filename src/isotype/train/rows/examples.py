@@ -98,7 +98,5 @@ def _sentences(data: DataSummary) -> list[str]:
         middle, long, longest = data.lengths
         share = data.padding_share
         padding = "" if share is None else f"; {format_share(share)} of a batch is padding"
-        lines.append(
-            f"tokens per row: median {middle:,}, 90 % up to {long:,}, 99 % up to {longest:,}{padding}"
-        )
+        lines.append(f"tokens per row: median {middle:,}, 90 % <= {long:,}, 99 % <= {longest:,}{padding}")
     return lines

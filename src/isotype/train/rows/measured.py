@@ -103,9 +103,7 @@ def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
         return None, None
     trained = split == settings.dataset_train_split
     data = record.data if settings.eval_split is not None and not trained else None
-    changed = (
-        f"; {data.held_back:,} in the training" if data is not None and data.held_back != len(rows) else ""
-    )
+    changed = f"; {data.held_back:,} in training" if data is not None and data.held_back != len(rows) else ""
     kind = "training rows" if trained else "held-back rows"
     source = f"{kind} of {settings.dataset_name or 'its data'} ({len(rows):,}{changed})"
     return Rows(tuple(texts), source), None
