@@ -202,7 +202,7 @@ class Contracts:
     def _judge_pattern(self, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
         families = families_of(op, self.kind, self.capability)
         by_capability = any(family.majors is not None for family in families)
-        # A family's rule for this capability counts more than a measurement on another one.
+        # A family's rule for this capability counts more than a measurement on another capability.
         if self.measured is not None and not (self.unlike and by_capability):
             verdict = _look_up(self.measured, op, pattern, integer)
             if verdict is not None:

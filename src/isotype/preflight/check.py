@@ -150,7 +150,7 @@ def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
     if "autocast" in changes:
         changes = {"scaler": None, **changes}
     if optimizers_in(changes.get("optimizer")):
-        changes = {"learning_rate": None, **changes}  # the optimizer has its own
+        changes = {"learning_rate": None, **changes}  # the optimizer has a learning rate
     return replace(request, **changes)
 
 

@@ -57,7 +57,7 @@ def run(
     setup = setup_of(request)
     try:
         step = _Step(_code_of(request), setup)
-        # No other code runs between these traces. So the objects that the step can reach are saved once for all of them.
+        # No other code runs between these traces, so the objects that the step can reach are saved once for all traces.
         untouched = step.code.reached()
         tried = replace(step, untouched=untouched)
         trace = traced or tried.trace(deadline=time.monotonic() + seconds)
@@ -318,7 +318,7 @@ def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
         )
     if "fused_lm_head" not in batch or reach is None or reach.labels is None or reach.labels.shift != 0:
         return reach
-    # The model's own forward is measured. The fused head of the step shifts the labels; BartForCausalLM does not.
+    # The model's own forward may not shift the labels (BartForCausalLM), but the step's fused head shifts them.
     return replace(reach, labels=replace(reach.labels, shift=1))
 
 

@@ -110,7 +110,7 @@ def resolves(
     allowed = finding.kind == "untraced" or costly
     return not any(
         (new.code, new.cause) == (finding.code, finding.cause)
-        # The same operator has the same problem, now for a second cause.
+        # The operator still has this problem, but now another cause is reported.
         or ((new.code, new.module, new.op, new.source) == place and (new.code, new.cause) not in known)
         or (new.severity == "error" and (new.code, new.cause) not in errors)
         or (new.code not in codes and (not allowed or new.kind == "untraced"))

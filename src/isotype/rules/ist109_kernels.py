@@ -62,13 +62,13 @@ def find(trace: Trace) -> Iterator[Finding]:
     for finding in _without_kernel(trace):
         floats = [operand for operand in finding.operands if operand.dtype in FLOATS]
         if any(operand.dtype.itemsize == 1 for operand in floats):
-            yield finding  # the cause names the float8 tensor, which need not be the first
+            yield finding  # its cause already names the float8 tensor
             continue
         dtype, where, cause = dtype_name(floats[0].dtype), short(finding.source), floats[0].origin.cause
-        # The operator takes integers. A cast to another float dtype would not help.
+        # For an operator of integers, a cast to another float dtype does not help.
         if floats[0].dtype.itemsize >= 4 or _TAKES_INTEGERS.search(finding.op):
             if cause.kind == "conversion" and _TAKES_INTEGERS.search(cause.name):
-                continue  # with integers, the operator that returns this operand returns integers
+                continue  # another finding: the operator that returned this operand takes integers, too
             stored = cause.kind in ("buffer", "parameter")
             what = f"keep {cause.name} as integers: a cast to {dtype} rounds them"
             masks = what if stored else f"use bool or integer tensors at {where}"

@@ -80,7 +80,7 @@ def _groups(trace: Trace) -> list[list[_Wide]]:
     """Group the matmuls in a wide dtype by cause. Forward and backward of a line are in one group."""
     groups: dict[tuple[str, ...], list[_Wide]] = {}
     by_module: dict[tuple[str, str], tuple[str, ...]] = {}
-    # These are wide on purpose: adapters, quantized layers (IST404 reports them), and layers with large values (by_ranges).
+    # These are wide on purpose: adapters, quantized layers (see IST404), and layers with large values (`by_ranges`).
     exempt = {weight.module for weight in trace.weights if weight.adapter or weight.quantization is not None}
     exempt |= {call.module for call in trace.calls if base_name(call.module) in trace.by_ranges}
     broken = {call.module for call in trace.breaches()}
@@ -110,13 +110,13 @@ def _wide(trace: Trace, call: Call, exempt: set[str]) -> _Wide | None:
         return None
     wide = [operand for operand in call.operands if operand.dtype == dtype]
     if wide and all(_is_adapter_weight(operand, trace.owners) for operand in wide):
-        return None  # the product that a merge adds: adapters are kept wide on purpose
+        return None  # the product of two adapter weights, which a merge adds to the base weight
     if not wide or any(costs.by_autocast(operand.origin.cause) for operand in wide):
         return None
     roots = tuple(costs.root(operand.origin) for operand in wide)
     if _OF_TRL in call.source or any(c.kind == "cast" and TRANSFORMERS in c.source for c in roots):
         return None
-    # The input explains more than the weight. A narrow tensor does not explain a wide gradient.
+    # Blame an input before a weight, and a wide origin before a narrow origin (of a wide gradient).
     order = sorted(
         range(len(wide)), key=lambda i: (roots[i].dtype != dtype, wide[i].origin.kind == "parameter")
     )

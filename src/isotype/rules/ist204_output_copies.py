@@ -53,7 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if trace.failure is not None or trace.setup.compute not in HALVES:
         return
     readers = _readers(trace)
-    # A quantized layer returns its input's dtype. So the origin of that dtype counts.
+    # A quantized layer returns its input's dtype, so the origin of the input's dtype counts.
     quantized = {weight.module for weight in trace.weights if weight.quantization is not None}
     copies: list[tuple[bool, costs.Cast]] = []
     for cast in costs.casts(trace):

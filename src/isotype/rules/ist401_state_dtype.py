@@ -42,8 +42,7 @@ TITLE = "A quantization state whose dtype is not its layer's compute dtype"
 def find(trace: Trace) -> Iterator[Finding]:
     stale: dict[tuple[torch.dtype, torch.dtype], list[Weight]] = {}
     for weight, state in quantized(trace):
-        # IST404 reports the compute dtype float32. It also reports a layer in another dtype than the model whose state
-        # has the model's dtype.
+        # IST404 reports layers with the compute dtype float32, and layers whose state has the model's dtype.
         right = state.state in (None, state.compute, trace.setup.compute)
         if state.state is not None and state.compute in HALVES and not right:
             stale.setdefault((state.state, state.compute), []).append(weight)

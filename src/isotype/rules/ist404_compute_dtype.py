@@ -48,7 +48,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     wide = [c for c in trace.calls if c.module in inside and costs.run_dtype(c) == torch.float32]
     narrow = compute == torch.float16 and not trace.setup.scaler
     target, name = dtype_name(wanted), dtype_name(compute or torch.float32)
-    # With an unchanged state, IST401 would report such a layer next.
+    # The fix also changes the dtype of the states. Otherwise, IST401 reports them next.
     stale = modules(weight for weight, state in others if state.state not in (None, wanted))
     changes = (*actions("compute", modules(layers), target), *actions("state", stale, target))
     yield finding_of(

@@ -112,7 +112,7 @@ def _targets(call: Call, trace: Trace) -> Iterator[Weight]:
             continue
         origin = operand.origin
         weight = trace.owners.get(origin.name) if origin.kind in ("parameter", "buffer") else None
-        # Values computed from a weight name it too, but rarely have its shape.
+        # A value that was computed from a weight has the same origin, but rarely the same shape.
         if weight is not None and not weight.trainable and weight.shape == operand.shape:
             yield weight
         elif origin.name == COPY_OF_WEIGHT:
@@ -121,7 +121,7 @@ def _targets(call: Call, trace: Trace) -> Iterator[Weight]:
 
 def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: Iterable[Fix]) -> Finding:
     dtype = weights[0].dtype
-    # Between two powers of two, the spacing is constant. Half of it is between these shares of the value.
+    # Between two powers of two, the spacing is constant. Half of it is 1 / (2 * share) to 1 / share of the value.
     share = int(spacing(1.0, dtype) ** -1) * 2
     in_place = "in-place " * (call.op != _FORMED)
     finding = finding_of(

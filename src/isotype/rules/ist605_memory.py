@@ -68,14 +68,14 @@ KIND: Kind = "memory"
 
 _NF4_BYTES = 0.5 + 4 / 64
 _NUMBERS = re.compile(r"\.\d+\.")
-_LARGEST, _HEAVIEST = 4, 2  # named tensors and weights
+_LARGEST, _HEAVIEST = 4, 2  # numbers of tensors and of weights in the notes
 _IN_LAYER = re.compile(r".*?\.\d+(?=\.)")
 _PREDICTIONS = (
     "keep only what compute_metrics needs of an evaluated batch (preprocess_logits_for_metrics), or move its predictions to "
     "the CPU's memory (eval_accumulation_steps=1)"
 )
 _LOGITS = "compute the loss from the logits of a part of the tokens at a time (use_liger_kernel=True)"
-_MOST_COPIES = 6  # of the logits that a loss keeps
+_MOST_COPIES = 6  # maximum number of copies of the logits that a loss stores
 _ERROR = {"gradient_checkpointing": 0.06}
 """Largest known error of an estimate, as a share of the peak."""
 _SIZES: Mapping[Phase, tuple[str, str]] = {

@@ -52,7 +52,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield _scaler(trace)
     by_cause: dict[str, dict[str, tuple[Origin, Call]]] = {}
     for call in trace.calls:
-        # The backward of a cast mirrors the forward's.
+        # The backward of a cast in the forward is not another cause.
         if call.phase in ("forward", "generate") and not any(part in call.source for part in LIBRARIES):
             for origin in _entries(call):
                 key = origin.kind if origin.kind in _STORED else origin.source or starred(origin.name)

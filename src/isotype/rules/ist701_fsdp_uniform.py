@@ -60,7 +60,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     units = grouped(floats, lambda w: layer_of(w.name) if w.unit is None else w.unit)
     mixed = {unit: group for unit, group in units.items() if len({weight.dtype for weight in group}) > 1}
     in_mixed = [weight for group in mixed.values() for weight in group]
-    # Codes may be packed in any dtype. So the dtype of the other weights decides.
+    # Quantized codes may be packed in any dtype, so only the dtypes of other weights count.
     most = main_dtype(in_mixed, lambda weight: 0 if weight.quantization else math.prod(weight.shape))
     if most is None:
         return
@@ -100,7 +100,7 @@ def _fixes(trace: Trace, version: int, mismatched: list[Weight], most: torch.dty
     if safe:
         yield cast
     first = version == 1
-    # FSDP2 also reduces all gradients of a unit together. So trained parameters need one dtype.
+    # FSDP2 reduces all gradients of a unit together, so trained parameters need one dtype.
     if first and len({weight.dtype for weight in trained(trace)}) <= 1:
         yield setting("shard with FSDP2, which keeps each parameter's dtype", "fsdp", "2")
     elif not first or all(weight.trainable for weight in trace.weights if not weight.buffer):

@@ -60,7 +60,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if ranges is None:
         return
     if ranges.undefined is not None:
-        if not any(call.undefined for call in trace.calls):  # another rule names these calls
+        if not any(call.undefined for call in trace.calls):  # IST814 reports these calls
             yield _undefined(ranges, ranges.undefined)
         return
     # A number that float16 refuses (a mask's -1e9) is no value of the model.

@@ -51,7 +51,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if shares is None or shares.scaled <= _MOST:
         return
     if setup.policy is not None and setup.policy.loss_scale > _FIRST_SCALE:
-        return  # chosen by the same measurement
+        return  # the policy has chosen its loss scale by this measurement
     exponent = round(math.log2(first_loss_scale(shares.gradient)))
     scaler = f"torch.amp.GradScaler(init_scale=2.0**{exponent})"
     yield Finding(

@@ -44,7 +44,7 @@ KIND = "wiring"
 
 def find(trace: Trace) -> Iterator[Finding]:
     later, label, rows = (leak_of(trace, source) for source in ("later token", "own label", "other row"))
-    if later is not None and (rows is None or rows.module != later.module):  # else IST907 reports both
+    if later is not None and (rows is None or rows.module != later.module):  # or else IST907 reports both
         message = "predictions depend on the tokens that they predict"
         cause = f"{where(later)} lets a token attend to later tokens"
         how = "switch the causal mask on in this module (is_decoder=True, is_causal=True), and pass no mask that replaces it"

@@ -113,7 +113,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def watch(self, model: nn.Module) -> ExitStack:
         """Add hooks to the modules of `model`, and register its tensors. Close the result to remove the hooks."""
         hooks = ExitStack()
-        # By name: a recomputation may enter a module without its parents.
+        # Repeats by name, because a recomputation may enter a module without its parents.
         repeats = repeats_of(model)
         for name, module in model.named_modules(remove_duplicate=True):
             if isinstance(module, torch.jit.ScriptModule):

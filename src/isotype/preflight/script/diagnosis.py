@@ -165,7 +165,7 @@ class Diagnosis:
             self._say(f"the first step could not be traced: {error_line(error)}")
             return None
         self._loss_traced = all(self._returned.get() for _ in range(self._returned.qsize()))
-        # `_say_ahead` reports an error that ended the trace. Then it reports only findings that explain the error.
+        # `_say_ahead` reports the error that ended the trace. A finding that only repeats this error is left out.
         raised = "" if report.trace.failure is None else report.trace.failure.error
         explaining = tuple(f for f in report.findings if f.kind != "untraced" or raised not in f.cause)
         report = replace(report, findings=explaining)
@@ -203,7 +203,7 @@ class Diagnosis:
             if not self._loss_traced or setup.scaler or by_script:
                 traced.discard("")  # the script's own code, which computes the loss and clips gradients
             findings = [f for f in judge(trace) if f.severity != "note"]
-            # Before the step, a GradScaler of the script counts as one that the script uses.
+            # The check before the step assumes that the script uses its GradScaler.
             assert self._request is not None
             late = [ist107_recomputation, ist808_counting]
             late += [ist303_no_scaler] if trace.spoiled or self._request.keywords["scaler"] else []
@@ -438,7 +438,7 @@ class Diagnosis:
         if recorder is not None and recorder.gathered is not None:
             weights = (w if w.buffer else replace(w, gathered=recorder.gathered) for w in trace.weights)
             trace = replace(trace, weights=tuple(weights))
-        # Without the failure, whose finding would only repeat the traceback.
+        # The finding of the failure would only repeat the traceback.
         live = [finding for finding in judge(replace(trace, failure=None)) if finding.severity == "error"]
         foreseen = _matching(self.report, call, live)
         again = foreseen if foreseen is not None and tried(foreseen) else None
@@ -468,7 +468,7 @@ class Diagnosis:
         phases = DEFAULT_PHASES if trains else request.phases
         request = replace(request, phases=(*phases, *(["generate"] if generates else [])))
         try:
-            free_gathered(model)  # a crash leaves them behind
+            free_gathered(model)  # parameters that FSDP had gathered at the crash
             with self._output.working("tracing the step again, and trying the fixes"):
                 report = look_ahead(request, TRIED_AFTER, AGAIN_SECONDS)
         except Exception as error:  # noqa: BLE001 - the script's error was shown; this is one more line

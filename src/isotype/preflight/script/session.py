@@ -216,7 +216,7 @@ def _leads_to_modes(entry: _Entry) -> bool:
 
 def _is_bare(frame: FrameType) -> bool:
     """Return whether the frame's module has no hooks. Then torch calls `inner` only because of the watch's hooks."""
-    # Imported here, because this must not import torch into a script without it. Such a script has no frames of modules.
+    # Imported here, because a script without torch must not import torch. Such a script has no frames of modules.
     from isotype.compat.torch import ALL_HOOKS
 
     module = frame.f_locals.get("self")

@@ -103,7 +103,7 @@ def _adapter_fixes(trace: Trace, group: Group) -> Iterator[Fix]:
     layers = {_adapted(weight.module, trace.modules) for weight in sources if weight.adapter}
     others = (weight for weight in adapters if weight.dtype != most)
     in_layers = [weight for weight in others if _adapted(weight.module, trace.modules) in layers]
-    # PEFT's cast to an adapter's dtype hides the weight that caused it.
+    # If PEFT casts to an adapter's dtype, the operands' origins do not contain the adapter's weight.
     few = [weight for weight in in_layers if weight.name in used] or in_layers
     if not few:
         return
@@ -166,7 +166,7 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
     # A layer's output has the dtype of its weight; for norms see `_parameter_fixes`.
     blamed = group.weights(trace)
     meant = weights_meant(trace, (weight.name for weight in blamed))
-    # If one of many layers has another dtype, the fixes name this layer alone.
+    # If a single layer has another dtype, the fixes name only this layer.
     alone = len(meant) == 1 and "*" not in meant[0]
     makers = makers if alone else list(map(starred, makers))
     if not _is_own(group.mismatched, group.calls[0]):
@@ -179,7 +179,7 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
         others = [name for name, dtype in trace.input_dtypes.items() if dtype_name(dtype) != expected]
         inputs = listed(dict.fromkeys((group.cause.name, *others)), 8)
         yield fix(f"pass {inputs} to the model in {expected}", "input", ("",), expected)
-    # The fix of the model's input is above. An operator of the loss has no module.
+    # An operator of the loss has no module whose inputs a fix could cast.
     called = [call.module for call in group.calls if call.module and not _is_own(group.mismatched, call)]
     places = modules_meant(trace, called)
     if places:

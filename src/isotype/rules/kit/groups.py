@@ -20,7 +20,7 @@ from isotype.trace.sides import Sides, is_adapter, sides_of
 
 Stage = Literal[
     "tensor",  # the owner of the mismatched tensor
-    "step",  # a fact that no operand could change: a phase of its own, a function that is refused by name
+    "step",  # a fact that does not depend on operands: a phase, or a function that is always refused
     "value",  # the number that is written
     "dtype",  # no kernel takes the dtype, whatever the other operands are
     "phase",  # the phase of the call
@@ -182,7 +182,7 @@ def groups(trace: Trace) -> tuple[Group, ...]:
         code, claim = next((code, claim) for code, claim in all_claims() if claim.takes(broken))
         if claim.grouped:
             row = (code, claim.refused, call, mismatched)
-            # A number is wrong in its line, whatever chose the dtype of the tensor.
+            # A number that is too large has to be changed in its line, so the tensor's origin does not matter.
             key = (call.source,) if claim.stage == "value" else _key(mismatched.origin.cause, owners)
             by_cause.setdefault(key, []).append(row)
     return tuple(
@@ -220,7 +220,7 @@ def distinct(causes: Iterable[Origin]) -> tuple[Origin, ...]:
 
 
 def _expected(call: Call, compute: torch.dtype) -> torch.dtype:
-    refused = {operand.dtype for operand in call.floats} == {compute}  # by a real device: not converted
+    refused = {operand.dtype for operand in call.floats} == {compute}  # a device without this dtype
     return (call.breach and call.breach.converted) or (torch.float32 if refused else compute)
 
 
@@ -247,10 +247,10 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
     foreign = foreign or [operand for operand in floats if operand.dtype != expected]
     # A tensor without dimensions does not change the dtype of other operands.
     foreign = [operand for operand in foreign if operand.shape] or foreign
-    # The model's own code explains more than a gradient or a later conversion.
+    # An origin in the model's code explains more than a gradient or a conversion of the trace.
     telling = [o for o in foreign if o.origin.cause.kind not in ("conversion", "gradient", "constant")]
     first = (telling or foreign or floats)[0]
-    # The matrix stands for all weights of a layer; the first operand of `addmm` is the bias.
+    # Blame the layer's matrix, because the first operand of `addmm` is the bias.
     weights = [o for o in telling if _layer(o) == _layer(first) != ""]
     return max(weights, key=lambda operand: len(operand.shape), default=first)
 

@@ -73,7 +73,7 @@ def held(trace: Trace) -> tuple[Held, ...]:
     values = []
     measured = grouped(enumerate(ranges.operators), lambda item: _key(item[1]))
     away = _folded_away(trace, measured)
-    # A traced layer does not stand for a layer with another exception in the policy.
+    # A traced layer does not represent a layer with another exception in the policy.
     exceptions = {} if policy is None else {e.module: (e.how, e.exponent) for e in policy.exceptions}
     casts = _casts(trace)
     weights = {layer.name: layer.weight for layer in ranges.modules}

@@ -155,7 +155,7 @@ class Functions(TorchFunctionMode):
                         wide = with_tensors_in(torch.float32, (args, kwargs), HALVES)
                         return map_leaves(_as_half, self._call(func, *wide))
                     error = RuntimeError(f"{ONLY_POWERS_OF_TWO} of{sizes}")
-                # The recorder converts the operands of operators: a function above the operators raised this error.
+                # The recorder converts the operands of operators, so a function above the operators raised this error.
                 target = recorder.composite(func, args, kwargs, error)
                 if target is None:
                     raise
@@ -236,7 +236,7 @@ class Attention:
         if kernel == "none":
             recorder.note(ATTENTION, given_tensors(args, kwargs), Breach(NO_ATTENTION_KERNEL, True, None))
         if call is None or kernel not in ("math", "none"):
-            # A CPU has two of these kernels. Its kernel stands in if the device has another one.
+            # A CPU has only two kernels. If the device has another kernel, the CPU's fused kernel replaces it.
             as_cpu = self._profile.kind == "cpu" or enabled in (KERNELS, {"math"})
             context = contextlib.nullcontext() if as_cpu else attention.sdpa_kernel(_OF_CPU)
             if call is None or (kernel is None and self._profile.kind != "rocm"):

@@ -39,8 +39,8 @@ _RESHAPED = frozenset({"aten::resize_", "aten::set_", "aten::resize_as_", "aten:
 _PLAIN = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device}
 )
-# Operators whose meta kernel returns the same result as `FakeTensorMode`, which decomposes many of them in Python. All
-# elementwise operators (`torch.Tag.pointwise`) are such operators, too.
+# Operators whose meta kernel returns the same result as `FakeTensorMode`, which decomposes many of them in Python.
+# Elementwise operators (`torch.Tag.pointwise`) belong to these operators, too.
 _BY_META_KERNEL = frozenset({
     "_log_softmax.default", "_log_softmax_backward_data.default", "_softmax.default", "_softmax_backward_data.default",
     "_to_copy.default", "_unsafe_view.default", "addmm.default", "alias.default", "bmm.default", "cat.default",

@@ -298,8 +298,8 @@ class _Step:
         with self._autocast():
             self.loss = self.loss_of(self.twin, self.inputs)
         if self.loss is not None:
-            # Padding behind a row changes no prediction of a causal model. So such a mask has no effect in a working
-            # step either.
+            # Padding behind a row changes no prediction of a causal model, so this mask has no effect in a working step
+            # either.
             names = self.recorder.reach.without_effect(self.loss)
             self.without_effect = tuple(
                 name for name in names if name != "attention_mask" or self._padded_in_front()
@@ -320,7 +320,7 @@ class _Step:
         # As in a training loop, the backward holds the only reference to the loss and its graph.
         loss, self.loss = self.loss, None
         scaled = loss * 1024.0 if self.setup.scaler else loss
-        # torch.autograd.backward would turn the function mode off during a recomputation. So the engine is called directly.
+        # `torch.autograd.backward` would turn the function mode off during a recomputation.
         gradient = (torch.ones_like(scaled),)
         run_backward((scaled,), gradient, False, False, (), allow_unreachable=True, accumulate_grad=True)
         restore_sharded(self.twin)

@@ -56,7 +56,7 @@ _CALLED = (
 _METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property, _LRU)
 # Types of imported objects. A lazy import is not undone, because `sys.modules` keeps the module, too.
 _IMPORTED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
-# Objects of libraries' classes are visited. For these packages, only the classes in `_OPENED` are.
+# Objects of libraries' classes are visited, but of these packages only the classes in `_OPENED`.
 _CLOSED = frozenset(sys.stdlib_module_names) | {"torch", "functorch", "numpy", "isotype"}
 _OPENED = (
     "torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions.", "collections", "types", "argparse", "weakref",

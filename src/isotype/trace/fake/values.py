@@ -58,9 +58,9 @@ _FACTORISATIONS = frozenset(
 )
 # Comparisons of floats are guessed. Comparisons of integers find the rows of experts, see `rows`.
 _COMPARISONS = frozenset({aten.gt, aten.ge, aten.lt, aten.le})
-# Conditions on all elements, as in checks of arguments. `Numbers` chooses a truth value with which the code goes on.
+# Conditions on all elements, as in checks of arguments. `Numbers` chooses a value with which the code continues.
 _REDUCTIONS = frozenset({aten.any, aten.all, aten._is_all_true})
-# Models find images of zeros, which only pad a batch, with these operators. So they are computed for large values, too.
+# Operators that are also computed for large values: models use them to find images of zeros, the padding of a batch.
 _COUNTED = frozenset(
     {aten.view, aten.select, aten.slice, aten._to_copy, aten.eq, aten.ne, aten.sum, aten.any, aten.all}
 )

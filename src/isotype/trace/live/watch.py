@@ -472,7 +472,7 @@ class Watch:
         recorder = self.recorder
         calls = recorder.calls
         if failure is None:
-            # The script has caught every error. Breaches with a conversion are those of the simulated device.
+            # The script has caught every error. Only breaches of the simulated device, which have a conversion, remain.
             calls = [replace(c, breach=c.breach if c.breach and c.breach.converted else None) for c in calls]
         if self.stands and not any(weight.dtype in self.stands for weight in recorder.weights):
             calls = [in_dtypes(call, self.stands) for call in calls]

@@ -38,7 +38,7 @@ def _leak(
     whose hidden states must stay the same, `[rows, tokens]`.
     """
     if not probe.of_rows:
-        # A padding token attends to no token or to all tokens. Its prediction has no meaning.
+        # A padding token attends to no token or to all tokens, so its prediction has no meaning.
         at = at & ~probe.batch.padding[probe.learned.rows, probe.learned.columns]
     change = probe.changes(changed, at) if at.any() else torch.zeros(0)
     changes = (change > probe.least).nonzero()[:, 0]

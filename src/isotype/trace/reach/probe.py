@@ -74,7 +74,7 @@ class Probe:
             self.learned = _learned(logits, loss, batch)
         else:
             self.learned = _next_tokens(logits, batch)
-        self.base = self.logits(batch.inputs)  # without gradients, with which other kernels are selected
+        self.base = self.logits(batch.inputs)  # without gradients, as in `changes`: the same kernels run
         if not bool(self.base.isfinite().all()):
             raise UndecidedError("the copy's logits are not finite")
         if not torch.equal(self.base, self.logits(batch.inputs)):
