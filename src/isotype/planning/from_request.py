@@ -91,8 +91,8 @@ def plan(
         device: name of a device or profile, or several.
         data: a data set to compute row lengths and hours: a file, a folder, `embedded:NAME` or a hub id.
         goal: a key of `isotype.planning.record.GOALS`.
-        damages: maps a storage format to its damage: the KL divergence, in nats, of next-token distributions from those
-            of the unquantized model. The default is the cached result of `isotype quality`.
+        damages: storage format -> damage: the KL divergence between the next-token distributions of the unquantized and
+            the quantized model, in nats. The default is the cached result of `isotype quality`.
         **arguments: arguments of `isotype plan` and of the training command as keywords (`length=2048`, `lora_r=64`).
 
     Raises:
@@ -272,8 +272,8 @@ def _rows_per_device(request: PlanRequest, length: int) -> int:
 def chosen_row(search: Search, rows: list[Row], goal: str) -> Row | None:
     """Return the row that the goal picks; None if no row fits at any length.
 
-    If no row in `rows` fits, this is the longest row that fits, which is added to `rows`. It is the same for the goal
-    `longest`, unless the user sets `--max_length`.
+    If no row in `rows` fits, or if the goal is `longest` and the user sets no `--max_length`, the longest row that fits
+    is searched. This row is added to `rows` and returned.
     """
     fitting = picked(rows, goal)
     if fitting is not None and (goal != "longest" or "max_length" in search.request.command):

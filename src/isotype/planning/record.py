@@ -105,8 +105,8 @@ class Row:
         longest_is_all: true if longer rows may fit but were not tried, or if `longest` is the model's number of
             positions.
         work: the training on the data set; None without a data set.
-        damage: KL divergence of next-token distributions from those of the unquantized model, in nats; None if unknown.
-            For mixed storage, the damage is an estimate.
+        damage: KL divergence between the next-token distributions of the unquantized and the quantized model, in nats;
+            None if unknown. For mixed storage, the damage is an estimate.
         base_memory: maximum bytes of a base model with mixed storage; None if there is no limit.
         policy: the precision policy.
         command: the training command of the row.

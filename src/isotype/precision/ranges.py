@@ -118,7 +118,7 @@ class OperatorRange:
         module: the innermost module that calls the operator, by its name in the base model ("" is the model itself). A
             backward operator has the module of its forward operator.
         index: number of this call among the operator's calls in the module and phase, from 0.
-        phase: forward or backward. Gradients are those of the mean loss, before loss scaling.
+        phase: forward or backward. Gradients are of the mean loss, before loss scaling.
         inputs: largest magnitude of each float operand, in the order of the arguments.
         output: largest magnitude of the results.
         flushed: share of the results' nonzero elements that float16 rounds to zero (magnitudes up to 2^-25), in the
@@ -169,7 +169,7 @@ class ModuleRange:
 
 @dataclass(frozen=True)
 class Ranges(Measurement):
-    """A range measurement of one model. Gradients are those of the mean loss over the tokens of one forward.
+    """A range measurement of one model. Gradients are of the mean loss over the tokens of one forward.
 
     Attributes:
         batches: number of batches or, if there is a single batch, its number of texts.

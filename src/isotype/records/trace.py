@@ -76,7 +76,7 @@ class Origin:
         name: name of the parameter, buffer or argument; else the operator.
         module: fully qualified name of the module that set the dtype ("" is the model itself).
         source: `file:line` of the code; "" if there is none.
-        before: origin of the operand: of a cast's operand, or of the operand with the resulting dtype in a promotion.
+        before: origin of the operand of a cast, or of the operand whose dtype a promotion or conversion chose.
         like: origin of the tensor whose dtype a cast or new tensor gets (`x` in `y.to(x.dtype)`); None if the code names
             the dtype.
     """

@@ -57,8 +57,9 @@ class MatmulRate:
 def next_side(side: int, size: int, call_seconds: float, remaining: float, waiting: float = 0.0) -> int:
     """Return the side length of the next matrices: `2 * side`, but at most `size`; `side` if a call would take too long.
 
-    A call with matrices of `side` took `call_seconds`. `waiting` of these seconds do not depend on the side length; the
-    rest grows with its cube. A call takes too long if it needs more than a quarter of the `remaining` seconds.
+    A call with matrices of `side` took `call_seconds`. Of this time, `waiting` seconds do not depend on the side
+    length, and the rest grows with its cube. A call takes too long if it needs more than a quarter of the `remaining`
+    seconds.
     """
     larger = min(2 * side, size)
     predicted = waiting + (call_seconds - waiting) * (larger / side) ** 3
