@@ -117,6 +117,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "ranges").write_text("a file where the folder would be")
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
     ranges = isotype.measure_ranges(path)
-    assert ranges.notes[-1].startswith(f"it was not cached: {tmp_path}/ranges/{ranges.key}.json: ")
+    assert ranges.notes[-1].startswith(
+        f"the measurement was not cached: {tmp_path}/ranges/{ranges.key}.json: "
+    )
     with pytest.raises(SaveError, match="the measurement of ranges cannot be cached"):
         save_measurement(ranges)

@@ -38,7 +38,7 @@ from isotype.model.targets import task_of
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.policy import PrecisionPolicy
 
-# PEFT's task type -> the auto class of models with that head. CAUSAL_LM is in `_head`: most configs name a causal class.
+# PEFT's task type -> the auto class of models with that head. `_head` handles CAUSAL_LM: most configs name a causal class.
 _HEADS: Mapping[str, str] = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
@@ -78,7 +78,7 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def read_adapter(directory: str | Path) -> Adapter:
-    """Read an adapter's config and headers; raise CheckpointError if it does not exist or is damaged."""
+    """Read an adapter's config and headers; raise CheckpointError if the adapter does not exist or is damaged."""
     path = Path(directory)
     if not path.is_dir():
         what, expected = f"adapter {path}", "a directory that exists"
@@ -140,7 +140,7 @@ def inference_policy(
 
 UNUSABLE: Mapping[str, str] = {
     "POLY": "which needs the number of each row's task (task_ids)",
-    "XLORA": "which needs a base without `use_cache`, and runs it twice for each input",
+    "XLORA": "which needs a base without `use_cache`, and runs the base twice for each input",
     "corda": "whose initialisation changed the base's weights by covariances that are not saved",
     "lora_ga": "whose initialisation changed the base's weights by gradients that are not saved",
 }
@@ -301,7 +301,7 @@ _FIX = "give the base model that the adapter was trained on"
 
 
 def fill(peft_model: Any, adapter: Adapter) -> None:
-    """Copy an adapter's trained values into a model that `inject` returned; raise CheckpointError if they do not fit."""
+    """Copy an adapter's trained values into a model that `inject` returned; raise CheckpointError if the values do not fit."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 

@@ -36,7 +36,7 @@ from isotype.ranges.twin import twin_of
 from isotype.ranges.weights import Weights, give_gradient, rows_of, whole
 
 _PIECE = 1 << 20
-_BLOCKS = 64  # so many rows of any width fill whole 4-bit blocks
+_BLOCKS = 64  # this number of rows, of any width, fills whole 4-bit blocks
 
 
 class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
@@ -55,8 +55,8 @@ class Sums:
     """The sums that are measured for one linear layer.
 
     `damage` is in nats, and `error` is the squared error of the weight; both are dicts by format. `squares` `[columns]` is
-    Σ |g|² x² over `tokens` tokens, for each token's input x and output gradient g: the diagonal of the Fisher information,
-    summed over the weight's rows.
+    Σ |g|² x² over `tokens` tokens, with a token's input x and output gradient g. `squares` is the diagonal of the Fisher
+    information, summed over the weight's rows.
     """
 
     rows: int = 0
@@ -130,7 +130,7 @@ class Layers:
         above = gradient.reshape(-1, gradient.shape[-1]).square()
         gradients = above.sum(1)
         sums.squares = gradients @ squares + (0 if sums.squares is None else sums.squares)
-        sums.tokens += int((gradients > 0).sum())  # a padded token has none
+        sums.tokens += int((gradients > 0).sum())  # padding has no gradient
         moments = read_moments(sums.moments)
         sums.error = dict.fromkeys(MEASURED, 0.0)
         for rows in pieces(*weight.shape):
@@ -226,7 +226,7 @@ def measure_quality(
         revision: branch, tag or commit of a hub id.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it cannot be loaded.
+        CheckpointError: the checkpoint does not exist, or cannot be loaded.
         UsageError: isotype cannot make a batch for the model, `data` is not a batch, or the model returns no logits.
     """
     source = model if isinstance(model, nn.Module) else open_checkpoint(model, revision)
@@ -272,7 +272,7 @@ class Session:
     """Runs the forwards and backwards of one measurement. `passes` is the length of the progress bar.
 
     Attributes:
-        reference: the float32 log probabilities of each batch, `[tokens, vocabulary]`; `backward` sets them.
+        reference: the float32 log probabilities of each batch, `[tokens, vocabulary]`; set by `backward`.
     """
 
     def __init__(

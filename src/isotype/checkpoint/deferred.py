@@ -34,7 +34,7 @@ class Block:
 
     Attributes:
         sources: name of a deferred weight in the model -> the tensors in the files that the weight is made from.
-        owners: name of a deferred weight -> the module that holds it; PEFT may wrap this module later.
+        owners: name of a deferred weight -> the weight's module, which PEFT may wrap later.
         dense: weights that replace quantized weights of the block.
     """
 

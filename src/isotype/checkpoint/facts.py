@@ -47,7 +47,7 @@ def facts_of_module(model: Any) -> ModelFacts:
         config = None
     named = quantization_of(config)  # may describe layers that were replaced
     quantization = _layers_quantization(base) or named
-    prefixes: tuple[str, ...] = ()  # of the names of adapter parameters
+    prefixes: tuple[str, ...] = ()  # beginnings of the names of adapter parameters
     if getattr(model, "peft_config", None) or has_own_adapters(model):
         prefix = getattr(getattr(model, "base_model", None), "prefix", None)
         prefixes = (prefix or "lora_", "modules_to_save")
@@ -112,13 +112,13 @@ def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Itera
         form: Any = "int8" if is_int8(parameter) else parameter.dtype
         if state is not None:
             form = state.quant_type
-        elif type(parameter).__name__ == "Params4bit":  # not quantized before its first move to a device
+        elif type(parameter).__name__ == "Params4bit":  # not quantized yet, because it was on no device
             form = parameter.quant_type  # type: ignore[attr-defined]
         yield _Stored(name, form, parameter.numel() if state is None else state.shape.numel(), nbytes)
 
 
 def facts_of_config(source: str, config: Any, headers: CheckpointHeaders | None = None) -> ModelFacts:
-    """Return the facts about a model from its config and headers; raise CheckpointError if the two do not match."""
+    """Return the facts about a model from its config and headers; raise CheckpointError if config and headers do not match."""
     quantization = quantization_of(config)
     if headers is None and (problem := config_problem(quantization_options(config))):
         raise CheckpointError.of("quantized weights that cannot be read", f"{source}: {problem}", *EXPECTED)
@@ -226,7 +226,7 @@ def facts_of_gguf(headers: CheckpointHeaders) -> ModelFacts:
 
     counts, trained = _weigh(_stored(headers), None)
     if any(isinstance(form, str) for form in counts):
-        trained = None  # a file of blocks does not say in which dtype they were trained
+        trained = None  # a file of quantized blocks does not contain the dtype of the training
     architecture = headers.architecture
     model_type = _GGUF_MODEL_TYPES.get(architecture, architecture.replace("-", "_"))
     cls: Any = None

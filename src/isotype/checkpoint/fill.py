@@ -313,7 +313,7 @@ class Tensors(Protocol):
 def read_source(
     model: Any, source: Source, files: Tensors, dtype: torch.dtype, turn: Turn | None
 ) -> dict[str, torch.Tensor]:
-    """Read a source and return the model's dense tensors that are made from it, by name.
+    """Read the tensors of a source, convert them, and return the resulting dense tensors of the model by name.
 
     Args:
         dtype: dtype of dequantized values; plain tensors have their stored dtype.

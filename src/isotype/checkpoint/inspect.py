@@ -236,7 +236,7 @@ def inspect_plan(path: str | Path, *, revision: str | None = None, **request: An
         **request: other arguments of `isotype.resolve_precision`.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged or incomplete; the error names every problem.
+        CheckpointError: the checkpoint does not exist, is damaged or is incomplete; the error names every problem.
         PrecisionError: the device or the library versions cannot run the requested policy.
     """
     checkpoint = open_checkpoint(path, revision)
@@ -246,7 +246,7 @@ def inspect_plan(path: str | Path, *, revision: str | None = None, **request: An
     plan = load_plan(model, headers, policy)
     plan.match.require_complete()
     loaded = facts_of(store(model, policy)).parameter_bytes
-    assert loaded is not None  # of a module it is known
+    assert loaded is not None  # only the facts of a config lack this number
     return PlanInspection(str(path), plan.match.model, policy, plan, _groups(plan.tensors), loaded)
 
 

@@ -79,7 +79,7 @@ def load(
 ) -> Any:
     """Load a model (no adapter), with the arguments and errors of `isotype.load`. `path` may be an open checkpoint.
 
-    If `deferred` is not None, the weights of blocks are added to it and are read later.
+    If `deferred` is not None, the weights of blocks are not read, but added to `deferred`.
     """
     checkpoint = open_checkpoint(path, kwargs.pop("revision", None))
     source, facts = checkpoint.source, checkpoint.facts

@@ -56,8 +56,8 @@ def load(
     The policy gives the dtype or format of each weight. A checkpoint that is already quantized keeps its quantization
     states, constants and compute dtype. The model's attribute `precision_policy` is the policy.
 
-    The adapter may be saved by isotype or by PEFT. The base model, and its commit, are those in adapter_config.json. The
-    adapter's values are not rounded and can be trained further.
+    The adapter may be saved by isotype or by PEFT. Its adapter_config.json names the base model and the base model's
+    commit. The adapter's values are not rounded and can be trained further.
 
     Args:
         path: checkpoint directory, GGUF file, hub id, `embedded:smollm2`, or an adapter's directory.
@@ -65,7 +65,7 @@ def load(
             precision_policy.json, adapted to this machine, else `resolve_precision`'s choice.
         model_class: a transformers model class or auto class; default: the class that the config names, or the head
             that the adapter was trained with.
-        device_map: as in `from_pretrained`; default: the policy's device if it is present.
+        device_map: as in `from_pretrained`; default: the policy's device if this machine has it.
         **kwargs: arguments of the (base) model's `from_pretrained`, such as `revision` and `attn_implementation`, but
             not `trust_remote_code`.
 

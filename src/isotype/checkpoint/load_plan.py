@@ -42,7 +42,7 @@ class PlannedTensor:
 
     Attributes:
         sources: the tensors in the files from which this tensor is made, with their quantization constants.
-        stored, storage: dtype name or quantization format in the files and in the loaded model, respectively.
+        stored, storage: dtype name or quantization format in the files, and in the loaded model.
         conversion: conversion steps in order; empty if the tensor is used as stored.
         pinned: True if the model's author keeps the tensor in float32.
     """
@@ -137,7 +137,7 @@ def quantized_weights(model: Any, policy: PrecisionPolicy | None = None) -> froz
 
 
 def _skipped(model: Any, dense: Sequence[str]) -> Sequence[str]:
-    """Return the modules that transformers leaves dense: those in `dense`, or by default those of the model's class."""
+    """Return the modules that transformers leaves dense: `dense` or, if it is empty, the defaults of the model's class."""
     from transformers.quantizers.base import HfQuantizer
 
     if not hasattr(model, "all_tied_weights_keys"):

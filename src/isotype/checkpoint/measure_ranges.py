@@ -74,7 +74,7 @@ def measure_ranges(
         overflowed.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it cannot be loaded.
+        CheckpointError: the checkpoint does not exist, or cannot be loaded.
         UsageError: isotype cannot make a batch for the model, `batch` is not a batch, or this process lacks values of a weight.
     """
     source = model if isinstance(model, nn.Module) else open_checkpoint(model, revision)

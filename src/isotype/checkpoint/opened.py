@@ -89,7 +89,7 @@ class Checkpoint:
 
 
 def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) -> Checkpoint:
-    """Open a checkpoint, or return an open `Checkpoint` unchanged; raise CheckpointError if it is missing or damaged."""
+    """Open a checkpoint, or return an open `Checkpoint` unchanged; raise CheckpointError if it does not exist or is damaged."""
     if isinstance(name, Checkpoint):
         return name
     source = local_path(name)
@@ -158,7 +158,7 @@ def require_weights(checkpoint: Checkpoint) -> None:
 
 
 def headers_of(checkpoint: Checkpoint) -> CheckpointHeaders:
-    """Return the headers of a checkpoint's weights; raise CheckpointError if it has none."""
+    """Return the headers of a checkpoint's weights; raise CheckpointError if the checkpoint has no weights."""
     if checkpoint.headers is None:
         raise _without_weights(checkpoint)
     return checkpoint.headers

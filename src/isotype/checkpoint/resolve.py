@@ -24,7 +24,7 @@ from isotype.precision.versions import incompatible_here, installed
 
 
 class StorageOptions(TypedDict, total=False):
-    """The options `**storage` of `resolve_precision`, which describes them."""
+    """Type of the keyword arguments `**storage` of `resolve_precision`."""
 
     master: str | torch.dtype | None
     double_quant: bool | None
@@ -159,7 +159,7 @@ Measurement = TypeVar("Measurement", Ranges, Damages)
 
 
 def read_measurement(kind: type[Measurement], key: str) -> Measurement | None:
-    """Return the cached `Ranges` or `Damages` for a checkpoint's fingerprint; None if none can be read."""
+    """Return the cached `Ranges` or `Damages` for a checkpoint's fingerprint; None if the cache has no readable measurement."""
     path = _path(kind, key)
     if not path.is_file():
         return None
@@ -189,7 +189,7 @@ def saved_or_noted(measurement: Measurement) -> Measurement:
     try:
         save_measurement(measurement)
     except SaveError as error:
-        note = f"it was not cached: {error.problems[0].given}"
+        note = f"the measurement was not cached: {error.problems[0].given}"
         return replace(measurement, notes=(*measurement.notes, note))
     return measurement
 

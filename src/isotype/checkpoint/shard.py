@@ -49,8 +49,8 @@ def load_sharded(
 ) -> Any:
     """Load the model at `path` under `policy`, sharded by FSDP2 over the processes of `mesh`.
 
-    The model is built without weights, then gets its adapters, is sharded, and is filled. Each process reads, quantizes
-    and keeps only its rows of every tensor. Quantized weights are bitwise equal to those of `isotype.load`. All processes
+    The model is built without weights, then gets its adapters, is sharded, and is filled. Each process reads, quantizes and
+    keeps only its rows of every tensor. Quantized weights are bitwise equal to the weights of `isotype.load`. All processes
     must call this function.
 
     Args:
@@ -206,7 +206,7 @@ class _Rows:
 def _fill(model: nn.Module, rows: _Rows) -> None:
     from torch.distributed.tensor import DTensor, Shard
 
-    owners: dict[Any, list[tuple[str, Place, str]]] = {}  # name in the model, place, name in the module
+    owners: dict[Any, list[tuple[str, Place, str]]] = {}  # (name in the model, place, name in the module)
     for place in places(model):
         for name, parameter in place.module.named_parameters(recurse=False):
             if parameter.is_meta:

@@ -41,7 +41,7 @@ class StoredWeights:
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """Name -> shape, for each tensor of the model that the checkpoint has. Read it first while the model is dense."""
+        """Name -> shape, for each tensor of the model that the checkpoint has. Read it before the model is quantized."""
         state = self._model.state_dict(keep_vars=True)
         # The headers of a GGUF file do not determine the shapes after its conversion, so these are taken from the model.
         shapes = {

@@ -37,7 +37,7 @@ _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
-    """Return a stored tensor's values, in `dtype` if it is quantized; raise CheckpointError for unknown quantization."""
+    """Return a stored tensor's values, in `dtype` if the tensor is quantized; raise CheckpointError for unknown quantization."""
     scheme = tensor.scheme
     if not tensor.quantized:
         return read(tensor.weight)
@@ -241,7 +241,7 @@ def dequantize(
         model: a transformers model, changed in place if it is quantized.
         dtype: dtype of the dense weights. 4-bit layers are first dequantized to the dtype of their quantization state,
             int8 layers to float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
-        later: function of a dense weight; it returns True if the caller will read this weight later.
+        later: function of a dense weight that returns True if the caller will read this weight later.
     """
     quantized = [weight for weight in stacked_weights(model) if quantized_stack(*weight[1:]) is not None]
     for path, module, name in quantized:
@@ -252,7 +252,7 @@ def dequantize(
         if not later(dense):
             dense.read(dtype)
     if quantized:
-        set_conversions(model, None)  # saving converts stacks of codes otherwise than dense stacks
+        set_conversions(model, None)  # for quantized stacks, other conversions were set
     for place in list(places(model)):
         if place.kind not in ("linear4bit", "linear8bit"):
             continue

@@ -1,4 +1,4 @@
-"""Describes PEFT's LoRA layers as data: what a layer computes with its active adapters, or why it cannot be fused."""
+"""Describes PEFT's LoRA layers as data: what a layer computes with its active adapters, or why the layer cannot be fused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from isotype.model.walk import LINEAR_KINDS, kind_of, must_be_called
 
 
 def why_not(layer: Any) -> str | None:
-    """Return a clause that says why a PEFT layer cannot be fused with its active adapters; None if it can be fused."""
+    """Return, as a clause, why a PEFT layer cannot be fused with its active adapters; None if the layer can be fused."""
     base = layer.get_base_layer()
     if layer.base_layer is not base:  # one PEFT method wraps another
         inner = type(layer.base_layer)

@@ -114,7 +114,7 @@ _ATTENTION = "lora_attention"
 
 @dataclass(frozen=True)
 class FusionReport:
-    """The modules that `fuse` has fused, and those that it has left unfused, with reasons.
+    """The modules that `fuse` has fused, and the reasons why other modules are not fused.
 
     Attributes:
         fused: names of the LoRA layers that one function computes.
@@ -246,9 +246,9 @@ def fuse(
         model: a PEFT model; changed in place. If the model is fused already, it is fused again.
         inputs: keyword arguments for the forward that finds layers with the same input. The default inputs are a
             few tokens, which run the language model but no vision tower.
-        budget: maximum bytes for dense copies of base weights that are quantized or need a cast. The default is 0 on a
-            GPU, and a quarter of the free memory on a CPU, because a CPU dequantizes slowly: more than half as long as
-            the product takes. A sharded (FSDP2) model gets no copies.
+        budget: maximum bytes for dense copies of base weights that are quantized or need a cast. The default is 0 on a GPU,
+            and a quarter of the free memory on a CPU, because dequantization on a CPU takes more than half as long as the
+            product. A sharded (FSDP2) model gets no copies.
         device: kind (`"cpu"`, `"cuda"`) or profile of the device for which a model on the meta device is fused. None
             means the device of the parameters.
 

@@ -98,7 +98,7 @@ class Kernel:
 def kernel_of(operation: Operation, *tensors: torch.Tensor, detail: str = "") -> Any | None:
     """Return the functions of the GPU kernel for an operation on these tensors; None if torch's operators compute it.
 
-    The kernel is the one chosen for the first tensor's dtype. `detail` is the activation of a gated product.
+    The kernel depends on the dtype of the first tensor. `detail` is the activation of a gated product.
     """
     first = tensors[0]
     if first.device.type not in DEVICES or first.dtype not in _DTYPES or torch.compiler.is_compiling():

@@ -149,7 +149,7 @@ def _run(
     compute, result = dtypes
     x = inputs[0]
     working = working_dtype(compute, x)
-    # A trace assumes the loops on every CPU: they need more memory, the weights of all layers in scratch memory at once.
+    # A trace assumes the loops on every CPU. They need more memory than torch: the weights of all layers at once.
     compiled = is_on_cpu(x) if isinstance(x, FakeTensor) else is_used(working, x)
     spec = Spec(layers, weights, working, result, gate, torch.is_grad_enabled(), compiled)
     return lora_linear(spec, inputs, [tensor for reading in readings for tensor in reading.tensors])

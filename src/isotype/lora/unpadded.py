@@ -243,7 +243,7 @@ def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, b
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a trial: the sides (`"left"`, `"right"`) on which padding can be removed, or why there are none."""
+    """Result of a trial: the sides (`"left"`, `"right"`) on which padding can be removed, or why padding must stay."""
 
     sides: frozenset[str] = frozenset()
     reason: str = ""

@@ -63,7 +63,7 @@ def add_lora(
             as requested; `add_lora` also warns about them.
 
     Raises:
-        UsageError: both `config` and `lora_kwargs` are given, or the model lacks a part.
+        UsageError: both `config` and `lora_kwargs` are given, or the model lacks a part in `adapt`.
         PrecisionError: the policy trains every weight, or the policy's storage format is not the model's.
     """
     import peft

@@ -1,7 +1,7 @@
 """Chooses the boundaries of a policy: the modules whose inputs and outputs are cast.
 
-A module needs a boundary in three cases: value ranges require it (a float32 residual stream, an exception), its own
-weights are float32, or it returns float32.
+A module needs a boundary in three cases: value ranges require it (a float32 residual stream, or another dtype for this
+module), its own weights are float32, or it returns float32.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def boundary_of_dtypes(place: Place, policy: PrecisionPolicy) -> BoundarySetting
     kind = _kind_of_boundary(place, policy)
     if kind is None:
         return None
-    # The next modules read a boundary's outputs. Their float weights have the policy's plain dtype. It differs from the
-    # compute dtype only under autocast, and there only the kind "float32" is used.
+    # The float weights of the next modules have the policy's plain dtype. It differs from the compute dtype only under
+    # autocast, where "float32" is the only kind of boundary.
     return BoundarySettings(kind, policy.plain if kind == "float32" else policy.compute)
 
 
@@ -158,8 +158,8 @@ def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
 def returns_float32(norm: nn.Module, dtype: torch.dtype) -> bool:
     """Return whether a norm without a boundary returns float32 for a 16-bit input of the dtype `dtype`.
 
-    The norm runs on the meta device. Return False if it has no weight of shape `[n]`, or raises an error for an input of
-    shape `[1, n]`.
+    The norm runs on the meta device. Return False if the norm has no weight of shape `[n]`, or raises an error for an input
+    of shape `[1, n]`.
     """
     weights = {name: weight for name, weight in own_parameters(norm).items() if weight is not None}
     if all(weight.dim() != 1 for weight in weights.values()):

@@ -131,7 +131,7 @@ def summarize(changes: tuple[Change, ...]) -> list[str]:
 def dtypes_to_load(
     model: nn.Module, all_places: Sequence[Place], policy: PrecisionPolicy
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype under `policy` of each unquantized float parameter, for loading it."""
+    """Return the dtype in which `policy` stores each unquantized float parameter, for a load."""
     by_ranges = range_boundaries(model, all_places, policy)
     return _wanted_dtypes(all_places, policy, by_ranges, frozen=policy.trainable == "lora")
 

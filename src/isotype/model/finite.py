@@ -53,7 +53,6 @@ def _values(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def only_finite(values: torch.Tensor) -> bool:
-    """Return whether all elements of a dense float tensor are finite."""
     if values.numel() == 0:
         return True
     if values.dtype.itemsize == 1:  # torch has no aminmax for float8

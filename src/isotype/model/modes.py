@@ -75,9 +75,8 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
     attributes = [vars(module) for module in model.modules()]
     items = (item for values in attributes for item in values.items())
     containers: list[Any] = [v for name, v in items if type(v) in _CONTAINERS and name not in _PLACED]
-    empty = [
-        container for container in containers if not container
-    ]  # nearly all: a module has a dozen of hooks
+    # Nearly all containers are empty: a module has a dozen for its hooks.
+    empty = [container for container in containers if not container]
     saved = [(container, container.copy()) for container in (*containers, *attributes) if container]
     writes = _Writes(model)
     try:

@@ -111,7 +111,7 @@ def align_stack(stack: QuantizedStack, compute: torch.dtype) -> list[str]:
 
 
 def align_8bit(name: str, layer: Any) -> list[str]:
-    """Prepare a `Linear8bitLt` for its forward: store float32 row scales on it. Return the changes in words.
+    """Prepare a `Linear8bitLt` for its forward: store float32 row scales on the layer. Return the changes in words.
 
     Raises PrecisionError if the row scales were lost.
     """
@@ -144,7 +144,7 @@ def _name(dtype: torch.dtype | None) -> str:
 # has no backward and rounds absmax to bfloat16. A model that generates and then trains would silently learn from wrong
 # gradients, and for some shapes, repacking raises an error. The layer's own switch keeps the layout that trains. See
 # Linear4bit.forward in bitsandbytes/nn/modules.py and _convert_weight_packed_for_cpu in bitsandbytes/functional.py
-# (0.50.2); tests/model/test_quantized.py says when this can go.
+# (0.50.2); a test in tests/model/test_quantized.py fails when this code can be removed.
 
 _SWITCH = "support_avx512bf16_for_cpu"
 _KEPT = "_isotype_keeps_layout"
@@ -161,7 +161,6 @@ def keep_training_layout(layer: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def restore_layout(layer: Any, before: tuple[tuple[str, Any], ...]) -> None:
-    """Restore the attributes that `keep_training_layout` returned."""
     layer.__dict__.pop(_KEPT, None)
     for name, value in before:
         setattr(layer, name, value)

@@ -32,8 +32,8 @@ def _generate(model: Any, batch: Mapping[str, torch.Tensor], completion: int) ->
     output = model(**batch, use_cache=True, **last)
     name = next((name for name in CACHES if getattr(output, name, None) is not None), "")
     cache: Any = getattr(output, name, None) if name else None
-    # A folded layer counts the caches of the layers for which it stands when it ends. So all caches are counted before
-    # a forward computes the activations beside them, here and for the last token.
+    # A folded layer counts the caches of the layers that it represents at the end of its forward. So one forward fills
+    # all caches, and then another forward computes the activations. The completion also takes two forwards.
     output = model(**batch, use_cache=False, **last)
     if hasattr(cache, "layers"):
         ids, mask = batch["input_ids"][:, -1:], batch["attention_mask"][:, :1]

@@ -135,7 +135,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Adapt:
-    """The parts of a model with adapters (names in `isotype.model.parts`), and why other parts have none."""
+    """The parts of a model with adapters (names in `isotype.model.parts`), and why other parts have no adapters."""
 
     parts: tuple[str, ...] = PARTS
     why: str = "adapt= leaves their part out"
@@ -265,7 +265,7 @@ _LINEAR, _STACKED, _ROUTER = "linear layer", "stacked expert weight", "router"
 
 
 def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...]:
-    """Return sentences on weights with and without adapters; none if every named weight has an adapter."""
+    """Return sentences on weights with and without adapters; no sentences if every named weight has an adapter."""
     weights = list(_weights(model, targets)) if targets.wide or targets.unable else []
     total = sum(weight.size * weight.count for weight in weights)
     without = [w for w in weights if not w.adapted and (targets.wide or w.kind == _STACKED)]

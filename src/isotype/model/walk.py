@@ -149,7 +149,7 @@ def places(model: nn.Module) -> Iterator[Place]:
 
 
 def own_float_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the unquantized float parameters of `module` by name, without those of its children."""
+    """Return the unquantized float parameters of `module` by name, without the parameters of its children."""
     # A sharded weight has lost its class. Quantized codes may have a float dtype.
     codes = "weight" if getattr(module, "quant_state", None) is not None else None
     return {
@@ -254,7 +254,7 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return a deep copy of an attribute; if it cannot be copied, the attribute itself."""
     if isinstance(value, _SHARED) or type(value) in _ATOMS:
         return value
-    if type(value) in _HOLDERS and not value:  # as are most attributes of a module: faster than deepcopy
+    if type(value) in _HOLDERS and not value:  # most attributes of a module are empty; deepcopy is slower
         return memo.setdefault(id(value), type(value)())
     try:
         if isinstance(value, (types.FunctionType, types.MethodType)):

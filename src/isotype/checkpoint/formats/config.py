@@ -188,7 +188,7 @@ def building(cls: type, source: str = "") -> Iterator[None]:
 
 
 def concrete_class(config: Any, wanted: type | None = None, source: str = "") -> Any:
-    """Return `wanted`; for None or an auto class, return the config's class, or raise CheckpointError if it has none."""
+    """Return `wanted` or, for None and auto classes, the config's class. Raise CheckpointError if the config has no class."""
     if wanted is not None and mapping_of(wanted) is None:
         return wanted
     cls = model_class(config, wanted)

@@ -22,7 +22,7 @@ from isotype.checkpoint.formats.tensor import (
 )
 from isotype.core.errors import CheckpointError, Problem
 
-_MAX_DIMENSIONS = 4  # of a tensor in ggml
+_MAX_DIMENSIONS = 4  # a limit of ggml
 # Default alignment in bytes: the data of each tensor begins at a multiple of the alignment.
 _ALIGNMENT = 32
 # Fixed-size value types of GGUF metadata, as struct formats: u8 i8 u16 i16 u32 i32 f32 bool u64 i64 f64.
@@ -75,7 +75,7 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
         # ggml lists the fastest dimension first, torch last.
         entries.append((name, tuple(reversed(sizes)), kind, offset))
     alignment = metadata.get("general.alignment", _ALIGNMENT)
-    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):  # as ggml has it
+    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):  # the check of ggml
         raise broken(path, f"general.alignment {alignment!r}", "a power of two")
     start = -(-at // alignment) * alignment
     return by_name(_tensors(entries, start, len(data), path)), metadata
@@ -126,7 +126,7 @@ def _text(value: str) -> bytes:
 
 def _string(data: mmap.mmap, at: int) -> tuple[str, int]:
     (length,) = struct.unpack_from("<Q", data, at)
-    # struct cannot parse a format with a huge length. The limit is one byte more than the file has, and raises an error.
+    # struct cannot parse a huge length. One byte more than the file has is enough for an error.
     (text,) = struct.unpack_from(f"{min(length, len(data) + 1)}s", data, at + 8)
     return text.decode("utf-8"), at + 8 + length
 

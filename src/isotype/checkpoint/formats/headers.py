@@ -124,7 +124,7 @@ def _read_headers(path: Path, file: Path, kind: Kind) -> CheckpointHeaders:
 
 
 def read_file_headers(file: Path) -> tuple[TensorHeader, ...]:
-    """Return the tensors of one .safetensors or torch file; raise CheckpointError if it is damaged."""
+    """Return the tensors of one .safetensors or torch file; raise CheckpointError if the file is damaged."""
     return read_torch_header(file) if file.name.endswith(_TORCH_SUFFIXES) else read_safetensors(file)[0]
 
 
@@ -143,7 +143,7 @@ def _file_of(path: Path) -> tuple[Path, Kind]:
 
 
 def find_weights(directory: Path) -> tuple[Path, Kind] | None:
-    """Return (weights file or index of shards, kind of the weights) for a directory; None if it has no weights."""
+    """Return (weights file or index of shards, kind of the weights) for a directory; None if the directory has no weights."""
     for name, kind in _LAYOUTS:
         if (directory / name).is_file():
             return directory / name, kind

@@ -17,7 +17,7 @@ _OF_A_MODEL = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 def hub_config(model_id: str, revision: str | None = None) -> Any:
-    """Return the transformers config of a hub id; raise CheckpointError if it cannot be read."""
+    """Return the transformers config of a hub id; raise CheckpointError if the config cannot be read."""
     from transformers import AutoConfig
 
     at = f" at revision {revision}" if revision else ""

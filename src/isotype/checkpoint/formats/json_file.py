@@ -47,7 +47,7 @@ def parse_unique(text: bytes) -> tuple[Any, list[str]]:
 
 
 class Entry(NamedTuple):
-    """A rule for values in a JSON object: it applies to each entry whose name matches `names`.
+    """A rule for the values of those JSON entries whose names match `names`.
 
     Attributes:
         names: a regular expression for the full name of an entry.

@@ -30,7 +30,7 @@ _NESTED = ("state_dict", "model")
 
 
 def read_torch_header(path: Path) -> tuple[TensorHeader, ...]:
-    """Return the headers of the tensors in a file; the errors are those of `torch_tensors`."""
+    """Return the headers of the tensors in a file; raise the errors of `torch_tensors`."""
     return tuple(_header(name, value, path) for name, value in torch_tensors(path, "meta").items())
 
 

@@ -40,7 +40,7 @@ _CACHE = re.compile(r"\.([kvq]|kv|output|prob)_(scale|zero_point)$")
 
 
 def _how_to_save(name: str) -> str:
-    """If a tensor's name shows that it was saved with an adapter or a wrapper, return how to save it; else return ""."""
+    """Return how to save a model without the adapter or wrapper that a tensor's name shows; "" for other names."""
     if name.startswith("base_model.model.") or ".base_layer." in name:
         return (
             "the file has a base model and an adapter of PEFT: save the model that merge_and_unload() returns"
@@ -130,8 +130,8 @@ class Match:
 def match(model: Any, headers: CheckpointHeaders) -> Match:
     """Compare a dense model, which may be on the meta device, with a checkpoint by names and shapes.
 
-    A missing tensor is `initialised` if the model's author allows it (`_keys_to_ignore_on_load_missing`), or if it belongs
-    to a head that the saved class does not have.
+    A missing tensor is `initialised` in two cases: the model's author allows it (`_keys_to_ignore_on_load_missing`), or the
+    tensor belongs to a head that the saved class does not have.
     """
     weights = weight_map(model, headers)
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}

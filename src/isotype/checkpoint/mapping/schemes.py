@@ -77,7 +77,7 @@ class Scheme:
         shape: shape of the dense weight; empty if only a file on the hub contains the shape.
         block: numbers of rows and columns that share a scale.
         second: one number that applies to all scales, or None.
-        divides: True if the scales are divided by `second`, False if they are multiplied by it.
+        divides: True if the scales are divided by `second`, False if the scales are multiplied by `second`.
         turned: True if the file stores the weight as [columns, rows] (AWQ); words and zero points are packed along rows.
     """
 
@@ -148,7 +148,7 @@ def _check_groups(quantization: Mapping[str, Any]) -> None:
 
 
 def _check_awq(quantization: Mapping[str, Any]) -> None:
-    legacy = quantization.get("backend") == "llm-awq"  # as transformers reads it
+    legacy = quantization.get("backend") == "llm-awq"  # transformers reads llm-awq from `backend`
     version = "llm-awq" if legacy else quantization.get("version") or quantization.get("format") or "gemm"
     version = _word(version)
     bits = quantization.get("bits", quantization.get("w_bit", 4))
@@ -360,7 +360,7 @@ def _options(
         return _options_of_group(quantization, group_of(quantization, modules, classes))
     if method == FP8:
         size, experts = quantization.get("weight_block_size", (128, 128)), quantization.get("expert_dtype")
-        blocks = () if size is None else (("block", _pair(size)),)  # by default as transformers has it
+        blocks = () if size is None else (("block", _pair(size)),)  # the default of transformers
         four_bits = (("group", (1, 32)),) if experts == "fp4" else ()
         kinds = numbers | {"pairs"} if experts == "fp4" else numbers
         return _Options((*blocks, *four_bits, *_WHOLE), kinds, exponents=True)
@@ -388,7 +388,7 @@ def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any])
     usual = "tensor" if weights.get("group_size") is None else "group" if size else "channel"
     strategy = _word(weights.get("strategy") or usual)
     layouts = {
-        "tensor": _WHOLE,  # the library multiplies by any of them
+        "tensor": _WHOLE,  # the library accepts scales of any of these layouts
         "channel": _WHOLE[1:],
         "group": (("group", (1, size)),),
         "tensor_group": (("group", (1, size)),),

@@ -240,7 +240,7 @@ def merged_as(model: Any, form: str) -> Iterator[None]:
     def after(block: nn.Module, *_: Any) -> None:
         for _name, layer in tuner_layers(block):
             if hasattr(layer, "ln_tuning_layers"):
-                layer.unmerge()  # which exchanges two modules
+                layer.unmerge()  # merging exchanged two modules
             layer.merged_adapters = []
         for parameter, data in saved.items():
             parameter.data = data

@@ -191,7 +191,7 @@ class Merging:
         return self.weights
 
     def _merged(self, block: Block | None) -> dict[str, torch.Tensor]:
-        """Merge the layers of a block, or those outside of blocks if `block` is None; return the tensors by name."""
+        """Merge the layers of a block, or the layers outside of blocks if `block` is None; return the tensors by name."""
         prefix, root = ("", self._peft) if block is None else (f"{block.name}.", block.module)
         elsewhere = tuple(f"{other.name}." for other in self._blocks) if block is None else ()
         for path, layer in tuner_layers(root):
@@ -219,7 +219,7 @@ class Merging:
         return self._rounding.rounded(in_order, self._changed)
 
     def _tie_again(self, first: str, last: str) -> None:
-        """Tie input and output embeddings that have equal values after the merge. If they differ, add a note."""
+        """Tie input and output embeddings that have equal values after the merge. If the values differ, add a note."""
         equal = torch.equal(self._outside[first], self._outside[last])
         config = self.model.config
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = equal
@@ -260,7 +260,7 @@ def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapt
 
 
 def _untie(model: Any) -> bool:
-    """Separate tied input and output embeddings, so that both can be merged. Return False if they were not tied."""
+    """Separate tied input and output embeddings, so that both can be merged. Return False if the embeddings were not tied."""
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     if last is None or first.weight is not last.weight:
         return False

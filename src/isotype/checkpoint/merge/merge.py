@@ -230,7 +230,7 @@ def _base(
     policy = resolve_precision(source, "float32", device="cpu", revision=revision)
     if policy.quantized:
         return source, facts, inference_policy(source, None, revision=revision), trained
-    # In the dtype of the files, unless the merged weights are float32.
+    # The base keeps the dtype of its files, unless the merged weights are float32.
     stored_dtype, target = facts.trained_dtype, _target(dtype, adapter, facts)[0]
     if stored_dtype not in COMPUTE_DTYPES or stored_dtype is None or target == torch.float32:
         return source, facts, policy, trained

@@ -108,7 +108,8 @@ class MergeReport:
         stored: bitsandbytes format or GGUF type; None for dense safetensors.
         passed: warnings about values of the training that exceed the range of `dtype`.
         model: path to load the model from: `output`, or the GGUF file in it.
-        cheapest: the tried format with the fewest bits that keeps enough (`ENOUGH`) of the learning; None if none was tried.
+        cheapest: the tried format with the fewest bits that keeps enough (`ENOUGH`) of the learning; None if no format was
+            tried.
         answers: True if the merged model can generate text.
         exportable: True if the model is dense and can also be written as a GGUF file.
     """

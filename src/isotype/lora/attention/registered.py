@@ -54,7 +54,7 @@ class AttentionReport:
         taken: True if the model now uses one of isotype's attention functions.
         reason: why the model keeps its own attention; None if `taken`.
         repeated: title of the device if it needs repeated keys and values for a fused kernel; else None.
-        slow: why attention stores all scores in memory on this device; None if it does not.
+        slow: the reason why attention stores all scores in memory on this device, if this is the case; else None.
         left: reason to use torch's kernel -> number of calls.
         sides: the sides (`left`, `right`) of a row from which padding may be removed, see `isotype.lora.unpadded`.
         padded: why a batch keeps its padding on this GPU; None if padding may be removed.

@@ -152,7 +152,7 @@ class _Traced(torch.autograd.Function):
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
         inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)]
-        # The copies of the operands, and the gradients.
+        # The float32 copies of the operands, and the float32 gradients.
         _alive = [torch.empty_like(x, dtype=torch.float32) for x in (d_out, *inputs, *inputs)]
         with torch.enable_grad():
             out = ctx.compute(*inputs)

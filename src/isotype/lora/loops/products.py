@@ -126,7 +126,7 @@ def _by_torch(item: Sum, terms: _Terms) -> None:
 
 
 def _by_loops(sums: Sequence[tuple[Sum, Sequence[tuple[torch.Tensor, torch.Tensor]]]]) -> bool:
-    """Compute all sums by the compiled loops and return True. If the loops do not support one of them, return False."""
+    """Compute all sums by the compiled loops and return True. Return False if the loops do not support one of the sums."""
     if not sums:
         return False
     dtype = sums[0][1][0][0].dtype

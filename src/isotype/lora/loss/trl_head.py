@@ -141,7 +141,7 @@ def passed_on(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_head(model: Any) -> None:
-    """Give a causal language model the forward that an SFT trainer would give it, for a check without a trainer."""
+    """Replace a causal language model's forward as an SFT trainer would, for a check without a trainer."""
     base = without_peft(model)
     request = _HeadRequest(1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy", "is_top1"))
     put_forward(base, _forward_of(type(base), request))

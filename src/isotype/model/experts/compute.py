@@ -342,7 +342,7 @@ class _Experts(torch.autograd.Function):
             saved: list[torch.Tensor] = []
             others: list[torch.Tensor] = []
             for group in groups:
-                if saves and group.times > 1:  # what the groups save that this one represents
+                if saves and group.times > 1:  # memory that the represented groups would save
                     rows_of_others = (group.times - 1) * (group.end - group.begin)
                     step = 1 + len(ups) + len(downs)
                     others += [t.new_empty(rows_of_others, *t.shape[1:]) for t in saved[:step]]

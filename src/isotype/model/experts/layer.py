@@ -120,7 +120,7 @@ def why_not(outer: Any) -> str | None:
 
 
 def needs_function(outer: Any) -> bool:
-    """Return True if these experts need isotype's function: quantized ones, or adapters with dropout."""
+    """Return True if these experts need isotype's function: if they are quantized, or their adapters have dropout."""
     base = base_of(outer)
     stacks = (quantized_stack(base, name) for name in getattr(base, "parametrizations", ()))
     return any(stack is not None for stack in stacks) or _drops(outer)

@@ -122,7 +122,7 @@ def quantize_parts(
     if storage == MXFP4:
         what = f"experts of shape {list(shape)} that are not stored in {storage}"
         expected = f"{storage} blocks"
-        fix = "load them with quantization nf4 or int8, or with none"
+        fix = "load the experts with quantization nf4 or int8, or without quantization"
         raise CheckpointError.of(f"weights cannot be converted to {storage}", what, expected, fix)
     codes, stack = blank_stack(shape, storage, dtype, transposed=transposed, device=device)
     constants: Any = stack.scales if storage == "int8" else stack.absmax

@@ -71,7 +71,6 @@ class QuantizedStack(UncastBuffers):
             self.register_buffer(name, value)
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return the whole dense weight."""
         return self.part(codes, 0, self.shape[0])
 
     @torch.no_grad()
@@ -83,7 +82,7 @@ class QuantizedStack(UncastBuffers):
             return values.mT if self.transposed else values
         if self.storage == "int8":
             out = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype, device=codes.device)
-            # A CPU casts codes and result in temporary memory. With one expert at a time, it needs less.
+            # A CPU casts codes and result in temporary memory. One expert at a time needs less of this memory.
             alone = codes.device.type == "cpu" and not isinstance(codes, FakeTensor)
             for first in range(start, stop, 1 if alone else stop - start):
                 last = first + 1 if alone else stop
@@ -251,7 +250,7 @@ def adopt_stacks(model: nn.Module) -> list[str]:
 
 
 def _save_and_load(module: nn.Module, name: str) -> None:
-    # The hooks get the module as an argument. So they also work on a copy of it.
+    # The hooks get the module as an argument. So they also work on a copy of the module.
     module.register_state_dict_post_hook(partial(_write_state, name=name))  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(partial(_read_state, name=name))  # type: ignore[no-untyped-call]
 
