@@ -42,6 +42,8 @@ def folder(tmp_path_factory) -> Path:
     (root / "bad_import.py").write_text("import no_such_package_of_anybody\n")
     (root / "bad.yaml").write_text("learning_rate: 1e-4\nmax_steps: [1\n")
     (root / "type.yaml").write_text("max_steps: three\n")
+    (root / "axolotl.yml").write_text("base_model: chat\nadapter: lora\nlora_target_linear: true\n")
+    (root / "factory.yaml").write_text("model_name_or_path: chat\nstage: sft\nfinetuning_type: lora\n")
     (root / "pickled").mkdir()
     (root / "pickled" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     torch.save({"a": torch.ones(2)}, root / "pickled" / "adapter_model.bin")
@@ -258,6 +260,37 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
         ("check chat --device h100,t4", "plan chat --device h100,t4"),
         ("check train chat", "check sft chat"),
         ("check trl sft chat --device t4", "check sft chat --device t4"),
+        ("trl sft chat --device t4", "check sft chat --device t4"),
+        ("plan trl dpo --model chat", "plan dpo --model_name_or_path chat"),
+        ("check torchrun --nproc_per_node=2 -m isotype sft chat", "check sft --devices 2 chat"),
+        (
+            "check accelerate launch --config_file f.yaml --num_processes 8 /usr/bin/trl kto chat --device t4",
+            "check kto --devices 8 chat --device t4",
+        ),
+        ("check python bad_build.py --epochs 2", "run bad_build.py --epochs 2"),
+        ("check WANDB_MODE=offline python -u bad_build.py --epochs 2", "run bad_build.py --epochs 2"),
+        ("check python -m json.tool a.json", "run -m json.tool a.json"),
+        ("check axolotl train axolotl.yml --device t4", "check axolotl.yml --device t4"),
+        ("axolotl train axolotl.yml", "check axolotl.yml"),
+        (
+            "check accelerate launch --num_processes 4 -m axolotl.cli.train axolotl.yml",
+            "check axolotl.yml --devices 4",
+        ),
+        ("check CUDA_VISIBLE_DEVICES=0 llamafactory-cli train factory.yaml", "check factory.yaml"),
+        (
+            "check llamafactory-cli train --stage sft --model_name_or_path chat --finetuning_type full",
+            "check --max_length 2048 --learning_rate 5e-05 --use_peft False --dtype auto --model_name_or_path chat",
+        ),
+        (
+            "check swift sft --model chat --train_type lora --dataset sft.jsonl --torch_dtype bfloat16 --lora_rank 8 "
+            "--target_modules all-linear --template llama3 --split_dataset_ratio 0.01",
+            "check sft --model_name_or_path chat --use_peft True --dataset_name sft.jsonl --dtype bfloat16 --lora_r 8 "
+            "--lora_target_modules all-linear --eval_split 0.01",
+        ),
+        (
+            "check swift rlhf --rlhf_type rm --model chat --tuner_type full --quant_bits 4",
+            "check reward --model_name_or_path chat --use_peft False --quantization nf4",
+        ),
         ("check chat/model.safetensors --device t4", "check chat --device t4"),
         ("chekc chat --lora_rank 4", "check chat --lora_r 4"),
         ("check sft chat -d a.jsonl --lr 1e-4", "check sft chat --dataset_name a.jsonl --learning_rate 1e-4"),
@@ -313,7 +346,8 @@ def test_the_corrected_command(capsys, folder, monkeypatch, command, corrected):
         "check chat --lora_target q_proj v_proj",
         "check chat --max_memory 10GiB",
         "check ppo chat",
-        "check torchrun --nproc_per_node 2 -m isotype sft chat",
+        "check trl env chat",
+        "check accelerate config",
         "sft chat --max_steps two",
         "sft chat --data a.jsonl --lr -1",
     ],

@@ -179,6 +179,8 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
 
         return demo
     if command not in COMMANDS:
+        from isotype.train.command.programs import TRAINERS
+
         known = (*METHODS, "demo", *COMMANDS)
         similar, shown = () if command in _OF_TRL else known, "isotype {}".format
         same = SAME_METHODS.get(command.lower())
@@ -192,6 +194,8 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
             line = ["check", command]
         elif command in _LAUNCHERS:
             line = _LAUNCHERS[command]
+        elif command in TRAINERS:
+            line = ["check", command]
         near = line[:1] or near
         fix = f"did you mean {shown(near[0])}?" if near else "isotype --help describes them"
         expected = "one of " + ", ".join(known)

@@ -30,7 +30,7 @@ _OTHER_VALUES: Mapping[str, str] = _TABLES["values"]
 _SWITCHES: Mapping[str, str] = {
     other: words for words, others in _TABLES["switches"].items() for other in others.split()
 }
-"""Flag of another library, without a value or with the value True -> isotype's arguments."""
+"""Flag of another library, without a value, with the value True or with the value after `=` -> isotype's arguments."""
 RENAMED: Mapping[str, Sequence[str]] = _TABLES["renamed"]
 """Former name -> (current name, equivalent value). The value is "" if the former one is still valid."""
 REMOVED: Mapping[str, str] = _TABLES["removed"]
@@ -246,11 +246,12 @@ def unknown_name(name: str, value: Any, known: Sequence[str], listing: str) -> P
     former = renamed(name, names, text)
     if former is not None:
         return former
-    (meant, certain), switch = closest(name, known), _SWITCHES.get(_bare(name), "").split()
+    (meant, certain), valued = closest(name, known), _SWITCHES.get(f"{_bare(name)}={text.lower()}", "")
+    switch = (valued or _SWITCHES.get(_bare(name), "")).split()
     if _OTHER_NAMES.get(_bare(name)) == ["devices"] and not meant:
         fix = f"torchrun --nproc_per_node {text or 'N'} -m {listing.removesuffix(' --help')} …"
         return Problem(name, "arguments without the number of processes", fix)
-    if switch and switch[0] in known and text.lower() in ("", "true"):
+    if switch and switch[0] in known and (valued or text.lower() in ("", "true")):
         old = (name, text) if text else (name,)
         return Problem(" ".join(old), "a known name", " ".join(switch), (old, switch))
     expected = f"a known name: {', '.join(meant)}" if meant else "a known name"

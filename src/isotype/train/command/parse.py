@@ -20,6 +20,7 @@ from isotype.data.methods import METHODS, SAME_METHODS
 from isotype.train.command.arguments import ARGUMENTS, Argument, name_problems, number_problems
 from isotype.train.command.command import Command, ConfigFile, Value, specs
 from isotype.train.command.precision import read_precision_request
+from isotype.train.command.programs import refuse_program
 from isotype.train.dialects.translate import dialect_of, in_isotype_names, method_of
 
 _JSON = {argument.name: argument for argument in ARGUMENTS if argument.json}
@@ -271,12 +272,7 @@ def first_words(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]
     The first word is the model unless it names a method or is a file of settings.
     """
     words = list(argv)
-    if words[1:] and words[0] in ("trl", "isotype", "torchrun", "accelerate", "deepspeed"):
-        script = any(word.endswith(".py") for word in words)
-        swap = (("check",), ("run",)) if script else ((words[0],), ()) if words[1] in METHODS else None
-        fix = "remove it; --devices N sets the number of processes, and isotype run starts a Python script"
-        expected = "MODEL, or a training command of isotype"
-        raise UsageError("the command begins with another program", [Problem(words[0], expected, fix, swap)])
+    refuse_program(words)
     method = words.pop(0) if words and words[0] in METHODS else None
     words = named_as_config(words)
     model = words.pop(0) if words and method is None and not words[0].startswith("-") else None

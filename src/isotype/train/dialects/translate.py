@@ -34,7 +34,8 @@ def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
     """Return the program that a file was written for, according to the names in the file. Return None for a file of isotype."""
     if "base_model" in values:
         return "axolotl"
-    ours = {"stage", "finetuning_type", "template"} & set(values) or len(_NEWER & set(values)) > 1
+    ours = {"stage", "finetuning_type"} & set(values) or len(_NEWER & set(values)) > 1
+    ours = ours or ("template" in values and "model" not in values)  # ms-swift has `template` and `model`
     return "llama_factory" if ours else None
 
 
