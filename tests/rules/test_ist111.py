@@ -67,7 +67,7 @@ def test_a_token_without_a_row() -> None:
     batch["ids"][0, 0] = 16
     (finding,) = found(RULE, traced(Net(1), batch))
     assert finding.cause == "the input ids has 16, embed.weight has 16 rows"
-    assert finding.fixes[0].description == "resize_token_embeddings(len(tokenizer)), or give ids from 0 to 15"
+    assert finding.fixes[0].description == "resize_token_embeddings(len(tokenizer)), or use ids from 0 to 15"
 
 
 def test_a_row_of_many_tokens() -> None:

@@ -38,7 +38,7 @@ def test_adapter_inputs_that_autocast_casts_back() -> None:
         "adapter inputs are cast to float32, and autocast casts them back to bfloat16: "
     )
     assert (
-        "lora_A.default.weight is float32, so the layer around it casts the adapter's input to float32 at"
+        "lora_A.default.weight is float32, so its layer casts the adapter's input to float32 at"
         in finding.cause
     )
     assert finding.notes[0] == "7 casts to float32 in a step, and as many casts back"

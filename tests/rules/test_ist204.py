@@ -45,7 +45,7 @@ def test_a_copy_that_the_loss_reads_in_pieces() -> None:
     assert (
         finding.message == "1 output is copied to float32 (16.0 KiB): the loss uses the copies piece by piece"
     )
-    assert finding.fixes[0].description == "split first, then cast each piece to float32"
+    assert finding.fixes[0].description == "split the outputs first, then cast each piece to float32"
 
 
 def test_each_piece_cast_by_itself() -> None:

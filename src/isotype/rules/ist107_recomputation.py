@@ -63,12 +63,12 @@ def find(trace: Trace) -> Iterator[Finding]:
             how = by_default or how
         fixes = (advice("checkpoint", how),)
     else:
-        how = "do not save cached casts: torch.autocast(…, cache_enabled=False), or checkpoint without context_fn (selective checkpointing)"
+        how = "use autocast without its cache: torch.autocast(…, cache_enabled=False), or checkpoint without context_fn (selective checkpointing)"
         fixes = (
             setting("run the step without autocast", "autocast", "None", "unsafe"),
             advice("autocast cache", how, "cache_enabled=False"),
         )
-    cached = "in the forward, autocast casts a weight once and caches it; in the recomputation, autocast casts it again"
+    cached = "in the forward, autocast casts a weight once and caches the cast; in the recomputation, autocast casts the weight again"
     yield Finding(
         severity="error",
         message="the recomputation of gradient checkpointing differs from the forward",

@@ -2,8 +2,8 @@
 **What it means.** The fused kernels of layer norm and similar norms need weight and bias in the input's
 dtype. Some devices also accept a float32 weight and bias. Any other dtype raises an error.
 
-**Why it happens.** The norm's weights were cast to float32 for stability and its input stayed in 16 bits, or
-the weight was cast and the bias was not.
+**Why it happens.** The norm's weights were cast to float32 for stability, but its input stayed in 16 bits. Or the
+weight was cast, but not the bias.
 
 **An example that fails**
 

@@ -96,11 +96,14 @@ def _outside(call: Call, calls: list[Call]) -> Finding:
 
 
 def _advice(call: Call, labels: bool, of_input: bool, size: int) -> Fix:
-    place, how = call.source or call.module, f"give rows of at most {size} tokens, or a longer table"
+    place, how = (
+        call.source or call.module,
+        f"shorten the rows to at most {size} tokens, or use a longer table",
+    )
     if labels:
-        how = f"give labels from 0 to {size - 1} (-100 for tokens to ignore), or more classes"
+        how = f"use labels from 0 to {size - 1} (-100 for ignored tokens), or more classes"
     elif of_input:
-        place, how = call.module, f"resize_token_embeddings(len(tokenizer)), or give ids from 0 to {size - 1}"
+        place, how = call.module, f"resize_token_embeddings(len(tokenizer)), or use ids from 0 to {size - 1}"
     return advice(call.source if labels else place, how)
 
 

@@ -125,7 +125,7 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[costs.Cast, Weight]])
         op=first.call.op,
         phase=first.call.phase,
         source=up.source,
-        cause=f"{weight.name} is {wide}, so the layer around it casts the adapter's input to {wide} at {short(up.source)}",
+        cause=f"{weight.name} is {wide}, so its layer casts the adapter's input to {wide} at {short(up.source)}",
         notes=(
             f"{sum(cast.call.repeats for cast, _ in undone)} casts to {wide} in a step, and as many casts back",
             *costs.estimate(cost, trace),

@@ -98,7 +98,7 @@ def _finding(trace: Trace, casts: Sequence[costs.Cast], size: int, unread: bool)
     first = casts[0]
     wide, narrow = dtype_name(first.after), dtype_name(first.before)
     what = "no operator uses the copies" if unread else "the loss uses the copies piece by piece"
-    how = f"split first, then cast each piece to {wide}"
+    how = f"split the outputs first, then cast each piece to {wide}"
     if unread:
         how = f"keep the outputs in {narrow}: unwrap the model with keep_fp32_wrapper=False, or drop the cast"
     return finding_at(

@@ -1,7 +1,7 @@
 """
 **What it means.** Trainable parameters do not have the dtype that the policy requests for them (the master dtype). A
-trainer cast them (TRL casts every trainable parameter of a quantized model to bfloat16), a loader made them float32, or
-PEFT created them in the base model's dtype.
+trainer cast them: for example, TRL casts every trainable parameter of a quantized model to bfloat16. Or a loader cast
+them to float32. Or PEFT created them in the base model's dtype.
 
 **Why it is bad.** A 16-bit parameter loses updates that are too small for its digits (IST801). A 32-bit parameter takes
 twice the memory of a 16-bit parameter. Under float16 autocast, bfloat16 parameters have fewer digits than the float16

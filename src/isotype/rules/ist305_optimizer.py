@@ -1,6 +1,6 @@
 """
-**What it means.** An optimizer step mixes dtypes: a fused kernel gets parameters, gradients and moments of
-different dtypes, or some trainable parameters are float32 and the others have 16 bits.
+**What it means.** An optimizer step mixes dtypes. A fused kernel gets parameters, gradients and moments of different
+dtypes. Or some trainable parameters are float32, and the others have 16 bits.
 
 **Why it is bad.** A fused kernel raises an error unless a parameter, its gradient and both moments have one dtype. 16-bit
 parameters lose small updates, but float32 parameters do not.

@@ -53,11 +53,9 @@ _CLIPS = re.compile(r"aten\.(_foreach_)?(mul|clamp(_min|_max)?)_\.")
 """The in-place operators that `clip_grad_norm_` and `clip_grad_value_` call."""
 
 _SCALE = "call scaler.scale(loss).backward() in place of loss.backward(); with accelerate, accelerator.backward(loss)"
-_UPDATE = "call scaler.update() once after the last scaler.step(), also if a step is left out; after several micro-batches, call unscale_() once"
+_UPDATE = "call scaler.update() once after the last scaler.step(), even if a step is left out; after several micro-batches, call unscale_() only once"
 _TWICE = "leave out one of the two steps, or compute new gradients before the second"
-_TWICE_SCALED = (
-    "leave out optimizer.step(): scaler.step(optimizer) calls it, but not if a gradient is infinite or NaN"
-)
+_TWICE_SCALED = "leave out optimizer.step(): scaler.step(optimizer) calls optimizer.step(), except if a gradient is infinite or NaN"
 REFUSALS = {
     "_scale is None": ("no loss was multiplied by the loss scale", _SCALE),
     "has already been called": ("scaler.update() did not run after the earlier call", _UPDATE),
@@ -66,7 +64,7 @@ REFUSALS = {
         "call scaler.unscale_(optimizer) before scaler.step(optimizer)",
     ),
     "recorded prior to update": (
-        "scaler.update() runs, but no scaler.step() did",
+        "scaler.update() runs without an earlier scaler.step()",
         "call scaler.step(optimizer) in place of optimizer.step()",
     ),
 }

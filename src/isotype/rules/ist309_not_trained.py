@@ -64,6 +64,6 @@ def find(trace: Trace) -> Iterator[Finding]:
     if trace.unmatched:
         yield warning(
             f"names of modules that the adapter should train match no module: {', '.join(trace.unmatched)}",
-            cause="PEFT ignores a name in target_modules or modules_to_save that matches nothing, if another name matches",
-            fixes=(advice("target_modules", "give the names that model.named_modules() yields"),),
+            cause="PEFT raises no error for a name that matches no module, if another name in target_modules or modules_to_save matches",
+            fixes=(advice("target_modules", "use names from model.named_modules()"),),
         )

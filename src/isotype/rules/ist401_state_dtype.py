@@ -1,7 +1,7 @@
 """
-**What it means.** The quantization state of a 4-bit layer names the dtype to which the weight is dequantized,
-and this dtype is not the layer's compute dtype. The state comes from the checkpoint, and neither `dtype=`
-at loading nor `.to()` changes the dtype that the state names.
+**What it means.** The quantization state of a 4-bit layer contains the dtype of the dequantized weight. This dtype is
+not the layer's compute dtype. The state comes from the checkpoint, and neither `dtype=` at loading nor `.to()` changes
+the state's dtype.
 
 **Why it is bad.** bitsandbytes' layer casts the dequantized weight at every call, and each cast copies the
 whole weight. Other code that dequantizes the weight, such as a fused LoRA kernel, gets the weight in one dtype and

@@ -1,7 +1,7 @@
 """
 **What it means.** Code uses the packed codes of a quantized weight as if they were a plain weight. The code multiplies
-or casts the packed codes, replaces them with a plain tensor, or casts activations to their dtype. Packed codes are
-4-bit weights in a column of bytes, int8 weights, or GPTQ's int32.
+or casts the packed codes, replaces them with a plain tensor, or casts activations to the dtype of the codes. Packed
+codes are 4-bit weights in a column of bytes, int8 weights, or GPTQ's int32.
 
 **Why it is bad.** The step fails with errors that do not name the cause: `mat1 and mat2 shapes cannot be multiplied
 (6x5120 and 1x2560)`, `got: c10::Half != signed char`, `nn.Module.to only accepts floating point or complex dtypes`. Or
@@ -63,7 +63,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             f"{agree(count(weights), 'quantized weight', 'hold')} {dtype} values where packed codes belong",
             weights,
             cause=f"{first.name} was assigned or cast to {dtype}",
-            fixes=(advice(first.module, "load the model again and leave packed weights as they are"),),
+            fixes=(advice(first.module, "load the model again, and do not change packed weights"),),
         )
     rounded = _activations_as_codes(trace)
     if rounded:

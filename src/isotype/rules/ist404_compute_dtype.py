@@ -3,8 +3,8 @@
 `BitsAndBytesConfig(load_in_4bit=True)` sets the layers' compute dtype to float32, and bitsandbytes does not warn about it.
 A layer without a compute dtype computes in the dtype of its first input.
 
-**Why it is bad.** The layer casts its input and dequantizes its weight to float32, multiplies them, and casts the
-output to 16 bits. On GPUs, such a layer is several times slower, and float32 adds no digits to 4-bit codes.
+**Why it is bad.** The layer casts its input to float32, dequantizes its weight to float32, and casts their product to
+16 bits. On GPUs, such a layer is several times slower, and float32 adds no digits to 4-bit codes.
 
 **An example that costs**
 

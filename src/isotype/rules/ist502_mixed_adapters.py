@@ -6,9 +6,9 @@
 trained values. FSDP cannot flatten parameters of several dtypes into one tensor. 16-bit adapters
 lose small updates, but float32 adapters do not.
 
-**Why it happens.** A trainer casts only some of the trainable parameters: TRL casts those of a quantized model to
-bfloat16, except DoRA's magnitudes. Or the model has an adapter from a float16 file and a new adapter. Or a
-trained copy (`modules_to_save`) keeps the base model's dtype.
+**Why it happens.** A trainer casts only some of the trainable parameters. For example, TRL casts adapters of a
+quantized model to bfloat16, but not DoRA's magnitudes. Or the model has an adapter from a float16 file and a new
+adapter. Or a trained copy (`modules_to_save`) keeps the base model's dtype.
 
 **An example**
 

@@ -6,8 +6,8 @@ adapter into its base weight, or updates a statistic or an exponential moving av
 weight's next number, it is lost. Otherwise it is rounded.
 
 - A merged weight is not exactly base plus adapter, and unmerging does not restore the base. RL trainers merge and
-  unmerge before each rollout. In bfloat16, one merge and unmerge changes the base weights by 1 % of their size, and a
-  thousand change them by two thirds.
+  unmerge before each rollout. In bfloat16, one merge and unmerge changes the base weights by 1 % of their size. A
+  thousand repetitions change them by two thirds.
 - At each step, a moving average with decay 0.999 adds a thousandth of the difference. In 16 bits, such a small addition
   never changes the average. A counter in bfloat16 stops at 256.
 - PEFT adds an adapter of a parameter (`target_parameters`, used for experts) to the weight in each forward, in the

@@ -6,7 +6,7 @@ without tensor cores, at most at the float32 rate. float16 would run several tim
 attention, Triton's `tl.dot`) refuse bfloat16 on these GPUs. If a device has no bfloat16 matmul at all (P100, GTX
 10xx), the step crashes.
 
-**Why it happens.** A script for newer hardware sets `bf16=True`, loads a bfloat16 checkpoint as it is, or has a
+**Why it happens.** A script for newer hardware sets `bf16=True`, loads a bfloat16 checkpoint without a cast, or has a
 quantization config with `bnb_4bit_compute_dtype=torch.bfloat16`.
 
 **An example that costs**

@@ -3,9 +3,9 @@
 and NVIDIA GPUs of compute capability 6.1 and 5.x.
 
 **Why it is bad.** A CPU without AVX512-FP16, AMX-FP16 or Arm FP16 converts every operand in software. On a CPU with
-AVX2, float16 matmuls ran 36 times slower than float32 matmuls. On a CPU with AVX512-BF16, they ran 40 times slower
-than bfloat16 matmuls: a step of LoRA on a 135M model took 65 seconds instead of 2. On a CPU with AMX, float16 runs as
-fast as float32, and three times slower than bfloat16. float16 also needs loss scaling.
+AVX2, float16 matmuls ran 36 times slower than float32 matmuls. On a CPU with AVX512-BF16, float16 matmuls ran 40 times
+slower than bfloat16 matmuls: a step of LoRA on a 135M model took 65 seconds instead of 2. On a CPU with AMX, float16
+runs as fast as float32, and three times slower than bfloat16. float16 also needs loss scaling.
 
 **Why it happens.** A script for a GPU, with `fp16=True` or a float16 checkpoint, is tested on a CPU.
 

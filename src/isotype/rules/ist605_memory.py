@@ -21,7 +21,8 @@ of kernels, and the driver's context (0.3 to 0.6 GB).
   If the estimated saving exceeds the missing memory by less than 6 % of the peak, the report says "may be enough".
 - A loss that is computed in chunks needs at most about 1/8 of the memory of all logits, their copies and their
   gradients.
-- nf4 takes 0.5625 bytes per weight: 4 bits, and a share of the float32 scale of 64 weights (Dettmers et al., "QLoRA", 2023).
+- nf4 takes 0.5625 bytes per weight: 4 bits, and 1/64 of the float32 scale of a block of 64 weights (Dettmers et al.,
+  "QLoRA", 2023).
 - A cast of frozen float32 weights to 16 bits halves their memory. 8-bit optimizer states take a quarter of the memory
   of float32 states.
 - The memory of activations is proportional to the batch size, and to the length of the rows.

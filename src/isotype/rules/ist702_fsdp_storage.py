@@ -16,7 +16,7 @@ integer dtype tensors` or `Must flatten tensors with uniform dtype but got torch
     BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16,
                        bnb_4bit_quant_storage=torch.bfloat16)
 
-**How safe is the fix?** The stored bytes stay the same; only the dtype that the tensor declares for them changes.
+**How safe is the fix?** The stored bytes stay the same. Only the dtype of the tensor that stores them changes.
 
 **Seen in** bitsandbytes-foundation/bitsandbytes #970, #1709; huggingface/transformers #42600;
 axolotl-ai-cloud/axolotl #2250; hiyouga/LlamaFactory #3853.

@@ -20,7 +20,7 @@ Later releases gather each parameter in its own dtype.
 **What is not reported.** ZeRO-1 and ZeRO-2; other releases of DeepSpeed; a model whose parameters have one dtype.
 
 **How safe is the fix?** A newer DeepSpeed does not change the results. A fix that casts adapters to 16 bits is unsafe,
-because they lose small updates (IST801).
+because 16-bit adapters lose small updates (IST801).
 
 **Seen in** deepspeedai/DeepSpeed #8072; huggingface/trl #6089.
 """

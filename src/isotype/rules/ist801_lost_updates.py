@@ -6,7 +6,7 @@ was measured. Between 2^n and 2^(n+1), the distance to the next number is 2^(n-7
 
 **Why it is bad.** Most weights do not change. Large weights lose their updates first, especially the weights of norms,
 which are near one. Weight decay subtracts an even smaller number: the learning rate times the decay times the weight.
-It can be lost even if the update is not lost. The loss falls a little and then stops, without an error.
+Weight decay can be lost even if the update is not lost. The loss falls a little and then stops, without an error.
 
 **An example that costs**
 
@@ -90,7 +90,7 @@ def _unmoved(trace: Trace, weights: list[Weight]) -> Finding:
     optimizer, fixes = trace.setup.optimizer, tuple(_fixes(trace, weights))
     cause = _SMALL
     if optimizer == "fused SGD" and trace.setup.profile.kind == "cpu":
-        cause = "torch's fused SGD leaves 16-bit parameters on a CPU as they are (pytorch/pytorch #191763)"
+        cause = "torch's fused SGD does not change 16-bit parameters on a CPU (pytorch/pytorch #191763)"
         fixes = (advice("fused", "create the optimizer with fused=False"),)
     number = f"{count(weights)} of {count(trained(trace))} trainable parameters"
     message = f"the step of {optimizer} changes no value of {number}, although their gradients are not zero"

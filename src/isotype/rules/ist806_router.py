@@ -63,7 +63,7 @@ def _finding(trace: Trace, owner: Weight, product: Call, weight: Operand) -> Fin
     wide = (*actions("parameter", sorted(weights), "float32"), Action("input", router, "float32"))
     back = Action("output", router, dtype_name(dtype))
     narrow = f"let the router choose in float32 and return {dtype_name(dtype)}"
-    how = "cast the router's input and weight to float32 before they are multiplied, outside of autocast"
+    how = "outside of autocast, cast the router's input and weight to float32 before the product"
     return finding_at(
         "note",
         f"experts are chosen from {dtype_name(dtype)} scores",

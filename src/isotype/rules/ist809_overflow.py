@@ -1,8 +1,8 @@
 """
 **What it means.** The values of this model were measured, and an operand or result of a float16 operator exceeds 65504,
-float16's largest number. Or the loss or the gradients are not finite in float32 either; `sqrt(0)`, `0 / 0` and
-`log(softmax(x))` with large scores are causes. The residual stream is the most frequent place: every block adds to it,
-and its values are large in models that were trained in bfloat16. Other frequent places are the gated product before
+float16's largest number. Or the loss or the gradients are not finite in float32 either. Causes are `sqrt(0)`, `0 / 0`,
+and `log(softmax(x))` of large scores. The residual stream is the most frequent place: every block adds to it, and its
+values are large in models that were trained in bfloat16. Other frequent places are the gated product before
 `down_proj`, the queries, the keys and the gradients.
 
 **Why it is bad.** Values above 65504 become infinite, the next norm or softmax turns them into NaN, and the loss is NaN

@@ -6,8 +6,8 @@ sequences.
 inputs: `position_ids`, `cu_seq_lens_q`, `seq_idx`, or a mask that numbers the sequences. transformers builds the mask
 from `position_ids` only if there is no `attention_mask`. Most collators and `tokenizer.pad` create an `attention_mask`
 of
-ones: positions then restart with each sequence, but each sequence still attends to those before it. State-space,
-linear-attention and convolution layers need `seq_idx`, but many of these layers ignore it.
+ones: positions then restart with each sequence, but each sequence still attends to the sequences before it.
+State-space, linear-attention and convolution layers need `seq_idx`, but many of these layers ignore it.
 
 **An example that fails**
 

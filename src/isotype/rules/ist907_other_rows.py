@@ -1,8 +1,9 @@
 """
 **What it means.** A row's predictions depend on the tokens of another row of the batch.
 
-**Why it happens.** A layer computes statistics over the batch (`BatchNorm` in training, a mean over rows), rows compete
-for the limited capacity of experts, or the model flattens the rows into one row, so that they attend to each other.
+**Why it happens.** A layer computes statistics over the batch (`BatchNorm` in training, a mean over rows). Or rows
+compete for the limited capacity of experts. Or the model flattens all rows into one row, in which they attend to each
+other.
 
 **Why it is bad.** A row's gradient depends on the other rows of its batch. An evaluation puts the row into a batch with
 different rows, so it computes a different prediction. The result of a training depends on the number of processes and

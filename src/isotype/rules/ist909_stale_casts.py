@@ -47,7 +47,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         yield Finding(
             "error",
             "a forward computes with the weights from before the optimizer's step",
-            cause="autocast is on around the forward and the step, and keeps its casts until its region ends",
+            cause="autocast is on around the forward and the step, and caches casts until its region ends",
             notes=("a weight that the step has updated has its old value in a later forward",),
             fixes=(
                 advice("autocast", "leave the autocast region before optimizer.step(), in each iteration"),
