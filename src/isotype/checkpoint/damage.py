@@ -254,7 +254,7 @@ def _measured(
         key="",
         when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         dtype=dtype_name(torch.float32),
-        text=session.run.said,
+        text=session.run.text,
         tokens=count,
         layers=tuple(
             LayerDamage(

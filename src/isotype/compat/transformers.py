@@ -301,7 +301,7 @@ def fp8_kernels_replaced(runs: bool) -> Iterator[None]:
 
 
 def _product(_: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Return a product in x's dtype without a backward. The weight is not dequantized, which would take memory."""
+    """Return a product in x's dtype without a backward. To save memory, the weight is not dequantized."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         entry = weight.flatten()[:1].to(x.dtype) * scale.flatten()[:1].to(x.dtype)
         return x @ entry.expand(x.shape[-1], weight.shape[-2])

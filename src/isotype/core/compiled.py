@@ -176,8 +176,8 @@ def _compile(compiler: list[str], sources: Sequence[Path], options: Sequence[str
             raise NotCompiledError(f"{compiler[0]} took more than {_LIMIT:.0f} s") from late
         if done.returncode:
             lines = done.stderr.splitlines()
-            said = next((line for line in lines if "error" in line), done.stderr.strip()[:200])
-            raise NotCompiledError(f"{compiler[0]} failed: {said}")
+            message = next((line for line in lines if "error" in line), done.stderr.strip()[:200])
+            raise NotCompiledError(f"{compiler[0]} failed: {message}")
         built.chmod(0o700)  # not by the umask, which may let other users write the file
         bring_to_disk(built)
         library = target.with_name(f"{target.name}-{_checksum(built)}.so")

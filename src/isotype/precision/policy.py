@@ -315,7 +315,7 @@ _LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _OCTAVE = 2
 """Steps of the encoding per factor of 2. One step would be as good (benchmarks/quality.py)."""
 _PRIOR = 8
-"""The mean over all channels is mixed in like this many tokens, because an expert may receive only a few tokens."""
+"""The mean over all channels has the weight of this many tokens, because an expert may receive only a few tokens."""
 
 
 def write_moments(squares: torch.Tensor, tokens: int) -> str:

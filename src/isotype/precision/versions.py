@@ -140,7 +140,7 @@ def incompatibilities(
 ) -> list[Incompatibility]:
     """Return all incompatibilities among the versions, errors first.
 
-    A text that is no valid version number is a warning and is not compared.
+    A version that is no valid version number gives a warning and is not compared.
 
     Args:
         versions: package -> version, or None if the package is not installed, as `installed` returns them.

@@ -51,12 +51,13 @@ class Batches:
 
     Attributes:
         rows: number of texts in a batch if each is recorded separately; 0 if the whole batch is recorded as one text.
+        text: the inputs, in words.
         notes: sentences on parts of the model's inputs that the batches lack.
     """
 
     batches: tuple[Mapping[str, Any], ...]
     rows: int
-    said: str
+    text: str
     tokens: int
     notes: tuple[str, ...] = ()
 
@@ -69,8 +70,8 @@ def given_batches(batch: Any) -> Batches:
         expected = "a dict of the tensors that the model is called with, or a list of such dicts"
         fix = "give one batch of the training data loader"
         raise UsageError.of("no batch to measure", kind, expected, fix)
-    said = "the batch given" if len(batches) == 1 else f"the {len(batches)} batches given"
-    return Batches(tuple(map(dict, batches)), 0, said, sum(map(_tokens_in, batches)))
+    text = "the batch given" if len(batches) == 1 else f"the {len(batches)} batches given"
+    return Batches(tuple(map(dict, batches)), 0, text, sum(map(_tokens_in, batches)))
 
 
 _LEARNED = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed\w*)$")
@@ -147,11 +148,11 @@ def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
     words = None if tokenizer is None else getattr(tokenizer, "tokenizer", tokenizer)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = int(getattr(text, "vocab_size", 0) or getattr(config, "vocab_size", 0))
-    ids, said = token_rows(words, size, rows, length)
+    ids, source = token_rows(words, size, rows, length)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     pictures, notes = _add_pictures(batch, base, tokenizer, size)
     batch["labels"] = _labels(base, batch["input_ids"], pictures)
-    return Batches((batch,), rows, said, ids.numel(), notes)
+    return Batches((batch,), rows, source, ids.numel(), notes)
 
 
 def token_rows(tokenizer: Any | None, vocabulary: int, rows: int, length: int) -> tuple[torch.Tensor, str]:
@@ -301,7 +302,7 @@ def measure(
         key="",
         when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         dtype=dtype_name(chosen),
-        text=run.said,
+        text=run.text,
         tokens=run.tokens,
         batches=run.rows or len(run.batches),
         spread=recorder.spread(),

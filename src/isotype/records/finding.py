@@ -100,7 +100,7 @@ class RangeBoundaries:
     exceptions: tuple[tuple[str, str, int], ...] = ()
 
     def action(self) -> Action:
-        """Return the action by which a fix applies these decisions to a whole model."""
+        """Return the action of a fix that applies these decisions to a whole model."""
         return Action("ranges", "", json.dumps(asdict(self)))
 
     @classmethod
