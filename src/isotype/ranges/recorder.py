@@ -245,7 +245,6 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return {name: position for position, name in enumerate(self._modules)}
 
     def kind(self, name: str) -> str:
-        """Return the kind of a called module."""
         return self._modules[name].kind
 
     def modules(self, weights: Mapping[str, WeightRange]) -> tuple[ModuleRange, ...]:

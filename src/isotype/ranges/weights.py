@@ -240,11 +240,9 @@ class OnDemand(dict[str, Any]):
         return self[name] if name in self else default  # noqa: SIM401 - this implements `get`
 
     def items(self) -> Any:
-        """Return (name, placeholder) pairs."""
         return [(name, self._stand_in(weight)) for name, weight in super().items()]
 
     def values(self) -> Any:
-        """Return placeholders."""
         return [value for _, value in self.items()]
 
     def weights(self) -> dict[str, Weight]:
