@@ -170,7 +170,7 @@ def test_frequencies_without_a_config_are_refused_and_nothing_stays() -> None:
     assert refused(UsageError, apply_actions, model, actions) == (
         "a cast does not restore rounded frequencies\n"
         "  - inv_freq of a Rotary in bfloat16\n"
-        "    expected  a module with a config, from which they can be computed\n"
+        "    expected  a module with a config, from which the frequencies can be computed\n"
         "    fix       load the model again and do not cast its buffers"
     )
     assert state(model) == before

@@ -122,7 +122,7 @@ def _cast_buffer(target: Any, value: str) -> list[Undo]:
     rounded = "inv_freq" in name and before.dtype in (torch.bfloat16, torch.float16)
     if rounded and not hasattr(module, "config"):
         what = f"{name} of a {type(module).__name__} in {dtype_name(before.dtype)}"
-        expected = "a module with a config, from which they can be computed"
+        expected = "a module with a config, from which the frequencies can be computed"
         fix = "load the model again and do not cast its buffers"
         raise UsageError.of("a cast does not restore rounded frequencies", what, expected, fix)
     fresh = fresh_rotary(name, module) if rounded and not isinstance(before, FakeTensor) else None

@@ -155,7 +155,7 @@ def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
 
 
 def _with_inputs(request: StepRequest, inputs: Any) -> StepRequest:
-    """Return a request with other inputs. A new batch only replaces the batch of the request's loss function."""
+    """Return a request with other inputs. The loss function of a request is kept for a new batch."""
     if inputs is None:
         return request
     over = isinstance(request.inputs, LossOf) and isinstance(inputs, Mapping)
@@ -185,7 +185,7 @@ def function_arguments(text: str) -> dict[str, Any]:
         inspect.signature(function).bind()
     except TypeError as error:
         what = f"{text}{inspect.signature(function)}: {error}"
-        fix = "give defaults to its parameters, or name a function that calls it"
+        fix = "give the parameters defaults, or name a function that calls this function"
         raise UsageError.of("the function cannot be called", what, "no required parameters", fix) from error
     try:
         result = function()

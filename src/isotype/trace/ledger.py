@@ -69,7 +69,7 @@ class Ledger:
     def count(
         self, tensor: torch.Tensor, kind: MemoryKind | None = None, repeats: int = 1, held: int | None = None
     ) -> None:
-        """Add the storage of `tensor` to the ledger; if the ledger has it already, change only its kind and size.
+        """Add the storage of `tensor` to the ledger, or change the kind and size of a storage that was added before.
 
         Args:
             tensor: any tensor over the storage.
@@ -235,7 +235,7 @@ class Ledger:
         self._note_point()
 
     def _note_point(self) -> None:
-        """Add one point to the timeline for every `_stride` changes, at the highest total among them."""
+        """Add one point to the timeline for every `_stride` changes: the point with the highest total."""
         self._changes += 1
         if self._changes >= self._stride:
             self._close_point()

@@ -70,7 +70,7 @@ class CallPlace:
 
 @dataclass
 class _Frame:
-    """A module whose forward is running. `entered` is the ledger's mark at its start. `returns` is explained in `enter`."""
+    """A module whose forward is running. `entered` is the ledger's mark at the start; `enter` explains `returns`."""
 
     name: str
     repeats: int

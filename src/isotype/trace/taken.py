@@ -120,7 +120,7 @@ class DtypeReads:
         return None
 
     def _stored(self, frame: FrameType, seen: Sequence[_Read], name: str, dtype: torch.dtype) -> _Read | None:
-        """Return the last read that this call (for a variable that is not local: any code of the file) stored in `name`."""
+        """Return the last read that was stored in `name`: by this call or, for a name that is not local, in this file."""
         reads: Iterable[_Read] = seen
         if name not in frame.f_code.co_varnames and name not in frame.f_code.co_cellvars:
             file = frame.f_code.co_filename

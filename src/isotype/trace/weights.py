@@ -95,7 +95,7 @@ def unread_weights(model: nn.Module) -> Iterator[Weight]:
 def _row(
     place: Place, name: str, tensor: torch.Tensor, pinned: Sequence[str], gathered: Mapping[str, Any]
 ) -> Weight:
-    """Return the record of a parameter or buffer; the fields that need its values are missing."""
+    """Return the record of a parameter or buffer; fields that need the tensor's values have their defaults."""
     full = unparametrized(place.full_name(name))
     unit, dtype = gathered.get(place.full_name(name), (None, None))
     return Weight(

@@ -914,7 +914,7 @@ def test_a_crash_that_dtypes_did_not_cause_gets_its_place_only(
     )
     status, _, err = _run_source(capsys, tmp_path / "shapes.py", source)
     assert status == 1
-    assert "isotype: aten.addmm.default in 1 (forward) raised this; dtypes are not the cause:\n" in err
+    assert "isotype: aten.addmm.default in 1 (forward) raised this error; dtypes are not the cause:\n" in err
     assert "   |   mat2  float32  [5, 4]   1.weight is float32\n" in err
     assert "error[" not in err
 

@@ -55,7 +55,7 @@ def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math
 
 
 def without_tensors(request: StepRequest) -> partial[StepRequest]:
-    """Return a function model -> request. It keeps neither the request's model nor the values of the inputs."""
+    """Return a function model -> request. The function keeps neither the request's model nor the values of the inputs."""
 
     def without_values(leaf: Any) -> Any:
         return leaf.detach().to("meta") if isinstance(leaf, torch.Tensor) else leaf

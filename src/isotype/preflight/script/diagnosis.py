@@ -228,7 +228,7 @@ class Diagnosis:
             self._averages.stepped(self.watch.roots)
 
     def _trace(self, setup: Setup) -> Trace:
-        """Return the trace of the step that has just run. Its `no_autocast` is the reason to expect a missing autocast."""
+        """Return the trace of the step that has just run, with `no_autocast` if it ran without an expected autocast."""
         recorder = self.watch.recorder
         assert recorder is not None
         asked, products, why = mixed_precision(), recorder.products(), ""
@@ -304,7 +304,7 @@ class Diagnosis:
             self._brief([finding for finding in findings if finding not in self._late])
         if not watch.seen:
             if watch.skipped:
-                self._say(f"{_SKIPPED} at least {plural(watch.skipped, 'step')}, and the optimizer took none")
+                self._say(f"{_SKIPPED} at least {plural(watch.skipped, 'step')}: the optimizer took no step")
             elif watch.recorder is not None and any(c.phase == "unscale" for c in watch.recorder.calls):
                 self._say(_ALL_SKIPPED)
             elif watch.recorder is not None and {call.phase for call in watch.recorder.calls} == {"forward"}:
@@ -357,7 +357,7 @@ class Diagnosis:
         explained."""
         if self._family.knows("explained"):
             if self._family.is_top:
-                self._say("the process that raised this error has explained it above")
+                self._say("the process that raised this error has explained the error above")
             return True
         if self._request is None or self.watch.model is None or not self._family.claim("explained"):
             return False
@@ -373,7 +373,7 @@ class Diagnosis:
         rejected = verdict is not None and not verdict.accepted
         if not rejected and not _ABOUT_DTYPES.search(text):
             at = f" in {call.module}" if call.module else ""
-            self._say(f"{call.op}{at} ({call.phase}) raised this; dtypes are not the cause:")
+            self._say(f"{call.op}{at} ({call.phase}) raised this error; dtypes are not the cause:")
             self._output.call(call)
             return
         # The script has caught the errors of other operators. So these are no breaches.
@@ -475,7 +475,7 @@ class Diagnosis:
             self._say(f"the last known step could not be traced: {error_line(error)}")
             return None
         for what in casts_since(self.report.trace, report.trace) if self.report else ():
-            self._say(f"since the step that was checked before, the script has cast {what}")
+            self._say(f"after the step that was checked, the script has cast {what}")
         return report
 
 

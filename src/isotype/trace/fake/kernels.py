@@ -206,7 +206,7 @@ def has_meta_kernel(func: Any) -> bool:
 
 @cache
 def _is_steady(func: Any) -> bool:
-    """Return whether the shapes, strides and dtypes of an operator's results depend only on those of its operands."""
+    """Return whether an operator's results have shapes, strides and dtypes that only those of its operands decide."""
     return (
         isinstance(func, OpOverload)
         and func.namespace in _BUILT_IN

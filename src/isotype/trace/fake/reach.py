@@ -121,7 +121,7 @@ class Gradients:
                 uses[key] = Unreached(origin.name, place.module, at, function or "", behind, ignored)
 
     def unreached(self, cuts: Mapping[int, str]) -> Iterator[Unreached]:
-        """Yield the parameters that the forward used and the backward gave no gradient. `cuts` is `Recorder.cuts`."""
+        """Yield the parameters that the forward used, but that got no gradient. `cuts` is `Recorder.cuts`."""
         for key, unreached in {**self._off, **self._used}.items():
             if key not in self.reached:
                 yield replace(unreached, cut=cuts.get(key, "") if unreached.ignored else "")

@@ -83,15 +83,14 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     Args:
         contracts: contracts of the simulated device.
-        compute: dtype to which a breach's operands are converted if neither `sides` nor a rule of `_target` chooses one.
+        compute: dtype to which the operands of a breach are converted by default.
         fake: mode of the step's fake tensors.
         lines: code changes to try, `file:line` -> dtype. At such a line, casts and new tensors get the dtype, and
             operands of mixed dtypes are converted to it.
 
     Attributes:
         sides: chooses the dtype to which operands of mixed dtypes are converted. By default, it chooses `compute`.
-        deadline: latest end of the step in seconds of `time.monotonic`; the first operator after it raises
-            TimeSpentError.
+        deadline: latest end of the step by `time.monotonic`, in seconds. The next operator raises TimeSpentError.
         gradients: records which trainable parameters get gradients.
         reach: records which inputs may reach the loss.
     """
@@ -148,7 +147,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         """Before the step, register the real tensors that its code may use.
 
         Args:
-            model: the real model. If the code uses one of its weights, the fake of the same name replaces it.
+            model: the real model. If the code uses a weight of this model, the fake of the same name replaces the
+                weight.
             twin: the copy of `model` on fake tensors.
             of_loss: (name, tensor) for each tensor that the loss function can read, such as a class weight.
             of_inputs: (name, tensor) for each tensor in the inputs, also inside of objects such as caches.
@@ -303,7 +303,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return in_operands_dtype(result, tensors, target), breach
 
     def _without_integers(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
-        """Run an operator that refuses an integer operand. First, this operand is cast to the dtype of the float operands."""
+        """Run an operator that refuses an integer operand, after a cast of this operand to the float operands' dtype."""
         if schema_of(func).mutates:
             return args[0]
         floats = [tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS]
@@ -315,7 +315,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _keep(self, func: Any, tensors: Any, result: Any, value: Any) -> None:
-        """Store the values of an operator's results. If they are unknown, the values of overwritten tensors are unknown, too."""
+        """Store the values of an operator's results. If these are unknown, overwritten tensors lose their values."""
         if value is not None:
             for fake, real in zip(leaves(result), leaves(value), strict=True):
                 if isinstance(fake, torch.Tensor):
@@ -349,10 +349,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
         The first of these rules that applies decides:
 
-        - the dtype of the operand that the operator overwrites, because no cast changes it;
+        - the dtype of the operand that the operator overwrites, because a cast cannot change this operand;
         - the dtype of the tried code change;
         - float32 if the operator has no kernel for the dtype of this part of the model;
-        - the dtype of the operands that belong to the model, if all of them have the same;
+        - the dtype of the operands that belong to the model, if all of these operands have one dtype;
         - the dtype of this part of the model if one of the operands has this dtype;
         - the widest dtype of the operands.
         """
@@ -440,7 +440,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.reach.mix(tensor, tensors)
 
     def array(self, tensor: torch.Tensor) -> Any:
-        """Return the result of `tensor.numpy()`: known values or zeros. NumPy has no bfloat16, which is a breach."""
+        """Return the result of `tensor.numpy()`: known values or zeros. A bfloat16 tensor is a breach."""
         dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
         if dtype != tensor.dtype and self.edited() is None:
             breach = Breach("Got unsupported ScalarType BFloat16", False, dtype)

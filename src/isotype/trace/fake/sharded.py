@@ -1,11 +1,11 @@
 """Memory of one process: shards, gathered weights and communication buffers under FSDP2 or DDP.
 
-The step runs on whole fake tensors. The ledger counts the share of one process. The order of FSDP2's allocations is that
-of torch 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py):
+The step runs on whole fake tensors. The ledger counts the share of one process. FSDP2's allocations have the order of
+torch 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py):
 
 - A group's weights are gathered into one flat buffer, and copied out of this buffer. In the forward, the buffer is
   freed after the copy of the next group's weights. In the backward, the buffer is freed after the copy of its own
-  weights, and the buffer of the group whose backward is next is gathered early.
+  weights, but the buffer of the next group is gathered early.
 - The input of a group's reduce-scatter is freed when the next group reduces.
 
 DDP holds all weights, and a copy of every gradient in its buckets (torch/csrc/distributed/c10d/reducer.cpp, without
@@ -69,8 +69,8 @@ class _Gathering:
 class ProcessMemory:
     """Adjusts the counts of a ledger to the share of one process while a step runs on the twin.
 
-    With one device, nothing changes. `repeats` maps the `id` of a parameter to the number of equal parameters for which
-    it stands.
+    With one device, nothing changes. `repeats` maps the `id` of a parameter to the number of equal parameters that it
+    represents.
     """
 
     def __init__(self, twin: nn.Module, setup: Setup, ledger: Ledger, repeats: Mapping[int, int]) -> None:

@@ -128,7 +128,7 @@ def trace_step(
 
 
 def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
-    """Return the trace of the step so far. `weights` are those of the real model."""
+    """Return the trace of the step so far. `weights` are the records of the real model's weights."""
     model, before = step.code.model, {weight.name: weight.dtype for _, weight in step.weights}
     attention = step.functions.attention
     cuts = {} if getattr(step.loss_of, "partial", False) else step.recorder.cuts

@@ -195,7 +195,7 @@ class _Gathering(torch.autograd.Function):
 
 
 def _gather_in_dtypes(model: nn.Module, twin: nn.Module) -> None:
-    """Add hooks to a twin. They cast parameters, inputs and outputs of modules, as FSDP2 does in `model`."""
+    """Add hooks to a twin that cast parameters, inputs and outputs of modules, as FSDP2 does in `model`."""
     for group, (policy, names) in gathered_by(model).items():
         rows = [(twin.get_submodule(name.rpartition(".")[0]), name) for name in names]
 

@@ -26,7 +26,7 @@ from isotype.compat.standard import source_of
 from isotype.compat.torch import CHILDREN, HELD, FakeTensor, without_function_subclasses
 
 _LIMIT = 20_000
-"""Maximum number of visited objects without modules, in about 0.1 s. The nearest objects are visited first."""
+"""Maximum number of visited objects except modules: about 0.1 s. The nearest objects are visited first."""
 _FUNCTIONS = 500
 """Maximum number of functions whose globals are visited. The nearest functions are visited first."""
 _MOST_REFERENTS = 200
@@ -349,7 +349,7 @@ _COMPLETE = (*_COMPOSED, _LRU, type, types.FunctionType, types.GeneratorType, ty
 
 
 def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, object) for what `model` and its fake copy may share: classes, hooks and attributes."""
+    """Yield (name, object) for each object that `model` and its fake copy may share: classes, hooks and attributes."""
     for name, module in model.named_modules():
         yield type(module).__qualname__, type(module)
         if isinstance(module, torch.jit.ScriptModule):

@@ -71,7 +71,7 @@ _UNREAD = _SHAPE_ONLY | _NEVER | _UNSET | _DRAWS
 
 
 class Values:
-    """Stores known values as attributes of fake tensors, and assumes values where none is known."""
+    """Stores known values as attributes of fake tensors, and assumes unknown values."""
 
     def __init__(self) -> None:
         # Number of experts of the last router. All experts are assumed to get equal shares of the tokens.
@@ -165,7 +165,7 @@ class Values:
         """Mark a known 16-bit input as rounded, and assume that its exact value is half a unit in the last place
         larger.
 
-        `written` is True for a buffer whose numbers are written in the code. Then the integers in it are exact.
+        `written` is True for a buffer whose numbers are written in the code. Integers in such a buffer are exact.
         """
         value = getattr(tensor, VALUE, None)
         if value is not None and value.dtype in HALVES:
@@ -213,7 +213,7 @@ class Values:
         return off, source
 
     def emptied(self, source: torch.Tensor, result: torch.Tensor) -> int:
-        """Return how many rows of `source` have finite elements, but only minus infinity in `result`, the cast to float16."""
+        """Return how many finite rows of `source` contain only minus infinity in `result`, its cast to float16."""
         value = self.of(source)
         if value is None or result.dtype != torch.float16 or value.dtype in (result.dtype, torch.bool):
             return 0

@@ -25,7 +25,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def trains(module: nn.Module) -> bool:
-    """Return whether a forward of `module` may start a training step. A parametrized weight is computed whenever it is read."""
+    """Return whether a forward of `module` may start a training step. The forward of a parametrization does not."""
     if not torch.is_grad_enabled() or is_called_by("torch.nn.utils.parametrize"):
         return False
     return any(p.requires_grad and not p.is_meta for p in module.parameters())

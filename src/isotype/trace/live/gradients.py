@@ -174,9 +174,9 @@ class LastStep:
 
 
 class KeptGraphs:
-    """Detects that a script keeps its losses with their graphs, as `total += loss` does. It starts after a step.
+    """Detects that a script keeps its losses with their graphs, as `total += loss` does.
 
-    If the losses of all earlier steps of one optimizer are still alive after some steps, `report` gets a sentence.
+    Create it after a step. If the losses of the next steps are all alive some steps later, `report` gets a sentence.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:

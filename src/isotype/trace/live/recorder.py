@@ -113,7 +113,7 @@ class LiveRecorder(Recorder):
         return result
 
     def _book(self, note: Callable[..., None], *args: Any) -> None:
-        """Call a method of the recorder. Count its time, and end the recording if it fails or takes too long."""
+        """Call a method of the recorder, and count its time. An error, or too much time, ends the recording."""
         started = time.perf_counter()
         try:
             note(*args)

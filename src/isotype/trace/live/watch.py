@@ -467,7 +467,7 @@ class Watch:
     # ------------------------------------------------------------------------------------------------------- trace
 
     def trace(self, setup: Setup, failure: Failure | None = None, no_autocast: str = "") -> Trace:
-        """Return the trace of the current or last recorded step. Breaches are left out if there is no `failure`."""
+        """Return the trace of the last recorded step. Without a `failure`, breaches on this device are left out."""
         assert self.recorder is not None
         recorder = self.recorder
         calls = recorder.calls

@@ -33,8 +33,8 @@ def first_nonfinite(
         model: the model whose weights and gradients the step uses.
         step: function that runs the forward and backward of each micro-batch, and yields its loss.
         batches: the micro-batches in order, each with its tensors by name.
-        scale: the loss scale of the step's backward. None without loss scaling, to check the gradient norm, too.
-        stop: True to stop the step at this operator; False if other processes wait for the end of the step.
+        scale: the loss scale of the step's backward. None without loss scaling; the gradient norm is then checked, too.
+        stop: True to stop the step at the operator; False if other processes wait for the end of the step.
     """
     recorder = FirstNonFinite(model, scale, stop)
     losses = []

@@ -1,4 +1,4 @@
-"""Finds the cause of a non-finite result: from the operator's operands, and by computing it in a wider dtype."""
+"""Finds the cause of a non-finite result: from the operator's operands, and by a computation in a wider dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch in which leaks are measured. It is on the CPU and has the tokens near the borders of sequences and of padding."""
+"""The batch in which leaks are measured. It has the tokens near the borders of sequences and padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isotype.compat.torch import has_values
 
 MOST_ROWS = 4
 FEW_TOKENS = 64
-"""Longer rows are cut to this number of tokens: they show the same leaks in less time."""
+"""Longer rows are cut to this number of tokens, which show the same leaks in less time."""
 MOST_TOKENS = 512
 _AROUND = 16
 _BORDERS = 64

@@ -197,7 +197,7 @@ def _changes_nothing(probe: Probe, inputs: dict[str, object]) -> bool:
 
 
 def _unused_weights(probe: Probe) -> Iterator[NoReach]:
-    """Yield the names of trainable weights that change the loss in no layer, or are outside of its graph.
+    """Yield the names of trainable weights that are outside of the loss's graph, or change the loss in no layer.
 
     All experts of a layer count as one weight, because a batch does not use every expert.
     """

@@ -49,7 +49,7 @@ class Probe:
     Args:
         copy: the small copy, in `dtype`.
         batch: the batch, with the copy's token ids, and floats in `dtype`.
-        deadline: value of `time.thread_time` in seconds. After it, no test of an input starts.
+        deadline: value of `time.thread_time` in seconds. No test of an input starts after the deadline.
         dtype: dtype of the copy, a key of `LEAST_CHANGE`.
 
     Raises:

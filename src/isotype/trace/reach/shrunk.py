@@ -23,7 +23,7 @@ _TABLE = table(__file__)
 TEXT = _fields(_TABLE["text"])
 """Sizes of language models. LayerDrop is off, because the step must not depend on random numbers."""
 TOWER = {**TEXT, **_fields(_TABLE["tower"])}
-"""Sizes of vision and audio towers: some fields of `TEXT` have smaller values, and towers have fields of their own."""
+"""Sizes of vision and audio towers: some fields of `TEXT` have smaller values, and some fields exist only in towers."""
 
 _LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
