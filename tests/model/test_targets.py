@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -11,8 +12,11 @@ import torch
 from torch import nn
 
 import isotype
+from isotype.checkpoint.load_plan import quantized_weights
 from isotype.core.names import stacked
-from isotype.model.targets import choose_targets, task_type_of
+from isotype.model.targets import choose_targets, task_type_of, unquantizable
+from isotype.model.walk import places
+from tests.models import quiet
 from tests.pairwise import few
 from tests.zoo import ARCHITECTURES
 
@@ -61,6 +65,49 @@ def test_layers_whose_weight_the_model_reads_itself_are_left_out(name: str) -> N
     note, *_ = model.adapter_notes
     assert f"({', '.join(sorted(left))}: " in note
     assert "reads the weights of these layers without calling the layers" in note
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_a_layer_whose_weight_the_model_reads_stays_dense(tmp_path: Path, quantization: str) -> None:
+    mamba = ARCHITECTURES["mamba"]
+    with quiet():
+        mamba.build(torch.float32).save_pretrained(tmp_path)
+    policy = isotype.resolve_precision(tmp_path, "bfloat16", quantization, "cpu", quantized_parts="all")
+    assert policy.never_quantized[:3] == ("mixer.dt_proj", "mixer.out_proj", "mixer.x_proj")
+    assert "lm_head" in policy.never_quantized
+    assert "mixer.x_proj stay bfloat16: the model reads their weights" in policy.reasons["storage"]
+    model = isotype.load(tmp_path, policy)
+    kinds = {place.name.rpartition(".")[2]: place.kind for place in places(model) if "proj" in place.name}
+    packed = "linear8bit" if quantization == "int8" else "linear4bit"
+    assert kinds == {"in_proj": packed, **dict.fromkeys(("dt_proj", "out_proj", "x_proj"), "linear")}
+    assert quantized_weights(mamba.build(torch.float32)) == {
+        f"backbone.layers.{layer}.mixer.in_proj.weight" for layer in range(2)
+    }
+    assert torch.isfinite(model(**mamba.batch()).loss)
+
+
+def test_names_of_layers_whose_weights_are_read() -> None:
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.value(x))
+
+    class Read(Called):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(self.value(x), self.out.weight)
+
+    assert unquantizable(nn.ModuleDict({"a": Called()})) == ()
+    layers = nn.ModuleList(nn.ModuleDict({"mixer": Read()}) for _ in range(2))
+    assert unquantizable(layers) == ("mixer.out",)
+    layers.append(nn.ModuleDict({"mixer": Called()}))
+    assert unquantizable(layers) == ("0.mixer.out", "1.mixer.out")
+    assert isotype.resolve_precision(layers, "bfloat16", "nf4", "cpu").never_quantized == unquantizable(
+        layers
+    )
+    assert isotype.resolve_precision(layers, "bfloat16", device="cpu").never_quantized == ()
 
 
 @pytest.mark.parametrize("name", ["recurrent_gemma", "rwkv", "lfm2", "qwen3_next"])

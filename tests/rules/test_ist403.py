@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -79,6 +81,32 @@ def test_packed_codes_in_a_module_of_ones_own() -> None:
 def test_a_layer_whose_owner_reads_its_weight() -> None:
     (finding,) = find(trace([packed()], failure=Failure("forward", ATTENTION, "activation.py:1", COLUMN)))
     assert finding.fixes[0].description.startswith(f"do not quantize {LAYER} (llm_int8_skip_modules)")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: expected scalar type torch.uint8 but found torch.float32",
+        "RuntimeError: Expected size for first two dimensions of batch2 tensor to be: [2, 1] but got: [2, 4].",
+    ],
+)
+def test_layers_whose_weights_a_module_reads(error: str) -> None:
+    """As in transformers' Mamba: `self.dt_proj.weight @ time_step`."""
+    read = [
+        replace(packed(), name=f"mixer.{name}.weight", module=f"mixer.{name}", reader="MambaMixer")
+        for name in ("x_proj", "dt_proj")
+    ]
+    embedding = replace(weight("embeddings.weight", module_class="Embedding"), tied=("lm_head.weight",))
+    step = trace(
+        [embedding, *read, packed()], failure=Failure("forward", "mixer", "modeling_mamba.py:1", error)
+    )
+    (finding,) = find(step)
+    assert finding.cause == "MambaMixer reads the packed codes of mixer.x_proj, mixer.dt_proj"
+    skipped = '["mixer.x_proj", "mixer.dt_proj", "lm_head"]'
+    assert finding.fixes[0].description.endswith(f"BitsAndBytesConfig(…, llm_int8_skip_modules={skipped})")
+    assert explains(step, step.failure)
+    other = replace(step, failure=Failure("forward", "mixer", "", "KeyError: 'labels'"))
+    assert not list(find(other))
 
 
 def test_a_column_that_is_no_code() -> None:

@@ -21,6 +21,7 @@ from isotype.core.errors import CheckpointError
 from isotype.core.formats import METHODS, QUANTIZATIONS
 from isotype.core.names import alternatives
 from isotype.model.experts.quantize import formats_of_stacks
+from isotype.model.targets import unquantizable
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 # A word for each operation of transformers' conversions.
@@ -111,7 +112,9 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
 def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
     """Return the dtype name or format in which the policy stores each float tensor of a dense model, by name."""
     quantized = quantized_weights(model, policy) if policy.quantized else ()
-    stacks = formats_of_stacks(model, policy, _skipped(model, policy.dense)) if policy.quantization else {}
+    stacks = (
+        formats_of_stacks(model, policy, _skipped(model, policy.unquantized)) if policy.quantization else {}
+    )
     placement = placement_of(model, policy, quantized, lambda _: "cpu", stacks, policy.pinned)
     formats = {name: policy.storage_of(name.removesuffix(".weight")) for name in quantized}
     return {name: dtype_name(dtype) for name, dtype in placement.dtypes.items()} | formats | stacks
@@ -126,7 +129,8 @@ def quantized_weights(model: Any, policy: PrecisionPolicy | None = None) -> froz
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    skipped = list(_skipped(model, () if policy is None else policy.dense))
+    always = unquantizable(model) if policy is None else ()
+    skipped = [*_skipped(model, () if policy is None else policy.unquantized), *always]
     return frozenset(
         f"{name}.weight"
         for name, module in model.named_modules()
@@ -141,7 +145,7 @@ def _skipped(model: Any, dense: Sequence[str]) -> Sequence[str]:
     from transformers.quantizers.base import HfQuantizer
 
     if not hasattr(model, "all_tied_weights_keys"):
-        return ()
+        return dense
     skipped: Sequence[str] = HfQuantizer.get_modules_to_not_convert(model, list(dense) or None, pinned(model))
     return skipped
 

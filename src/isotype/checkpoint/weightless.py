@@ -129,7 +129,7 @@ def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
         return None
     from transformers import BitsAndBytesConfig
 
-    dense = list(policy.dense) or None
+    dense = list(policy.unquantized) or None
     if policy.storage == "int8":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=dense)
     return BitsAndBytesConfig(

@@ -179,7 +179,7 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
     if adapt is not None and LANGUAGE not in adapt.parts:
         config.target_parameters = None
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # PEFT does not wrap a layer twice
-    linear, reads = all_linear(copy.deepcopy(config), base), _reads(base)
+    linear, reads = all_linear(copy.deepcopy(config), base), layers_read(base)
     layers = {
         name
         for name in linear - reads.keys() - excluded.keys()
@@ -386,7 +386,7 @@ _RESULTS = ("t", "T", "mT", "type", "to", "float", "view", "reshape", "transpose
 _QUERIES = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|_tie")
 
 
-def _reads(base: Any) -> dict[str, str]:
+def layers_read(base: Any) -> dict[str, str]:
     """Return layer name -> parent's class, for linear layers whose weight a method of a parent reads."""
     reads, modules = {}, dict(base.named_modules(remove_duplicate=False))
     for name, module in base.named_modules():
@@ -397,6 +397,18 @@ def _reads(base: Any) -> dict[str, str]:
             if isinstance(layer, nn.Linear) or (layer is not None and is_tuner_layer(layer)):
                 reads[full] = cls.__name__
     return reads
+
+
+def unquantizable(base: Any) -> tuple[str, ...]:
+    """Return the layers of `layers_read` as names for `llm_int8_skip_modules`. `mixer.dt_proj` names all layers with this ending."""
+    read = layers_read(base)
+    linear = [name for name, module in base.named_modules() if read and type(module) is nn.Linear]
+    names: dict[str, None] = {}
+    for name in linear:
+        if name in read:
+            end = ".".join(name.split(".")[-2:])
+            names[end if all(other in read for other in linear if other.endswith(end)) else name] = None
+    return tuple(sorted(names))
 
 
 @cache

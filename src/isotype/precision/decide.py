@@ -11,6 +11,7 @@ import torch
 from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import ASKED, FOUR_BITS, MXFP4, QUANTIZATIONS
+from isotype.core.names import listed
 from isotype.precision.by_ranges import decide_by_ranges
 from isotype.precision.facts import unreadable
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
@@ -76,8 +77,9 @@ def decide(
             hint=_nearest(facts, profile, request, obstacles),
         )
     double_quant, quant_storage = _packing(facts, request, storage)
-    whole = facts.saved_format is not None or request.quantized_parts == "all"
-    dense = facts.dense if storage in QUANTIZATIONS and not whole else ()
+    whole = request.quantized_parts == "all"
+    quantizes = storage in QUANTIZATIONS and facts.saved_format is None
+    dense, read = facts.dense if quantizes and not whole else (), facts.never_quantized if quantizes else ()
     plain = compute if storage in QUANTIZATIONS else parse_dtype(storage)
     reasons |= fixed_reasons(compute, plain, pinned)
     experts = kept_experts(facts, request)
@@ -94,6 +96,8 @@ def decide(
     reasons |= by_ranges.reasons
     if dense:
         reasons["storage"] += _DENSE.format(dtype_name(plain))
+    if read:
+        reasons["storage"] += _READ.format(listed(read), dtype_name(plain))
     warnings += by_ranges.warnings
     if plain != compute:
         reasons |= autocast_reasons(reasons["compute"], plain)
@@ -111,6 +115,7 @@ def decide(
         wide_residual=by_ranges.wide and plain == compute,
         layers=request.layers,
         dense=dense,
+        never_quantized=read and (*read, *facts.kept),
         exceptions=by_ranges.exceptions,
         loss_scale=by_ranges.loss_scale,
         experts=experts,
@@ -325,6 +330,9 @@ def _packing(facts: ModelFacts, request: PrecisionRequest, storage: str) -> tupl
 _DENSE = (
     "; towers and projectors stay {}: they are a small part of the weights, and every image or audio token passes through them "
     "(--quantized_parts all quantizes them)"
+)
+_READ = (
+    "; {} stay {}: the model reads their weights without calling the layers, and packed codes would break it"
 )
 
 

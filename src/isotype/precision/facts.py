@@ -55,6 +55,8 @@ class ModelFacts:
         parameter_bytes: stored bytes, including quantization constants.
         dense: names of modules that are quantized only on request: vision and audio towers, their projectors, and
             modules that transformers leaves unquantized. Empty for a text model.
+        never_quantized: names of layers that cannot be quantized, because the model reads their weights without calling the layers.
+        kept: names of modules that transformers leaves unquantized by default; empty if `dense` and `never_quantized` are empty.
         routers: whether the model has routers, the modules that choose experts.
     """
 
@@ -68,6 +70,8 @@ class ModelFacts:
     parameter_bytes: int | None = None
     routers: bool = False
     dense: tuple[str, ...] = ()
+    never_quantized: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     @property
     def saved_format(self) -> str | None:

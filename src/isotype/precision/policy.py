@@ -94,8 +94,8 @@ class PrecisionPolicy:
         quant_storage: dtype of the packed 4-bit bytes; with FSDP it has to be the compute dtype.
         wide_residual: whether the residual stream is float32 while matmuls run in 16 bits.
         layers: linear layers whose format is not `storage` (a mixed base).
-        dense: names of modules that stay unquantized, for transformers' `llm_int8_skip_modules`. If there are no names,
-            transformers' default applies.
+        dense: names of modules that stay unquantized, unless the request quantizes them: those of images and audio.
+        never_quantized: names of modules that always stay unquantized: layers whose weights the model reads without calling them.
         exceptions: modules whose values exceed the compute dtype's range.
         loss_scale: the initial loss scale of a GradScaler.
         keep_frozen: whether frozen float weights keep their dtype, whatever `storage` says. True for a policy that
@@ -119,6 +119,7 @@ class PrecisionPolicy:
     wide_residual: bool = False
     layers: tuple[LayerStorage, ...] = ()
     dense: tuple[str, ...] = ()
+    never_quantized: tuple[str, ...] = ()
     exceptions: tuple[ModuleException, ...] = ()
     loss_scale: float = DEFAULT_LOSS_SCALE
     keep_frozen: bool = False
@@ -131,6 +132,11 @@ class PrecisionPolicy:
     def quantized(self) -> bool:
         """True if the base's linear layers are stored in a quantization format."""
         return self.storage in QUANTIZATIONS
+
+    @property
+    def unquantized(self) -> tuple[str, ...]:
+        """Names of unquantized modules for transformers' `llm_int8_skip_modules`; empty for transformers' own default."""
+        return tuple(dict.fromkeys((*self.dense, *self.never_quantized)))
 
     @property
     def quantization(self) -> str | None:

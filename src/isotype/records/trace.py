@@ -257,6 +257,7 @@ class Weight:
         unit: the module with which FSDP2 gathers the weight ("" for the model); None if the weight is not sharded.
         gathered: the dtype in which FSDP2 gathers the weight for a forward; None if FSDP2 casts no weights.
         was: the weight's dtype before the step's code cast it; None if the code does not cast it.
+        reader: class of the module that reads the weight without calling its layer; "" if no code of the model does.
         set_on: name and value of an attribute that code set without effect, such as (`encoder.requires_grad`, False);
             else None.
     """
@@ -280,6 +281,7 @@ class Weight:
     unit: str | None = None
     gathered: torch.dtype | None = None
     was: torch.dtype | None = None
+    reader: str = ""
     set_on: tuple[str, bool] | None = None
 
     @property

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import agree, named, plural, short
+from isotype.core.names import agree, base_name, in_module, listed, named, plural, short
 from isotype.records.finding import Finding, Fix, finding_at
 from isotype.records.trace import Call, Failure, Operand, Trace, Weight
 from isotype.rules.kit.groups import Claim
@@ -46,6 +46,7 @@ _CODES = (torch.uint8, torch.int8, torch.int32)
 _PRODUCTS = ("mm", "addmm", "bmm", "matmul", "linear", "baddbmm")
 # torch's errors for a product with packed codes of one column, fake and real: "[32, 64] X [1, 1024]", "(32x64 and 1x1024)".
 _COLUMN = re.compile(r"X \[1, (\d+)\]|and 1x(\d+)\)")
+_DIFFERENT = re.compile(r"dtype|scalar type|size|shape|dimension")
 _NO_GRADIENT = re.compile(r"only Tensors of floating point .*can require gradients")
 _ROUNDING = ("round", "clamp", "floor", "trunc")
 
@@ -177,6 +178,14 @@ def _rounded(trace: Trace, casts: list[Call]) -> Finding:
 
 def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | None:
     """Return (cause, fix) if packed codes caused the failure; otherwise return None."""
+    read = [w for w in owners.values() if w.reader and w.quantization and in_module(w.module, failure.module)]
+    if read and _DIFFERENT.search(failure.error):
+        names = dict.fromkeys(_layer(weight.name) for weight in read)
+        kept = (n for n, w in owners.items() if n in w.tied or (w.module_class == "Linear" and not w.adapter))
+        skipped = ", ".join(f'"{name}"' for name in names | dict.fromkeys(map(_layer, kept)))
+        return f"{read[0].reader} reads the packed codes of {listed(names)}", advice(
+            read[0].module, f"load the model with BitsAndBytesConfig(…, llm_int8_skip_modules=[{skipped}])"
+        )
     column = _COLUMN.search(failure.error)
     if column is not None:
         columns = int(column[1] or column[2])
@@ -200,6 +209,11 @@ def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | 
         f" ({holder.name})" if holder else ""
     )
     return cause, advice(failure.module, "read the compute dtype of a quantized layer at that line")
+
+
+def _layer(weight: str) -> str:
+    """Return the last two parts of a layer's name in the base model, for a weight's name."""
+    return ".".join(base_name(weight).split(".")[:-1][-2:])
 
 
 def _is_column(weight: Weight) -> bool:

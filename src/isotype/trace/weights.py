@@ -20,6 +20,7 @@ from isotype.model.finite import all_finite
 from isotype.model.fold import repeats_of
 from isotype.model.quantized import is_repacked, quantization_state, repacking, row_scales
 from isotype.model.shard import gathering, local
+from isotype.model.targets import layers_read
 from isotype.model.walk import Place, kind_of, places
 from isotype.precision.policy import is_pinned
 from isotype.records.memory import MemoryKind
@@ -41,7 +42,7 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
     pinned, gathered = _pinned_patterns(model), gathering(model)
     # Each tensor is kept alive, because another new tensor could get its id.
     rows: dict[int, tuple[torch.Tensor, Weight]] = {}
-    repeats = repeats_of(model)
+    repeats, readers = repeats_of(model), layers_read(model)
     set_on: dict[str, tuple[str, bool]] = {}
     for place in places(model):
         # `module.requires_grad = False` sets a plain attribute. `nn.Module` never reads it.
@@ -68,6 +69,7 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
                 trainable=tensor.requires_grad,
                 module_class=type(place.module).__name__,
                 repeats=repeats[place.name],
+                reader=readers.get(place.name.removesuffix(".base_layer"), "") if name == "weight" else "",
                 largest=largest,
                 median_magnitude=median_magnitude,
                 exact_in=None if buffer else _exact_in(tensor),

@@ -35,7 +35,15 @@ from isotype.model.experts.stack import seen_dense
 from isotype.model.fold import fold as fold_layers
 from isotype.model.modes import NoDraws
 from isotype.model.parts import LANGUAGE, read_parts
-from isotype.model.targets import TRAINED_WHOLE, Adapt, choose_targets, save_drawn, task_of, task_type_of
+from isotype.model.targets import (
+    TRAINED_WHOLE,
+    Adapt,
+    choose_targets,
+    layers_read,
+    save_drawn,
+    task_of,
+    task_type_of,
+)
 from isotype.model.walk import is_tuner_layer
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings
@@ -251,11 +259,15 @@ def _check_rank(model: Any, config: Any) -> None:
     """Raise UsageError if the rank exceeds the width (smaller side) of all adapted layers. If it exceeds some, add a note."""
     rank, targets = getattr(config, "r", None), getattr(config, "target_modules", None)
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # heads that are trained, without an adapter
+    without = layers_read(model) if str(targets).lower() == "all-linear" else {}
     widths = [
         min(int(getattr(module, side)) for side in sides)
         for name, module in model.named_modules()
         for sides in [("nx", "nf") if isinstance(module, Conv1D) else ("in_features", "out_features")]
-        if hasattr(module, sides[0]) and _is_target(name, targets) and name.rpartition(".")[2] not in whole
+        if hasattr(module, sides[0])
+        and _is_target(name, targets)
+        and name not in without
+        and name.rpartition(".")[2] not in whole
     ]
     narrow = [width for width in widths if rank is not None and width < rank]
     if rank is None or not narrow:
