@@ -105,10 +105,10 @@ class Layers:
                 module.register_forward_hook(give_gradient, prepend=True)
 
     def _forward(self, module: Any, name: str) -> Any:
-        turned = type(module).__name__ == "Conv1D"
+        transposed = type(module).__name__ == "Conv1D"
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            weight = module.weight.T.contiguous() if turned else module.weight
+            weight = module.weight.T.contiguous() if transposed else module.weight
             form = self.form
             if form is not None:
                 stored = torch.empty_like(weight, memory_format=torch.contiguous_format)

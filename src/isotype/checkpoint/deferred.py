@@ -96,7 +96,7 @@ class DeferredBlocks:
                 if state is not None and state.nested:
                     state.offset = torch.zeros(())
         self.blocks = tuple(blocks.values())
-        if placement.turn is None:  # the dtypes in a GGUF file are not those of training
+        if placement.convert_gguf is None:  # the dtypes in a GGUF file are not those of training
             self.other_dtypes = self.stored.in_other_dtypes(placement.quantized)
         return replace(weights, sources=now)
 

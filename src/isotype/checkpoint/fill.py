@@ -13,8 +13,8 @@ from torch import nn
 from isotype.checkpoint.formats.mapped import BUFFER, MappedFiles, staged
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.stored import StoredTensor, blank_tensors
-from isotype.checkpoint.mapping.weight_map import CONVERSION_ERRORS, TURNED, Source, WeightMap, converted
-from isotype.checkpoint.values import Turn, dense
+from isotype.checkpoint.mapping.weight_map import CONVERSION_ERRORS, FROM_GGUF, Source, WeightMap, converted
+from isotype.checkpoint.values import ConvertGguf, dense
 from isotype.compat.torch import EXTRA_STATE, own_parameters
 from isotype.core.console import Bar
 from isotype.core.formats import FORMATS, MXFP4
@@ -33,7 +33,7 @@ from isotype.model.experts.stack import (
 from isotype.model.finite import not_finite
 from isotype.model.fitted import quantize_by
 from isotype.model.quantize import quantize_int8
-from isotype.model.quantized import holds_turned
+from isotype.model.quantized import replaces_conv1d
 from isotype.model.walk import places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
@@ -45,7 +45,7 @@ class Placement:
     Attributes:
         dtypes: dtype of each float tensor by name; for a quantized weight, the dtype before quantization.
         quantized: names of the weights of bitsandbytes layers.
-        turn: function that converts a GGUF file's tensors; None for other files.
+        convert_gguf: function that converts a GGUF file's tensors; None for other files.
         modules: name -> module, before adapters wrapped the module; empty if the model has no adapters.
         stacks: name of a quantized, stacked expert weight -> its quantization format.
         double_quant: True if the constants of `stacks` are quantized, too.
@@ -55,7 +55,7 @@ class Placement:
     dtypes: Mapping[str, torch.dtype]
     quantized: frozenset[str]
     device: Callable[[str], Any] = lambda name: "cpu"
-    turn: Turn | None = None
+    convert_gguf: ConvertGguf | None = None
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
     stacks: Mapping[str, str] = field(default_factory=dict)
     double_quant: bool = False
@@ -73,7 +73,7 @@ def placement_of(
     device: Callable[[str], Any],
     stacks: Mapping[str, str],
     pinned: Sequence[str],
-    turn: Turn | None = None,
+    convert_gguf: ConvertGguf | None = None,
 ) -> Placement:
     """Return a model's `Placement` under a policy; tensors that match a `pinned` pattern stay in float32."""
     wanted = dtypes_to_load(model, tuple(places(model)), policy)
@@ -85,7 +85,7 @@ def placement_of(
     wide = float32_by_ranges(model, policy)
     dtypes |= {name: torch.float32 if name in wide else policy.plain for name in quantized}
     names, moments, double = frozenset(quantized), policy.moments_by_weight(), policy.double_quant
-    return Placement(dtypes, names, device, turn, stacks=stacks, double_quant=double, moments=moments)
+    return Placement(dtypes, names, device, convert_gguf, stacks=stacks, double_quant=double, moments=moments)
 
 
 def fill(
@@ -175,7 +175,7 @@ def _place(model: nn.Module, source: Source, files: Tensors, placement: Placemen
     dtype = placement.dtypes.get(target, torch.float32)
     if target in placement.stacks and set(source.shapes) <= {target}:
         return {target: _placed_stack(model, target, _parts(model, source, files, placement), placement)}
-    tensors = read_source(model, source, files, dtype, placement.turn)
+    tensors = read_source(model, source, files, dtype, placement.convert_gguf)
     return {name: place(model, name, value, placement) for name, value in tensors.items()}
 
 
@@ -191,13 +191,13 @@ def _parts(model: nn.Module, source: Source, files: Tensors, placement: Placemen
 
     The memory of an expert is freed before the next expert is read.
     """
-    name, dtype, turn = source.target, placement.dtypes[source.target], placement.turn
+    name, dtype, convert_gguf = source.target, placement.dtypes[source.target], placement.convert_gguf
     shape = shape_of(placement.owner(model, name), name.rpartition(".")[2])
     for row in range(shape[0]):
         part = rows_of(model, source, name, shape, row, row + 1) or source
-        values = read_source(model, part, files, dtype, turn).get(name)
+        values = read_source(model, part, files, dtype, convert_gguf).get(name)
         if part is not source and (values is None or values.shape != (1, *shape[1:])):
-            part, values = source, read_source(model, source, files, dtype, turn)[name]
+            part, values = source, read_source(model, source, files, dtype, convert_gguf)[name]
         assert values is not None
         yield values
         if isinstance(files, MappedFiles):
@@ -259,7 +259,7 @@ def _stored(model: nn.Module, name: str, value: torch.Tensor, placement: Placeme
 
 
 def _quantized_parameter(layer: Any, value: torch.Tensor, moments: torch.Tensor | None) -> torch.Tensor:
-    if holds_turned(layer):
+    if replaces_conv1d(layer):
         value = value.T
     old = layer.weight
     settings = dict(vars(old))
@@ -311,19 +311,19 @@ class Tensors(Protocol):
 
 
 def read_source(
-    model: Any, source: Source, files: Tensors, dtype: torch.dtype, turn: Turn | None
+    model: Any, source: Source, files: Tensors, dtype: torch.dtype, convert_gguf: ConvertGguf | None
 ) -> dict[str, torch.Tensor]:
     """Read the tensors of a source, convert them, and return the resulting dense tensors of the model by name.
 
     Args:
         dtype: dtype of dequantized values; plain tensors have their stored dtype.
-        turn: function that converts a GGUF file's tensors; None for other files.
+        convert_gguf: function that converts a GGUF file's tensors; None for other files.
     """
     values = {tensor.name: dense(tensor, files.tensor, dtype) for tensor, _ in source.tensors}
-    if source.conversion is not TURNED:
+    if source.conversion is not FROM_GGUF:
         return converted(model, source, values)
-    assert turn is not None
-    return turn(source, values)
+    assert convert_gguf is not None
+    return convert_gguf(source, values)
 
 
 def rows_of(model: Any, source: Source, name: str, shape: torch.Size, start: int, stop: int) -> Source | None:
@@ -334,7 +334,7 @@ def rows_of(model: Any, source: Source, name: str, shape: torch.Size, start: int
     """
     rows = torch.Size((stop - start, *shape[1:]))
     by_pattern = grouped(source.tensors, lambda pair: pair[1]).values()
-    if source.conversion not in (None, TURNED) and all(len(tensors) == shape[0] for tensors in by_pattern):
+    if source.conversion not in (None, FROM_GGUF) and all(len(tensors) == shape[0] for tensors in by_pattern):
         some = tuple(tensor for tensors in by_pattern for tensor in tensors[start:stop])
         part = replace(source, tensors=some, shapes={name: rows})
         if _makes(model, part, name, rows):
@@ -347,7 +347,7 @@ def rows_of(model: Any, source: Source, name: str, shape: torch.Size, start: int
 
 
 def _makes(model: Any, source: Source, name: str, shape: torch.Size) -> bool:
-    if source.conversion is TURNED:  # the shape is checked after the conversion
+    if source.conversion is FROM_GGUF:  # the shape is checked after the conversion
         return True
     try:
         return converted(model, source, blank_tensors(t for t, _ in source.tensors))[name].shape == shape
@@ -370,7 +370,7 @@ def _sliced(source: Source, rows: int, start: int, stop: int) -> Source | None:
             return None
         scheme = tensor.scheme
         if scheme is not None:
-            if scheme.turned:  # rows of the weight are columns in the file
+            if scheme.transposed:  # rows of the weight are columns in the file
                 return None
             scheme = replace(
                 scheme,

@@ -35,7 +35,7 @@ from isotype.checkpoint.opened import (
     require_complete_gguf,
 )
 from isotype.checkpoint.tokenizer import tokenizer_copy
-from isotype.checkpoint.values import Turn, turning
+from isotype.checkpoint.values import ConvertGguf, gguf_conversion
 from isotype.checkpoint.weightless import (
     concrete_class,
     forget_quantization,
@@ -60,7 +60,7 @@ from isotype.model.enforce import contradiction, enforce_model
 from isotype.model.experts.quantize import formats_of_stacks, store_blank
 from isotype.model.experts.stack import quantized_stack, stacked_weights
 from isotype.model.finite import not_finite, refuse
-from isotype.model.quantized import holds_turned, leave_dense, store_layers
+from isotype.model.quantized import leave_dense, replaces_conv1d, store_layers
 from isotype.model.targets import remember_drawn
 from isotype.precision.policy import PrecisionPolicy
 
@@ -226,13 +226,13 @@ def stream(
     store_layers(model, policy)
     matched = match(model, headers)
     # A bitsandbytes layer that replaced a GPT-2 Conv1D takes the transposed tensor.
-    turned = {w.name for w in matched.wrong if holds_turned(model.get_submodule(w.name.rpartition(".")[0]))}
-    wrong = (w for w in matched.wrong if w.name not in turned or w.stored != w.wanted[::-1])
+    layers = {w.name: model.get_submodule(w.name.rpartition(".")[0]) for w in matched.wrong}
+    wrong = (w for w in matched.wrong if w.stored != w.wanted[::-1] or not replaces_conv1d(layers[w.name]))
     matched = replace(matched, wrong=tuple(wrong))
     matched.require_complete()
     leave_dense(model, matched.initialised, policy.plain)
     expected = set(model.state_dict())  # before quantized layers add their constants
-    placement = _placement(model, settings, policy, turning(model, headers))
+    placement = _placement(model, settings, policy, gguf_conversion(model, headers))
     # Stacks are stored here, in the model's order, because names in an adapter's file depend on it. `fill` has another order.
     store_blank(model, placement.stacks, policy)
     weights = matched.weights
@@ -247,7 +247,7 @@ def stream(
     return _loading_info(expected - filled, matched), broken
 
 
-def _placement(model: Any, settings: Any, policy: PrecisionPolicy, turn: Turn | None) -> Placement:
+def _placement(model: Any, settings: Any, policy: PrecisionPolicy, convert: ConvertGguf | None) -> Placement:
     from transformers.integrations.accelerate import get_device
 
     quantizer = settings.hf_quantizer
@@ -261,7 +261,7 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy, turn: Turn | 
     def device(name: str) -> Any:
         return get_device(device_map, name, valid_torch_device=True)
 
-    return placement_of(model, policy, quantized, device, stacks, tuple(settings.dtype_plan), turn)
+    return placement_of(model, policy, quantized, device, stacks, tuple(settings.dtype_plan), convert)
 
 
 def _save_stacks_whole(model: Any) -> None:

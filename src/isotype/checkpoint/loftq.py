@@ -25,7 +25,7 @@ from isotype.core.console import Bar
 from isotype.core.errors import PrecisionError
 from isotype.core.names import base_name
 from isotype.core.random_states import random_states_kept
-from isotype.model.quantized import holds_turned
+from isotype.model.quantized import replaces_conv1d
 from isotype.model.walk import is_tuner_layer, kind_of, places
 
 _ADAPTER = "default"
@@ -59,7 +59,7 @@ def begin_from_error(model: Any, checkpoint: Checkpoint, moments: Mapping[str, t
         for name, layer in layers:
             base = layer.get_base_layer()
             weight = stored.read(f"{name}.weight").float()
-            error = (weight.T if holds_turned(base) else weight) - dense_weight(base, torch.float32)
+            error = (weight.T if replaces_conv1d(base) else weight) - dense_weight(base, torch.float32)
             _take_in(layer, error, moments.get(name))
             bar.advance()
     return len(layers)

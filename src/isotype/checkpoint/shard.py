@@ -30,7 +30,7 @@ from isotype.model.finite import require_finite
 from isotype.model.fitted import quantize_by
 from isotype.model.modes import KeepsValues
 from isotype.model.quantize import quantize_int8, state_4bit
-from isotype.model.quantized import holds_turned, quantization_state
+from isotype.model.quantized import quantization_state, replaces_conv1d
 from isotype.model.shard import device_of, mesh_over_all, shard_model
 from isotype.model.targets import remember_drawn
 from isotype.model.walk import Place, places
@@ -130,7 +130,7 @@ class _Rows:
         scales = torch.zeros(rows, device=self.device)
         codes = torch.empty(0, parameter.shape[1], dtype=torch.int8, device=self.device)
         if stop > start:
-            dense = self._read(name, start, stop, self.policy.plain, holds_turned(layer))
+            dense = self._read(name, start, stop, self.policy.plain, replaces_conv1d(layer))
             codes, scales[start:stop] = quantize_int8(dense)
         layer.state.SCB = self._sum_over_processes(scales)
         return codes
@@ -148,7 +148,7 @@ class _Rows:
             first, last = start // size * size, min(math.ceil(stop / size) * size, state.shape.numel())
             top, bottom = first // width, math.ceil(last / width)
             dtype = self._dtype_before(state.dtype)
-            dense = self._read(name, top, bottom, dtype, holds_turned(layer)).flatten()
+            dense = self._read(name, top, bottom, dtype, replaces_conv1d(layer)).flatten()
             block = dense[first - top * width : last - top * width]
             moments = self.policy.moments_of(name.removesuffix(".weight"))
             codes, quantized = quantize_by(
@@ -172,8 +172,8 @@ class _Rows:
             codes, part = (values.to(device) for values in self.stored.read_packed(name, start, stop))
         else:
             parts = (self._read(name, expert, expert + 1, dtype) for expert in range(start, stop))
-            shape, turned = torch.Size((stop - start, *blank.shape[1:])), blank.transposed
-            codes, stack = quantize_parts(parts, shape, storage, dtype, transposed=turned, device=device)
+            shape, transposed = torch.Size((stop - start, *blank.shape[1:])), blank.transposed
+            codes, stack = quantize_parts(parts, shape, storage, dtype, transposed=transposed, device=device)
             (part,) = stack.factors()
         constants = torch.zeros(experts, *part.shape[1:], dtype=part.dtype, device=device)
         constants[start:stop] = part
@@ -192,11 +192,11 @@ class _Rows:
         return start, min(start + size, rows)
 
     def _read(
-        self, name: str, start: int, stop: int, dtype: torch.dtype, turned: bool = False
+        self, name: str, start: int, stop: int, dtype: torch.dtype, transposed: bool = False
     ) -> torch.Tensor:
-        rows = self.stored.read_rows(name, start, stop, dim=1 if turned else 0)
+        rows = self.stored.read_rows(name, start, stop, dim=1 if transposed else 0)
         require_finite(self.source, [(name, rows)])
-        return (rows.T if turned else rows).to(device=self.device, dtype=dtype).contiguous()
+        return (rows.T if transposed else rows).to(device=self.device, dtype=dtype).contiguous()
 
     def _sum_over_processes(self, part: torch.Tensor) -> torch.Tensor:
         torch.distributed.all_reduce(part, group=self.mesh.get_group())

@@ -13,8 +13,8 @@ from isotype.checkpoint.fill import read_source, rows_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.mapping.stored import StoredTensor, main_form
-from isotype.checkpoint.mapping.weight_map import TURNED, Source, WeightMap, weight_map
-from isotype.checkpoint.values import turning
+from isotype.checkpoint.mapping.weight_map import FROM_GGUF, Source, WeightMap, weight_map
+from isotype.checkpoint.values import gguf_conversion
 from isotype.checkpoint.weightless import skeleton
 from isotype.core.errors import CheckpointError
 from isotype.core.formats import MXFP4
@@ -37,7 +37,7 @@ class StoredWeights:
         self._model = model
         self.bytes_read = 0
         self._sources = (weights or weight_map(model, headers)).sources
-        self._turn = turning(model, headers)
+        self._convert_gguf = gguf_conversion(model, headers)
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
@@ -45,7 +45,7 @@ class StoredWeights:
         state = self._model.state_dict(keep_vars=True)
         # The headers of a GGUF file do not determine the shapes after its conversion, so these are taken from the model.
         shapes = {
-            name: state[name].shape if source.conversion is TURNED else source.shapes.get(name)
+            name: state[name].shape if source.conversion is FROM_GGUF else source.shapes.get(name)
             for name, source in self._sources.items()
         }
         return {name: torch.Size(shape) for name, shape in shapes.items() if shape is not None}
@@ -104,7 +104,7 @@ class StoredWeights:
 
     def _read(self, source: Source) -> dict[str, torch.Tensor]:
         # The files are mapped only for this call: pages of a mapped file count as memory in use.
-        return read_source(self._model, source, MappedFiles(), torch.float32, self._turn)
+        return read_source(self._model, source, MappedFiles(), torch.float32, self._convert_gguf)
 
 
 def blank_model(config: Any) -> Any:

@@ -23,7 +23,7 @@ from isotype.compat.transformers import conversions, set_conversions
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.experts import mxfp4
 from isotype.model.experts.stack import QuantizedStack, quantized_stack, stacked_weights, take_stack
-from isotype.model.quantized import dense_layer, holds_turned
+from isotype.model.quantized import dense_layer, replaces_conv1d
 from isotype.model.walk import places
 
 Read = Callable[[TensorHeader], torch.Tensor]
@@ -56,7 +56,7 @@ def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
         second = read(scheme.second).to(torch.float32)
         factors = factors / second if scheme.divides else factors * second
     zeros = None if scheme.zero is None else read(scheme.zero)
-    if scheme.turned and zeros is not None:
+    if scheme.transposed and zeros is not None:
         codes = _unpacked(codes, scheme.bits, scheme.shape[::-1], _AWQ)
         zeros = _unpacked(zeros, scheme.bits, scales.shape, _AWQ)
         return _scaled(codes, factors, dtype, scheme.block[::-1], zeros).T.contiguous()
@@ -143,7 +143,7 @@ def _unpacked(
     return codes.view(*shape)
 
 
-Turn = Callable[[Source, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
+ConvertGguf = Callable[[Source, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def unpack_blocks(header: TensorHeader, raw: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ def unpack_blocks(header: TensorHeader, raw: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(values).view(header.shape)
 
 
-def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
+def gguf_conversion(model: Any, headers: CheckpointHeaders) -> ConvertGguf | None:
     """Return a function that converts GGUF tensors by transformers' `TensorProcessor`; None for other files."""
     if headers.format != "gguf":
         return None
@@ -176,7 +176,7 @@ def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
     processor = gguf.TENSOR_PROCESSORS.get(architecture, gguf.TensorProcessor)(config=config)
     names = dict(gguf_names(model, architecture))
 
-    def turn(source: Source, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def convert_gguf(source: Source, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # The processor stacks experts in `tensors`, and returns every other tensor.
         tensors: dict[str, torch.Tensor] = {}
         for tensor, _ in source.tensors:
@@ -190,7 +190,7 @@ def turning(model: Any, headers: CheckpointHeaders) -> Turn | None:
                 tensors[source.target] = torch.from_numpy(np.ascontiguousarray(result.weights))
         return tensors
 
-    return turn
+    return convert_gguf
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def dense_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 def held_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return the dense weight in the layout of the layer's class: `[in, out]` for Conv1D, else `[out, in]`."""
     weight = dense_weight(layer, dtype)
-    return weight.T.contiguous() if holds_turned(layer) else weight
+    return weight.T.contiguous() if replaces_conv1d(layer) else weight
 
 
 def _forget_bnb(model: Any) -> None:

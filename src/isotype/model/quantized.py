@@ -56,7 +56,7 @@ def is_int8(weight: torch.Tensor) -> bool:
     return type(weight).__name__ == "Int8Params"
 
 
-def holds_turned(layer: Any) -> bool:
+def replaces_conv1d(layer: Any) -> bool:
     """Return whether a bitsandbytes layer has replaced transformers' Conv1D, with weights `[in, out]` in files."""
     source = getattr(layer, "source_cls", None)
     return any(cls.__name__ == "Conv1D" for cls in getattr(source, "__mro__", ()))
@@ -251,7 +251,7 @@ def _int8(layer: Any) -> nn.Module:
 def dense_layer(layer: Any, dtype: torch.dtype) -> nn.Module:
     """Return an `nn.Linear` or Conv1D in place of a quantized layer: with its bias, and a weight on the meta device."""
     with torch.device("meta"):
-        if holds_turned(layer):
+        if replaces_conv1d(layer):
             linear = layer.source_cls(layer.out_features, layer.in_features)
         else:
             linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)

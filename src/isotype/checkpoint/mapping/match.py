@@ -265,8 +265,8 @@ def _wrong(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[Wr
                 yield WrongShape(name, wanted, (values,), stored)
         elif shape != wanted:
             # bitsandbytes transposes the weights of GPT-2's Conv1D layers.
-            turned = any(tensor.form == "int8" and tensor.scheme is None for tensor in stored)
-            if not (turned and shape == wanted[::-1]):
+            transposed = any(tensor.form == "int8" and tensor.scheme is None for tensor in stored)
+            if not (transposed and shape == wanted[::-1]):
                 yield WrongShape(name, wanted, shape, stored)
 
 

@@ -78,7 +78,7 @@ class Scheme:
         block: numbers of rows and columns that share a scale.
         second: one number that applies to all scales, or None.
         divides: True if the scales are divided by `second`, False if the scales are multiplied by `second`.
-        turned: True if the file stores the weight as [columns, rows] (AWQ); words and zero points are packed along rows.
+        transposed: True if the file stores the weight as [columns, rows] (AWQ); words and zero points are packed along rows.
     """
 
     kind: Kind
@@ -89,7 +89,7 @@ class Scheme:
     zero: TensorHeader | None = None
     second: TensorHeader | None = None
     divides: bool = False
-    turned: bool = False
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def scheme_of(
     if form == "mxfp4":
         return _blocks(weight, constants)
     if method == AWQ:
-        return _turned(weight, constants, quantization)
+        return _awq_scheme(weight, constants, quantization)
     stem = weight.name.removesuffix("_packed")
     roles = {}
     for part in constants:
@@ -249,7 +249,7 @@ def _blocks(weight: TensorHeader, constants: Sequence[TensorHeader]) -> Scheme:
     return Scheme("blocks", (*shape[:-3], shape[-2] * 32, shape[-3]), scale)
 
 
-def _turned(
+def _awq_scheme(
     weight: TensorHeader, constants: Sequence[TensorHeader], quantization: Mapping[str, Any]
 ) -> Scheme:
     """Return the scheme of AutoAWQ's weights, int32 [inputs, outputs / 8], with constants for each group of inputs."""
@@ -269,7 +269,7 @@ def _turned(
         what = f"{part.name} of shape {list(part.shape)} {part.dtype_name} for words of shape {list(weight.shape)}"
         fits = part.shape == shape and part.dtype_name in dtypes
         _require(fits, f"{what}; {list(shape)} {_either(dtypes)} is expected for groups of {size} inputs")
-    return Scheme("words", (outputs, inputs), scale, (1, size), 4, zero, turned=True)
+    return Scheme("words", (outputs, inputs), scale, (1, size), 4, zero, transposed=True)
 
 
 def _kind(weight: TensorHeader, form: str, options: _Options, experts: object) -> Kind:

@@ -20,7 +20,7 @@ from isotype.checkpoint.mapping.stored import (
 )
 from isotype.model.experts.stack import shape_of
 
-TURNED = "by transformers' `TensorProcessor` for GGUF files"
+FROM_GGUF = "by transformers' `TensorProcessor` for GGUF files"
 """Name of the conversion of a GGUF file's tensor. The conversion may change the order of the values, but not their number."""
 CONVERSION_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 """Exceptions that transformers' conversions raise if the shapes or the number of tensors are unexpected."""
@@ -33,8 +33,8 @@ class Source:
     Attributes:
         target: the one name in the model to which transformers renames all `tensors`; a key of `shapes`.
         tensors: (tensor in the checkpoint, the conversion's pattern for its name) for each tensor.
-        conversion: transformers' `WeightConverter`, or `TURNED` for a tensor of a GGUF file. None if the source is one
-            tensor, which is used as stored or only renamed.
+        conversion: transformers' `WeightConverter`, or `FROM_GGUF` for a tensor of a GGUF file. None if the source is one
+            tensor that is used as stored or only renamed.
         shapes: name in the model -> shape after the conversion, or None if the headers do not determine this shape.
         failure: error that the conversion raised, or "".
     """
@@ -116,7 +116,7 @@ def _renaming(
 
         def lookup(name: str) -> tuple[str, str, Any]:
             # Stacked experts have names without `.weight` in the model.
-            return names.get(name) or names.get(name.removesuffix(".weight"), ""), name, TURNED
+            return names.get(name) or names.get(name.removesuffix(".weight"), ""), name, FROM_GGUF
 
         return lookup, loading.dot_natural_key
     renamings = [step for step in mapping if isinstance(step, loading.WeightRenaming)]
@@ -172,7 +172,7 @@ def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
 
 
 def _shaped(model: nn.Module, source: Source) -> Source:
-    if source.conversion is TURNED:
+    if source.conversion is FROM_GGUF:
         return replace(source, shapes={source.target: None})
     shapes = [dense_shape(tensor) for tensor, _ in source.tensors]
     if None in shapes or source.conversion is None:

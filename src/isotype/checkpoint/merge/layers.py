@@ -375,11 +375,11 @@ def as_stored(name: str, layer: nn.Module, values: torch.Tensor, form: str) -> t
 
 
 def _in_bitsandbytes(layer: nn.Module, values: torch.Tensor, form: str) -> torch.Tensor:
-    turned = type(layer).__name__ == "Conv1D"
-    if values.ndim != 2 or not (turned or isinstance(layer, nn.Linear)):
+    transposed = type(layer).__name__ == "Conv1D"
+    if values.ndim != 2 or not (transposed or isinstance(layer, nn.Linear)):
         return values
-    result = damage.rounded((values.T if turned else values).contiguous(), form)
-    return result.T.contiguous() if turned else result
+    result = damage.rounded((values.T if transposed else values).contiguous(), form)
+    return result.T.contiguous() if transposed else result
 
 
 def codes(values: torch.Tensor, form: str) -> torch.Tensor:

@@ -20,23 +20,23 @@ _GPU_PIECE = 1 << 24
 
 
 def _blank(
-    blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, turned: bool = False
+    blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, transposed: bool = False
 ) -> torch.Tensor:
     experts, outputs, groups, width = blocks.shape
     inputs = groups * width * 2
-    shape = (experts, inputs, outputs) if turned else (experts, outputs, inputs)
+    shape = (experts, inputs, outputs) if transposed else (experts, outputs, inputs)
     return torch.empty(shape, dtype=dtype, device=blocks.device)
 
 
 @operator(
-    "unpack_mxfp4(Tensor blocks, Tensor scales, ScalarType dtype, bool turned=False) -> Tensor",
+    "unpack_mxfp4(Tensor blocks, Tensor scales, ScalarType dtype, bool transposed=False) -> Tensor",
     keys=("CompositeExplicitAutograd",),
     fake=_blank,
 )
 def unpack(
-    blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, turned: bool = False
+    blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, transposed: bool = False
 ) -> torch.Tensor:
-    """Return the dense weights as a new tensor `[experts, out, in]`; `[experts, in, out]` if `turned`.
+    """Return the dense weights as a new tensor `[experts, out, in]`; `[experts, in, out]` if `transposed`.
 
     Args:
         blocks: uint8 `[experts, out, in / 32, 16]`.
@@ -44,12 +44,12 @@ def unpack(
     """
     experts, outputs, groups, width = blocks.shape
     inputs = groups * width * 2
-    values = _blank(blocks, scales, dtype, turned)
+    values = _blank(blocks, scales, dtype, transposed)
     pairs = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], dim=1).to(torch.bfloat16)
     words = pairs.view(torch.int32).view(256).to(blocks.device)  # both values of a byte in one int32
     step = max(1, (_PIECE if blocks.device.type == "cpu" else _GPU_PIECE) // max(1, inputs))
     for expert in range(experts):
-        target = values[expert].T if turned else values[expert]
+        target = values[expert].T if transposed else values[expert]
         for first in range(0, outputs, step):
             codes = blocks[expert, first : first + step].reshape(-1).to(torch.int32)
             piece = words.index_select(0, codes).view(torch.bfloat16).view(-1, groups, width * 2)

@@ -160,5 +160,5 @@ def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedS
             quant_type=form.code,
         )
         held = constants_4bit(state, blank.shape[0])
-    size, turned = blank.blocksize, blank.transposed
-    return QuantizedStack(blank.storage, blank.shape, blank.dtype, held, blocksize=size, transposed=turned)
+    size, layout = blank.blocksize, blank.transposed
+    return QuantizedStack(blank.storage, blank.shape, blank.dtype, held, blocksize=size, transposed=layout)

@@ -154,8 +154,8 @@ def constants_4bit(state: Any, experts: int) -> dict[str, torch.Tensor]:
 
 
 def _stack_of(state: Any, shape: torch.Size, dtype: torch.dtype, module: nn.Module) -> QuantizedStack:
-    held, turned = constants_4bit(state, shape[0]), is_transposed(module)
-    return QuantizedStack(state.quant_type, shape, dtype, held, blocksize=state.blocksize, transposed=turned)
+    held, size, transposed = constants_4bit(state, shape[0]), state.blocksize, is_transposed(module)
+    return QuantizedStack(state.quant_type, shape, dtype, held, blocksize=size, transposed=transposed)
 
 
 # ------------------------------------------------------------------------------------------- stacks in a module
