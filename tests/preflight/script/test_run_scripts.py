@@ -145,6 +145,47 @@ train(Tower())
     assert "fails on NVIDIA H100" in err
 
 
+def test_a_loss_module_that_the_script_calls_after_the_forward(runs: Runs) -> None:
+    """Lightning-AI/pytorch-lightning #13871: the trace of the forward does not reach the loss, which is a part of the model."""
+    script = """
+class Scores(Net):
+    def __init__(self):
+        super().__init__(torch.float32)
+        self.loss = nn.BCELoss()
+
+    def forward(self, ids):
+        return torch.sigmoid(self.head(self.embed(ids)))
+
+model = Scores()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model.loss(model(ids), torch.ones(2, 6, 16))
+    loss.backward()
+    optimizer.step()
+"""
+    _, _, err = runs(script, "--device", "h100")
+    assert "error[IST109]: torch.binary_cross_entropy is refused under autocast" in err
+    assert "  --> loss   torch.binary_cross_entropy   forward" in err
+
+
+def test_the_autocast_of_a_step_whose_operators_mostly_run_in_float32(runs: Runs) -> None:
+    """Lightning-AI/pytorch-lightning #7078: a margin loss, whose weight alone is float16."""
+    script = """
+body, head = nn.Linear(8, 8), nn.Linear(8, 16, dtype=torch.float16)
+optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+scaler = torch.amp.GradScaler("cuda")
+with torch.autocast("cuda", torch.float16):
+    scores = head(F.normalize(body(torch.ones(2, 8))))
+    loss = sum(-F.log_softmax(scores.pow(power), -1).exp().norm() for power in range(1, 9))
+scaler.scale(loss).backward()
+scaler.step(optimizer)
+"""
+    _, _, err = runs(script, "--device", "t4")
+    assert "   autocast float16   GradScaler   an optimizer" in err
+    assert "error[IST301]" in err
+
+
 def test_a_crash_in_the_first_step_may_be_fixed_by_autocast(runs: Runs) -> None:
     """Only an evaluation, which this script does not run, would still fail outside of autocast."""
     _, _, err = runs("train(Net(torch.float32))\n", "--no-preflight")

@@ -153,7 +153,8 @@ class LiveRecorder(Recorder):
         widens = self.treatment in ("banned", "float32")
         widens |= self.treatment != "lower" and any(operand.shape or scalars for operand in wide)
         if widens:
-            self.calls[-1] = in_dtypes(call, dict.fromkeys(HALVES, torch.float32))
+            widened = in_dtypes(call, dict.fromkeys(HALVES, torch.float32))
+            self.calls[-1] = replace(widened, autocast=call.autocast)
         for tensor in leaves(result) if widens or wide else ():
             if isinstance(tensor, torch.Tensor) and not any(tensor is operand for operand in tensors):
                 dtype = torch.float32 if widens and tensor.dtype in HALVES else tensor.dtype
