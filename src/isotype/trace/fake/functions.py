@@ -92,6 +92,9 @@ class Functions(TorchFunctionMode):
             return func(*args)
         if func is torch.Tensor.numpy:
             return self._recorder.array(args[0])
+        if func is torch.Tensor.__array__:  # numpy.asarray(tensor)
+            array = self._recorder.array(args[0])
+            return array.astype(kwargs.get("dtype") or array.dtype, copy=False)
         if func is torch.Tensor.tolist:
             return self._recorder.listed(args[0])
         if func is torch.Tensor.__format__ and args[0].dim() == 0:
