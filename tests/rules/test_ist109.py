@@ -36,6 +36,25 @@ def test_svd_in_bfloat16() -> None:
     assert finding.notes == (f"the device raises: {real_step(Spectral(BF16), {'x': X}).error}",)
 
 
+class Distances(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4).to(BF16)
+
+    def forward(self, x: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
+        return torch.cdist(self.proj(x), boxes)
+
+
+@pytest.mark.real_cpu
+def test_a_missing_kernel_explains_more_than_operands_of_two_dtypes() -> None:
+    """open-mmlab/mmdetection #4746: a cast of the boxes to the model's dtype would not help."""
+    inputs = {"x": X, "boxes": torch.ones(2, 4)}
+    (finding,) = verified(Distances(), inputs, "IST109")
+    assert finding.message == "aten._cdist_forward.default has no kernel for bfloat16 on this device"
+    assert finding.notes == (f"the device raises: {real_step(Distances(), inputs).error}",)
+    assert "not implemented for 'BFloat16'" in str(real_step(Distances(), {"x": X, "boxes": X}).error)
+
+
 class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()

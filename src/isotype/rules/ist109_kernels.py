@@ -18,7 +18,7 @@ operators do not support float16 on a CPU, or bfloat16 on an older GPU. On a GPU
 
 **Seen in** huggingface/peft #1052; arcee-ai/mergekit #304; h2oai/h2o-llmstudio #233; tloen/alpaca-lora #308;
 pytorch/pytorch #61098, #117844, #144040; cai4cai/torchsparsegradutils #53; thuml/Time-Series-Library #761;
-innnky/so-vits-svc #11; ldeecke/gmm-torch #27.
+innnky/so-vits-svc #11; ldeecke/gmm-torch #27; open-mmlab/mmdetection #4746; Lightning-AI/pytorch-lightning #13871.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _is_unsafe(call: Call) -> bool:
 
 def _has_no_kernel(broken: Broken) -> bool:
     # float8 is a storage dtype: no operator promotes it.
-    return any(dtype.itemsize == 1 for dtype in broken.floats) or (broken.agrees and not broken.packed)
+    return any(dtype.itemsize == 1 for dtype in broken.floats) or (broken.lacks_kernel and not broken.packed)
 
 
 CLAIMS = (

@@ -29,7 +29,7 @@ weights stay float16, so the step needs little more memory.
 
 **Seen in** huggingface/peft #1249, #1706, #341; huggingface/diffusers #5004, #6514; oobabooga/textgen #5268;
 yk7333/d3po #6; koda-dernet/Side-Step #39; mk-minchul/AdaFace #127; QwenAudio/FunMusic #28; pytorch/pytorch #58228;
-SJTU-DMTai/LIFT #9.
+SJTU-DMTai/LIFT #9; Lightning-AI/pytorch-lightning #5140, #7078; huggingface/accelerate #1778.
 """
 
 from __future__ import annotations

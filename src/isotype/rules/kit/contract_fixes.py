@@ -8,7 +8,7 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import distinct_names, grouped, listed, short, starred, with_parents
-from isotype.records.finding import Fix, Safety
+from isotype.records.finding import Fix, Safety, in_library
 from isotype.records.trace import FLOATS, HALVES, Call, Operand, Trace, Weight
 from isotype.rules.kit.groups import SCATTERS, Group, per_trace
 from isotype.rules.kit.weight_sets import count, main_dtype, quantized, trained
@@ -41,8 +41,13 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
         where = listed(map(short, dict.fromkeys(written)), 2)
         text = f"write {expected} instead of {dtype_name(group.mismatched.dtype)} at {where}"
         yield fix(text, "line", written, expected)
-    if trace.setup.autocast is None and expected in ("bfloat16", "float16") and group.refused != "dtype":
-        yield fix(f"run the step under autocast to {expected}", "setting", ("autocast",), expected)
+    low = expected if group.refused != "dtype" else ""
+    if group.refused == "dtype" and in_library(group.calls[0].source):
+        low = dtype_name(
+            group.mismatched.dtype
+        )  # autocast computes many operators without a 16-bit kernel in float32
+    if trace.setup.autocast is None and low in ("bfloat16", "float16"):
+        yield fix(f"run the step under autocast to {low}", "setting", ("autocast",), low)
     called = tuple(dict.fromkeys(call.source for call in group.calls if call.source))
     if called and (len(called) <= 3 or group.refused == "dtype"):
         into = _written_into(group)

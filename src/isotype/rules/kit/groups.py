@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, wraps
@@ -59,6 +60,11 @@ class Broken:
         Autocast raises an error for the other 16-bit dtype in operators that it promotes (`at::autocast::prioritize`).
         """
         return len(self.floats) < 2 and "autocast" not in self.message
+
+    @property
+    def lacks_kernel(self) -> bool:
+        """True if the device has no kernel for the dtype of `mismatched`, whatever the other operands are."""
+        return self.agrees or self.mismatched in _without_kernel(self.call)
 
     @property
     def packed(self) -> bool:
@@ -230,7 +236,7 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
     If trained float32 weights of an adapter meet a frozen 16-bit weight, the frozen weight is to blame.
     """
     expected = _expected(call, side)
-    floats = call.floats
+    floats = _without_kernel(call) or call.floats
     scales = [o for o in floats if o.role in _SCALES and o.dtype != torch.float32]
     if scales and call.op.startswith("bitsandbytes."):
         return scales[0]
@@ -255,6 +261,19 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
     return max(weights, key=lambda operand: len(operand.shape), default=first)
 
 
+def _without_kernel(call: Call) -> list[Operand]:
+    """Return the float operands whose dtype the device's message names: `not implemented for 'BFloat16'`."""
+    named = _NO_KERNEL.search(call.breach.message) if call.breach is not None else None
+    return [operand for operand in call.floats if named and operand.dtype == _SCALAR_TYPES.get(named[1])]
+
+
+_NO_KERNEL = re.compile(r"not implemented for '(\w+)'")
+_SCALAR_TYPES = {
+    "Float": torch.float32,
+    "Double": torch.float64,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+}
 _SCALES = ("absmax", "absmax_code", "code")
 """Operands of bitsandbytes' kernels that are always float32."""
 
