@@ -23,7 +23,7 @@ def test_float16_backward_without_scaler() -> None:
 
 
 def test_float16_masters_lose_adams_epsilon() -> None:
-    update = call("aten.addcdiv_.default", operand(FP16), phase="optimizer")
+    update = call("aten.add_.Tensor", operand(FP16), phase="optimizer", numbers=(("other", 1e-8),))
     (finding,) = find(trace([adapter(FP16)], [update], compute=FP16))
     assert (finding.severity, finding.message) == (
         "warning",
@@ -39,6 +39,8 @@ def test_float16_masters_lose_adams_epsilon() -> None:
         (torch.optim.AdamW, 6, "error"),
         (partial(torch.optim.AdamW, fused=True), 6, "warning"),
         (partial(torch.optim.SGD, lr=0.1), 6, "warning"),
+        (partial(torch.optim.AdamW, eps=1e-6), 6, "warning"),  # as openai/CLIP
+        (partial(torch.optim.AdamW, foreach=True), 6, "error"),
         (torch.optim.AdamW, 8, "warning"),
     ],
 )

@@ -60,12 +60,10 @@ def find(trace: Trace) -> Iterator[Finding]:
             amount = plural(count(spoiled), "parameter")
             message += f": the first update makes values of {amount} NaN or infinite"
             notes.insert(0, "Adam's epsilon of 1e-8 and the squares of small gradients are zero in float16")
-        # A fused kernel divides in float32.
-        elif any(
-            call.phase == "optimizer" and "addcdiv" in call.op and call.operands[0].dtype == torch.float16
-            for call in trace.calls
-        ):
-            notes.insert(0, "Adam's epsilon of 1e-8 is zero in float16: a zero gradient becomes 0 / 0")
+        elif epsilon := _zero_epsilon(trace):
+            notes.insert(
+                0, f"Adam's epsilon of {epsilon:g} is zero in float16: a zero gradient becomes 0 / 0"
+            )
             unused = next(_unused_rows(trace, half), None)
             if unused is not None:
                 message += f": the first update turns rows of {unused.name} into NaN"
@@ -88,6 +86,16 @@ def find(trace: Trace) -> Iterator[Finding]:
         notes=tuple(notes),
         fixes=tuple(_fixes(trace)),
     )
+
+
+def _zero_epsilon(trace: Trace) -> float:
+    """Return the epsilon that the optimizer adds in float16, which rounds it to zero; 0 without one.
+
+    A fused kernel divides in float32.
+    """
+    sums = (c for c in trace.calls if c.phase == "optimizer" and ".add_." in c.op.replace("_foreach_", ""))
+    added = (number for c in sums if c.operands[0].dtype == torch.float16 for _, number in c.numbers)
+    return next((number for number in added if torch.tensor(number, dtype=torch.float16) == 0 < number), 0.0)
 
 
 def _unused_rows(trace: Trace, half: Sequence[Weight]) -> Iterator[Weight]:
