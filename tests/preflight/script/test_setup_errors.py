@@ -132,3 +132,15 @@ def test_a_script_for_a_gpu_keeps_the_layout_of_4_bit_weights() -> None:
     finally:
         gpu.detach()
     assert getattr(modules, bitsandbytes.REPACK) is own
+
+
+def test_a_scaler_refuses_the_closure_of_an_optimizer() -> None:
+    """torch raises this error itself."""
+    scaler = torch.amp.GradScaler("cpu")
+
+    def act(model: nn.Module) -> None:
+        scaler.step(torch.optim.LBFGS(model.parameters()), closure=lambda: 0.0)
+
+    cause, how = _explanation(act, nn.Linear(2, 2)) or ("", "")
+    assert cause.endswith("a GradScaler supports no closure")
+    assert "without a GradScaler" in how
