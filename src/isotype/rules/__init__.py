@@ -65,7 +65,6 @@ def by_family(rules: Sequence[Rule]) -> Iterator[tuple[str, str, list[Rule]]]:
 
 
 def page(rule: Rule) -> str:
-    """Return a rule's page as Markdown."""
     return f"# {rule.code}: {rule.title}\n\n{rule.page.strip()}\n"
 
 

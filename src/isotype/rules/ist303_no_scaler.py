@@ -117,10 +117,7 @@ def _measured(trace: Trace) -> Iterator[str]:
 
 
 def _fixes(trace: Trace) -> Iterator[Fix]:
-    """Yield fixes that add a GradScaler. If the trainable parameters have 16 bits, the fixes also cast them to float32.
-
-    A step that computes in bfloat16 or float32 needs no scaler (IST302).
-    """
+    """Yield fixes that add a GradScaler. If the trainable parameters have 16 bits, the fixes also cast them to float32."""
     compute = trace.setup.autocast or trace.setup.compute
     scale = Action("setting", "scaler", "True")
     low = trained(trace, *HALVES)

@@ -98,10 +98,7 @@ def _unmoved(trace: Trace, weights: list[Weight]) -> Finding:
 
 
 def _update(weight: Weight, trace: Trace) -> float:
-    """Return the largest change of a weight's values by the first optimizer step; infinity if it is unknown.
-
-    Adam changes each value by the learning rate. SGD changes it by the learning rate times the gradient.
-    """
+    """Return the largest change of a weight's values by the first optimizer step; infinity if it is unknown."""
     same = trace.setup.optimizer, trace.setup.learning_rate
     optimizer, rate = trace.setup.updates.get(weight.name, ("", 0.0) if trace.setup.updates else same)
     if not rate:  # no update is lost

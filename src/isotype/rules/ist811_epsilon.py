@@ -76,10 +76,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _lost(call: Call) -> float:
-    """Return the epsilon or bound of a call (added, or clamped to) that the dtype rounds to 0, 1 or -1.
-
-    Return 0 for any other call.
-    """
+    """Return the added epsilon or the clamp's bound that a call's dtype rounds to 0, 1 or -1; 0 for other calls."""
     if TRANSFORMERS in call.source or not call.results or call.results[0][0] not in HALVES:
         return 0.0
     numbers, dtype, name = dict(call.numbers), call.results[0][0], _name(call)

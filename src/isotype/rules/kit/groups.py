@@ -50,7 +50,6 @@ class Broken:
 
     @property
     def message(self) -> str:
-        """The device's message."""
         return self.call.breach.message if self.call.breach is not None else ""
 
     @property
