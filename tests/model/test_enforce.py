@@ -286,7 +286,7 @@ def test_without_a_policy() -> None:
         "no policy to enforce\n"
         "  - Linear without a precision_policy\n"
         "    expected  a policy\n"
-        "    fix       pass one: isotype.enforce(model, isotype.resolve_precision(model, …))"
+        "    fix       pass a policy: isotype.enforce(model, isotype.resolve_precision(model, …))"
     )
 
 

@@ -153,7 +153,7 @@ def test_the_message(tmp_path: Path) -> None:
         "       |   result  float32 []   1 NaN of 1 value\n"
         "    expected  finite numbers\n"
         "    fix       look at the batch: a mean over no labels (all are -100) is 0 / 0\n"
-        "  = TMP/out/checkpoint-3 is a complete checkpoint; to go on from it: trainer.train(resume_from_checkpoint='TMP/out/checkpoint-3')"
+        "  = TMP/out/checkpoint-3 is a complete checkpoint; resume with trainer.train(resume_from_checkpoint='TMP/out/checkpoint-3')"
     )
 
 

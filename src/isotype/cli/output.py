@@ -21,7 +21,7 @@ from isotype.report.text import wrapped
 
 
 def console_of_failure() -> Console:
-    """Return a console on standard error for fatal errors. Only the first process that fails prints on it."""
+    """Return a console on standard error for fatal errors. The console prints only in the first process that fails."""
     return TerminalConsole(stderr=True, quiet=not first_to_fail())
 
 
@@ -30,7 +30,7 @@ def print_error(console: Console, text: str) -> None:
     console.print(Text.assemble(("error:", "bold red"), lines), highlight=False, soft_wrap=True)
 
 
-def speak_up() -> None:
+def show_log() -> None:
     """Print isotype's log messages of the level INFO."""
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("isotype").setLevel(logging.INFO)
@@ -51,7 +51,7 @@ def quiet_libraries() -> None:
 
 
 def show_warnings_of_libraries() -> None:
-    """With PYTHONWARNINGS=error, print warnings. Python would otherwise raise them as errors in libraries."""
+    """With PYTHONWARNINGS=error, print warnings. Python would otherwise raise the warnings of libraries as errors."""
     if any(option.split(":")[0].startswith("e") for option in sys.warnoptions):
         warnings.simplefilter("default")
 

@@ -32,7 +32,7 @@ _WITH_VALUE = ("--steps", "--device", "--preflight-seconds", "-m")
 
 
 def run(argv: Sequence[str], console: Console) -> int:
-    """Run the script. Return its exit status, or raise its SystemExit."""
+    """Run the script. Return the script's exit status, or raise the script's SystemExit."""
     options = parse(argv)
     if signal.getsignal(signal.SIGTERM) is terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM ends the script as it would without isotype

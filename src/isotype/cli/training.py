@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from isotype.cli.output import console_of_failure, print_error, quiet_libraries, speak_up
+from isotype.cli.output import console_of_failure, print_error, quiet_libraries, show_log
 from isotype.compat.interrupt import exit_status, interrupts_kept
 from isotype.core.allocator import let_segments_expand
 from isotype.core.files import unused
@@ -61,7 +61,7 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
         training_parser(command).print_help()
         return 0
     let_segments_expand(rest)
-    speak_up() if {"-v", "--verbose"} & set(rest) else quiet_libraries()
+    show_log() if {"-v", "--verbose"} & set(rest) else quiet_libraries()
     with interrupts_kept():  # a library that is being imported may suppress the exception of Ctrl-C
         from isotype.train.command.parse import parse_command
 

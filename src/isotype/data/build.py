@@ -40,7 +40,7 @@ _CACHE_VERSION = "isotype-2"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked split, with its problems or with all that is needed to build the split.
+    """A checked split: its problems, or else its first row, column types, notes and a function that builds the split.
 
     Attributes:
         first: first row in the format that the trainer takes.
@@ -105,7 +105,7 @@ def _prepare_text(files: tuple[Path, ...], reading: Reading) -> Prepared:
 def _generated(
     files: Sequence[Path], digest: str, reading: Reading, shapes: Mapping[str, Shape], stream: bool
 ) -> Any:
-    """Return the rows of text files as a data set. Its key in the cache of `datasets` contains the files' digests."""
+    """Return the rows of text files as a data set. The key in the cache of `datasets` contains the files' digests."""
     from datasets import Dataset, Features, IterableDataset
 
     arguments = {
@@ -288,7 +288,7 @@ def from_hub(path: str, **arguments: Any) -> Any | Problem:
 
 
 def opened(dataset: Any, parts: Parts, reading: Reading) -> Prepared:
-    """Check the rows of a `datasets` data set, and return it in the format that the trainer takes."""
+    """Check the rows of a `datasets` data set, and return the split in the format that the trainer takes."""
     if reading.only is not None:
         dataset = dataset.select_columns([name for name in reading.only if name in dataset.column_names])
     everything = listed(name for name, _ in parts)
@@ -419,7 +419,7 @@ def undecoded(dataset: Any) -> Any:
 
 
 def _viewed(dataset: Any, features: Any) -> Any:
-    """Return the data set with the types `features`, which have the same storage as its current types."""
+    """Return the data set with the types `features`. The storage of the columns must not differ."""
     if features == dataset.features:
         return dataset
     if not hasattr(dataset, "__len__"):

@@ -112,7 +112,7 @@ def _tools_fault(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class Column:
-    """A column. `expected` describes its values, `fault` returns a value's fault or None, and `fix` says how to correct it."""
+    """A column. `expected` describes valid values, `fault` returns a value's fault or None, and `fix` corrects a fault."""
 
     expected: str
     fault: Callable[[object], str | None]
@@ -157,7 +157,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 """Roles that chat templates write."""
 
 ANSWERS = frozenset({"messages", "conversations", "completion", "chosen", "rejected"})
-"""Columns whose chats contain answers that are trained on."""
+"""Columns whose chats contain trained answers."""
 
 CHATS = ANSWERS | {"prompt"}
 
@@ -209,7 +209,7 @@ LEARNED_MARKS = (
 _LEFT_OUT_MARKS = ("mask", "masked")  # torchtune
 _PARTLY = ("train_detail", "training_detail")  # axolotl
 MARKS = (*LEARNED_MARKS, *_LEFT_OUT_MARKS)
-"""Keys of a message that include its tokens in the loss or exclude them."""
+"""Keys of a message that include the message in the loss or exclude the message."""
 
 # 1, 1.0, 0 and 0.0 are equal to these.
 _YES, _NO = (True, "true", "True", "1"), (False, "false", "False", "0")

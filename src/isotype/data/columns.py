@@ -33,7 +33,7 @@ from isotype.data.pictures import PICTURE_COLUMNS
 from isotype.data.shapes import DEEP, DEEPEST, HUGE, MIXED, NULL, PICTURE, STRING, Shape, merge, shape_of
 
 Record = tuple[str, int, Any]
-"""The name of a file or split, the number of a line or row, and the row or the problem with it."""
+"""(name of a file or split, number of a line or row, the row or its problem)."""
 
 NEAR_NAMES = OTHER_NAMES["columns"]
 
@@ -96,7 +96,7 @@ def columns_problem(columns: Sequence[str], method: str, text_field: str = "text
     elif method == "sft":
         fix = f"name the columns: {_named(formats)}; or name the column of the text: --dataset_text_field COLUMN"
     else:
-        fix = f"name the columns: {_named(formats)}; or choose the method that fits them"
+        fix = f"name the columns: {_named(formats)}; or choose a method for these columns"
     accepted = ", or ".join(" + ".join(f"'{name}'" for name in item.required) for item in formats)
     return Problem(f"the columns are {quoted(columns)}", f"for {method}: {accepted}", fix)
 
@@ -120,7 +120,7 @@ def _places(word: str, lines: Sequence[int]) -> str:
 
 
 def same_beginning(row: Row) -> bool:
-    """Return True if `chosen` and `rejected` begin with the same message, or if one of them is not a conversation."""
+    """Return True if `chosen` and `rejected` begin with the same message, or if one column is not a conversation."""
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if not isinstance(chosen, list) or not isinstance(rejected, list):
         return True
@@ -144,11 +144,11 @@ class Survey:
     """Checks of all rows of a data set for a method, and the results.
 
     Attributes:
-        word: "line" if the numbers of rows are lines of a file, "row" if they are rows of a table.
+        word: "line" if rows are counted by lines of a file, "row" if rows of a table are counted.
         cells: True if the rows come from CSV, where a column with several kinds of values is text.
         findings: maps (source, problem) to line numbers, or to an empty list if the problem concerns the whole source.
         shapes: type of every column, merged over all rows.
-        first: first row that is an object, valid or not; None if there is no such row.
+        first: first row that is an object (valid or not), or None if no row is an object.
         keys: maps (place, name of an unused key) to a count. A place is "row", "message" or "part".
         pictured: True if a row has an image.
     """

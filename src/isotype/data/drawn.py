@@ -1,6 +1,6 @@
 """The data set `embedded:shapes`: drawn images of shapes, with questions about their colour, form or number.
 
-An image has nine cells, and one to four of them contain a shape. All shapes in an image have the same form and colour.
+An image has nine cells, and one to four cells contain a shape. All shapes in an image have the same form and colour.
 One sixth of the combinations of number, colour and form is only in the test split. The images are the same on every
 machine: the seed is fixed, and shapes are drawn in whole pixels, without text.
 """

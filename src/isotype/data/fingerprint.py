@@ -1,4 +1,4 @@
-"""A fingerprint of a data set's rows. A resumed training uses it to detect changed data."""
+"""A fingerprint of a data set's rows. A resumed training detects changed data by the fingerprint."""
 
 from __future__ import annotations
 

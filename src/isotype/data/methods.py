@@ -17,7 +17,7 @@ Loss = Literal[
     "unpaired",  # from log-probabilities of labelled completions, compared with a reference model
     "policy",  # from rewards of completions that the model generates
 ]
-"""Kind of loss; `isotype.train.preflight.synthetic.LOSSES` computes each kind without a data set."""
+"""Kind of loss. `isotype.train.preflight.synthetic.LOSSES` computes each kind without a data set."""
 
 Reference = Literal[
     "none",
@@ -52,11 +52,11 @@ class Method:
         title: description in `isotype --help`.
         trainer: name of the trainer class in `trl`.
         formats: accepted sets of columns, in TRL's order of preference. KTOTrainer itself splits pairs into completions.
-        optional: columns with a special meaning. Other columns are allowed: GRPO and RLOO pass them to the reward
-            functions, and the other trainers ignore them.
+        optional: columns with a special meaning. Other columns are allowed: GRPO and RLOO pass other columns to the reward
+            functions, and the other trainers ignore other columns.
         task_type: PEFT's task type. For some task types, PEFT also trains the model's head.
         auto_class: name of transformers' auto class, or None for the class that the config names.
-        reference: condition under which the loss needs a reference model; `compares` evaluates this condition.
+        reference: condition under which the loss needs a reference model (evaluated by `compares`).
         always_copies: True if TRL adds a second adapter for the reference even if `compares` returns False.
         dropped: text before `max_length N` in the message about dropped rows, or "" if the trainer drops no rows.
         fused_head: True if the trainer takes log-probabilities from TRL's fused head and never reads logits.
@@ -78,7 +78,7 @@ class Method:
 
     @property
     def answers(self) -> bool:
-        """True if the trained model generates answers; a reward model only scores answers."""
+        """True if the trained model generates answers. A reward model only scores answers."""
         return self.task_type == "CAUSAL_LM"
 
     @property

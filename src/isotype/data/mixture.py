@@ -1,4 +1,4 @@
-"""Builds one data set (a mixture) from the entries under `datasets:` in a configuration file, whose columns may differ."""
+"""Builds one data set (a mixture) from the entries under `datasets:` in a configuration file."""
 
 from __future__ import annotations
 

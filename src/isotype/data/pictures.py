@@ -134,7 +134,7 @@ def broken(paths: Sequence[str]) -> Iterator[tuple[str, Problem]]:
 
 
 def picture_columns(rows: Any) -> list[str]:
-    """Return the image columns of a data set or split. If a stream has no column names, its first row is read."""
+    """Return the image columns of a data set or split. If the column names of a stream are unknown, read the first row."""
     names: Iterable[str] = getattr(rows, "column_names", None) or next(iter(rows), {})
     present = {*names}
     return [name for name in PICTURE_COLUMNS if name in present]

@@ -40,11 +40,11 @@ _FIX = 'write {"type": "image"} or <image> for each image in the column \'images
 def with_places(row: Row, folder: Path | None, *, pictured: bool) -> Row | Problem:
     """Return the row with its images in `images` and a place for each image, or the problem with the row.
 
-    A row without images is returned unchanged. In a row with images, texts become messages, unless they contain a
+    A row without images is returned unchanged. In a row with images, texts become messages, unless a text contains a
     model's image tokens, such as `<|image|>`.
 
     Args:
-        folder: folder to which paths of images are relative; None for a stored data set.
+        folder: folder to which paths of images are relative, or None for a stored data set.
         pictured: True if a row without images gets the same format as a row with images.
     """
     pictured = pictured or not row.keys().isdisjoint(PICTURE_COLUMNS)
@@ -122,7 +122,7 @@ def _split(content: str) -> list[Any]:
 
 
 def in_parts(turn: Any) -> Any:
-    """Return a user's message with its text as a list of one part; return any other message unchanged."""
+    """Return a user's message with its text as a list of one part. Return any other message unchanged."""
     content = turn.get("content")
     if turn.get("role") != "user" or not isinstance(content, str):
         return turn

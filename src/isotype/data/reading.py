@@ -101,9 +101,9 @@ class Reading:
         text_field: name of SFT's plain text column.
         columns: map from the data set's columns to the trainer's columns, or None if no column is renamed.
         chat: True if plain text becomes messages (see `as_messages`).
-        joined: True if prompt and completion become the column `messages`. Other columns are kept if in `CHAT_COLUMNS`.
+        joined: True if prompt and completion become the column `messages`. Columns in `CHAT_COLUMNS` are also kept.
         prompts: True if the loss includes prompt tokens (`--completion_only_loss False`).
-        lines: True if each line of a .txt file is an example; False if the whole file is one example.
+        lines: True if each line of a .txt file is an example, False if the whole file is one example.
         pictured: True if rows without images take the format of rows with images.
     """
 
@@ -128,11 +128,11 @@ class Reading:
         return CHATS | sources | {"system", *TOKEN_COLUMNS} | pictures
 
     def apply(self, row: Row, names: Counter[str] | None = None, folder: Path | None = None) -> Row | Problem:
-        """Return the row in the format that the trainer takes, or the problem with it.
+        """Return the row in the format that the trainer takes, or the problem with the row.
 
         Args:
             names: counter for the speakers of {from, value} messages (see `standard_chats`), or None.
-            folder: folder of the row's file, to which paths of images are relative; None for a stored data set.
+            folder: folder of the row's file, to which paths of images are relative, or None for a stored data set.
         """
         if self.only is not None:
             row = {name: row[name] for name in self.only if name in row}

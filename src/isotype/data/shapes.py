@@ -1,7 +1,7 @@
 """Types of JSON values, merged over all rows of a file into one schema that keeps the file's values.
 
-`datasets` would infer a schema from the first part of a file. It would also turn ISO dates into timestamps, digits in CSV
-into integers and "NA" into null, and add other rows' keys to objects.
+`datasets` would infer a schema from the first part of a file. `datasets` would also turn ISO dates into timestamps, digits
+in CSV into integers and "NA" into null, and add other rows' keys to objects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SCALARS: dict[type, Shape] = {type(None): NULL, bool: "bool", int: "int64", flo
 
 
 def shape_of(value: object, depth: int = 0) -> Shape:
-    """Return the shape (type) of a JSON value; `depth` is the number of objects and lists around it."""
+    """Return the shape (type) of a JSON value. `depth` is the number of objects and lists around the value."""
     if depth > DEEPEST:
         return DEEP
     if isinstance(value, dict):

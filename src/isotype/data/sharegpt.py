@@ -1,7 +1,7 @@
 """Convert conversations in ShareGPT's format ({from, value} messages) to messages with the roles of chat templates.
 
-The names of speakers are those of FastChat, axolotl, LLaMA-Factory, unsloth and the Hermes data sets. TRL renames only
-the keys of messages. Templates would then write `<|im_start|>gpt`, a role that is unknown to models.
+The names of speakers come from FastChat, axolotl, LLaMA-Factory, unsloth and the Hermes data sets. TRL renames only the
+keys of messages. Without renamed speakers, templates would write `<|im_start|>gpt`, a role that is unknown to models.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _is_shared(value: object) -> bool:
 
 
 def _messages(column: str, value: Any, names: Counter[str]) -> list[Row] | Problem:
-    """Return the messages of a chat as {role, content}, or the first problem with them."""
+    """Return the messages of a chat as {role, content}, or the first problem of the chat."""
     standard = isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]
     fault = messages_fault(value) if standard else conversation_fault(value)
     if fault:

@@ -78,7 +78,7 @@ def _unsteady(report: DoctorReport) -> str | None:
     if not rates:
         return None
     names = ", ".join(dtype_name(rate.dtype) for rate in rates)
-    return f"{names}: some matmuls took much longer than others, as on a busy machine; run isotype doctor again on an idle machine"
+    return f"{names}: some matmuls took much longer than others; run isotype doctor again when the machine is idle"
 
 
 def by_change(incompatibilities: Iterable[Incompatibility]) -> dict[str, list[Incompatibility]]:
@@ -107,7 +107,7 @@ def verdict(report: DoctorReport) -> str:
 def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
     """Return (operation, kernel) for each operation between matmuls, or an empty list for a CPU.
 
-    If the GPU is in this machine, the kernels were tried in its best dtype. Otherwise, the kernels are only expected.
+    If this machine has the GPU, the kernels were tried in the GPU's best dtype. Otherwise, the kernels are only expected.
     """
     kind = {"rocm": "cuda"}.get(profile.kind, profile.kind)
     if kind not in kernels.DEVICES:

@@ -1,4 +1,4 @@
-"""Renders HTML reports from Jinja2 templates, and computes ticks, bars and areas of their charts.
+"""Renders HTML reports from Jinja2 templates, and computes ticks, bars and areas of the charts.
 
 Every text on a page is escaped, except the style sheets and scripts of this package, which templates mark as `safe`.
 """
@@ -92,7 +92,7 @@ def _fit(value: Any) -> Any:
 
 
 def _digest(text: str) -> str:
-    """Return the hash of a style sheet or script. A content security policy with this hash allows it."""
+    """Return the hash with which a content security policy allows this style sheet or script."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 

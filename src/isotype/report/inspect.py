@@ -179,7 +179,7 @@ def plan_lines(inspection: PlanInspection) -> list[str]:
 
 
 def storage_lines(inspection: PlanInspection) -> list[str]:
-    """Return a line about 3-D weights that are not quantized, and one about mxfp4 weights that are dequantized."""
+    """Return lines about 3-D weights that are not quantized and about mxfp4 weights that are dequantized."""
     lines = []
     policy, tensors = inspection.policy, inspection.plan.tensors
     wide = [tensor for tensor in tensors if len(tensor.shape) == 3 and tensor.storage not in ASKED]

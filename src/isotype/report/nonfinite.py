@@ -53,9 +53,7 @@ def _name(event: NonFinite) -> str:
 def _value_words(value: Value) -> str:
     parts = [f"{dtype_name(value.dtype)} {list(value.shape)}", f"largest {number(value.largest)}"]
     if not value.finite:
-        parts[1] = _counts(value) + (
-            "" if not value.largest else f", the others up to {number(value.largest)}"
-        )
+        parts[1] = _counts(value) + (f", others up to {number(value.largest)}" if value.largest else "")
     return "   ".join([*parts, *([value.name] if value.name else [])])
 
 

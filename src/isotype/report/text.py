@@ -1,4 +1,4 @@
-"""Functions for all reports: they format amounts and source lines, and wrap text for a console."""
+"""Functions for all reports, which format amounts and source lines, and wrap text for a console."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ NARROW = 60
 """On a console with fewer columns, each cell of a table gets its own line."""
 
 _LABEL = re.compile(r" *(?:(?:[-=|]|-->) +)?(?:\S+(?: \S+)? {2,})?")
-"""The start of a line: spaces, a bullet, a label of one or two words. Further lines are indented by its width."""
+"""The start of a line: spaces, a bullet, a label of one or two words. Its width is the indent of further lines."""
 
 _COMMAND = re.compile(r" {4}(?=(?:env|isotype|torchrun) )")
 
 
 def table_of(*heads: str, numbers: Container[str] = (), folded: Container[str] = ()) -> Table:
-    """Return a table with these columns. Cells of columns in `numbers` are right-aligned, in `folded` they may break."""
+    """Return a table with these columns. Columns in `numbers` are right-aligned, and cells of `folded` columns may break."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for head in heads:
         table.add_column(
@@ -178,13 +178,12 @@ def say(console: Console, text: str, style: str | None = None) -> None:
 
 
 def say_labelled(console: Console, label: str, style: str, texts: Iterable[str]) -> None:
-    """Print each text on its own line, after a label in the given style."""
     for text in texts:
         console.print(Text.assemble((f"{label}: ", style), text), highlight=False)
 
 
 def show_commands(console: Console, commands: Mapping[str, Sequence[str]]) -> None:
-    """Print the next commands for the user, each below its description, so that they can be pasted into a shell."""
+    """Print the next commands for the user, each below its description. The user can paste a command into a shell."""
     for description, tokens in commands.items():
         say(console, f"\n{description}:\n{printed_command(tokens, indent=4)}")
 

@@ -68,7 +68,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             and the trainer's arguments (`fp16`, `bf16`). A derived policy casts no frozen weight.
         check: `"error"` raises PrecisionError if the preflight finds an error, or if the GradScaler, the optimizer state's
             dtype or the resumed values contradict the policy. `"warning"` logs the error, and None turns both checks off.
-            An error is only logged if it rests on operand dtypes that were not measured on the device.
+            An error about operand dtypes that were not measured on the device is only logged.
         watch: if True, the training ends when the loss or the gradient norm is not finite.
         ranges: measured value ranges for the preflight, or None if they are unknown. By default, the ranges of a float16
             step are measured on the first batch. The measurement takes additional memory.
@@ -177,7 +177,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._policy.save(directory)
 
     def _report(self, report: Report, logs: bool, whole: bool) -> None:
-        """Raise or log the preflight's errors. Log its warnings, except those that repeat a warning of the policy."""
+        """Raise or log the preflight's errors. Log the preflight's warnings, except warnings that the policy also has."""
         # An error in stored values is only logged: the loss of every step is checked in any case.
         assumed = [f for f in report.errors if f.phase == "load" or is_assumed(f, report.trace)]
         covered = ("device", "memory", "versions")  # the policy's own warnings are of these kinds
@@ -225,8 +225,8 @@ def before_first_step(
 
     Args:
         handle_report: is called with the preflight's report. An exception that `handle_report` raises ends the training.
-        outermost: the module that the trainer calls. If `torch.compile` has compiled this module, the hook must be on it,
-            because hooks of its submodules become part of the graph.
+        outermost: the module that the trainer calls. If `torch.compile` has compiled this module, the hook is installed on
+            this module, because hooks of submodules would become part of the graph.
     """
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -251,7 +251,7 @@ def before_first_step(
 
 
 def is_assumed(finding: Finding, trace: Trace) -> bool:
-    """Return True if a finding rests on an operator's accepted dtypes that were not measured on the device."""
+    """Return True if a finding is about operand dtypes that were not measured on the device."""
     broken = [call for call in trace.breaches() if call.module in finding.places and call.op == finding.op]
     return any(call.breach is not None and call.breach.assumed for call in broken)
 

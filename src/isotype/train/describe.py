@@ -167,7 +167,7 @@ def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
 
 
 def model_notes(model: Any) -> tuple[str, ...]:
-    """Return the model's `adapter_notes`, after a note on stacked experts if a quantized model has them in a float dtype."""
+    """Return a note on stacked experts in a float dtype (if the model is quantized), and the model's `adapter_notes`."""
     notes: tuple[str, ...] = tuple(getattr(model, "adapter_notes", ()))
     formats = [name for name, _ in weight_bytes(model) if name in FORMATS]
     matrices = ((n, p) for n, p in model.named_parameters() if p.ndim == 3 and p.is_floating_point())
@@ -189,7 +189,7 @@ _PICTURED = 4
 
 
 def sample_questions(settings: Settings, data: Any) -> list[tuple[Sample, Prompt]]:
-    """Return (sample, prompt) pairs for `--ask`, or for the test split's first prompt (the first four if they have images)."""
+    """Return (sample, prompt) pairs for `--ask`, or for the first prompt of the test split (the first four with images)."""
     if settings.ask:
         asked = as_typed(settings.ask)
         return [(Sample(asked, None, None, None), [{"role": "user", "content": asked}])]

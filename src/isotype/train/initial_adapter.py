@@ -212,8 +212,8 @@ def bias_problems(settings: Settings) -> Iterator[Problem]:
 def part_of_base_problems(settings: Settings, name: object, adapter: Path | None = None) -> list[Problem]:
     """Return a problem if the adapter's initialisation changes base weights and TRL adds a reference adapter.
 
-    The reference adapter of a preference loss or a KL term has the config of the trained adapter. Its initialisation would
-    change the base weights again.
+    The reference adapter of a preference loss or a KL term has the config of the trained adapter. The initialisation of the
+    reference adapter would change the base weights again.
     """
     if not isinstance(name, str) or not name.startswith(PART_OF_BASE) or not _copies_adapter(settings):
         return []

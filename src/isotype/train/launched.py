@@ -80,7 +80,7 @@ def from_first(compute: Callable[[], T]) -> T:
 
 
 def requested_sharding(training: Any) -> Sharding | None:
-    """Return the requested sharding, even if isotype does not support it, or None if no sharding is requested."""
+    """Return the requested sharding (supported or not), or None if no sharding is requested."""
     config: Mapping[str, Any] = training.fsdp_config if isinstance(training.fsdp_config, Mapping) else {}
     version, source = 2, "--fsdp_config version"
     if not training.fsdp:
@@ -132,7 +132,7 @@ def lost_process_named(trainer: Any, goes_on: Callable[[Path], str]) -> Iterator
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         process = f"process {trainer.args.process_index} of {trainer.args.world_size}"
         what = f"step {trainer.state.global_step + 1}: {process} waited for another process, which has ended"
-        fix = "read that process's message above; a process that the system killed (out of memory: signal 9) has none"
+        fix = "read that process's message above; a process killed by the system (signal 9, out of memory) has none"
         hint = "no checkpoint has been saved yet; --save_steps N saves one every N steps"
         if checkpoint := trainer.last_checkpoint():
             hint = f"{checkpoint} is complete: resume with\n    {goes_on(checkpoint)}"

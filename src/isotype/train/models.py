@@ -219,7 +219,7 @@ def require_plain_head(model: Any, method: Method) -> None:
     """Raise UsageError if the head has an adapter, because TRL's losses use only the weight of the head."""
     if method.loss != "reward" and is_tuner_layer(model.get_output_embeddings()):
         headline, expected = "an adapter on the head would not be trained", "layers below the head"
-        fix = "leave the head out, or train it: --lora_modules_to_save lm_head; a saved adapter can be merged first"
+        fix = "leave the head out, or train the whole head: --lora_modules_to_save lm_head; first merge a saved adapter"
         what = f"an adapter on the head: isotype {method.name} computes the loss from the head's weight alone"
         raise UsageError.of(headline, what, expected, fix)
 
@@ -256,7 +256,7 @@ def check_module_names(model: Any, config: Any) -> None:
 
 
 def _check_rank(model: Any, config: Any) -> None:
-    """Raise UsageError if the rank exceeds the width (smaller side) of all adapted layers. If it exceeds some, add a note."""
+    """Raise UsageError if every adapted layer is narrower (smaller side) than the rank. Add a note if some layers are narrower."""
     rank, targets = getattr(config, "r", None), getattr(config, "target_modules", None)
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # heads that are trained, without an adapter
     without = layers_read(model) if str(targets).lower() == "all-linear" else {}

@@ -1,4 +1,4 @@
-"""Decides a run's policy (with measured value ranges if it is float16), and enforces the policy on a trainer."""
+"""Decides a run's policy (a float16 policy by measured value ranges), and enforces the policy on a trainer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def policy_by_ranges(
 ) -> tuple[PrecisionPolicy, Ranges | None]:
     """Return (the policy, the value ranges that decided the policy or None).
 
-    With `when="measure"`, the ranges of a local checkpoint are measured unless they are cached. With `when="known"`, only
+    With `when="measure"`, the ranges of a local checkpoint are read from the cache or measured. With `when="known"`, only
     cached ranges are used.
     """
     profile = device_profile(device)
@@ -54,7 +54,7 @@ def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
     """Raise PrecisionError if a module has weights above 65504 and would run in float16.
 
     The policy runs linear layers and embeddings with such weights in float32. A norm with such weights is refused even if
-    its measured results fit into float16: one update can change them by the weight times the learning rate.
+    its measured results fit into float16: one update can change the results by the weight times the learning rate.
     """
     if policy.compute != torch.float16 or ranges is None:
         return
@@ -84,7 +84,7 @@ def policy_of_run(
 
 
 def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tensor]:
-    """Return the second moments (`[in]`) of each linear layer's input. Rank 0 measures the moments unless they are cached."""
+    """Return the second moments (`[in]`) of each linear layer's input. Rank 0 reads them from the cache or measures them."""
 
     def measured() -> dict[str, str]:
         local = downloaded(checkpoint)
@@ -96,7 +96,7 @@ def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tenso
 
 
 def _measured(measure: Callable[..., Result], checkpoint: Checkpoint, profile: DeviceProfile) -> Result:
-    """Measure block by block on the training's GPU, or on the CPU if there is no GPU or its memory is too small."""
+    """Measure block by block on the training's GPU, or on the CPU without a GPU or with too little GPU memory."""
     if not profile.present or profile.kind not in ("cuda", "rocm", "xpu"):
         return measure(checkpoint)
     device = torch.device(profile.name)
@@ -126,7 +126,7 @@ def enforce(model: Any, policy: PrecisionPolicy | None = None) -> tuple[Change, 
     policy = policy or policy_of(model.model if is_trainer else model)
     if policy is None:
         what = f"{type(model).__name__} without a precision_policy"
-        fix = "pass one: isotype.enforce(model, isotype.resolve_precision(model, …))"
+        fix = "pass a policy: isotype.enforce(model, isotype.resolve_precision(model, …))"
         raise PrecisionError.of("no policy to enforce", what, "a policy", fix)
     return enforce_trainer(model, policy) if is_trainer else enforce_model(model, policy)
 
@@ -163,7 +163,7 @@ _ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 
 
 def sound_attention(profile: DeviceProfile) -> AbstractContextManager[None]:
-    """Return a context that disables cuDNN attention on devices where its gradients can be NaN (IST812)."""
+    """Return a context that disables cuDNN attention on devices on which cuDNN's gradients can be NaN (IST812)."""
     return sdpa_kernel(_ALL_BUT_CUDNN) if has_faulty_cudnn(profile) else nullcontext()
 
 

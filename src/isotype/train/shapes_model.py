@@ -34,7 +34,7 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _NAMES = ((*NUMBERS,), (*COLOURS,), tuple(f"{form}s" for form in FORMS))
-"""Words for an image's tokens. Of three successive tokens, the first is the number, the second the colour, then the form."""
+"""Words for an image's tokens. Three successive tokens are for the number, the colour and the form of the shapes."""
 
 
 def make_shapes_model(folder: Path, say: Callable[[str], object]) -> Path:

@@ -26,9 +26,9 @@ _ECHO_SECONDS = 2.0
 
 @contextmanager
 def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
-    """The first Ctrl-C, SIGTERM or SIGHUP ends the training after this step, with a checkpoint. A second ends it at once.
+    """The first Ctrl-C, SIGTERM or SIGHUP ends the training after the current step, with a checkpoint.
 
-    A second SIGHUP is ignored, because a terminal that hangs up may cause two (from the kernel and the shell).
+    A second signal ends the training at once, except SIGHUP, because a terminal that hangs up may send two.
 
     Yield the list of signals received so far. Outside the main thread, Python receives no signals, and the list stays
     empty. When the context ends, the former signal handlers are restored. But if a signal has stopped the `isotype`
@@ -133,7 +133,7 @@ def early_stopping_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def balance(trainer: Any) -> str | None:
-    """Return a note on the routers' load-balancing loss; None if it is not a part of the training loss."""
+    """Return a note on the routers' load-balancing loss, or None if the training loss does not include it."""
     config = trainer.model.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
         return None

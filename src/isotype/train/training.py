@@ -103,7 +103,7 @@ class Outcome:
 
     Attributes:
         adapter: directory of the saved adapter (or model), or None if nothing was saved.
-        checkpoint: the last complete checkpoint of this run, else the resumed checkpoint, or None without either.
+        checkpoint: the last complete checkpoint of this run, else the resumed checkpoint, or None without a checkpoint.
         stopped_by: number of the signal that stopped the run, or None if no signal stopped the run.
     """
 
@@ -351,7 +351,7 @@ def _named_by_path(model: Any, source: Path | str, revision: str | None) -> Iter
 
 
 def _first_answers(run: Run, model: Any, tokenizer: Any, console: Console) -> list[tuple[Sample, Prompt]]:
-    """Return the sample questions with the answers before the training. A resumed run takes the answers from its report."""
+    """Return the sample questions with the answers before the training. A resumed run takes the answers from the report."""
     questions = describe.sample_questions(run.settings, run.data) if run.settings.method.answers else []
     if not questions:
         return []

@@ -50,7 +50,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def machine_problems(settings: Settings) -> list[Problem]:
-    """Return the problems of the arguments that depend on this machine: its files, packages, compiler and devices."""
+    """Return the problems of arguments that depend on this machine (files, packages, compiler, devices)."""
     return [
         *_paths(settings),
         *_packages(settings),
@@ -175,7 +175,7 @@ def _offload(settings: Settings) -> Iterator[Problem]:
     if settings.device != "cpu" and torch.accelerator.is_available():
         return
     arguments = settings.gradient_checkpointing_kwargs or {}
-    expected = "a GPU, because only its activations can be moved to CPU memory"
+    expected = "a GPU, because only activations on a GPU can be moved to CPU memory"
     if arguments.get("offload"):
         yield Problem("--gradient_checkpointing_kwargs: offload on a CPU", expected, "leave it out")
     if settings.activation_offloading:
@@ -219,7 +219,7 @@ def _packages(settings: Settings) -> Iterator[Problem]:
 
 
 def optimizer_problems(settings: Settings) -> Iterator[Problem]:
-    """Build the optimizer for one parameter, and yield a problem if this fails."""
+    """Build the optimizer for one parameter, and yield a problem if the optimizer cannot be built."""
     from transformers import Trainer
 
     try:
@@ -231,7 +231,7 @@ def optimizer_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def _schedule(settings: Settings) -> Iterator[Problem]:
-    """Build the schedule of the learning rate for one parameter, and yield a problem if this fails."""
+    """Build the schedule of the learning rate for one parameter, and yield a problem if the schedule cannot be built."""
     from transformers import get_scheduler
 
     kind, arguments = settings.lr_scheduler_type, settings.lr_scheduler_kwargs
@@ -422,7 +422,7 @@ def _check_completions(settings: Settings, data: Any) -> None:
         return
     if not {"prompt", "completion"} <= columns.keys() and "labels" not in columns:
         what = f"--completion_only_loss True with the columns {listed(map(repr, columns))}"
-        fix = "--assistant_only_loss True for conversations; else leave it out"
+        fix = "for conversations, --assistant_only_loss True; otherwise, leave --completion_only_loss out"
         expected = "'prompt' and 'completion', or 'completion_mask'"
         raise UsageError.of("there are no completions in this data", what, expected, fix)
 

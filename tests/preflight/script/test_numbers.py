@@ -43,9 +43,9 @@ def test_a_poisoned_batch(capsys: pytest.CaptureFixture[str]):
         "  - the input x holds 1 NaN of 32 values\n"
         "      --> up   aten.addmm.default   forward   scripts/diverges.py:LINE\n"
         "       |   self    float32 [32]   largest 0.3504   up.bias\n"
-        "       |   mat1    float32 [4, 8]   1 NaN of 32 values, the others up to 2.6   x\n"
+        "       |   mat1    float32 [4, 8]   1 NaN of 32 values, others up to 2.6   x\n"
         "       |   mat2    float32 [8, 32]   largest 0.3528   up.weight\n"
-        "       |   result  float32 [4, 32]   32 NaN of 128 values, the others up to 1.762\n"
+        "       |   result  float32 [4, 32]   32 NaN of 128 values, others up to 1.762\n"
         "    expected  finite numbers\n"
         "    fix       look at row 2 of the batch (of 4, counted from 0) and at the code that computes the input\n",
     )

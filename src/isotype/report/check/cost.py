@@ -11,7 +11,7 @@ from isotype.report.text import format_duration, format_flops, format_kinds, for
 
 
 def device_words(setup: Setup) -> str:
-    """Return the device of the step, with the number of devices if it is above 1: `"8 × NVIDIA T4"`."""
+    """Return the device of the step, with the number of devices if there are several: `"8 × NVIDIA T4"`."""
     return f"{setup.devices} × {setup.profile.title}" if setup.devices > 1 else setup.profile.title
 
 
@@ -63,7 +63,7 @@ def setup_words(trace: Trace, whole: bool = True) -> str:
 
 
 def step_words(report: Record) -> str:
-    """Describe the step's peak memory (if the step fits on the device) and least time. Return "" if both are unknown."""
+    """Describe the peak memory of a step that fits on the device, and the least time. Return "" if both are unknown."""
     memory, limit, time, setup = report.memory, report.trace.setup.limit, report.time, report.trace.setup
     words = []
     if memory.peak_phase is not None and report.fits is not False:

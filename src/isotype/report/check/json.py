@@ -29,7 +29,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Check(Record):
-    """The result of a check, as `isotype check --json` and `Report.to_json()` write it in JSON."""
+    """The result of a check in the JSON format of `isotype check --json` and `Report.to_json()`."""
 
     @property
     def isotype(self) -> str:
@@ -38,12 +38,12 @@ class Check(Record):
 
     @property
     def headroom(self) -> float | None:
-        """65504 divided by the largest float16 value that was measured in the forward; null if no values were measured."""
+        """65504 divided by the largest float16 value that was measured in the forward. null if no values were measured."""
         return None if self.largest is None else self.largest.headroom
 
     @property
     def measured_at(self) -> str | None:
-        """Date and time at which the values were measured, ISO 8601 in UTC; null if no values were measured."""
+        """Date and time at which the values were measured, ISO 8601 in UTC. null if no values were measured."""
         ranges = self.trace.setup.ranges
         return None if ranges is None else ranges.when
 
@@ -202,7 +202,7 @@ def _location(finding: Finding) -> dict[str, Any]:
 
 
 def _uri(path: str) -> str:
-    """Return a path as a URI reference. Absolute paths get the scheme `file:`; relative paths get no scheme."""
+    """Return a path as a URI reference. Absolute paths get the scheme `file:`, and relative paths get no scheme."""
     windows = PureWindowsPath(path)
     if windows.drive:
         return windows.as_uri()

@@ -33,7 +33,7 @@ class Row:
         module_class: class of the module, or "" for a part without weights.
         count: number of modules with this name in one layer, such as the number of experts.
         stored: storage dtypes of the base weights, the most frequent first.
-        runs: dtypes of the matmuls, sorted by FLOPs (the most first), or dtypes of the outputs without matmuls.
+        runs: dtypes of the matmuls, the dtype with the most FLOPs first. Without matmuls, dtypes of the outputs.
         adapters, adapter_runs: dtypes of the adapters' weights, and dtypes of the adapters' matmuls.
         bytes: bytes of the weights, adapters and buffers in all layers of the row.
         findings: indices in `Report.findings` of the findings about this part.
@@ -71,7 +71,7 @@ def split_layer(name: str) -> tuple[str, int, str] | None:
 
 
 def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
-    """Return (stack, number) of each traced layer -> number of layers of the real model that it represents."""
+    """Return (stack, number) of each traced layer -> number of equal layers of the real model."""
     counts: dict[tuple[str, int], int] = {}
     for weight in trace.weights:
         split = split_layer(plain_name(weight.module))

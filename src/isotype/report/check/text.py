@@ -1,7 +1,7 @@
 """The report of a check as text: verdict, findings in the style of compilers, next steps, and cost.
 
-A line consists of pairs (text, style). Plain text has the same lines without styles. If a text is wrapped, its further
-lines begin below its first word.
+A line consists of pairs (text, style). Plain text has the same lines without styles. The further lines of a wrapped text
+begin below the first word of the text.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ STATUS: Mapping[Status, tuple[str, str]] = {
     "partial": ("interrupted", "? runs in part"),
     "clean": ("finished", "✓ runs clean"),
 }
-"""Status of a check -> its style on an HTML page, and its label."""
+"""Maps the status of a check to (style on an HTML page, label)."""
 _COLOURS = {"failed": "bold red", "interrupted": "bold yellow", "finished": "bold green"}
 _PATTERNS_SHOWN = 8
 # The space between a number and its unit, where a line must not break.
@@ -173,7 +173,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def elide(name: str, width: int) -> str:
-    """If a name is longer than `width` columns, return it with `…` in place of its middle."""
+    """Return a name. If the name is longer than `width` columns, replace its middle with `…`."""
     if len(name) <= width:
         return name
     head = max(0, (width - 1) // 3)
@@ -181,7 +181,7 @@ def elide(name: str, width: int) -> str:
 
 
 def ranges_words(report: Record) -> str:
-    """Describe the largest measured float16 value with date and data of the measurement, or return "" without one."""
+    """Describe the largest measured float16 value, with date and data of the measurement. Return "" without a value."""
     largest, ranges = report.largest, report.trace.setup.ranges
     if ranges is None or largest is None:
         return ""
@@ -256,7 +256,7 @@ _ORDERS_SHOWN = 3
 
 
 def _orders(findings: Sequence[Finding], commands: bool) -> list[str]:
-    """Return a line for each fix that the user has to apply, with the code of one of its findings."""
+    """Return a line for each fix that the user has to apply, with the code of the first finding with this fix."""
     orders: dict[str, str] = {}
     for finding in findings:
         fix = finding.fixes[0]

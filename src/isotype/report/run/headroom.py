@@ -1,6 +1,6 @@
 """Compares the largest output values of a model's blocks during a run with float16's largest number.
 
-The results are quantiles and medians over sampled micro-batches, because one unusual batch hardly changes these.
+The results are quantiles and medians over sampled micro-batches. One unusual batch hardly changes these statistics.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HeadroomSample:
 
     Attributes:
         step: number of the optimizer step to which the micro-batch belongs.
-        largest: largest magnitude of each block's output, in the order of the blocks; infinite after an overflow.
+        largest: largest magnitude of each block's output, in the order of the blocks. Infinite after an overflow.
     """
 
     step: int
@@ -53,7 +53,7 @@ class BlockHeadroom:
     Attributes:
         median: median of the samples.
         high: 0.9 quantile of the samples.
-        headroom: 65504 / `high`; infinite if the block returned only zeros.
+        headroom: 65504 / `high`, or infinite if the block returned only zeros.
         change: median of the last third of the samples, divided by the median of the first third. None for fewer than
             six samples.
     """

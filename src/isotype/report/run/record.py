@@ -36,8 +36,8 @@ class StepRecord:
         tokens: number of tokens, without padding, in the sequences of the step's loss, summed over all processes.
             A completion that GRPO or RLOO uses in several steps is counted in each of these steps.
         seconds: duration of the step in seconds, including the generation of completions.
-        memory_bytes: peak bytes in use by this process; 0 if not measured. On a GPU, these are the bytes allocated by
-            torch. On a CPU, the resident size of the process is read every 20 ms, so that short peaks may be missed.
+        memory_bytes: peak memory of this process, in bytes; 0 if not measured. On a GPU, torch's allocated memory counts.
+            On a CPU, the resident size of the process is read every 20 ms, so that short peaks may be missed.
         loss_scale: scale that the GradScaler used in the step; None without loss scaling.
         skipped: true if the GradScaler skipped the optimizer step.
         metrics: names and values of the other metrics that the trainer logged after the step, such as `rewards/margins`.
@@ -402,7 +402,7 @@ def _change(first: float, last: float, noise: float) -> tuple[str, ...]:
 
 
 def format_loss(loss: float) -> str:
-    """Format a loss with three decimals, or with an exponent if it is at least 1e6, or below 0.001 and not 0."""
+    """Format a loss with three decimals. A loss of at least 1e6, or below 0.001 and not 0, is written with an exponent."""
     if not math.isfinite(loss):
         return format_number(loss)
     plain = loss == 0 or 0.001 <= abs(loss) < 1e6

@@ -118,7 +118,7 @@ class Spec:
 
 @cache
 def specs(method: str) -> Mapping[str, Spec]:
-    """Return a method's arguments by name: those of TRL and transformers, and those that isotype adds."""
+    """Return a method's arguments by name: arguments of TRL and transformers, and arguments that isotype adds."""
     entries: list[dict[str, Any]] = json.loads(TABLE.read_text(encoding="utf-8"))["arguments"]
     entries += json.loads(ADDED.read_text(encoding="utf-8"))
     chosen = [entry for entry in entries if method in entry.pop("methods", METHODS)]
@@ -294,7 +294,7 @@ class Command:
 
 
 def with_dtype(command: Command, dtype: str | None) -> Command:
-    """Set `--dtype` and remove arguments that contradict it. None requests the checkpoint's dtype."""
+    """Set `--dtype` and remove contradicting arguments. None requests the checkpoint's dtype."""
     init = command.given("model_init_kwargs")
     of_file = {} if command.file is None else command.file.values
     values: dict[str, Any] = {"dtype": dtype}

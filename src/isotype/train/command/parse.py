@@ -114,7 +114,7 @@ def _model_among(
 
 
 def _argument_before(word: str, typed: Mapping[str, Any], *, trains: bool) -> str:
-    """Return the argument that is missing before the value `word` and not in `typed`, or "" if it is unknown."""
+    """Return the argument that the user left out before `word`, or "" if the argument is unknown or in `typed`."""
     name = ""
     if is_data_file(Path(word)) or word.lower().endswith(".arrow"):
         name = "dataset_name"
@@ -136,9 +136,9 @@ def _two_models(first: str, second: str) -> Problem:
 def _translated(
     argv: Sequence[str], method: str, dialect: str, mine: Collection[str], trains: bool
 ) -> list[Problem]:
-    """Translate arguments of axolotl or LLaMA-Factory. Return one problem with isotype's arguments as its fix.
+    """Translate arguments of axolotl or LLaMA-Factory. Return a problem whose fix is the translated command.
 
-    If the translation fails, return its problems.
+    If the translation fails, return the problems of the translation.
     """
     import yaml
 

@@ -60,7 +60,7 @@ class Settings:
         return self.value(name)
 
     def value(self, name: str) -> Any:
-        """Return the decided value, the user's value or the default of an argument, or None if the method lacks it."""
+        """Return an argument's decided value, user's value or default, or None if the method lacks the argument."""
         spec = self.command.specs.get(name)
         if spec is None or spec.holder == "added":
             return self.added.get(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from isotype.data.methods import METHODS
 from isotype.train.dialects.reader import FRAME, Reader, Rows, same_roles, tables, use_rows
 
-_CUT = "not done as requested: rows that are too long are cut, not dropped"
+_CUT = "not done; rows that are too long are cut, not dropped"
 _PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "SwanLabPlugin", "LMEvalPlugin")
 
 

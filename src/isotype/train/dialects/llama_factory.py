@@ -9,7 +9,7 @@ from typing import Any
 from isotype.data.methods import METHODS
 from isotype.train.dialects.reader import NOT_HERE, Reader, Rows, same_roles, tables, use_rows
 
-_JOINED = "not done as requested: a prompt has an empty line between instruction and input, not a line break"
+_JOINED = "not done; a prompt has an empty line between instruction and input, not a line break"
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 _TAGS = {"user": "user_tag", "assistant": "assistant_tag", "tool": "observation_tag", "system": "system_tag"}
 _OF_ROWS = "dataset dataset_dir max_samples"
@@ -20,7 +20,7 @@ def method_of(reader: Reader) -> str | None:
     """Return the training method of the file, or None if isotype lacks the stage."""
     stage, methods = str(reader.get("stage", "sft")), tables()["llama_factory"]["methods"]
     if stage not in methods:
-        fix = "isotype grpo and isotype rloo train with rewards: write a file with isotype's names for one of them"
+        fix = "isotype grpo and isotype rloo train with rewards, but need a file with isotype's names"
         reader.refuse("stage", f"one of {', '.join(methods)}", fix)
         return None
     return str(methods[stage])

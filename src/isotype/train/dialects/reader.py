@@ -55,7 +55,7 @@ class Reader:
         given: the values in the file by name. A name in a group is written `group.name`.
         values: the translated values by isotype's names.
         used: maps a translated name to isotype's names. The list is empty if isotype always does what the name requests.
-        notes: maps the effect of leaving a name out to the names with this effect.
+        notes: maps an effect to the names that were left out with this effect.
         trains: True if the data sets must be on this machine, because a training reads them.
     """
 
@@ -116,7 +116,7 @@ class Reader:
         self._settled.add(name)
 
     def absorb(self, inner: Reader, prefix: str) -> None:
-        """Add the results of `inner`, the reader of a part of the file, with `prefix` before each of its names."""
+        """Add the results of `inner` (the reader of a part of the file), with `prefix` before each name."""
         for effect, names in inner.notes.items():
             self.notes.setdefault(effect, []).extend(f"{prefix}{name}" for name in names)
         self.used |= {f"{prefix}{name}": ours for name, ours in inner.used.items()}
@@ -154,7 +154,7 @@ class Reader:
             for name in [name for name, meant in self.used.items() if ours in meant]:
                 self.used[name].remove(ours)
                 if not self.used[name]:
-                    effect = f"not done: isotype {self.method} has no {ours}" if lost else OFF
+                    effect = f"not done; isotype {self.method} has no {ours}" if lost else OFF
                     self.notes.setdefault(effect, []).append(name)
                     del self.used[name]
 
@@ -178,7 +178,7 @@ class Reader:
         elif kind == "refused" and value and not (value == 1 and name.endswith(("_size", "_degree"))):
             self.refuse(name, text)
         elif kind:
-            effect = {"idle": text, "differs": f"not done: {text}"}.get(kind, OFF) if value else OFF
+            effect = {"idle": text, "differs": f"not done; {text}"}.get(kind, OFF) if value else OFF
             self.notes.setdefault(effect, []).append(name)
         elif table.get("passes"):
             self.use(name, **{name: number(value)})
@@ -245,7 +245,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
-FRAME = "not done as requested: no words are added; a prompt is the instruction, an empty line and the input"
+FRAME = "not done; no words are added: a prompt is the instruction, an empty line and the input"
 _NATIVE = {"messages": ["conversations"]}
 _ALPACA = {name: list(sources) for name, sources in PRESETS["alpaca"].items()}
 
@@ -271,7 +271,7 @@ class Rows:
 
     @property
     def renamed(self) -> dict[str, list[str]]:
-        """The columns whose names differ from isotype's, by isotype's names."""
+        """Isotype's column name -> columns of the data set, for columns with other names than isotype's."""
         renamed = {ours: theirs for ours, theirs in self.columns.items() if theirs != [ours]}
         return {} if renamed == _NATIVE else renamed
 

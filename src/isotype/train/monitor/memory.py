@@ -110,7 +110,7 @@ class HeadroomMeter:
             }
 
     def end_step(self, step: int) -> None:
-        """Read the step's sample, if there is one. Reading makes the host wait for the device."""
+        """Read the sample if the step was sampled. Reading makes the host wait for the device."""
         self._leave()
         if self._largest:
             self._blocks = {name: block for name, block in self._blocks.items() if name in self._largest}

@@ -26,7 +26,7 @@ from isotype.train.monitor.memory import MemoryMeter
 from isotype.train.monitor.step import MicroBatch, Step
 
 Replay = NonFinite | str
-"""Result of a repeated step: the first value that is not finite, or why it is unknown, or "" if all values are finite."""
+"""Result of a repeated step: the first value that is not finite, why this value is unknown, or "" if all are finite."""
 
 
 @dataclass
@@ -198,7 +198,7 @@ def _hint(checkpoint: Path | None, script: bool, pictures: bool) -> str:
         flag = "save_steps=N" if script else "--save_steps N"
         return f"no checkpoint has been saved yet; {flag} saves one every N steps"
     if script:
-        return f"{checkpoint} is a complete checkpoint; to go on from it: trainer.train(resume_from_checkpoint={str(checkpoint)!r})"
+        return f"{checkpoint} is a complete checkpoint; resume with trainer.train(resume_from_checkpoint={str(checkpoint)!r})"
     command = shlex.join(chat_command(checkpoint, pictures=pictures))
     return f"{checkpoint} is a complete checkpoint; to use it: {command}"
 

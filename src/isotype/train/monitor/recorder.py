@@ -64,7 +64,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self._show(state, None)
 
     def headroom(self) -> Headroom | None:
-        """Return the largest output values of each block so far in a float16 run; None for a run in another dtype."""
+        """Return the largest output values of each block so far in a float16 run, or None in another dtype."""
         measured = None if self._headroom is None else self._headroom.record()
         before = None if self._earlier is None else self._earlier.headroom
         if measured is None or before is None or measured.blocks != before.blocks:
@@ -182,7 +182,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
 
 class PeriodicReport(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Callback that writes the report of the run so far in rank 0, in at most 1% of the training's time.
+    """Callback that writes the report of the run so far (in rank 0). Writing takes at most 1% of the training's time.
 
     A SaveError from `write` is ignored, because the report is written again at the end of the run.
     """

@@ -155,8 +155,8 @@ def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
 def skipping_optimizer(optimizer: Any, accelerator: Any, device: torch.device) -> Any | None:
     """Return the optimizer inside accelerate's wrapper if it skips an update when `found_inf` is set, else None.
 
-    Return None with a GradScaler, because it sets `found_inf` itself. Return None with several processes, because the host
-    must read the stop signals of all processes before the update.
+    Return None with a GradScaler, because GradScaler sets `found_inf` itself. Return None with several processes, because
+    the host must read the stop signals of all processes before the update.
     """
     scaler = getattr(accelerator, "scaler", None)
     if device.type not in DEFERRED_ON or accelerator.num_processes > 1 or scaler is not None:

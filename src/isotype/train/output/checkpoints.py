@@ -59,7 +59,7 @@ def write_manifest(directory: Path) -> None:
 
 
 def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
-    """Return a clause that says what is missing or damaged in a checkpoint; None if the checkpoint is complete.
+    """Return a clause that says what is missing or damaged in a checkpoint, or None if the checkpoint is complete.
 
     A checkpoint of another program has no manifest, but must have weights and a readable trainer state. If `contents` is
     True, every file is compared with its checksum in the manifest.
@@ -161,7 +161,7 @@ def trained_kind(root: Path) -> str | None:
 
 
 def remove_other_kind(root: Path, former: str | None) -> None:
-    """Delete an earlier adapter if the result is now a model, or the reverse, because programs would read both."""
+    """Delete an earlier adapter if the result is a model, or the reverse, because programs would read both results."""
     if former is None or former == trained_kind(root):
         return
     for pattern in RESULT_FILES[former]:
@@ -201,7 +201,7 @@ class Order:
 
 
 def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int) -> Order | None:
-    """Restore or record the random states that determine the order of rows. Return None if seed and epoch determine it.
+    """Restore or record random states that determine the order of rows. Return None if seed and epoch are enough.
 
     Args:
         checkpoint: the checkpoint that is resumed in this epoch, or None if the epoch begins with its first batch.
@@ -227,7 +227,7 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
 
 
 def save_loop_state(trainer: Any, order: Order | None, folder: Path) -> None:
-    """Save the reference model if training changes it, and this process's random states and completions for this epoch."""
+    """Save this process's random states and completions, and the reference model if training changes its weights."""
     if _moves_reference(trainer) and trainer.args.should_save and not has_shards(trainer.model):
         save_model(trainer.ref_model, str(folder / REFERENCE))
     if order is None:

@@ -1,4 +1,4 @@
-"""Locks a run's output directory, finds the checkpoint to resume, and compares its settings with those of the command."""
+"""Locks a run's output directory, finds the checkpoint to resume, and compares settings of checkpoint and command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the report of a run into its folder and into each checkpoint. A resumed run continues the report."""
+"""Writes the report of a run into the run's folder and into each checkpoint. A resumed run continues the report."""
 
 from __future__ import annotations
 

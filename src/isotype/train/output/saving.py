@@ -47,7 +47,7 @@ class Hooks:
         before: raises an error if the current step must not be saved.
         in_checkpoint: writes more files into the folder of a checkpoint.
         card: returns the model card of the run. If `card` is None, the trainer makes the model card.
-        goes_on: returns the command that resumes a checkpoint; None in a script.
+        goes_on: returns the command that resumes a checkpoint. None in a script.
     """
 
     before: Callable[[], object] = lambda: None
@@ -80,7 +80,7 @@ class WholeCheckpoints(Sharded):
         return result
 
     def last_checkpoint(self: Any) -> Path | None:
-        """Return the last complete checkpoint of this run, else the resumed checkpoint, or None without either."""
+        """Return the last complete checkpoint of this run, else the resumed checkpoint, or None without a checkpoint."""
         whole = whole_checkpoints(self.args.output_dir)
         return whole[-1] if whole and saved_at(whole[-1]) >= self._began else self._resumed_from
 

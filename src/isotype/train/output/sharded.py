@@ -1,4 +1,4 @@
-"""Saves checkpoints of a sharded model, and resumes training from them with any number of processes.
+"""Saves checkpoints of a sharded model. Any number of processes can resume training from such a checkpoint.
 
 A checkpoint of a sharded run has the folder `sharded/` with trained weights and optimizer states by parameter name.
 `torch.distributed.checkpoint` writes safetensors files, and each process writes its own rows of the tensors.
@@ -34,7 +34,7 @@ _MODEL, _OPTIMIZER = "model.", "optimizer."
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """Gather the weights to save (a collective operation). Return them by name in CPU memory, or {} if `keep` is False."""
+    """Gather the weights to save (a collective operation). Return name -> weight in CPU memory, or {} if `keep` is False."""
     named: Mapping[str, torch.Tensor] = model.state_dict()
     if hasattr(model, "peft_config"):  # only the adapters are saved, with TRL's reference adapter `ref`
         named = {name: p for name, p in model.named_parameters() if p.requires_grad or ".ref." in name}

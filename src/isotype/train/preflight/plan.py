@@ -69,13 +69,13 @@ class StepPlan:
         reshard: True if FSDP frees a block's gathered weights after its forward.
         step_rows: rows of an optimizer step on one device. If `step_rows` is more than `rows`, gradients are accumulated.
         evaluation: rows in an evaluation batch (0 means `rows`), or None if the training has no evaluation.
-        evaluation_length: length of the longest evaluation row, or None if it is the training's length.
+        evaluation_length: length of the longest evaluation row, or None if evaluation rows are as long as training rows.
         prompt: length of the prompt at the beginning of every row. Prompt tokens have no loss.
         completion: length of a completion (grpo, rloo).
-        generations: number of batches whose completions are generated together; 0 means the batches of an optimizer
+        generations: number of batches whose completions are generated together, or 0 for the batches of an optimizer
             step. None if the device generates no completions.
         reference: True if every step runs the reference model.
-        copied: `weights` or `adapters` if the reference model is a frozen copy of these, or None if nothing is copied.
+        copied: `weights` or `adapters` if the reference model is a frozen copy of the weights or adapters, or None.
         packed: True if rows have several documents that are separated by position ids.
         ranges: `measure` or `known` (see `isotype.train.policy.policy_by_ranges`).
         data: description of the data set's rows, or "" if no data set was opened.

@@ -107,7 +107,7 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
         attention, packed = None, False
     if settings.torch_compile:
         notes.append(
-            "torch.compile: the uncompiled step is checked, which has the same dtypes and findings, but can need other memory"
+            "torch.compile: the uncompiled step is checked (dtypes and findings are the same, but memory can differ)"
         )
     compares = method.compares(settings.training)
     precomputed = settings.precompute_ref_log_probs
@@ -212,7 +212,7 @@ _TRIED = 8
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
-    """Return the encoded images of the sampled row with the most pixel values; None for a stream or without a processor."""
+    """Return the encoded images of the sampled row with the most pixel values, or None for a stream or no processor."""
     if not hasattr(rows, "__len__") or not len(rows):
         return None
     if not picture_columns(rows):

@@ -118,9 +118,9 @@ class PlannedStep:
 
     @cached_property
     def mixed(self) -> bool:
-        """True if the documents of a packed row would attend to each other. A training then puts each in a separate row.
+        """True if the documents of a packed row would attend to each other. A training then unpacks the documents.
 
-        The documents are separated if transformers' code for this (`lines_separating_documents`) is in the trace.
+        Documents are separated if a traced operator is in the code that `lines_separating_documents` returns.
         """
         plan = self.plan
         if not plan.packed:

@@ -125,7 +125,7 @@ def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
         "the number of tokens in an image is unknown",
         f"--image {shown} for {plan.source}, {'whose processor is not on this machine' if takes else 'which takes only text'}",
         "the processor in the model's directory" if takes else "a model that takes images",
-        "copy preprocessor_config.json and the tokenizer into it" if takes else "leave --image out",
+        "copy preprocessor_config.json and the tokenizer there" if takes else "leave --image out",
     )
 
 

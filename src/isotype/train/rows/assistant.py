@@ -176,8 +176,8 @@ def labelled_row(
     places = encoded["offset_mapping"]
     learned = [any(start < last and end > first for first, last in spans) for start, end in places]
     if not any(learned):
-        what = f"{place}: the keys of all turns exclude them from the loss"
-        fix = "set such a key (for example, weight) of one turn to 1, or remove the example"
+        what = f"{place}: keys of the turns exclude all turns from the loss"
+        fix = "include a turn (for example, by 'weight': 1), or remove the example"
         raise DataError.of("a row has no targets", what, "at least one turn", fix)
     labels = [token if mask else -100 for token, mask in zip(ids, learned, strict=True)]
     return {"input_ids": ids, "labels": labels}

@@ -1,4 +1,4 @@
-"""Reads the rows of a training command, splits them, and checks them with the chat template, the processor and `max_length`."""
+"""Reads, splits and checks the rows of a training command."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def has_pictures(settings: Settings, data: Any) -> bool:
 
 
 def uncut(settings: Settings, data: Any) -> Settings:
-    """Return settings without a length limit if the rows have images, because such rows are not cut; else `settings`."""
+    """Return `settings`, without a length limit if the rows have images, because rows with images are not cut."""
     return settings.but(max_length=None) if has_pictures(settings, data) else settings
 
 

@@ -168,7 +168,7 @@ def longest_possible(
     Args:
         limit: largest number of tokens in a row (longer rows are cut), or None if rows are not cut.
         packed: True if short rows are joined up to `limit`.
-        completion: number of tokens in the completion after each row.
+        completion: number of tokens in the completion that follows each row.
         pictured: True if the rows have images. Without a `limit`, the longest of the sampled rows is used.
     """
     whole = lengths is not None and (len(lengths.tokens) == lengths.rows or (pictured and limit is None))
@@ -212,7 +212,7 @@ def longest_of_batches(tokens: Sequence[int], rows: int) -> float:
 
 
 def padding_share(tokens: Sequence[int], rows: int) -> float:
-    """Return the expected share of padding in batches of `rows` rows, each padded to its longest row."""
+    """Return the expected share of padding in batches of `rows` rows that are padded to the batch's longest row."""
     share = 1 - sum(tokens) / len(tokens) / longest_of_batches(tokens, rows)
     return max(0.0, share)  # rounding may give less
 
@@ -254,7 +254,7 @@ def _stored_ids(row: Mapping[str, Any]) -> list[Sequence[int]]:
 
 
 def _parts(method: str, row: Mapping[str, Any], text_field: str) -> list[tuple[Any, Any]]:
-    """Return (prompt, answer) for each answer of a row; the prompt is None in a conversation or a text."""
+    """Return (prompt, answer) for each answer of a row. The prompt of a conversation or a text is None."""
     prompt = row.get("prompt")
     if METHODS[method].loss == "policy":
         return [(prompt, None)]

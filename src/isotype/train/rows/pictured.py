@@ -175,7 +175,7 @@ class Pictured:
         return parts
 
     def count(self, row: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the number of tokens in a row with its longest answer, and in its prompt. Images are not decoded."""
+        """Return (tokens in a row with its longest answer, tokens in the row's prompt). Images are not decoded."""
         answers = answers_in(row)
         lengths = [len(self._ids(self.written(row, name))) for name in answers]
         prompt = 0
