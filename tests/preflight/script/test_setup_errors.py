@@ -81,7 +81,7 @@ def test_a_larger_vocabulary_is_named_with_its_size() -> None:
             self.embed_tokens = nn.Embedding(rows, 4)
 
     cause, how = _explanation(lambda model: Words(8).load_state_dict(Words(10).state_dict())) or ("", "")
-    assert cause.endswith("10 rows of the embedding or output layer, and this model has 8")
+    assert cause.endswith("10 rows of the embedding or output layer, and this model has 8 rows")
     assert "resize_token_embeddings(10)" in how
 
 
