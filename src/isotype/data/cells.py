@@ -176,7 +176,7 @@ def chat_problems(column: str, value: object) -> Iterator[Problem]:
         if meant is not None:
             what = f"column '{column}' holds a message of the role '{role}'"
             yield Problem(what, f"one of {', '.join(ROLES)}", f"did you mean '{meant}'?")
-    # Another role may be defined by the chat template, and its message may be the answer.
+    # The chat template may define another role, whose message may be the answer.
     if column in ANSWERS and "assistant" not in roles and set(ROLES).issuperset(roles):
         what = f"column '{column}' holds no message of the assistant"
         yield Problem(what, "at least one answer to train on", "add the answer, or remove the example")

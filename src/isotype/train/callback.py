@@ -91,13 +91,13 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._scale: float | None = None
         self.watch = watch
         self.ranges = ranges
-        self._meter: StepMeter | None = None  # a PolicyTrainer has its own
+        self._meter: StepMeter | None = None  # for a PolicyTrainer, the trainer's own meter
         self._reductions = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         saved = policy_of(model)
-        bound = None if saved is None or saved.keep_frozen else saved  # no policy that another run derived
+        bound = None if saved is None or saved.keep_frozen else saved  # not a policy derived by another run
         policy = self._policy = self.policy or bound or policy_of_current_dtypes(model, args)
         _restore(model, policy)
         if hasattr(model, "save_pretrained"):

@@ -31,7 +31,7 @@ Message = dict[str, Any]
 """A turn of a conversation: `role` and `content` (a text, or a list of parts if the turn has images)."""
 _UNUSED = "penalty_alpha dola_layers num_beam_groups force_words_ids constraints stop_strings"
 PLAIN = {**dict.fromkeys(_UNUSED.split()), "num_beams": 1}
-"""Replace a checkpoint's generation settings, because some need code from the hub and others prevent streaming."""
+"""Replacements for a checkpoint's generation settings that need code from the hub or prevent streaming."""
 Prompt = str | Sequence[Message]
 """A text that the model continues, or a conversation."""
 LONGEST = 200

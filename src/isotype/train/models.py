@@ -367,7 +367,7 @@ def weightless_model(
         if kind in _SPARSE:
             what, expected = f"a {kind} adapter", "an adapter that computes without sparse tensors"
             raise UsageError.of("a check cannot trace the adapter", what, expected, "start the training")
-        plain = kind == "LORA"  # other kinds compute with the values that they draw
+        plain = kind == "LORA"  # other kinds compute with their random initial values
         with _adapter_arguments(), torch.device("meta" if plain else "cpu"), NoDraws():
             model = _added_silently(model, policy, lora, adapt)
     return fold_layers(model) if fold and not early else model

@@ -190,7 +190,7 @@ def _add(
         value, problem = _object(_JSON[name], value)
     if problem is not None:
         return [problem]
-    values.pop(name, None)  # so that an argument given again is written where it was given last
+    values.pop(name, None)  # a repeated argument is written at its last position
     values[name] = Value(value, words, origin)
     return []
 

@@ -227,7 +227,7 @@ def _listed(table: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _entry(table: str, name: str) -> tuple[str, str]:
-    """Return a name's entry: its kind (idle, differs or refused) and text, or ("", ""). A pattern matches last."""
+    """Return a name's entry: its kind (idle, differs or refused) and text, or ("", ""). Patterns are tried last."""
     entries = [entry for entry in _listed(table) if fnmatchcase(name, entry[2])]
     kind, text, _ = min(entries, key=lambda entry: entry[2] != name, default=("", "", ""))
     return kind, text

@@ -220,8 +220,8 @@ def padding_share(tokens: Sequence[int], rows: int) -> float:
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
     """Return (number of documents, longest length) of the largest batch of `rows` packed rows, unpacked into documents."""
     largest: tuple[int, int] = (0, 0)
-    # Rows are visited in the order of their longest document. The other rows of a batch are earlier rows: those with the
-    # most documents.
+    # Rows are visited in the order of their longest document. In the largest batch with such a row, the other rows are the
+    # earlier rows with the most documents.
     fullest: list[int] = []
     for row in sorted(packed_rows(lengths, limit) or [[limit]] * rows, key=max):
         largest = max(largest, (sum(fullest) + len(row), max(row)), key=prod)
