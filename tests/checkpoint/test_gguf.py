@@ -229,7 +229,7 @@ def test_a_truncated_file_names_the_tensors(tmp_path: Path, tiny: Path) -> None:
     path.write_bytes(tiny.read_bytes()[:-1])
     assert refused(CheckpointError, read_gguf_header, path) == (
         f"cannot read {path}\n"
-        "  - 1 tensors end after the file's last byte, such as 'blk.1.ffn_norm.weight'\n"
+        "  - the file is too short for 1 of its tensors, such as 'blk.1.ffn_norm.weight'\n"
         "    expected  a complete file\n"
         "    fix       the file is damaged: download, copy or save it again"
     )

@@ -147,7 +147,7 @@ def test_a_truncated_file_says_what_is_missing(tmp_path: Path) -> None:
     path = write(
         tmp_path / "x.safetensors", {"a": entry("F32", [2], 0, 8), "b": entry("F32", [2], 8, 16)}, bytes(9)
     )
-    problem = "9 bytes of data; 1 tensors end after the last byte, such as 'b'"
+    problem = "9 bytes of data, too few for 1 of the tensors, such as 'b'"
     assert message(path) == damaged(path, problem, "16 bytes")
 
 
@@ -252,12 +252,12 @@ def test_everything_wrong_with_shards_at_once(tmp_path: Path) -> None:
     assert message(tmp_path) == (
         f"cannot read {path}\n"
         "  - 1.safetensors lacks b\n"
-        "    expected  what model.safetensors.index.json lists\n"
+        "    expected  the tensors that model.safetensors.index.json lists for it\n"
         "    fix       take the index and the shards from the same save of the model\n"
         "  - 1.safetensors also has x\n"
-        "    expected  what model.safetensors.index.json lists\n"
+        "    expected  the tensors that model.safetensors.index.json lists for it\n"
         "    fix       take the index and the shards from the same save of the model\n"
-        "  - 2.safetensors: 3 bytes of data; 1 tensors end after the last byte, such as 'c'\n"
+        "  - 2.safetensors: 3 bytes of data, too few for 1 of the tensors, such as 'c'\n"
         "    expected  4 bytes\n"
         "    fix       the file is damaged: download, copy or save it again\n"
         "  - 3.safetensors is missing; model.safetensors.index.json expects d in it\n"

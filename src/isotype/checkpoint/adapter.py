@@ -238,8 +238,8 @@ _DRAWN = (True, False, None, "gaussian", "orthogonal")
 def deferred_base(adapter: Adapter) -> DeferredBlocks:
     """Return `DeferredBlocks` that read most weights of the adapter's base later, block by block.
 
-    `load` reads the weights that the adapter's file replaces. It reads all weights if the adapter is not LoRA, or if PEFT
-    reads the weights to add the adapter (DoRA, PiSSA, OLoRA).
+    Weights that the adapter's file replaces are not deferred. No weights are deferred if the adapter is not LoRA, or if
+    PEFT reads the weights to add the adapter (DoRA, PiSSA, OLoRA).
     """
     config = adapter.config
     drawn = kind_of_adapter(config) == "LORA" and not config.use_dora and config.init_lora_weights in _DRAWN

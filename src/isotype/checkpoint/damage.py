@@ -163,7 +163,7 @@ class _Product(torch.autograd.Function):
 def rounded(
     weight: torch.Tensor, form: str, moments: torch.Tensor | None = None, *, exact: bool = True
 ) -> torch.Tensor:
-    """Round a float32 weight to a format; return float32 `[rows, columns]`. Slices of a weight must contain whole blocks.
+    """Round a float32 weight to a format; return float32 `[rows, columns]`. A slice of a weight must have whole 4-bit blocks.
 
     Args:
         form: one of `isotype.core.formats.MEASURED`.

@@ -179,7 +179,7 @@ def _not_streamed(source: object, policy: PrecisionPolicy) -> PrecisionError:
     if policy.layers:
         what, mixed, fix = "mixed base", "under a policy of mixed storage", f"{fix}, or with quantization nf4"
     request = f"{source}, {mixed}, with a device map to disk, mismatched sizes or weights in memory"
-    expected = "arguments with which isotype itself reads each weight from a file"
+    expected = "arguments that let isotype read each weight from a file"
     return PrecisionError.of(f"a {what} cannot be loaded with these arguments", request, expected, fix)
 
 

@@ -65,7 +65,7 @@ def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
         zeros = _unpacked(zeros.transpose(-1, -2), scheme.bits, rows).transpose(-1, -2)
     if scheme.kind == "words":
         codes = _unpacked(codes, scheme.bits, scheme.shape)
-    elif scheme.kind == "pairs":
+    elif scheme.kind == "E2M1":
         codes = torch.stack([codes.view(torch.uint8) & 15, codes.view(torch.uint8) >> 4], dim=-1).flatten(-2)
         return _scaled(codes, factors, dtype, scheme.block, table=mxfp4.E2M1)
     return _scaled(codes, factors, dtype, scheme.block, zeros)

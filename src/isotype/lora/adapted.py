@@ -116,7 +116,7 @@ class Reading:
     """A PEFT layer as data. The object is cached, because creating it takes as long as a few matrix products.
 
     Attributes:
-        tensors: the layer's tensors in the order of `lora_linear`.
+        tensors: the layer's tensors in the order that `lora_linear` expects.
         device: device of the base weight. Hooks of PEFT's forward may move inputs to this device.
     """
 

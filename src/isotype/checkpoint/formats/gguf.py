@@ -184,7 +184,7 @@ def _tensors(
             cut.append(name)
         tensors.append(TensorHeader(name, type_name, shape, nbytes, path, start + offset))
     if cut:
-        what = f"{len(cut)} tensors end after the file's last byte, such as {cut[0]!r}"
+        what = f"the file is too short for {len(cut)} of its tensors, such as {cut[0]!r}"
         problems.append(Problem(what, "a complete file", DAMAGED))
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.bytes))
     for before, tensor in pairwise(tensors):

@@ -227,7 +227,7 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
         for some, what in ((names - present, "lacks"), (present - names, "also has")):
             if some:
                 difference = f"{shard} {what} {listed(sorted(some))}"
-                problems.append(Problem(difference, f"what {index.name} lists", fix))
+                problems.append(Problem(difference, f"the tensors that {index.name} lists for it", fix))
     if problems:
         raise damaged(index, problems)
     return by_name(tensors), metadata

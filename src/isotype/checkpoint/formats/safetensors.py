@@ -126,7 +126,7 @@ def _check_spans(tensors: Sequence[TensorHeader], start: int, data_bytes: int) -
     last = max((tensor.begin + tensor.bytes for tensor in tensors), default=start) - start
     if last > data_bytes:
         cut = [tensor.name for tensor in tensors if tensor.begin + tensor.bytes > start + data_bytes]
-        place = f"{data_bytes} bytes of data; {len(cut)} tensors end after the last byte, such as {cut[0]!r}"
+        place = f"{data_bytes} bytes of data, too few for {len(cut)} of the tensors, such as {cut[0]!r}"
         return [Problem(place, f"{last} bytes", DAMAGED)]
     problems = []
     previous, before = start, "the header"

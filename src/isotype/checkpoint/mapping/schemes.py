@@ -40,15 +40,15 @@ EXPECTED = (
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 _EXPONENTS = frozenset({"U8", "F8_E8M0"})
-_STORED = {"words": ("I32",), "pairs": ("U8", "I8"), "numbers": ("F8_E4M3", "F8_E5M2"), "integers": ("I8",)}
-_PLAIN_CODES = frozenset({"numbers", "integers"})
+_STORED = {"words": ("I32",), "E2M1": ("U8", "I8"), "floats": ("F8_E4M3", "F8_E5M2"), "integers": ("I8",)}
+_PLAIN_CODES = frozenset({"floats", "integers"})
 # The kinds of codes that each format of compressed-tensors stores.
 _FORMATS = {
     "pack-quantized": frozenset({"words"}),
     **dict.fromkeys(("int-quantized", "float-quantized", "naive-quantized"), _PLAIN_CODES),
-    "mxfp8-quantized": frozenset({"numbers"}),
-    **dict.fromkeys(("nvfp4-pack-quantized", "mxfp4-pack-quantized"), frozenset({"pairs"})),
-    "mixed-precision": _PLAIN_CODES | {"words", "pairs"},
+    "mxfp8-quantized": frozenset({"floats"}),
+    **dict.fromkeys(("nvfp4-pack-quantized", "mxfp4-pack-quantized"), frozenset({"E2M1"})),
+    "mixed-precision": _PLAIN_CODES | {"words", "E2M1"},
 }
 _MODELOPT = frozenset(
     {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"}
@@ -64,7 +64,7 @@ def _require(condition: object, otherwise: str) -> None:
         raise UnreadableError(otherwise)
 
 
-Kind = Literal["numbers", "integers", "words", "pairs", "blocks"]
+Kind = Literal["floats", "integers", "words", "E2M1", "blocks"]
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ class Scheme:
     """The dequantization of one weight: (code - zero point) x scale.
 
     Attributes:
-        kind: how codes are stored. `numbers`: float8. `integers`: int8. `words`: integers packed in int32. `pairs`: two
-            E2M1 codes per byte. `blocks`: the mxfp4 blocks of gpt-oss.
+        kind: how codes are stored: float8, int8, integers in int32 words, two E2M1 codes per byte, or gpt-oss's blocks.
         shape: shape of the dense weight; empty if only a file on the hub contains the shape.
         block: numbers of rows and columns that share a scale.
         second: one number that applies to all scales, or None.
@@ -196,7 +195,7 @@ def scheme_of(
     _require(len(scales) == 1, f"{weight.dtype_name} with {_names(constants)}: one scale is expected")
     zero = roles.pop("zero_point", None)
     seconds = [roles.pop(name) for name in ("global_scale", "scale_2") if name in roles]
-    roles |= {str(at): part for at, part in enumerate(seconds[1:] if kind == "pairs" else seconds)}
+    roles |= {str(at): part for at, part in enumerate(seconds[1:] if kind == "E2M1" else seconds)}
     _require(not roles, f"{_names(list(roles.values()))}, which is not used to read {kind}")
     second = seconds[0] if seconds else None
     if not shape:
@@ -274,11 +273,11 @@ def _awq_scheme(
 
 def _kind(weight: TensorHeader, form: str, options: _Options, experts: object) -> Kind:
     if weight.name.endswith("_packed") or form == "nvfp4":
-        kind: Kind = "words" if weight.dtype_name == "I32" else "pairs"
+        kind: Kind = "words" if weight.dtype_name == "I32" else "E2M1"
     elif weight.dtype_name in ("I8", "U8") and experts == "fp4":
-        kind = "pairs"
+        kind = "E2M1"
     else:
-        kind = "numbers" if weight.dtype_name.startswith("F8_E") else "integers"
+        kind = "floats" if weight.dtype_name.startswith("F8_E") else "integers"
     fits = weight.dtype_name in _STORED[kind] and kind in options.kinds and weight.shape
     kinds = f"{_either(options.kinds)} of {options.bits} bits"
     _require(fits, f"stored in {weight.dtype_name}, where config.json has {kinds}")
@@ -291,7 +290,7 @@ def _shape(
     shape = weight.shape
     _require(kind == "words" or written is None, f"a weight_shape, which is not used to read {kind}")
     if kind != "words":
-        return (*shape[:-1], shape[-1] * 2) if kind == "pairs" else shape
+        return (*shape[:-1], shape[-1] * 2) if kind == "E2M1" else shape
     fits = written is not None and written.dtype_name == "I64" and written.elements > 1
     _require(fits, "packed without a weight_shape of int64")
     dense = written_shape([written] if written else [])
@@ -314,7 +313,7 @@ def written_shape(constants: Sequence[TensorHeader]) -> tuple[int, ...] | None:
 
 def _check_dtypes(scale: TensorHeader, second: TensorHeader | None, kind: Kind, options: _Options) -> None:
     allowed = _FLOATS | (_EXPONENTS if options.exponents else frozenset())
-    if kind == "pairs":
+    if kind == "E2M1":
         allowed = frozenset({"F8_E4M3"}) if second is not None else _EXPONENTS
     what = f"{scale.name} of {scale.dtype_name}, which is not a dtype of scales for {kind}"
     _require(scale.dtype_name in allowed, what)
@@ -355,23 +354,23 @@ def _check_zero(
 def _options(
     quantization: Mapping[str, Any], method: str, modules: Sequence[str], classes: Sequence[str]
 ) -> _Options:
-    numbers = frozenset({"numbers"})
+    floats = frozenset({"floats"})
     if method == COMPRESSED:
         return _options_of_group(quantization, group_of(quantization, modules, classes))
     if method == FP8:
         size, experts = quantization.get("weight_block_size", (128, 128)), quantization.get("expert_dtype")
         blocks = () if size is None else (("block", _pair(size)),)  # the default of transformers
         four_bits = (("group", (1, 32)),) if experts == "fp4" else ()
-        kinds = numbers | {"pairs"} if experts == "fp4" else numbers
+        kinds = floats | {"E2M1"} if experts == "fp4" else floats
         return _Options((*blocks, *four_bits, *_WHOLE), kinds, exponents=True)
     if method == MODELOPT:
         algorithm = str(quantization.get("quant_algo"))
         _require(algorithm in _MODELOPT, f"quantized by modelopt as {algorithm}")
         size = _size(quantization.get("group_size") or (32 if algorithm == "MXFP8" else 16), "group_size")
         layouts = (*_WHOLE, ("vector", (1, 0)), ("group", (1, size)))
-        return _Options(layouts, numbers | {"pairs"}, exponents=algorithm == "MXFP8")
+        return _Options(layouts, floats | {"E2M1"}, exponents=algorithm == "MXFP8")
     _require(not method, f"constants that {method} does not store")
-    return _Options(_WHOLE, numbers)  # `weight_scale` is a factor in every library
+    return _Options(_WHOLE, floats)  # `weight_scale` is a factor in every library
 
 
 def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any]) -> _Options:
@@ -396,7 +395,7 @@ def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any])
     }
     sized = strategy in ("tensor", "channel") or all(layouts.get(strategy, _WHOLE)[0][1])
     _require(strategy in layouts and 1 <= bits <= 8 and sized, f"{bits} bits by {strategy} of size {size}")
-    kinds = {"words", "integers"} if numeric == "int" else {8: {"numbers"}, 4: {"pairs"}}.get(bits, set())
+    kinds = {"words", "integers"} if numeric == "int" else {8: {"floats"}, 4: {"E2M1"}}.get(bits, set())
     symmetric, exponents = weights.get("symmetric", True) is True, numeric == "float" and strategy == "group"
     return _Options(layouts[strategy], _FORMATS[form] & kinds, bits, symmetric, exponents)
 

@@ -136,7 +136,7 @@ _TURNS = 5
 
 @dataclass(frozen=True)
 class HeadChoice:
-    """The chosen head: `isotype` is True for isotype's, False for TRL's. `text` is a line with the reason."""
+    """The chosen head: `isotype` is True for isotype's head, False for TRL's head. `text` is a line with the reason."""
 
     isotype: bool
     text: str
