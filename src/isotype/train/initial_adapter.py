@@ -229,7 +229,7 @@ def part_of_base_problems(settings: Settings, name: object, adapter: Path | None
 
 
 def is_its_own_reference(settings: Settings) -> bool:
-    """Return True if the base model is the reference: a new adapter, which changes no base weight, and no sharding."""
+    """Return True if the base model is the reference. Requires a new adapter that changes no base weight, and no sharding."""
     new = settings.start is None and settings.init_lora_weights in (None, *DRAWN)
     return new and settings.sharding is None
 

@@ -229,7 +229,7 @@ def in_words(chart: Chart, record: RunRecord) -> str:
 
 
 def page_data(record: RunRecord, charts: Sequence[Chart]) -> str:
-    """Return the data that `run.js` draws as JSON, escaped for a `<script>` element."""
+    """Return the data for `run.js` as JSON, escaped for a `<script>` element."""
     names = [field.name for field in fields(StepRecord) if field.name != "metrics"]
     metrics = list(dict.fromkeys(name for step in record.steps for name, _ in step.metrics))
     logged = [dict(step.metrics) for step in record.steps]
