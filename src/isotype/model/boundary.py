@@ -33,7 +33,7 @@ class BoundarySettings:
       would round a trainable bias in place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
     - `"int8"`: for 8-bit layers. The boundary adds the bias after the layer, casts the input to `compute`, and reshapes
       the input to a matrix, as bitsandbytes' int8 kernels require.
-    - `"scale"`: for linear layers whose values exceed float16. The boundary multiplies the input by 2^-exponent. The
+    - `"scale"`: for linear layers whose values exceed float16's range. The boundary multiplies the input by 2^-exponent. The
       layer multiplies the result by the weight in `compute`. The boundary casts the product to `result`, multiplies it by
       2^exponent, and adds the bias.
     - `"residual"`: for embeddings and blocks, whose hidden states are the residual stream. The forward runs under

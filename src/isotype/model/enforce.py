@@ -49,8 +49,8 @@ class Change:
 def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ...]:
     """Restore `policy` on `model` in place, and return the changes. A second call changes nothing.
 
-    - Trainable parameters get the master dtype, frozen weights the storage dtype, and pinned weights float32. With
-      `keep_frozen`, frozen weights keep their dtypes.
+    - Trainable parameters get the master dtype, frozen weights the storage dtype, and pinned weights float32. If the
+      policy has `keep_frozen`, frozen weights keep their dtypes.
     - Quantization states and quantized layers get the compute dtype. Float32 buffers that other code has cast to 16 bits
       become float32 again. Their values stay rounded, except rotary frequencies, which are computed again.
     - Modules with float32 weights, and norms that always return float32, get a boundary: it casts outputs to the compute
@@ -232,7 +232,7 @@ def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
 
 
 def fresh_rotary(name: str, module: nn.Module) -> nn.Module:
-    """Return a new rotary module with exact frequencies, by the config of `module`. `name` is for error messages."""
+    """Return a new rotary module with exact frequencies, computed from the config of `module`. `name` is for error messages."""
     config = getattr(module, "config", None)
     if config is None:
         what = f"{name} ({type(module).__name__}) has 16-bit inv_freq, and no config from which to compute it again"

@@ -288,7 +288,7 @@ def _stored_names(model: Any) -> dict[str, torch.Tensor]:
 
 
 _MERGED_OTHERWISE = ("modules_to_save", "trainable_tokens")
-"""Parts of the names of parameters that PEFT trains and that are no copies of the base's."""
+"""Parts of the names of parameters that PEFT trains and that are not copies of the base's parameters."""
 
 
 def tuner_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -6,8 +6,8 @@ Each token t goes to experts e with the routing weights w. Each product has adap
     y = g(h) V_e + c_e + Σ_a s_a (drop_a(g(h)) A'_ae) B'_ae    g: the gated product, or the activation
     out_t = Σ_e w_te y_te
 
-Tokens are sorted by expert once. Activations are multiplied by A and then by B, so no weight's delta is computed. Only
-experts with tokens are read, a few at a time.
+Tokens are sorted by expert once. Activations are multiplied by A and then by B, so no adapter's weight delta is computed.
+Only experts with tokens are read, a few at a time.
 
 The forward saves x, h and the small products with A. The backward computes g(h) and the dropout masks again. The
 gradient of w needs no y: ∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ + ⟨∂L/∂out, c⟩. V' is V with the adapters.
@@ -133,7 +133,7 @@ class _Group:
     times: int = 1
 
     def product(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """Multiply `rows` `[n, in]`, each by its expert's matrix in `matrices` `[experts, in, out]`."""
+        """Multiply each row in `rows` `[n, in]` by its expert's matrix in `matrices` `[experts, in, out]`."""
         if self.offsets is None:
             return rows @ matrices[0]
         return functional.grouped_mm(rows, matrices, offs=self.offsets)
@@ -264,7 +264,7 @@ class _Low:
     ) -> None:
         """Add the adapter's part of the rows' gradient to `d_rows`. Write the gradients of A and B.
 
-        `weighted` are the rows' routing weights, a factor in the gradients of A and B; None for no factor.
+        `weighted`: routing weights of the rows, a factor in the gradients of A and B; None for no factor.
         """
         experts = slice(group.first, group.stop)
         d_hidden = group.product(d_out, self.b[experts].transpose(1, 2)).mul_(self.adapter.scale)

@@ -52,7 +52,7 @@ class Layout:
 
 
 def layout_of(module: nn.Module) -> Layout | None:
-    """Return the layout of Llama 4's and other experts of transformers (5.23); None for another module."""
+    """Return the layout of a transformers (5.23) experts module, including Llama 4's; None for another module."""
     if any(cls.__name__ == "Llama4TextExperts" for cls in type(module).__mro__):
         return Layout(_GATED, inputs_first=True, biases=False, normed=False, routed=False)
     if gate_of(module) is None or not hasattr(module, "has_gate") or has_parallel_experts(module):
@@ -85,7 +85,7 @@ def wrappers_of(outer: Any) -> list[Any]:
 
 
 def base_of(outer: Any) -> Any:
-    """Return the experts module in its wrappers; `outer` itself without a wrapper."""
+    """Return the experts module inside the wrapper `outer`; `outer` itself if it is no wrapper."""
     return _with_wrappers(outer)[-1]
 
 
@@ -130,7 +130,7 @@ def needs_function(outer: Any) -> bool:
 
 
 class FusedExperts(Swapped):
-    """Base class of experts and wrappers in isotype's function. `plain` is the class before the swap."""
+    """Base class of experts and wrappers whose forward is isotype's function. `plain` is the class before the swap."""
 
     plain: type[nn.Module]
 
@@ -193,7 +193,7 @@ def take_out(model: nn.Module) -> None:
 
 
 def use_where_needed(model: nn.Module) -> None:
-    """Put isotype's function into experts that are quantized or have adapters with dropout."""
+    """Make isotype's function the forward of experts that are quantized or have adapters with dropout."""
     for _, outer in outermost(model):
         if needs_function(outer) and why_not(outer) is None:
             put_in(outer)

@@ -116,7 +116,7 @@ def quantize_parts(
         transposed: True if d1 is the input dimension, False if d2 is.
 
     Raises:
-        CheckpointError: the format is mxfp4, which isotype can load, but not make.
+        CheckpointError: the format is mxfp4, which isotype can load, but not produce.
     """
     form = FORMATS[storage]
     if storage == MXFP4:
