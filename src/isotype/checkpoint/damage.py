@@ -269,7 +269,7 @@ def _measured(
 
 
 class Session:
-    """Runs the forwards and backwards of one measurement. `passes` is the length of the progress bar.
+    """Runs the forwards and backwards of one measurement. `passes`: number of passes over the model, for the progress bar.
 
     Attributes:
         reference: the float32 log probabilities of each batch, `[tokens, vocabulary]`; set by `backward`.
@@ -334,7 +334,7 @@ class Session:
 
 
 def _counted(batch: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
-    """Return a mask `[batch, tokens]` of the logits to compare. It is False at padding, and if the next label is -100."""
+    """Return a mask `[batch, tokens]` of the logits to compare. The mask is False at padding, and if the next label is -100."""
     counted = torch.ones(shape, dtype=torch.bool)
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if isinstance(mask, torch.Tensor) and mask.shape == shape:

@@ -144,7 +144,7 @@ def _class(
     headers: CheckpointHeaders | None,
     deferred: DeferredBlocks | None,
 ) -> Any:
-    """Return a subclass of `cls` for one load. It reads the files of `headers`, or the files that transformers finds.
+    """Return a subclass of `cls` for one load. The subclass reads the files of `headers`, or the files that transformers finds.
 
     The load fills `broken` (name of a parameter that is not finite -> problem) and `lacking` (tensors that no file has).
     """

@@ -1,4 +1,4 @@
-"""Reads the tokenizer or processor of a checkpoint. It checks the files first, and runs no code of the checkpoint."""
+"""Reads the tokenizer or processor of a checkpoint. The files are checked first, and no code of the checkpoint is run."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def quantize_fitted(
     storage: torch.dtype = torch.uint8,
     first: int = 0,
 ) -> tuple[torch.Tensor, Any]:
-    """Quantize a weight like `isotype.model.quantize.quantize_4bit`, with constants that suit the layer's inputs.
+    """Quantize a weight like `isotype.model.quantize.quantize_4bit`, with constants that are fitted to the layer's inputs.
 
     Args:
         weight: a layer's weight or a part of the weight, flat; float32, bfloat16 or float16 of any shape.
@@ -137,7 +137,7 @@ def _constants(values: torch.Tensor, weights: torch.Tensor | None, form: str) ->
 
 
 def _finite(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
-    """Replace NaN and infinity in blocks with a constant that is not finite by 0."""
+    """In blocks whose constant is not finite, replace NaN and infinity by 0."""
     return values if constants.max() < torch.inf else values.nan_to_num(0, 0, 0)
 
 

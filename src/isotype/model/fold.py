@@ -121,7 +121,7 @@ def _source(forward: Callable[..., Any]) -> str:
 
 
 def stands_for(model: nn.Module) -> dict[str, int]:
-    """Return full name -> number of layers for which it stands, for each layer in a folded list."""
+    """Return the number of layers for which each layer in a folded list stands, by the layer's full name."""
     return {n: getattr(m, STANDS_FOR) for n, m in model.named_modules() if hasattr(m, STANDS_FOR)}
 
 

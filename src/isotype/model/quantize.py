@@ -164,7 +164,7 @@ def _piece(
 
 
 def _nearest(form: _Format, scaled: torch.Tensor) -> torch.Tensor:
-    """Search the codes of scaled elements. At a midpoint, the lower value's code wins."""
+    """Search the codes of scaled elements. At a midpoint, the code of the lower value is chosen."""
     return form.codes[torch.bucketize(scaled.clamp(-1, 1), form.bounds)]
 
 

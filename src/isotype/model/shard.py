@@ -94,7 +94,7 @@ def mesh_over_all(device: torch.device) -> Any:
 def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshard: bool = True) -> Any:
     """Shard a model under `policy` by FSDP2, in place. Each process keeps some rows of each parameter.
 
-    Each block is a group, and so is a frozen input embedding whose weight no other module shares. All other parameters
+    Each block is a group. A frozen input embedding is a group if no other module shares its weight. All other parameters
     (final norm, head) are one group, which stays gathered until the end of the backward. Gradients are summed in the
     policy's reduce dtype.
 

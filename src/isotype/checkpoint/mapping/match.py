@@ -55,7 +55,7 @@ def unknown_quantization(quantization: QuantizationFacts | None) -> bool:
 
 @dataclass(frozen=True)
 class WrongShape:
-    """A tensor with the shape `wanted` in the model but `stored` in the files, or whose conversion raised `failure`."""
+    """A tensor whose shape is `wanted` in the model but `stored` in the files, or whose conversion raised `failure`."""
 
     name: str
     wanted: tuple[int, ...]

@@ -96,7 +96,7 @@ class Merging:
 
     Args:
         one_dtype: True to use `target` also for tensors that the base's files store in another dtype than most tensors.
-        written: the model that a merge with the same arguments wrote, to measure its errors; None for that merge.
+        written: the model that an earlier merge with the same arguments wrote, to measure its errors; else None.
 
     Attributes:
         model: the base; the merged model has its class and config.

@@ -100,7 +100,7 @@ class QuantizedStack(UncastBuffers):
         return (constants.scales if self.storage == "int8" else constants.absmax,)
 
     def state(self) -> Any:
-        """Return bitsandbytes' `QuantState` of the flat 4-bit weight. It shares memory with the constants."""
+        """Return bitsandbytes' `QuantState` of the flat 4-bit weight, which shares memory with the constants."""
         constants: Any = self
         state = self._state_of(self.shape, constants.absmax.reshape(-1))
         if self.nested:
@@ -354,8 +354,8 @@ def _read_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: ob
 def seen_dense(model: nn.Module) -> Iterator[None]:
     """In the `with` block, dense parameters without memory replace a model's quantized stacks.
 
-    PEFT (0.21) nests its wrappers of parametrized weights in another order (`_inject_parameters`). That would change the
-    names in an adapter's file.
+    PEFT (0.21) nests its wrappers of parametrized weights in another order (`_inject_parameters`). The other order would
+    change the names in an adapter's file.
     """
     held: list[tuple[nn.Module, Any, Any]] = []
     for module in list(model.modules()):
