@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isotype.checkpoint.consumers import CONSUMERS, Fit, fit_of
+from isotype.checkpoint.adapter import read_adapter
+from isotype.checkpoint.consumers import CONSUMERS, Fit, changes_nothing, fit_of
 from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.cli.main import main
 from isotype.core.errors import CheckpointError, UsageError
@@ -141,6 +142,22 @@ def test_a_rank_above_vllms_needs_its_flag(models: Mapping[str, Path], tmp_path:
     fit = fit_of(trained(models, tmp_path, r=32), "vllm")
     assert fit.ok
     assert fit.notes == ("rank 32: start vLLM with --max-lora-rank 32",)
+
+
+@pytest.mark.parametrize(
+    ("zero", "settings", "nothing"),
+    [
+        ("", {}, False),
+        ("q_proj", {}, False),
+        ("proj", {}, True),
+        ("proj", {"use_dora": True}, True),
+        ("proj", {"modules_to_save": ["lm_head"]}, False),
+    ],
+)
+def test_an_adapter_that_changes_nothing(
+    models: Mapping[str, Path], tmp_path: Path, zero: str, settings: dict[str, Any], nothing: bool
+) -> None:
+    assert changes_nothing(read_adapter(trained(models, tmp_path, zero, **settings))) == nothing
 
 
 def test_in_a_terminal(

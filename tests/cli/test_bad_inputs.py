@@ -320,6 +320,7 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
         ),
         ("merge --adapter chat --out merged", "merge chat --output merged"),
         ("merge chat merged", "merge chat -o merged"),
+        ("merge chat --out merged --dtype nf4", "merge chat --output merged --quantization nf4"),
         ("merge chat merged --dtype bf16", "merge chat -o merged --dtype bf16"),
         (
             "check chat -a 16 --seqlen 64 --bsz 2",
@@ -327,7 +328,8 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
         ),
         ("inspect chat --device t4", "inspect --plan chat --device t4"),
         ("plan chat h100", "plan chat --device h100"),
-        ("demo --devce t4", "demo --device t4"),
+        ("demo --devce cpu", "demo --device cpu"),
+        (f"sft {SFT} --lerning_rate 1 --device t4", f"check sft {SFT} --learning_rate 1 --device t4"),
         ("chat chat hello --max_tokens 3", "chat chat --ask hello --max_new_tokens 3"),
     ],
 )
@@ -350,6 +352,24 @@ def test_the_corrected_command(capsys, folder, monkeypatch, command, corrected):
         "check accelerate config",
         "sft chat --max_steps two",
         "sft chat --data a.jsonl --lr -1",
+        # A later check refuses these with any spelling of the name.
+        f"sft {SFT} --lerning_rate 1 --adapt auto",
+        f"sft {SFT} --lerning_rate 1 --load_best_model_at_end",
+        f"sft {SFT} --lerning_rate 1 --tokens_per_step 99",
+        f"sft {SFT} --lerning_rate 1 --device a101",
+        f"check sft {SFT} --lerning_rate 1 --optim lomo --lr_scheduler_kwargs '{{\"a\": 1}}'",
+        "check chat --jsn --device a101",
+        "check bad_build:make --devce a101",
+        "demo --devce t4",
+        "plan chat --jsn --device t4,a101",
+        "inspect chat --jsn --for nobody",
+        "inspect chat --jsn --plan --base_memory much",
+        "inspect chat --jsn --device a101",
+        "quality chat --jsn --device t4",
+        "quality chat --jsn --tokens 0",
+        "doctor --jsn --device a101",
+        "chat chat --max_tokens 0",
+        "chat chat --max_tokens 3 --device t4",
     ],
 )
 def test_a_command_whose_correction_is_not_certain(capsys, folder, monkeypatch, command):

@@ -239,6 +239,17 @@ def test_a_whole_run_leaves_adapter_policy_and_report(capsys, model, data, tmp_p
     assert record["command"].startswith("isotype sft --model_name_or_path")
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("rate", "learns"), [(0, False), (1e-3, True)])
+def test_a_run_that_learned_nothing_prints_no_merge(capsys, model, data, tmp_path, rate, learns):
+    """`isotype merge` refuses an adapter that changes no weight."""
+    options = ("--output_dir", tmp_path, "--max_steps", 1, "--learning_rate", rate)
+    status, text, _ = sft(capsys, model, data, *options)
+    assert status == 0
+    assert ("isotype merge" in text) == learns
+    assert ("changes no weight of its base model: nothing was learned" in text) == (not learns)
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_command_with_its_status(
     number: int, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

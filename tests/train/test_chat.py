@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from isotype.checkpoint.load import load
 from isotype.checkpoint.resolve import resolve_precision
+from isotype.cli.commands import options_of
 from isotype.compat.interrupt import Terminated
 from isotype.core.arguments import Parser
 from isotype.core.errors import CheckpointError, UsageError
@@ -395,14 +396,16 @@ def test_an_adapter_without_a_policy_takes_the_best_of_this_device(base: Path, t
 
 
 def test_options_that_cannot_work() -> None:
-    assert refused(UsageError, talk, "nowhere", "w1", max_new_tokens=0, temperature=-1.0) == (
-        "invalid options\n"
+    command = ("nowhere", "--max_new_tokens", "0", "--temperature", "-1")
+    assert refused(UsageError, options_of, "chat", command) == (
+        "invalid arguments\n"
         "  - --max_new_tokens 0\n"
         "    expected  at least 1\n"
         "    fix       give a larger one\n"
         "  - --temperature -1\n"
         "    expected  0 (greedy) or more\n"
-        "    fix       0.7 is a common choice"
+        "    fix       0.7 is a common choice\n"
+        "  = isotype chat --help lists the arguments"
     )
 
 

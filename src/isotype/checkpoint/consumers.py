@@ -200,6 +200,15 @@ def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) ->
     return values.get(get_pattern_key(values.keys(), module), default)
 
 
+def changes_nothing(adapter: Adapter) -> bool:
+    """Return whether all tensors of an adapter belong to LoRA layers whose matrix B is zero, so that they have no effect."""
+    without_effect = _modules_with_zero_b(adapter)
+    modules = (
+        module_of(tensor.name).removesuffix(".lora_magnitude_vector") for tensor in adapter.headers.tensors
+    )
+    return without_effect.issuperset(modules)
+
+
 def _modules_with_zero_b(adapter: Adapter) -> frozenset[str]:
     names = [tensor.name for tensor in adapter.headers.tensors]
     with safe_open(adapter.headers.tensors[0].file, "pt") as file:

@@ -32,14 +32,14 @@ from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.values import dense
 from isotype.checkpoint.weightless import wanted_quantization
 from isotype.core.dtypes import to_safetensors_name
-from isotype.core.errors import CheckpointError, UsageError
+from isotype.core.errors import CheckpointError
 from isotype.core.names import listed
 from isotype.model.enforce import enforce_model
 from isotype.model.experts.quantize import formats_of_stacks, store_blank
 from isotype.model.finite import not_finite, refuse
 from isotype.model.quantized import store_layers
 from isotype.model.walk import places
-from isotype.precision.devices.profile import device_profile
+from isotype.precision.devices.probe import require_present
 from isotype.precision.policy import PrecisionPolicy
 
 
@@ -110,10 +110,7 @@ def load_for_inference(
         PrecisionError: the device or the libraries cannot run the requested policy.
         UsageError: the device is not in this machine.
     """
-    profile = device_profile(device)
-    if not profile.present:
-        headline, what = f"{profile.title} is not in this machine", f"device {device}"
-        raise UsageError.of(headline, what, "a device of this machine", "leave the device out")
+    profile = require_present(device)
     adapter = read_adapter(path) if is_adapter(path) else None
     tokenizer, base = None, path
     if adapter is None:

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 @interrupts_kept()
 def run(argv: Sequence[str], console: Console) -> int:
     quiet_libraries()
-    function_named = argv and re.fullmatch(r"\w+(\.\w+)*:\w+", argv[0])
-    if function_named and not argv[0].startswith("embedded:"):
+    if names_function(argv):
         options, function, device = function_options(argv)
         command = None
         report, repaired = _check_function(options, function, device)
@@ -51,6 +50,12 @@ def run(argv: Sequence[str], console: Console) -> int:
         elif status == 0:
             show_commands(console, _next(options, command, report))
     return status
+
+
+def names_function(argv: Sequence[str]) -> bool:
+    """Return whether `isotype check` checks a function (`package.module:function`)."""
+    named = argv and re.fullmatch(r"\w+(\.\w+)*:\w+", argv[0])
+    return bool(named) and not argv[0].startswith("embedded:")
 
 
 def _prints_text(options: Options) -> bool:

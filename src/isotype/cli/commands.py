@@ -18,6 +18,7 @@ from isotype.core.errors import Problem, UsageError
 from isotype.core.files import unused
 from isotype.core.names import parse_size
 from isotype.core.terminal import shown
+from isotype.precision.devices.names import require_device
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,19 +29,60 @@ _OF_THE_PLAN = ("dtype", "quantization", "base_memory", "device")
 """Arguments that `isotype inspect` takes only with `--plan`."""
 
 
+def options_of(command: str, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments of a command. Raise UsageError or PrecisionError if the command refuses a value, whatever the files are."""
+    parser = Parser.of(command)
+    options: argparse.Namespace = parser.parse_args(list(argv))
+    if getattr(options, "dtype", "auto") != "auto":
+        from isotype.core.dtypes import parse_dtype
+
+        parse_dtype(options.dtype)
+    if getattr(options, "device", None) is not None:
+        require_device(options.device)
+        if command in ("chat", "quality"):
+            from isotype.precision.devices.probe import require_present
+
+            require_present(options.device)
+    if command == "inspect":
+        _check_inspection(options, parser)
+    elif command == "quality":
+        from isotype.train.command.arguments import count_problems
+
+        parser.refuse(count_problems({"tokens": options.tokens}))
+    elif command == "chat":
+        from isotype.train.chat import option_problems
+
+        parser.refuse(option_problems(options))
+    elif command == "explain" and options.code is not None:
+        find_rule(options.code)
+    return options
+
+
+def _check_inspection(options: argparse.Namespace, parser: Parser) -> None:
+    if options.program is not None:
+        from isotype.checkpoint.consumers import CONSUMERS
+
+        if options.program[0] not in CONSUMERS or len(options.program) > 2:
+            what = f"--for {' '.join(options.program)}"
+            expected = f"one of {', '.join(CONSUMERS)}, then at most one MODEL"
+            raise UsageError.of("invalid arguments", what, expected, "--for vllm MODEL")
+    elif not options.plan:
+        if flags := [f"--{n}" for n in _OF_THE_PLAN if getattr(options, n) != parser.get_default(n)]:
+            expected = "--plan, because only a plan uses these arguments"
+            swap = (("inspect",), ("inspect", "--plan"))
+            problem = Problem(" ".join(flags), expected, "add --plan", swap)
+            raise UsageError("arguments that need --plan", [problem])
+    elif options.base_memory is not None and parse_size(options.base_memory) is None:
+        raise UsageError("invalid arguments", [wrong_size("--base_memory", options.base_memory)])
+
+
 def inspect(argv: Sequence[str], console: Console) -> int:
     """Run `isotype inspect`: print its table, and then raise an error if the checkpoint cannot be loaded."""
-    parser = Parser.of("inspect")
-    options = parser.parse_args(list(argv))
+    options = options_of("inspect", argv)
     if options.program is not None:
         return _inspect_for(options, console)
     if options.plan:
         return _inspect_plan(options, console)
-    if flags := [f"--{n}" for n in _OF_THE_PLAN if getattr(options, n) != parser.get_default(n)]:
-        expected = "--plan, because only a plan uses these arguments"
-        swap = (("inspect",), ("inspect", "--plan"))
-        problem = Problem(" ".join(flags), expected, "add --plan", swap)
-        raise UsageError("arguments that need --plan", [problem])
     from isotype.checkpoint.inspect import inspect_checkpoint
     from isotype.report.inspect import inspection_json, render_inspection
 
@@ -58,15 +100,10 @@ def inspect(argv: Sequence[str], console: Console) -> int:
 
 def _inspect_for(options: argparse.Namespace, console: Console) -> int:
     quiet_libraries()
-    from isotype.checkpoint.consumers import CONSUMERS, fit_of
+    from isotype.checkpoint.consumers import fit_of
     from isotype.report.inspect import render_fit
 
-    program, *models = options.program
-    if program not in CONSUMERS or len(models) > 1:
-        what = f"--for {' '.join(options.program)}"
-        expected = f"one of {', '.join(CONSUMERS)}, then at most one MODEL"
-        raise UsageError.of("invalid arguments", what, expected, "--for vllm MODEL")
-    fit = fit_of(options.path, program, *models)
+    fit = fit_of(options.path, *options.program)
     if options.json:
         print(json.dumps({**asdict(fit), "ok": fit.ok}, indent=1))
     else:
@@ -80,8 +117,6 @@ def _inspect_plan(options: argparse.Namespace, console: Console) -> int:
     from isotype.report.inspect import plan_json, render_plan
 
     memory = None if options.base_memory is None else parse_size(options.base_memory)
-    if options.base_memory is not None and memory is None:
-        raise UsageError("invalid arguments", [wrong_size("--base_memory", options.base_memory)])
     inspection = inspect_plan(
         options.path,
         dtype=options.dtype,
@@ -98,11 +133,7 @@ def _inspect_plan(options: argparse.Namespace, console: Console) -> int:
 
 
 def quality(argv: Sequence[str], console: Console) -> int:
-    from isotype.train.command.arguments import count_problems
-
-    parser = Parser.of("quality")
-    options = parser.parse_args(list(argv))
-    parser.refuse(count_problems({"tokens": options.tokens}))
+    options = options_of("quality", argv)
     quiet_libraries()
     from isotype.checkpoint.damage import measure_quality
     from isotype.train.rows.measured import batch_of_data
@@ -128,7 +159,7 @@ def explain(argv: Sequence[str], console: Console) -> int:
 
     from isotype.rules import all_rules, page
 
-    options = Parser.of("explain").parse_args(list(argv))
+    options = options_of("explain", argv)
     if options.code is None:
         console.print(_rule_table(all_rules()))
     else:
@@ -166,7 +197,7 @@ def _rule_table(rules: Sequence[Rule]) -> Table:
 
 
 def doctor(argv: Sequence[str], console: Console) -> int:
-    options = Parser.of("doctor").parse_args(argv)
+    options = options_of("doctor", argv)
     from isotype.precision.devices.machine import gather_doctor_report
     from isotype.report.doctor import doctor_json, render_doctor
 
@@ -179,7 +210,7 @@ def doctor(argv: Sequence[str], console: Console) -> int:
 
 
 def merge(argv: Sequence[str], console: Console) -> int:
-    options = Parser.of("merge").parse_args(argv)
+    options = options_of("merge", argv)
     quiet_libraries()
     from isotype.checkpoint.merge.merge import merge_adapter
     from isotype.report.inspect import show_merge
@@ -206,7 +237,7 @@ def merge(argv: Sequence[str], console: Console) -> int:
 
 
 def chat(argv: Sequence[str], console: Console) -> int:
-    options = Parser.of("chat").parse_args(argv)
+    options = options_of("chat", argv)
     quiet_libraries()
     from isotype.train.chat import chat as talk
 

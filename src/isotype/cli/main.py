@@ -24,12 +24,13 @@ from isotype.compat.interrupt import HANGUP, exit_status, signal_of, stop_signal
 from isotype.compat.torchvision import importable
 from isotype.compat.triton import leave_garbage
 from isotype.core import VERSION
-from isotype.core.arguments import Parser, corrected
+from isotype.core.arguments import corrected
 from isotype.core.cache import prepare_library_caches
 from isotype.core.console import TerminalConsole, libraries_shown
 from isotype.core.errors import IsotypeError, PrecisionError, Problem, UsageError
 from isotype.core.terminal import lost_output, outlive_output, print_the_nearest, shown
 from isotype.data.methods import METHODS, SAME_METHODS
+from isotype.precision.devices.names import require_device
 from isotype.report.text import show_commands, wrapped
 
 COMMANDS = ("plan", "check", "run", "inspect", "quality", "explain", "doctor", "merge", "chat")
@@ -126,25 +127,40 @@ def _parsed(line: list[str]) -> None:
         from isotype.cli.training import DEMO
 
         command, rest = "sft", [*DEMO, *(word for word in rest if word != "--pictures")]
-    if command in METHODS or command == "check":
+    if command == "check" and (check := import_module("isotype.cli.check")).names_function(rest):
+        require_device(check.function_options(rest)[2] or "auto")
+    elif command in METHODS or command == "check":
         from isotype.train.command.parse import parse_command, value_problems
         from isotype.train.preflight.step_plan import parse_options
+        from isotype.train.validate import checked_settings, training_device
 
-        parsed = parse_command(command, rest)[0] if command in METHODS else parse_options(rest)[1]
+        if command in METHODS:
+            bare, parsed = False, parse_command(command, rest)[0]
+        else:
+            options, parsed = parse_options(rest)
+            bare = options.bare
         lacks = "model_name_or_path" not in parsed or {"dataset_name", "datasets"}.isdisjoint(parsed.values)
         problems = value_problems(parsed)
         if problems or (lacks and command in METHODS):
             raise UsageError("invalid arguments, or no model or no data", problems)
+        # A plan chooses the values of `auto`.
+        decided = dict.fromkeys((*parsed.planned, *(("tokens_per_step",) if parsed.planned else ())))
+        settings = checked_settings(parsed.but(**decided), bare)
+        if command in METHODS:
+            training_device(settings)
     elif command == "plan":
         from isotype.planning.request import parse_request
 
-        parse_request(rest)
+        for device in parse_request(rest)[0].devices:
+            require_device(device)
     elif command == "run":
         from isotype.cli.run import parse
 
         parse(rest)
     else:
-        Parser.of(command).parse_args(rest)
+        from isotype.cli.commands import options_of
+
+        options_of(command, rest)
 
 
 def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:

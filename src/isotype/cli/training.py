@@ -117,6 +117,8 @@ def demo(argv: Sequence[str], console: Console) -> int:
 
 
 def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None:
+    from isotype.checkpoint.adapter import read_adapter
+    from isotype.checkpoint.consumers import changes_nothing
     from isotype.report.run.record import loss_sentences, reward_warnings
 
     record = outcome.record
@@ -149,7 +151,13 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
     elif outcome.adapter is not None:
         trained = outcome.adapter
         commands = chat_commands(trained, pictures=outcome.pictures) if settings.method.answers else {}
-        if settings.use_peft:
+        if settings.use_peft and changes_nothing(read_adapter(trained)):
+            say(
+                console,
+                "The adapter changes no weight of its base model: nothing was learned.",
+                style="yellow",
+            )
+        elif settings.use_peft:
             merge = ("isotype", "merge", str(trained), "-o", str(unused(trained / "merged")))
             commands["merge the adapter into its base model"] = merge
         show_commands(console, commands)

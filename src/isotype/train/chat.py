@@ -124,11 +124,10 @@ def chat(options: argparse.Namespace, console: Console) -> int:
     become part of the next question. In a keyboard session, Ctrl-C stops the current answer but not the chat.
 
     Raises:
-        UsageError: invalid options, a model that generates no text, an image that the model cannot take, or a question
+        UsageError: a model that generates no text, an image that the model cannot take, or a question
             that does not fit into the context. A keyboard session prints errors about images and questions and goes on.
         CheckpointError, PrecisionError: raised by `load_for_inference`.
     """
-    _check(options)
     with interrupts_kept(), console.status(f"loading {options.model} …"):
         model, tokenizer, policy = load_for_inference(
             options.model, options.dtype, options.quantization, options.device, options.model_revision
@@ -218,7 +217,7 @@ def stream_answer(
     return "".join(parts).strip(), whole
 
 
-def _check(options: argparse.Namespace) -> None:
+def option_problems(options: argparse.Namespace) -> list[Problem]:
     problems = []
     if options.max_new_tokens is not None and options.max_new_tokens < 1:
         flag = f"--max_new_tokens {options.max_new_tokens}"
@@ -226,8 +225,7 @@ def _check(options: argparse.Namespace) -> None:
     if not 0 <= options.temperature < float("inf"):
         flag = f"--temperature {options.temperature:g}"
         problems.append(Problem(flag, "0 (greedy) or more", "0.7 is a common choice"))
-    if problems:
-        raise UsageError("invalid options", problems)
+    return problems
 
 
 def _check_writes(name: str, model: Any, tokenizer: Any) -> None:

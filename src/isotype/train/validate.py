@@ -31,15 +31,29 @@ from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.records.trace import HALVES
 from isotype.train.command.arguments import name_problems, number_problems
-from isotype.train.command.settings import Settings
+from isotype.train.command.command import Command
+from isotype.train.command.settings import Settings, settings_of
 from isotype.train.compilation import compiler_problems
-from isotype.train.initial_adapter import bias_problems, check_initial, initial_problems
+from isotype.train.initial_adapter import bias_problems, check_initial, initial_problems, start_of
 from isotype.train.rows.data import check_pictures
 from isotype.train.signals import early_stopping_problems
 
 _ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 _REPORTERS = ("wandb", "tensorboard", "trackio", "mlflow", "comet_ml", "clearml", "swanlab")
 _TEMPLATE = "a .jinja file, or a directory or hub id with a tokenizer"
+
+
+def checked_settings(command: Command, bare: bool = False) -> Settings:
+    """Return the settings of a command. Raise UsageError or PrecisionError if a check of the command refuses an argument.
+
+    With `bare`, the command is a model with a few settings, and files and packages of this machine are not checked.
+    """
+    settings = start_of(settings_of(command))
+    here = device_profile(settings.device).present and not bare
+    problems = [*argument_problems(settings), *(machine_problems(settings) if here else ())]
+    if problems := problems or (list(optimizer_problems(settings)) if here else []):
+        raise UsageError("invalid arguments", problems)
+    return settings
 
 
 def check_settings(settings: Settings) -> None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 
 from isotype.core.dtypes import COMPUTE_DTYPES
-from isotype.core.errors import PrecisionError, first_line
-from isotype.precision.devices.profile import device_profile
+from isotype.core.errors import PrecisionError, UsageError, first_line
+from isotype.precision.devices.profile import DeviceProfile, device_profile
 
 _FIRST_SIDE = 32
 # On an accelerator, the launch time is negligible only for large matrices.
@@ -64,6 +64,15 @@ def next_side(side: int, size: int, call_seconds: float, remaining: float, waiti
     larger = min(2 * side, size)
     predicted = waiting + (call_seconds - waiting) * (larger / side) ** 3
     return larger if predicted <= remaining / 4 else side
+
+
+def require_present(device: str | torch.device) -> DeviceProfile:
+    """Return the profile of a device. Raise UsageError if the device is not in this machine."""
+    profile = device_profile(device)
+    if not profile.present:
+        headline, what = f"{profile.title} is not in this machine", f"device {device}"
+        raise UsageError.of(headline, what, "a device of this machine", "leave the device out")
+    return profile
 
 
 def real_device(device: str | torch.device) -> torch.device:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isotype.checkpoint.opened import config_of, open_checkpoint, open_model
-from isotype.core.errors import Problem, UsageError
+from isotype.core.errors import Problem
 from isotype.core.names import plural
 from isotype.data.build import undecoded
 from isotype.data.pictures import picture_columns, pictures_in, size_of
@@ -18,8 +18,8 @@ from isotype.ranges.pictures import NONE, Pictures, pictures_of
 from isotype.records.memory import MemoryKind
 from isotype.records.request import DEEPSPEED
 from isotype.train.command.command import Command
-from isotype.train.command.settings import Settings, settings_of
-from isotype.train.initial_adapter import is_its_own_reference, start_of
+from isotype.train.command.settings import Settings
+from isotype.train.initial_adapter import is_its_own_reference
 from isotype.train.launched import from_first, processes, requested_sharding
 from isotype.train.models import parts_to_adapt, processing_class, require_router, tokenizer_here
 from isotype.train.output.resume import RECOMPUTED, decided_before
@@ -39,23 +39,12 @@ from isotype.train.rows.lengths import (
     sampled,
 )
 from isotype.train.run import Choice, Run
-from isotype.train.validate import (
-    argument_problems,
-    check_policy,
-    check_tokenizer,
-    machine_problems,
-    optimizer_problems,
-    plain_turns,
-)
+from isotype.train.validate import check_policy, check_tokenizer, checked_settings, plain_turns
 
 
 def plan_of_training(options: Options, command: Command) -> StepPlan:
     """Return the plan of a command's step. If data set and tokenizer are on this machine, the plan has the rows' lengths."""
-    settings = start_of(settings_of(command))
-    here = not options.bare and device_profile(settings.device).present
-    problems = [*argument_problems(settings), *(machine_problems(settings) if here else ())]
-    if problems := problems or (list(optimizer_problems(settings)) if here else []):
-        raise UsageError("invalid arguments", problems)
+    settings = checked_settings(command, options.bare)
     if settings.router_aux_loss_coef:
         model = open_model(str(settings.model_name_or_path), settings.model_revision)
         require_router(config_of(model), settings)
