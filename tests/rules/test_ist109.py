@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -111,6 +113,29 @@ def test_packed_codes_that_a_cast_made_floats() -> None:
     assert [fix.description for fix in finding.fixes] == [
         "keep codes as integers: a cast to bfloat16 rounds them"
     ]
+
+
+class Unpacked(Packed):
+    """A layer that casts its codes to its input's dtype before it unpacks them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes = self.codes.int().to(self.proj.weight.dtype)
+        return self.proj(x) * (torch.bitwise_right_shift(codes, torch.full((4,), 4, dtype=torch.int32)) & 15)
+
+
+@pytest.mark.real_cpu
+def test_codes_that_the_forward_casts_to_the_dtype_of_a_weight() -> None:
+    """hiyouga/LLaMA-Factory #8281: the fix named the weight whose dtype the cast took, not the codes."""
+    model = Unpacked()
+    model.codes = model.codes.int()
+    inputs = {"x": torch.ones(2, 4)}
+    assert "not implemented for 'Float'" in str(real_step(model, inputs).error)
+    (finding,) = verified(model, inputs, "IST109")
+    assert re.fullmatch(r"codes is cast to float32 at test_ist109.py:\d+", finding.cause)
+    assert [re.sub(r"\d+$", "N", fix.description) for fix in finding.fixes] == [
+        "keep codes in int32 at test_ist109.py:N"
+    ]
+    assert finding.fixes[0].verified
 
 
 def test_svd_in_float32() -> None:

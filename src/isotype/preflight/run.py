@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from isotype.compat.torch import has_values
-from isotype.core.dtypes import dtype_name, parse_dtype
+from isotype.core.dtypes import dtype_name
 from isotype.core.errors import IsotypeError, UsageError, error_line
 from isotype.core.names import listed, named, plural, short
 from isotype.core.random_states import random_states_kept
@@ -125,7 +125,9 @@ class _Step:
             self.code,
             with_settings(self.setup, actions),
             change=change if actions else None,
-            lines={action.target: parse_dtype(action.value) for action in actions if action.kind == "line"},
+            lines={
+                action.target: getattr(torch, action.value) for action in actions if action.kind == "line"
+            },
             deadline=deadline,
             untouched=self.untouched,
             enough=enough,
