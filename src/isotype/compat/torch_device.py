@@ -56,6 +56,8 @@ _PROMOTED = frozenset(
     ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "index_copy")
 )
 """Functions that only the CPU's autocast promotes. They fail there for a 16-bit dtype other than autocast's."""
+_IN_FLOAT32 = frozenset(("layer_norm", "group_norm"))
+"""Functions that only a GPU's autocast runs in float32. On the CPU, they fail for a float32 input with 16-bit weights."""
 _MOVES = ("cuda", "xpu", "pin_memory")
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 
@@ -190,13 +192,22 @@ class _OnCPU(TorchFunctionMode):
         if func in _CALLS_TO_MOVE or any(_is_named(place, self._names) for place in places):
             self._named()
         func, args, kwargs = on_cpu(func, args, kwargs, self._names)
-        if getattr(func, "__name__", "") not in _PROMOTED or not torch.is_autocast_enabled("cpu"):
+        name = getattr(func, "__name__", "")
+        if name not in _PROMOTED | _IN_FLOAT32 or not torch.is_autocast_enabled("cpu"):
             return func(*args, **kwargs)
+        if name in _IN_FLOAT32:
+            args = tuple(map(_widened, args))
+            kwargs = {key: _widened(value) for key, value in kwargs.items()}
         torch.set_autocast_enabled("cpu", False)
         try:
             return func(*args, **kwargs)
         finally:
             torch.set_autocast_enabled("cpu", True)
+
+
+def _widened(value: Any) -> Any:
+    half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if half else value
 
 
 def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
