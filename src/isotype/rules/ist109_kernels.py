@@ -69,17 +69,17 @@ def find(trace: Trace) -> Iterator[Finding]:
         if floats[0].dtype.itemsize >= 4 or _TAKES_INTEGERS.search(finding.op):
             if cause.kind == "conversion" and _TAKES_INTEGERS.search(cause.name):
                 continue  # another finding: the operator that returned this operand takes integers, too
-            made = floats[0].origin
-            while made.before is not None and made.before.dtype in FLOATS:
-                made = made.before
-            if made.before is not None:  # a cast of integers
-                kept, line = dtype_name(made.before.dtype), short(made.source)
-                keep = fix(f"keep {made.before.name} in {kept} at {line}", "line", (made.source,), kept)
-                cast = f"{made.before.name} is cast to {dtype} at {line}"
+            origin = floats[0].origin
+            while origin.before is not None and origin.before.dtype in FLOATS:
+                origin = origin.before
+            if origin.before is not None:  # a cast of integers
+                kept, line = dtype_name(origin.before.dtype), short(origin.source)
+                keep = fix(f"keep {origin.before.name} in {kept} at {line}", "line", (origin.source,), kept)
+                cast = f"{origin.before.name} is cast to {dtype} at {line}"
                 yield replace(finding, cause=cast, fixes=(keep,))
                 continue
-            what = f"keep {made.name} as integers: a cast to {dtype} rounds them"
-            stored = made.kind in ("buffer", "parameter")
+            what = f"keep {origin.name} as integers: a cast to {dtype} rounds them"
+            stored = origin.kind in ("buffer", "parameter")
             masks = what if stored else f"use bool or integer tensors at {where}"
             finding = replace(finding, fixes=(advice(finding.source, masks),))
         if "sparse" in finding.op and trace.setup.autocast is not None:  # autocast would cast float32 again
