@@ -770,7 +770,7 @@ def test_another_model_into_which_the_adapter_would_fit(base: Path, make: Make, 
     )
     with pytest.raises(CheckpointError) as caught:
         merge_adapter(make(), tmp_path / "merged", base=other)
-    assert caught.value.headline == "the base is another model than the adapter was trained on"
+    assert caught.value.headline == "the base is not the model that the adapter was trained on"
     differ = [problem.given.removeprefix(f"--base {other}: ") for problem in caught.value.problems]
     assert differ == ["num_attention_heads 8", "num_key_value_heads 4", "head_dim 8", "vocab_size 80"]
     assert caught.value.problems[-1].expected == f"64, as in {base}, the base of the training"

@@ -42,7 +42,7 @@ def why_not(layer: Any) -> str | None:
         return "a part of the layer is sharded separately (FSDP2): only PEFT's forward calls the hooks that gather it"
     settings = boundary_of(base)
     if settings is not None and settings.kind not in ("bias", "int8"):
-        return f"the base computes in another dtype (boundary {settings.kind!r})"
+        return f"the inputs or outputs of the base are cast (boundary {settings.kind!r})"
     return _why_not_adapters(layer)
 
 

@@ -55,7 +55,7 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
       become float32 again. Their values stay rounded, except rotary frequencies, which are computed again.
     - Modules with float32 weights, and norms that always return float32, get a boundary: it casts outputs to the compute
       dtype.
-    - Quantized experts run isotype's function. Liger-Kernel's methods on the experts are removed.
+    - isotype's function computes quantized experts. Liger-Kernel's methods on the experts are removed.
 
     Raises:
         PrecisionError: the model is stored in another format than the policy's, or a quantized layer has lost its

@@ -134,7 +134,7 @@ def repeats_of(model: nn.Module) -> dict[str, int]:
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
-    """Return all properties of a layer that can change its trace, without the layer's number."""
+    """Return all properties of a layer that can change its trace, except the layer's number."""
     return tuple((n, type(m), _tensors(m), _attributes(m), _hooks(m)) for n, m in layer.named_modules())
 
 

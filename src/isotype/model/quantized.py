@@ -52,7 +52,7 @@ def constant_bytes(layer: Any, weight: torch.Tensor) -> int:
 
 
 def is_int8(weight: torch.Tensor) -> bool:
-    """Return whether a parameter's class has the name of bitsandbytes' int8 class. bitsandbytes is not imported."""
+    """Return whether a parameter is bitsandbytes' int8 weight, by the name of its class: bitsandbytes is not imported."""
     return type(weight).__name__ == "Int8Params"
 
 

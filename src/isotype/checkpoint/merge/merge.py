@@ -415,4 +415,4 @@ def check_same_base(adapter: Adapter, base: str, revision: str | None) -> None:
         if getattr(base_config, name, None) != getattr(trained_config, name, None)
     ]
     if problems:
-        raise CheckpointError("the base is another model than the adapter was trained on", problems)
+        raise CheckpointError("the base is not the model that the adapter was trained on", problems)

@@ -29,7 +29,7 @@ CHANGES = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "he
 
 
 def takes_lengths() -> bool:
-    """Return whether this torch's `varlen_attn` has a scale and windows. Importing `varlen_attn` would load the compiler."""
+    """Return whether this torch's `varlen_attn` has a scale and windows, without an import that would load torch's compiler."""
     return torch.__version__ >= _SINCE
 
 
