@@ -29,6 +29,15 @@ HELP = {
     **dict.fromkeys(RECOMPUTE, _RECOMPUTE),
 }
 """Help of the arguments that have another meaning in isotype than in TRL."""
+CHOICES = {
+    "importance_sampling_level": ["token", "sequence"],
+    "multi_objective_aggregation": ["sum_then_normalize", "normalize_then_sum"],
+    "scale_rewards": ["group", "batch", "none"],
+    "vllm_mode": ["server", "colocate"],
+    "vllm_model_impl": ["transformers", "vllm"],
+    "vllm_importance_sampling_mode": ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
+}
+"""Valid names that TRL compares with in its trainers. Its dataclasses accept every name."""
 
 
 def described(method: str) -> dict[str, Spec]:
@@ -60,7 +69,7 @@ def described(method: str) -> dict[str, Spec]:
             none=getattr(action.type, "__qualname__", "").startswith("_accept_none"),
             choices=()
             if name == "dtype"
-            else tuple(map(_plain, action.choices or _listed(action.help or ""))),
+            else tuple(map(_plain, action.choices or CHOICES.get(name) or _listed(action.help or ""))),
             aliases=tuple(flag for flag in action.option_strings if not re.fullmatch(long, flag)),
             help=" ".join(HELP.get(name, action.help or "").split()),
         )

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 import shlex
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trl.trainer.grpo_config
+import trl.trainer.grpo_trainer
 import yaml
-from tools.command_table import LIBRARIES, table_text
+from tools.command_table import CHOICES, LIBRARIES, table_text
 
 from isotype.core.errors import UsageError
 from isotype.core.formats import ASKED, MIXED
@@ -157,6 +160,29 @@ def test_the_table_is_that_of_the_libraries() -> None:
     if any(version(name) != content["libraries"][name] for name in LIBRARIES):
         pytest.skip("other versions are installed than the table is of")
     assert TABLE.read_text(encoding="utf-8") == table_text(), "run python -m tools.command_table"
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_names_that_only_trls_trainers_compare(name: str) -> None:
+    """TRL's configs accept any name, and its trainers raise after the model is loaded, or after a generation."""
+    choices = specs("grpo")[name].choices
+    trainer = Path(trl.trainer.grpo_trainer.__file__).read_text(encoding="utf-8")
+    config = Path(trl.trainer.grpo_config.__file__).read_text(encoding="utf-8")
+    assert choices
+    assert all(re.search(rf"['\"`]{choice}['\"`]", trainer + config) for choice in choices)
+    assert specs("grpo")[name].default in choices
+    given = ("--model_name_or_path", "m", f"--{name}")
+    with pytest.raises(UsageError, match=f"--{name} nothing\n    expected  one of {', '.join(choices)}"):
+        parse_command("grpo", [*given, "nothing"])
+    for choice in choices:
+        assert parse_command("grpo", [*given, choice])[0][name] == choice
+
+
+@pytest.mark.parametrize(
+    ("raw", "value"), [(True, "group"), (False, "none"), ("True", "group"), ("batch", "batch")]
+)
+def test_rewards_are_scaled_as_trl_means_it(raw: Any, value: str) -> None:
+    assert specs("grpo")["scale_rewards"].read(raw) == (value, None)
 
 
 def test_quantization_can_be_each_format_that_a_user_can_request() -> None:

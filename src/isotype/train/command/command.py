@@ -95,6 +95,8 @@ class Spec:
             return bool(raw), None
         if raw is False and "no" in self.choices:
             return "no", None  # YAML reads a bare `no` as False
+        if self.name == "scale_rewards" and (named := _SCALED.get(str(raw).lower())):
+            return named, None
         if isinstance(raw, str):
             try:
                 value = convert(raw)
@@ -114,6 +116,10 @@ class Spec:
         if self.choices and value not in self.choices:
             return None, wrong_choice(f"--{self.name} {raw}", str(value), map(str, self.choices))
         return value, None
+
+
+_SCALED = {"true": "group", "false": "none"}
+"""A boolean `scale_rewards` in lower case -> the name that TRL has for it."""
 
 
 @cache
