@@ -91,25 +91,37 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 codes `[rows, columns]` and float32 row scales `[rows]`, as in `bitsandbytes.nn.Int8Params`.
 
     code = round(127 x / absmax of the row) for the weight x in float16 (https://arxiv.org/abs/2208.07339, section 2). In
-    a row of zeros, the codes are 0.
+    a row of zeros, the codes are 0. Rows whose absmax is below 2^-6 or above 65504 are multiplied by a power of two
+    first: float16 has few digits for small numbers, and none for larger ones.
     """
+    weight = weight.detach()
     if not _on_cpu(weight):
         from bitsandbytes import functional
 
-        codes, scales, _ = functional.int8_vectorwise_quant(weight.to(torch.float16))
-        return codes, scales
-    weight = weight.detach()
+        factors = _into_float16(weight.abs().amax(dim=1, keepdim=True))
+        codes, scales, _ = functional.int8_vectorwise_quant((weight * factors).to(torch.float16))
+        return codes, scales / factors.squeeze(1)
     rows, columns = weight.shape
     codes = torch.empty(rows, columns, dtype=torch.int8)
     scales = torch.empty(rows)
     step = max(1, _PIECE // max(1, columns))
     for begin in range(0, rows if columns else 0, step):
         part = slice(begin, begin + step)
-        values = weight[part].to(torch.float16).float()
-        torch.amax(values.abs(), dim=1, out=scales[part])
-        values.mul_((127.0 / scales[part]).unsqueeze(1)).round_()
-        codes[part] = values.nan_to_num_()  # in rows of zeros, 0 x (127 / 0) is NaN
+        factors = _into_float16(weight[part].abs().amax(dim=1, keepdim=True))
+        values = (weight[part] * factors).to(torch.float16).float()
+        largest = values.abs().amax(dim=1, keepdim=True)
+        codes[part] = (
+            values.mul_(127.0 / largest).round_().nan_to_num_()
+        )  # in rows of zeros, 0 x (127 / 0) is NaN
+        scales[part] = (largest / factors).squeeze(1)
     return codes, scales
+
+
+def _into_float16(absmax: torch.Tensor) -> torch.Tensor:
+    """Return float32 powers of two by which to multiply rows with these largest magnitudes: 1 for usual rows."""
+    absmax = absmax.float()
+    factors = torch.exp2(-torch.frexp(absmax).exponent.clamp(min=-126).float())
+    return torch.where((absmax >= 2.0**-6) & (absmax <= 65504) | (absmax == 0), 1.0, factors)
 
 
 def _on_cpu(weight: torch.Tensor) -> bool:
