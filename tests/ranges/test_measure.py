@@ -251,3 +251,11 @@ def test_experts_that_no_token_reached_are_counted(name: str) -> None:
         note
         == f"tokens reached {len(chosen)} of {every} experts: the values of the other experts are unknown"
     )
+
+
+def test_modules_that_a_forward_replaces() -> None:
+    """BigBird-Pegasus attends to all tokens if a text is shorter than its blocks: it builds other modules for this."""
+    architecture = ARCHITECTURES["bigbird_pegasus-s2s"]
+    ranges = isotype.measure_ranges(architecture.build(torch.float32), architecture.batch(), progress=False)
+    measured = {module.name: module.output for module in ranges.modules}
+    assert measured["model.encoder.layers.1.self_attn.self.query"] > 0

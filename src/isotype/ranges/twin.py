@@ -57,7 +57,9 @@ class Twin:
 
     def weight_ranges(self) -> dict[str, WeightRange]:
         """Return the weight ranges of every module with parameters, by plain name."""
-        weights = ((self.names[id(module)], _weights_in(module)) for module in self.model.modules())
+        # A forward may replace modules, as BigBird's does for texts that are shorter than its blocks.
+        modules = (module for module in self.model.modules() if id(module) in self.names)
+        weights = ((self.names[id(module)], _weights_in(module)) for module in modules)
         return {name: self.weights.range_of(by_name) for name, by_name in weights if by_name}
 
 
