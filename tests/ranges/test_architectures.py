@@ -15,7 +15,7 @@ import torch
 import isotype
 from isotype.precision.policy import PrecisionPolicy
 from tests.models import quiet
-from tests.pairwise import covering
+from tests.pairwise import covering, few
 from tests.ranges.architectures import SPOTS, WeakSpot, weak_model
 
 STEPS = 10
@@ -156,3 +156,17 @@ def test_float16_trains_as_float32(name: str, storage: str, method: str, device:
                 plain = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
             given = {k: each.to(dtype) if each.is_floating_point() else each for k, each in batch.items()}
             torch.testing.assert_close(loss_of(plain, given), low.evaluated, rtol=rounded, atol=0)
+
+
+@few("name", list(SPOTS), "gemma3-embedding")
+def test_float32_weights_under_autocast_to_float16(name: str, tmp_path: Path) -> None:
+    """Outside of norms, the residual stream has the dtype of the weights; a norm returns the float16 of its input."""
+    batch, model = SPOTS[name].batch(), weak_model(name)
+    ranges = isotype.measure_ranges(model, batch, progress=False)
+    with quiet():
+        model.save_pretrained(tmp_path)
+    policy = isotype.resolve_precision(tmp_path, "float16", device="cpu", trainable="full", ranges=ranges)
+    assert policy.plain == torch.float32
+    with torch.autocast("cpu", torch.float16):
+        low = loss_of(isotype.load(tmp_path, policy), batch)
+    torch.testing.assert_close(low, loss_of(model.eval(), batch), rtol=LOSS, atol=0)

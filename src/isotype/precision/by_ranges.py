@@ -179,6 +179,9 @@ def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterato
             # Some models scale the looked-up rows, in the dtype of the embedding's weight.
             largest, what = max((module.weight, "weights"), (module.output, "results"))
             yield ModuleException(module.name, "float32", reason=f"its {what} reach {number(largest)}")
+        elif module.kind == "norm" and storage == "float32" and module.output > LIMIT:
+            # Float weights in float32 have no boundaries for the residual stream: a norm returns its input's dtype, float16.
+            yield ModuleException(module.name, "float32", reason=f"its results reach {number(module.output)}")
         elif module.kind == "other" and module.name in worst and module.name not in stream:
             operator, value = worst[module.name]
             op = operator.op.split(".")[1] if "." in operator.op else operator.op
