@@ -75,7 +75,7 @@ def test_a_layer_whose_weight_the_model_reads_stays_dense(tmp_path: Path, quanti
     policy = isotype.resolve_precision(tmp_path, "bfloat16", quantization, "cpu", quantized_parts="all")
     assert policy.never_quantized[:3] == ("mixer.dt_proj", "mixer.out_proj", "mixer.x_proj")
     assert "lm_head" in policy.never_quantized
-    assert "mixer.x_proj stay bfloat16: the model reads their weights" in policy.reasons["storage"]
+    assert "mixer.x_proj stay bfloat16: packed codes cannot be trained" in policy.reasons["storage"]
     model = isotype.load(tmp_path, policy)
     kinds = {place.name.rpartition(".")[2]: place.kind for place in places(model) if "proj" in place.name}
     packed = "linear8bit" if quantization == "int8" else "linear4bit"
@@ -84,6 +84,37 @@ def test_a_layer_whose_weight_the_model_reads_stays_dense(tmp_path: Path, quanti
         f"backbone.layers.{layer}.mixer.in_proj.weight" for layer in range(2)
     }
     assert torch.isfinite(model(**mamba.batch()).loss)
+
+
+@pytest.mark.filterwarnings("ignore:adapters are on:UserWarning")  # not on the layers that Gemma 3n reads
+@pytest.mark.parametrize("name", ["gemma3n_text", "roberta-cls"])
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_what_is_changed_in_place_or_trained_whole_stays_dense(
+    tmp_path: Path, name: str, quantization: str
+) -> None:
+    """Gemma 3n clamps weights in training, and PEFT trains a classifier whole: both fail on packed codes."""
+    architecture = ARCHITECTURES[name]
+    with quiet():
+        architecture.build(torch.float32).save_pretrained(tmp_path)
+    policy = isotype.resolve_precision(tmp_path, "float32", quantization, "cpu")
+    classifies = name == "roberta-cls"
+    model = isotype.load(
+        tmp_path, policy, model_class=type(architecture.build(torch.float32)) if classifies else None
+    )
+    dense = {place.name.rpartition(".")[2] for place in places(model) if place.kind == "linear"}
+    assert dense >= (
+        {"dense", "out_proj"} if classifies else {"prediction_coefs", "correction_coefs", "lm_head"}
+    )
+    assert not dense & {"query", "q_proj"}
+    isotype.add_lora(model, policy, r=2).train()(**architecture.batch()).loss.backward()
+
+
+def test_a_quantized_layer_cannot_be_trained_whole(saved: Any) -> None:
+    path = saved("llama")
+    policy = isotype.resolve_precision(path, "bfloat16", "nf4", "cpu", quant_storage="bfloat16")
+    model = isotype.load(path, policy)
+    with pytest.raises(isotype.UsageError, match=r"layers\.1\.mlp\.down_proj: quantized, and trained whole"):
+        isotype.add_lora(model, policy, modules_to_save=["layers.1.mlp.down_proj"])
 
 
 def test_names_of_layers_whose_weights_are_read() -> None:

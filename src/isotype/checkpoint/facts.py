@@ -22,7 +22,7 @@ from isotype.core.formats import MXFP4
 from isotype.model.experts.stack import held_stack
 from isotype.model.parts import Parts
 from isotype.model.quantized import constant_bytes, is_int8
-from isotype.model.targets import unquantizable
+from isotype.model.targets import trained_heads, unquantizable
 from isotype.model.walk import is_router
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 
@@ -149,11 +149,12 @@ def facts_of_config(source: str, config: Any, headers: CheckpointHeaders | None 
 
 def _facts_of_modules(model: Any) -> dict[str, Any]:
     dense, read = tuple(Parts(model).outside_of_language()), unquantizable(model)
-    kept: tuple[str, ...] = ()
-    if (dense or read) and hasattr(model, "all_tied_weights_keys"):
+    heads, kept = trained_heads(model), ()
+    if (dense or read or heads) and hasattr(model, "all_tied_weights_keys"):
         from transformers.quantizers.base import HfQuantizer
 
         kept = tuple(sorted(HfQuantizer.get_modules_to_not_convert(model)))
+        read += tuple(head for head in heads if head not in kept)
 
     def gather(patterns: Callable[[Any], Any]) -> tuple[str, ...]:
         return tuple(sorted({name for module in model.modules() for name in patterns(module) or ()}))

@@ -25,6 +25,7 @@ from isotype.model.targets import (
     TRAINED_WHOLE,
     Adapt,
     choose_targets,
+    refuse_quantized,
     save_drawn,
     task_of,
     task_type_of,
@@ -75,6 +76,7 @@ def add_lora(
     config = _config(model, config, lora_kwargs)
     remember_base(model, config)
     notes = (*getattr(model, "adapter_notes", ()), *save_drawn(model, config))
+    refuse_quantized(model, config)
     targets = choose_targets(model, config, _adapt(adapt))
     rate = _take_dropout(config)
     with seen_dense(model):

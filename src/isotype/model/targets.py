@@ -80,7 +80,7 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
     new, stuck = [], []
     for name in drawn:
         path = _module_of(model, name, set(drawn))
-        if any(f".{module}." in f".{path}." for module in saved):
+        if _is_in(path, saved):
             continue
         if path and hasattr(config, "modules_to_save"):
             new.append(path)
@@ -381,17 +381,33 @@ def _counts(block: Any) -> set[int]:
 
 # ------------------------------------------------------------------------------ weights that the model reads itself
 
-_RESULTS = ("t", "T", "mT", "type", "to", "float", "view", "reshape", "transpose", "squeeze", "unsqueeze")
-"""A tensor's attributes and methods that return a tensor with the same values."""
+_RESULTS = (
+    "t",
+    "T",
+    "mT",
+    "type",
+    "to",
+    "float",
+    "view",
+    "reshape",
+    "transpose",
+    "squeeze",
+    "unsqueeze",
+    "clamp",
+)
+"""A tensor's attributes and methods that return a tensor with the same values, or with those in a range."""
 _QUERIES = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|_tie")
 
 
-def layers_read(base: Any) -> dict[str, str]:
-    """Return layer name -> parent's class, for linear layers whose weight a method of a parent reads."""
+def layers_read(base: Any, *, or_changed: bool = False) -> dict[str, str]:
+    """Return layer name -> parent's class, for linear layers whose weight a method of a parent reads.
+
+    With `or_changed`, also for linear layers whose weight a method changes in place, as Gemma 3n's do.
+    """
     reads, modules = {}, dict(base.named_modules(remove_duplicate=False))
     for name, module in base.named_modules():
         cls: Any = type(module)
-        for path in _read_by(cls):
+        for path in _read_by(cls, or_changed):
             full = f"{name}.{path}".lstrip(".")
             layer = modules.get(full)
             if isinstance(layer, nn.Linear) or (layer is not None and is_tuner_layer(layer)):
@@ -400,8 +416,11 @@ def layers_read(base: Any) -> dict[str, str]:
 
 
 def unquantizable(base: Any) -> tuple[str, ...]:
-    """Return the layers of `layers_read` as names for `llm_int8_skip_modules`. `mixer.dt_proj` names all layers with this ending."""
-    read = layers_read(base)
+    """Return the layers whose weight a method of a parent reads or changes, as names for `llm_int8_skip_modules`.
+
+    `mixer.dt_proj` names all layers with this ending.
+    """
+    read = layers_read(base, or_changed=True)
     linear = [name for name, module in base.named_modules() if read and type(module) is nn.Linear]
     names: dict[str, None] = {}
     for name in linear:
@@ -411,8 +430,32 @@ def unquantizable(base: Any) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
+def trained_heads(base: Any) -> tuple[str, ...]:
+    """Return the linear layers that PEFT trains whole with every adapter of the model's task."""
+    heads = TRAINED_WHOLE.get(task_type_of(base) or "", ())
+    linear = (name for name, module in base.named_modules() if type(module) is nn.Linear)
+    return tuple(name for name in linear if _is_in(name, heads))
+
+
+def refuse_quantized(model: Any, config: Any) -> None:
+    """Raise UsageError if an adapter with this config trains a quantized layer whole."""
+    whole = [*(getattr(config, "modules_to_save", None) or ()), *TRAINED_WHOLE.get(task_of(config) or "", ())]
+    layers = [
+        p.name for p in places(model) if p.kind in ("linear4bit", "linear8bit") and _is_in(p.name, whole)
+    ]
+    if layers:
+        what = f"{listed(layers)}: quantized, and trained whole (modules_to_save, or the head of the adapter's task)"
+        expected = "a layer with float weights, because packed codes cannot be trained"
+        fix = "load the model with isotype.load from float weights, and give the layer an adapter, or leave it out"
+        raise UsageError.of("quantized layers cannot be trained whole", what, expected, fix)
+
+
+def _is_in(name: str, modules: Collection[str]) -> bool:
+    return any(f".{module}." in f".{name}." for module in modules)
+
+
 @cache
-def _read_by(cls: Any) -> frozenset[str]:
+def _read_by(cls: Any, or_changed: bool) -> frozenset[str]:
     paths: set[str] = set()
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for name, method in vars(base).items():
@@ -424,18 +467,22 @@ def _read_by(cls: Any) -> frozenset[str]:
                 tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
             except (OSError, SyntaxError):
                 continue
-            paths |= set(_paths(tree))
+            paths |= set(_paths(tree, or_changed))
     return frozenset(paths)
 
 
-def _paths(tree: ast.AST) -> Iterator[str]:
+def _paths(tree: ast.AST, or_changed: bool) -> Iterator[str]:
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node, parent in parents.items():
         text = ast.unparse(node) if isinstance(node, ast.Attribute) and node.attr == "weight" else ""
         path = re.fullmatch(r"self\.([\w.]+)\.weight", text)
         computes = isinstance(parent, (ast.keyword, ast.BinOp, ast.List))
         if isinstance(parent, ast.Attribute):
-            computes = parent.attr in _RESULTS
+            method = parents[parent]
+            changes = (
+                parent.attr == "data" and isinstance(method, ast.Attribute) and method.attr.endswith("_")
+            )
+            computes = parent.attr in _RESULTS or (or_changed and changes)
         elif isinstance(parent, ast.Call):
             computes = node in parent.args and not _QUERIES.search(ast.unparse(parent.func))
         if path and computes:

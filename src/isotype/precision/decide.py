@@ -331,9 +331,7 @@ _DENSE = (
     "; towers and projectors stay {}: they are a small part of the weights, and every image or audio token passes through them "
     "(--quantized_parts all quantizes them)"
 )
-_READ = (
-    "; {} stay {}: the model reads their weights without calling the layers, and packed codes would break it"
-)
+_READ = "; {} stay {}: packed codes cannot be trained, and the model's own code cannot compute with them"
 
 
 def _nearest(

@@ -95,7 +95,7 @@ class PrecisionPolicy:
         wide_residual: whether the residual stream is float32 while matmuls run in 16 bits.
         layers: linear layers whose format is not `storage` (a mixed base).
         dense: names of modules that stay unquantized, unless the request quantizes them: those of images and audio.
-        never_quantized: names of modules that always stay unquantized: layers whose weights the model reads without calling them.
+        never_quantized: names of modules that always stay unquantized: the model uses their weights itself, or adapters train them whole.
         exceptions: modules whose values exceed the compute dtype's range.
         loss_scale: the initial loss scale of a GradScaler.
         keep_frozen: whether frozen float weights keep their dtype, whatever `storage` says. True for a policy that
