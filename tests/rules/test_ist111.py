@@ -186,3 +186,12 @@ def test_lora_on_an_embedding_that_gets_floats() -> None:
     (finding,) = found(RULE, traced(model, {"input": torch.ones(10, 10)}, phases=("forward",)))
     assert finding.fixes[0].description.startswith("leave table out of the adapter (exclude_modules='table')")
     assert not found(RULE, traced(model, {"input": torch.ones(10, dtype=torch.long)}, phases=("forward",)))
+
+
+def test_a_product_that_refuses_integers_is_one_finding() -> None:
+    """The backward of the layer refuses the same tensor."""
+    (finding,) = found(RULE, traced(Ending(lambda h: h), {"x": torch.ones(2, 4, 8, dtype=torch.long)}))
+    assert (finding.phase, finding.message) == ("forward", "addmm does not take this int64 tensor")
+    assert [fix.description for fix in finding.fixes] == [
+        "cast the int64 tensor to float32 at test_ist111.py:28"
+    ]

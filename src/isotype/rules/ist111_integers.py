@@ -60,7 +60,12 @@ def find(trace: Trace) -> Iterator[Finding]:
     outside = (call for call in trace.calls if call.outside is not None and not call.recomputed)
     for calls in grouped(outside, lambda call: (call.op, call.source, call.outside)).values():
         yield _outside(calls[0], calls)
-    refused = (call for call in trace.breaches() if _refused(call) is not None and not call.recomputed)
+    causes = {
+        call: o.origin.cause for call in trace.breaches() if not call.recomputed and (o := _refused(call))
+    }
+    # The backward of a product refuses the same tensor.
+    of_forward = {cause for call, cause in causes.items() if call.phase == "forward"}
+    refused = (call for call, cause in causes.items() if call.phase == "forward" or cause not in of_forward)
     for calls in grouped(refused, _key).values():
         yield _dtype(calls[0], calls, trace)
 
@@ -116,7 +121,7 @@ def _dtype(call: Call, calls: list[Call], trace: Trace) -> Finding:
         _without_floats(call, refused, at) if refused.dtype.is_floating_point
         else f"call .long() on the labels{at}" if "nll_loss" in name
         else f"write ~mask instead of 1 - mask{at}" if name in ("sub", "sub_", "rsub")
-        else f"cast the {dtype} tensor to the other operand's dtype{at}" if call.floats
+        else f"cast the {dtype} tensor to {dtype_name(call.floats[0].dtype)}{at}" if call.floats
         else f"cast the operands to a float dtype{at}"
     )  # fmt: skip
     return finding_at(
