@@ -95,7 +95,16 @@ def test_a_fill_value_beyond_float16_is_one_finding_with_a_proven_fix() -> None:
     assert re.fullmatch(
         r"the number -1e\+09 at \S+:\d+ is beyond 65504, the largest of float16", finding.cause
     )
-    assert [(each.description.partition(" at ")[0], each.verified) for each in finding.fixes] == [
+    fixes = [
         ("fill a float32 tensor", True),
         ("write torch.finfo(tensor.dtype).min, where `tensor` is the filled tensor", False),
     ]
+    assert [(each.description.partition(" at ")[0], each.verified) for each in finding.fixes] == fixes
+
+
+def test_no_fix_casts_float16_to_float16() -> None:
+    """`isotype run` prints fixes before it tries them."""
+    inputs = {"x": torch.ones(3, 4), "kept": torch.ones(3, 3, dtype=torch.bool).tril()}
+    report = check(_Filled(), inputs, device="t4", autocast=FP16, scaler=True, verify=False)
+    (finding,) = report.errors
+    assert [fix.description.partition(" ")[0] for fix in finding.fixes] == ["fill", "write"]

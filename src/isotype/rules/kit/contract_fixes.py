@@ -21,6 +21,8 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
     names = weights_meant(trace, (cause.name for cause in group.causes))
     blamed = group.weights(trace)
     yield from _adapter_fixes(trace, group)
+    if group.mismatched.dtype == _wanted(group):
+        return  # a number is refused, not a dtype
     if group.cause.kind == "parameter" and blamed:
         yield from _parameter_fixes(trace, group, blamed, expected)
     if group.cause.kind in ("buffer", "attribute"):

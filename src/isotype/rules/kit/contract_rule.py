@@ -13,7 +13,7 @@ from isotype.core.names import plural
 from isotype.records.finding import Finding, Fix, finding_at, places
 from isotype.records.trace import ATTENTION, Breach, Call, Failure, Origin, Trace, Weight
 from isotype.rules.kit.contract_fixes import candidates
-from isotype.rules.kit.groups import Group, all_claims, code_of, distinct, groups, sides_in
+from isotype.rules.kit.groups import Group, all_claims, code_of, distinct, dtypes_in, groups, sides_in
 from isotype.rules.kit.words import cause_text, device_error, evidence
 
 
@@ -49,8 +49,8 @@ def settled(trace: Trace) -> frozenset[tuple[str, str]]:
 
 def of_failure(trace: Trace, failure: Failure) -> Finding | None:
     """Return a finding if the model's own code raised an error about a tensor's dtype; else None."""
-    accepted = _dtypes_in(_TAKES.search(failure.error))
-    refused = frozenset() if accepted else _dtypes_in(_REFUSES.search(failure.error))
+    accepted = dtypes_in(_TAKES.search(failure.error))
+    refused = frozenset() if accepted else dtypes_in(_REFUSES.search(failure.error))
     tensors = [o for o in failure.operands if o.origin.cause.kind != "constant"]
     compute = sides_in(trace).at(failure.module, [operand.origin.cause for operand in tensors])
     # The latest tensor is the nearest to the line that raised.
@@ -94,16 +94,6 @@ _REFUSES = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """The part of an error that names the refused dtype: "Unsupported dtype BFloat16"."""
-_NAMES = {
-    torch.float32: r"float[ -]?32|fp[ -]?32|(?<!b)float(?![ -]?\d)",
-    torch.float64: r"double|float[ -]?64|fp[ -]?64",
-    torch.float16: r"(?<!b)float[ -]?16|fp[ -]?16|half",
-    torch.bfloat16: r"bfloat[ -]?16|bf[ -]?16",
-}
-
-
-def _dtypes_in(part: re.Match[str] | None) -> frozenset[torch.dtype]:
-    return frozenset(d for d, name in _NAMES.items() if part and re.search(name, part[1], re.IGNORECASE))
 
 
 def _finding(trace: Trace, group: Group, headline: str) -> Finding:

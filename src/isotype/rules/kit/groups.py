@@ -262,17 +262,24 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
 
 def _without_kernel(call: Call) -> list[Operand]:
     """Return the float operands whose dtype the device's message names: `not implemented for 'BFloat16'`."""
-    named = _NO_KERNEL.search(call.breach.message) if call.breach is not None else None
-    return [operand for operand in call.floats if named and operand.dtype == _SCALAR_TYPES.get(named[1])]
+    named = dtypes_in(_NO_KERNEL.search(call.breach.message if call.breach is not None else ""))
+    return [operand for operand in call.floats if operand.dtype in named]
 
 
-_NO_KERNEL = re.compile(r"not implemented for '(\w+)'")
-_SCALAR_TYPES = {
-    "Float": torch.float32,
-    "Double": torch.float64,
-    "Half": torch.float16,
-    "BFloat16": torch.bfloat16,
+_NO_KERNEL = re.compile(r"not implemented for '(?!Complex)(\w+)'")
+_NAMES = {
+    torch.float32: r"float[ -]?32|fp[ -]?32|(?<!b)float(?![ -]?\d)",
+    torch.float64: r"double|float[ -]?64|fp[ -]?64",
+    torch.float16: r"(?<!b)float[ -]?16|fp[ -]?16|half",
+    torch.bfloat16: r"bfloat[ -]?16|bf[ -]?16",
 }
+
+
+def dtypes_in(part: re.Match[str] | None) -> frozenset[torch.dtype]:
+    """Return the dtypes that the first group of a match names: `float32`, `Half`; none without a match."""
+    return frozenset(d for d, name in _NAMES.items() if part and re.search(name, part[1], re.IGNORECASE))
+
+
 _SCALES = ("absmax", "absmax_code", "code")
 """Operands of bitsandbytes' kernels that are always float32."""
 
