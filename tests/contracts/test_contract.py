@@ -117,6 +117,23 @@ def test_messages(kind: str, op: str, dtypes: tuple[torch.dtype, ...], message: 
     assert (verdict.accepted, verdict.message) == (False, message)
 
 
+@pytest.mark.parametrize("name", ["mm", "addmm", "addbmm", "mv", "addmv", "bmm", "baddbmm", "dot", "vdot"])
+def test_products_of_bools_on_a_cpu(name: str) -> None:
+    square, vector = torch.ones(2, 2, dtype=torch.bool), torch.ones(2, dtype=torch.bool)
+    stack = square[None]
+    operands = {
+        "mm": (square, square), "addmm": (square, square, square), "addbmm": (square, stack, stack),
+        "mv": (square, vector), "addmv": (vector, square, vector), "bmm": (stack, stack),
+        "baddbmm": (stack, stack, stack), "dot": (vector, vector), "vdot": (vector, vector),
+    }[name]  # fmt: skip
+    with pytest.raises(RuntimeError) as raised:
+        getattr(torch, name)(*operands)
+    verdict = CPU.judge(f"aten.{name}.default", tuple(operand.dtype for operand in operands))
+    assert verdict is not None
+    assert (verdict.accepted, verdict.message, verdict.assumed) == (False, str(raised.value), False)
+    assert CPU.judge(f"aten.{name}.default", (torch.uint8,) * len(operands)) is None
+
+
 @pytest.mark.parametrize(
     ("op", "dtypes"),
     [

@@ -176,7 +176,7 @@ class Contracts:
         return self._memo[op, dtypes]
 
     def _judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
-        refused = integer_refusal(op, dtypes)
+        refused = integer_refusal(op, dtypes, self.kind)
         if refused:
             return Verdict(False, message=refused, assumed=self.kind != "cpu")
         if op == _SCALED_MM and self.kind == "cuda" and (self.capability or _FLOAT8_FROM) < _FLOAT8_FROM:

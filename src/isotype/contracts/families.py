@@ -277,9 +277,23 @@ _BOOL_MINUS = (
 )
 
 
-def integer_refusal(op: str, dtypes: Sequence[torch.dtype]) -> str:
+_CPU_PRODUCTS = {
+    "addmm_impl_cpu_": "mm addmm addbmm",
+    "addmv_impl_cpu": "mv addmv",
+    "bmm": "bmm",
+    "baddbmm": "baddbmm",
+    "dot": "dot vdot",
+}
+"""Kernel on a CPU -> its operators. They take integers, but no bools."""
+
+
+def integer_refusal(op: str, dtypes: Sequence[torch.dtype], device: str) -> str:
     """Return torch's error for an integer or bool operand, or "". Tables have one letter for all integers and bools."""
     name = op.partition(".")[2].partition(".")[0]
+    if device == "cpu" and {*dtypes} == {torch.bool}:
+        kernels = (kernel for kernel, names in _CPU_PRODUCTS.items() if name in names.split())
+        if kernel := next(kernels, ""):
+            return _NO_KERNEL.format(kernel).format(Spelled(torch.bool))
     if len(dtypes) < 2 and name != "rsub":
         return ""
     if name in ("nll_loss_forward", "nll_loss2d_forward"):
