@@ -6,7 +6,7 @@ from torch import nn
 
 from isotype.records.finding import Action
 from isotype.records.trace import Trace
-from tests.rules.samples import call, operand, trace
+from tests.rules.samples import LAYER, call, norm, operand, packed, trace
 from tests.rules.traces import BF16, FP16, FP32, found, of_llama, on, traced
 
 RULE = "ist601_bfloat16"
@@ -65,6 +65,23 @@ def test_bfloat16_at_half_of_float16s_rate_on_an_mi100(autocast: Trace) -> None:
     assert 1.0 <= finding.cost.slowdown <= 184.6 / 92.3
     (half,) = finding.fixes  # float32 would be slower still
     assert half.description == "run the step in float16 with a GradScaler"
+
+
+@pytest.mark.parametrize(
+    ("running", "words"),
+    [
+        (
+            BF16,
+            "run the step in float16 with a GradScaler and set the quantized layers' compute dtype to float16",
+        ),
+        (FP16, "set the quantized layers' compute dtype to float16"),
+    ],
+)
+def test_a_fix_names_the_compute_dtype_of_quantized_layers(running: torch.dtype, words: str) -> None:
+    product = call("aten.mm.default", operand(BF16), flops=300, module=LAYER)
+    step = trace([packed(BF16, BF16), norm(FP32)], [product], autocast=running, scaler=running == FP16)
+    (finding,) = found(RULE, on(step, "t4"))
+    assert finding.fixes[0].description == words
 
 
 @pytest.mark.parametrize("device", ["a100", "h100", "mi300x"])

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from isotype.checkpoint.resolve import resolve_precision
+from isotype.compat.torch import dense_parts
 from isotype.model.fold import STANDS_FOR
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.check import check
@@ -49,6 +50,19 @@ def test_a_storage_counts_once_and_until_its_last_tensor_is_gone() -> None:
     gc.collect(2)
     assert book.total == 40
     del view
+    assert book.total == 0
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_a_sparse_tensor_counts_its_indices_and_values(layout: torch.layout) -> None:
+    book = Ledger()
+    book.begin("backward")
+    gradient = torch.eye(4).to_sparse(layout=layout)
+    book.count(gradient)
+    parts = dense_parts(gradient)
+    assert book.total == sum(part.untyped_storage().nbytes() for part in parts) > 0
+    del gradient, parts
     assert book.total == 0
 
 

@@ -198,9 +198,22 @@ def storage_key(storage: Any) -> int:
     return key
 
 
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the indices and values of a sparse tensor, whose storages hold its memory; for another tensor, `(tensor,)`."""
+    names = _PARTS.get(tensor.layout)
+    return (tensor,) if names is None else tuple(getattr(tensor, name)() for name in names)
+
+
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return the `storage_key` of a tensor's storage."""
-    return storage_key(tensor.untyped_storage())
+    """Return the `storage_key` of a tensor's storage; for a sparse tensor, of its values' storage."""
+    return storage_key(dense_parts(tensor)[-1].untyped_storage())
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

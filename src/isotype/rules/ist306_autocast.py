@@ -40,7 +40,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         how = "call the prepared model (unwrap_model with keep_fp32_wrapper=True), or open accelerator.autocast() or torch.autocast around the forward"
         if trace.no_autocast.endswith("on a CPU"):
             how = "use bf16 on a CPU, or train on a GPU"
-        message = "the step runs in float32, without autocast"
+        message = "the step runs without autocast"
         yield Finding("warning", message, cause=trace.no_autocast, fixes=(advice("autocast", how),))
     if setup.policy is None or setup.autocast is None or setup.autocast == setup.policy.compute:
         return

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from isotype.compat.torch import storage_key, storage_of
+from isotype.compat.torch import dense_parts, storage_key, storage_of
 from isotype.core.names import in_module
 from isotype.records.memory import Memory, MemoryKind, MemoryPoint, Phase
 
@@ -77,7 +77,10 @@ class Ledger:
             repeats: how many equal storages of the model this storage represents.
             held: bytes of the storage that this process holds; None for the ledger's `share` of the storage.
         """
-        storage = tensor.untyped_storage()
+        *others, last = dense_parts(tensor)
+        for part in others:
+            self.count(part, kind, repeats)
+        storage = last.untyped_storage()
         key = storage_key(storage)
         size = (int(self.share * storage.nbytes()) if held is None else held) * repeats
         if key in self._live:

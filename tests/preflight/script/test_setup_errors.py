@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -114,6 +115,28 @@ def test_errors_of_libraries(message: str, word: str) -> None:
     cause, how = _explanation(_raise(message), nn.Linear(2, 2)) or ("", "")
     assert word in cause
     assert how
+
+
+@pytest.mark.parametrize(
+    ("argument", "how"),
+    [
+        ("evaluation_strategy", "write eval_strategy in its place"),
+        ("logging_dir", "leave the argument out and set the environment variable TENSORBOARD_LOGGING_DIR"),
+        ("ray_scope", "leave the argument out"),
+    ],
+)
+def test_an_argument_that_the_installed_version_does_not_have(argument: str, how: str) -> None:
+    from transformers import TrainingArguments
+
+    cause, fix = _explanation(lambda model: TrainingArguments(**{argument: "x"})) or ("", "")
+    assert cause == f"TrainingArguments of transformers {version('transformers')} has no argument {argument}"
+    assert fix == f"{how}, or install the version of transformers for which the script was written"
+
+
+def test_an_argument_of_the_scripts_own_function_has_no_explanation() -> None:
+    def step(rate: float) -> None: ...
+
+    assert _explanation(lambda model: step(speed=1.0)) is None
 
 
 def test_other_errors_have_no_explanation() -> None:

@@ -163,11 +163,9 @@ def _has_masters(model: nn.Module) -> bool:
 def autocast_of(model: nn.Module, device: str) -> torch.dtype | None:
     """Return the dtype of the current autocast, or of accelerate's autocast for `model`; None without autocast.
 
-    accelerate's autocast is in the model's forward, and in a trace it works only for a CPU.
+    accelerate's autocast is in the model's forward.
     """
     low = autocast_dtype(device)
-    if low is not None:
+    if low is not None or not is_prepared(model):
         return low
-    if device == "cpu" or not is_prepared(model):
-        return None
     return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(mixed_precision())

@@ -15,7 +15,7 @@ from isotype.compat.replaced import Replacements
 from isotype.compat.standard import frame_above
 from isotype.compat.torch import COMPILER
 from isotype.compat.torch_device import device_type, written_for
-from isotype.core.source import is_library, line_of
+from isotype.core.source import condition_at, is_library, line_of
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.finding import in_library
 from isotype.report.text import short_source
@@ -25,25 +25,27 @@ _ABOUT_GPUS = re.compile(
     r"\b(cuda|gpus?|nvidia|nccl|hip|xpu|mps|accelerator|active drivers)\b|_cuda_", re.IGNORECASE
 )
 _ABOUT_NAMES = (FileNotFoundError, KeyError, ModuleNotFoundError)  # of a file `data/gpu/rows.jsonl`
+_ASKING = re.compile(r"\b(is_available|device_count|current_accelerator)\b")
 _INSTEAD = "with --device NAME (t4, h100, …), isotype runs the script's code for this GPU on the CPU"
 
 
 class MissingGpu:
     """Lets the CPU replace the GPU of `profile`, if this machine has no such GPU.
 
-    Without a profile, the script runs unchanged. Only the line that first asks for a GPU is recorded.
+    Without a profile, the script runs unchanged. Only its lines that ask for a GPU are recorded.
 
     Attributes:
         kind: device type of the device for which the step is checked.
         stands: default autocast dtype of the CPU -> default autocast dtype of the device, if the script names no dtype.
-        question: `file:line` where the script first asks for a GPU; "" if it does not.
+        questions: each `file:line` where the script asks for a GPU, in order.
     """
 
     def __init__(self, profile: DeviceProfile | None) -> None:
         self._profile = profile
         self.kind = device_type("cpu" if profile is None else profile.kind)
         self.stands: dict[torch.dtype, torch.dtype] = {}
-        self.question, self._named = "", False
+        self.questions: list[str] = []
+        self._named = False
         self._default = torch.get_autocast_dtype(self.kind)
         self._hooks = ExitStack()
         backend: Any = torch.cuda if profile is None else getattr(torch, self.kind, None)
@@ -56,6 +58,7 @@ class MissingGpu:
             replaced.wrap(torch.cuda, "is_available", self._note_caller)
             replaced.wrap(torch.cuda, "device_count", self._note_caller)
             replaced.wrap(torch.accelerator, "is_available", self._note_caller)
+            replaced.wrap(torch.accelerator, "current_accelerator", self._note_caller)
         elif self._absent and self._profile is not None:
             self._hooks.enter_context(warnings_at_callers())
             self._hooks.enter_context(written_for(self._profile, self._note_named))
@@ -78,25 +81,32 @@ class MissingGpu:
     def why_nothing(self) -> str:
         """Return why a script without a training step may need a GPU; "" if it has not asked for one."""
         asks = "asks whether a GPU is available, and this machine has none"
-        return f"{short_source(self.question)} {asks}; {_INSTEAD}" if self.question else ""
+        return f"{short_source(self.questions[0])} {asks}; {_INSTEAD}" if self.questions else ""
 
     def explained(self, error: BaseException) -> str:
         """Return a sentence about an error that the missing GPU causes; "" for another error."""
-        if not self._absent or isinstance(error, _ABOUT_NAMES) or not _ABOUT_GPUS.search(str(error)):
+        about = not isinstance(error, _ABOUT_NAMES) and _ABOUT_GPUS.search(str(error))
+        if not self._absent or not (about or self._answered(error)):
             return ""
         place = short_source(line_of(error))
         if self._profile is None:
             return f"{place} needs a GPU, and this machine has none; {_INSTEAD}"
         return f"{place} needs a real {self._profile.title}: the CPU, on which the script runs, cannot replace the GPU here"
 
+    def _answered(self, error: BaseException) -> bool:
+        """Return whether the script raised the error because it asked for a GPU, such as for the `type` of no accelerator."""
+        place = line_of(error)
+        noticed = isinstance(error, AttributeError) and place in self.questions
+        return self._profile is None and (noticed or _ASKING.search(condition_at(place)) is not None)
+
     def _note_named(self) -> None:
         self._named = True
 
     def _note_caller(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         caller = frame_above(2)
-        if not self.question and caller is not None and not is_library(caller.f_code.co_filename):
+        if caller is not None and not is_library(caller.f_code.co_filename):
             line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-            self.question = "" if in_library(line) else line
+            self.questions += [] if in_library(line) or line in self.questions else [line]
         return ask(*args, **kwargs)
 
     def _note_autocast(

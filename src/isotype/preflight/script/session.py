@@ -20,7 +20,7 @@ from isotype.core.console import TerminalConsole
 from isotype.core.errors import IsotypeError, error_line
 from isotype.preflight.script.family import Family, Options, family
 from isotype.preflight.script.processes import Processes
-from isotype.report.text import say
+from isotype.report.text import say, short_source
 
 if TYPE_CHECKING:
     from isotype.preflight.script.diagnosis import Diagnosis
@@ -76,7 +76,7 @@ class Session:
 
         def explain() -> None:
             if self._diagnosis is None or not self._diagnosis.crashed(error):
-                self._say_if_nothing_was_seen()
+                self._say_if_nothing_was_seen(error)
 
         self.safely(explain)
 
@@ -91,11 +91,11 @@ class Session:
         self.stop()
         self.safely(end)
 
-    def _say_if_nothing_was_seen(self) -> None:
+    def _say_if_nothing_was_seen(self, error: BaseException | None = None) -> None:
         if self._family.is_top and not self._failed and not self._family.knows("seen"):
-            self._say(f"{NOTHING_SEEN}: {self._why_nothing()}")
+            self._say(f"{NOTHING_SEEN}: {self._why_nothing(error)}")
 
-    def _why_nothing(self) -> str:
+    def _why_nothing(self, error: BaseException | None) -> str:
         processes = self._processes
         if processes.unwatched:
             programs = ", ".join(processes.unwatched)
@@ -108,6 +108,10 @@ class Session:
             return f"the script never imported torch{started and f', nor trained{started}'}"
         if self._diagnosis.watch.transformed:
             return "transforms of torch.func (vmap, grad) call the modules, and isotype does not record such calls"
+        if error is not None and not started:
+            from isotype.preflight.script.setup_errors import line_of_script  # imports torch, like the script
+
+            return f"{type(error).__name__} at {short_source(line_of_script(error))} ended the script first"
         ended = " before the recording stopped" if self._diagnosis.watch.notes else ""
         return self._diagnosis.gpu.why_nothing() or (
             f"no module with parameters that require a gradient was called{ended}{started and f', nor{started}'}"

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import packages_distributions, version
 from traceback import walk_tb
+from types import FunctionType, ModuleType
+from typing import Any
 
 from torch import nn
 
+from isotype.core.arguments import RENAMED
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, base_name
 from isotype.core.source import line_of
 from isotype.core.tables import table
 from isotype.preflight.script.outside import Outside
+from isotype.records.finding import in_library
 
 _KNOWN: list[dict[str, str]] = table(__file__)
 """(Pattern of an error, kind of the weights in its cause ("codes", "meta" or ""), cause, help)."""
+_ADVICE: dict[str, str] = table(__file__, "old_arguments.json")
+"""Argument that a library no longer has -> advice."""
+_UNKNOWN = re.compile(
+    r"(?P<callee>\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(?P<name>\w+)'"
+)
 
 
 def explained(error: BaseException) -> Outside | None:
@@ -24,8 +34,43 @@ def explained(error: BaseException) -> Outside | None:
         words = None if match is None else _weight_words(error, known["weights"])
         if match is not None and words is not None:
             cause, how = (known[part].format(**match.groupdict(), **words) for part in ("cause", "help"))
-            return Outside(line_of(error), (), how, cause)
+            return Outside(line_of_script(error), (), how, cause)
+    return _unknown_argument(error)
+
+
+def _unknown_argument(error: BaseException) -> Outside | None:
+    """Explain a keyword argument that the installed version of a library does not have; None for other errors."""
+    match = _UNKNOWN.search(str(error))
+    called = None if match is None else _called(error, match["callee"])
+    if match is None or called is None:
+        return None
+    package, name = called.__module__.partition(".")[0], match["name"]
+    distributions = packages_distributions().get(package)
+    if distributions is None:
+        return None
+    new, code = RENAMED.get(name, [""])[0], getattr(vars(called).get("__init__", called), "__code__", None)
+    how = f"write {new} in its place" if code and new in code.co_varnames else "leave the argument out"
+    cause = f"{called.__name__} of {package} {version(distributions[0])} has no argument {name}"
+    other = f"{_ADVICE.get(name, how)}, or install the version of {package} for which the script was written"
+    return Outside(line_of_script(error), (), other, cause)
+
+
+def _called(error: BaseException, name: str) -> Any:
+    """Return the class or function of this name in the variables of a traceback's frames; None without one."""
+    for frame, _ in reversed([*walk_tb(error.__traceback__)]):
+        variables = [*frame.f_locals.values(), *frame.f_globals.values()]
+        members = (vars(value).get(name) for value in variables if isinstance(value, ModuleType))
+        for value in (*variables, *members):
+            if isinstance(value, (type, FunctionType)) and value.__name__ == name:
+                return value
     return None
+
+
+def line_of_script(error: BaseException) -> str:
+    """Return `file:line` of the innermost frame in a file outside of installed packages; `line_of` the error without one."""
+    places = (f"{frame.f_code.co_filename}:{line}" for frame, line in walk_tb(error.__traceback__))
+    files = (place for place in reversed([*places]) if not place.startswith("<"))
+    return next((place for place in files if not in_library(place)), line_of(error))
 
 
 def _weight_words(error: BaseException, kind: str) -> dict[str, str] | None:

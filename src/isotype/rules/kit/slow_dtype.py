@@ -127,9 +127,9 @@ def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
         # Trained parameters become float32 masters, because a GradScaler accepts no float16 gradients.
         to = torch.float32 if weight.trainable else target
         actions.append(Action("parameter", starred(weight.name), dtype_name(to)))
+    computing = [weight.module for weight, state in quantized(trace) if state.compute == dtype]
+    actions += [Action("compute", starred(module), name) for module in computing]
     for weight, state in quantized(trace):
-        if state.compute == dtype:
-            actions.append(Action("compute", starred(weight.module), name))
         if state.state == dtype:
             actions.append(Action("state", starred(weight.module), name))
     # An input of the model stays in `dtype` if only weights are cast.
@@ -137,14 +137,17 @@ def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
     if any(operand.dtype == dtype and operand.origin.kind == "input" for operand in operands):
         actions.append(Action("input", "", name))
     lossless = target == torch.float32 or all(weight.trainable for weight in plain)
-    scaler = " with a GradScaler" if target == torch.float16 else ""
-    weights = " and cast the weights" if plain else ""
+    settings = f"run the step in {name}{' with a GradScaler' if target == torch.float16 else ''}"
+    runs_so = trace.setup.autocast == target and trace.setup.scaler == (target == torch.float16)
+    changes = ["cast the weights"] if plain else []
+    changes += [f"set the quantized layers' compute dtype to {name}"] if computing else []
+    changes = changes if runs_so and changes else [settings, *changes]
     why = "" if lossless else f"; {_UNSAFE[target]}"
     emulated, best = trace.setup.profile.supports(dtype) == "emulated", trace.setup.profile.best_dtype()
     if emulated and target == torch.float32 != best and trace.setup.profile.slower(dtype, target) is None:
         why = f": as fast as emulated {dtype_name(dtype)} or faster, but slower than {dtype_name(best)}"
     return Fix(
-        f"run the step in {name}{scaler}{weights}{why}",
+        f"{' and '.join(changes)}{why}",
         "safe" if lossless else "unsafe",
         actions=tuple(dict.fromkeys(actions)),
     )
