@@ -170,7 +170,7 @@ def test_in_a_terminal(
     assert main(["inspect", str(adapter), "--for", "peft", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["uses"][1]["effect"] == "ignored"
     assert main(["inspect", str(adapter), "--for", "vlm"]) == 2
-    assert "one of peft, vllm, llama.cpp" in capsys.readouterr().err
+    assert "a program (peft, vllm, llama.cpp)" in capsys.readouterr().err
 
 
 def test_an_adapter_without_a_base(models: Mapping[str, Path], tmp_path: Path) -> None:

@@ -252,10 +252,10 @@ def test_everything_wrong_with_shards_at_once(tmp_path: Path) -> None:
     assert message(tmp_path) == (
         f"cannot read {path}\n"
         "  - 1.safetensors lacks b\n"
-        "    expected  the tensors that model.safetensors.index.json lists for it\n"
+        "    expected  the tensors that model.safetensors.index.json lists for 1.safetensors\n"
         "    fix       take the index and the shards from the same save of the model\n"
         "  - 1.safetensors also has x\n"
-        "    expected  the tensors that model.safetensors.index.json lists for it\n"
+        "    expected  the tensors that model.safetensors.index.json lists for 1.safetensors\n"
         "    fix       take the index and the shards from the same save of the model\n"
         "  - 2.safetensors: 3 bytes of data, too few for 1 of the tensors, such as 'c'\n"
         "    expected  4 bytes\n"

@@ -50,7 +50,7 @@ def with_entries(path: Path, **entries: object) -> None:
         ({"rope_theta": 0}, "rope_theta is 0"),
         ({"return_dict": False}, "return_dict is False"),
         ({"output_hidden_states": "x"}, "output_hidden_states is 'x'"),
-        ({"get_text_config": 5}, "get_text_config, a method of LlamaConfig"),
+        ({"get_text_config": 5}, "get_text_config hides a method of LlamaConfig"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"hidden_size": 63}, "63"),
         ({"attn_implementation": "someone/kernel"}, "code from the hub is not run"),

@@ -493,7 +493,7 @@ def test_no_class_for_the_config(saved: Saved) -> None:
         "no model class for this checkpoint\n"
         "  - T5Config: model_type 't5' with architectures ['T5ForConditionalGeneration']\n"
         "    expected  a class of AutoModelForCausalLM\n"
-        "    fix       give a checkpoint for which transformers has such a class, or model_class= in Python"
+        "    fix       give a checkpoint for which transformers has a model class, or model_class= in Python"
     )
 
 

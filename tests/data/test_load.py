@@ -420,7 +420,7 @@ def test_a_column_of_the_data_is_not_replaced(kind: str) -> None:
     assert (
         "--columns renames 'q' to 'prompt', but the data has another column 'prompt'\n"
         "    expected  different names for the columns\n"
-        "    fix       to keep both, add other=prompt; to train on the data's 'prompt', remove prompt=q"
+        "    fix       to keep both, rename the data's column too: add other=prompt; to train on the data's 'prompt', remove prompt=q"
     ) in refusal(f"t.{kind}", columns="prompt=q")
     row = {"prompt": "b", "other": "a", "completion": "c"}
     assert load(f"t.{kind}", columns="prompt=q,other=prompt")["train"][0] == row
@@ -584,7 +584,7 @@ def test_what_nothing_reads_is_said_with_its_name_and_number() -> None:
         load(f"t.{kind}", said=said)
         columns = "'id' of 2 rows" if kind == "jsonl" else "'id' of 2 rows, 'source' of 2 rows"
         assert said == [
-            f"t.{kind}: unused: {columns}; unused unless the chat template reads them: "
+            f"t.{kind}: unused: {columns}; used only if the chat template reads the keys: "
             "'date' of 2 messages, 'cache_control' of 2 parts"
         ]
     said = []

@@ -189,7 +189,7 @@ def test_a_folder_of_pictures_with_metadata(metadata):
     assert contents(rows[0]) == [[PLACE, text(QUESTION)]]
     assert said == [
         f"metadata.{metadata}: captions are trained as answers to 'Describe the picture.'; columns 'prompt' and 'completion' "
-        "set another question"
+        "allow another question"
     ]
 
 
@@ -290,12 +290,12 @@ def test_every_bad_picture_is_named_with_its_file_and_row():
         (
             "sft",
             {"messages": asked([PLACE, text("a")]), "images": []},
-            "1 place for an image and 0 images",
+            "1 place for an image in messages, but 0 images",
         ),
         (
             "sft",
             {"messages": asked("<image>a"), "images": ["red.png"] * 2},
-            "1 place for an image and 2 images",
+            "1 place for an image in messages, but 2 images",
         ),
         ("sft", {"text": "a<image>b", "image": "red.png"}, "column 'text' contains images"),
         (

@@ -46,7 +46,7 @@ def test_the_rate_of_an_emulated_dtype_is_marked() -> None:
     product = call("aten.mm.default", operand(torch.bfloat16), operand(torch.bfloat16), flops=8)
     traced = on(trace(calls=[product]), "t4")
     words = roofline_words(replace(record, trace=traced))
-    assert "bfloat16 8 FLOP at 8.10 TFLOP/s, emulated at the rate of float32" in words
+    assert "bfloat16 8 FLOP at 8.10 TFLOP/s (emulated in float32)" in words
 
 
 def test_the_report_names_the_devices() -> None:

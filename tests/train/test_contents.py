@@ -85,9 +85,9 @@ def test_pictures_that_are_missing_broken_or_miscounted_are_named_with_their_row
         (["data:image/png;base64,AAAA"], "the image cannot be read: no format that pillow reads"),
         (
             ["a.png", "a.png"],
-            "1 place for an image and 2 images\n    expected  as many places as images\n",
+            "1 place for an image in messages, but 2 images\n    expected  as many places as images\n",
         ),
-        ([], "1 place for an image and 0 images\n"),
+        ([], "1 place for an image in messages, but 0 images\n"),
     ):
         write("t.jsonl", lines(row, {**row, "images": pictures}))
         assert f"  - t.jsonl, line 2: {what}" in refusal("t.jsonl")

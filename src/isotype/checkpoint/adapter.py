@@ -141,8 +141,8 @@ def inference_policy(
 UNUSABLE: Mapping[str, str] = {
     "POLY": "which needs the number of each row's task (task_ids)",
     "XLORA": "which needs a base without `use_cache`, and runs the base twice for each input",
-    "corda": "whose initialisation changed the base's weights by covariances that are not saved",
-    "lora_ga": "whose initialisation changed the base's weights by gradients that are not saved",
+    "corda": "whose initialisation changed the base's weights with covariances that no file contains",
+    "lora_ga": "whose initialisation changed the base's weights with gradients that no file contains",
 }
 """Kinds and initialisations of adapters that isotype cannot use, with the reasons."""
 
@@ -155,7 +155,7 @@ def require_usable(adapter: Adapter) -> None:
             what = f"{adapter.directory}: a {name} adapter, {UNUSABLE[name]}"
             fix = "use it in a script with PEFT"
             if name == start:
-                fix = "save it again in PEFT's script: save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+                fix = "save it again in the training script: save_pretrained(…, path_initial_model_for_weight_conversion=…)"
             raise UsageError.of("isotype cannot use this adapter", what, "an adapter such as LoRA", fix)
 
 
@@ -189,7 +189,7 @@ def load_base(
     model_class: Any = None,
     **arguments: Any,
 ) -> Any:
-    """Load the base model with the vocabulary size of the training. By default, its class is the class of the training."""
+    """Load the base model with the vocabulary size of the training. Default of `model_class`: as in training."""
     checkpoint = open_checkpoint(base, revision)
     head = model_class or _head(adapter, config_of(checkpoint))
     labels = _labels(adapter, config_of(checkpoint), policy, head)
@@ -349,10 +349,10 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
 
 
 def _other_beginning(saved: Sequence[str], wanted: Sequence[str]) -> Problem | None:
-    """Return a problem if all saved names become the base model's names when one prefix is replaced; else None."""
+    """Return a problem if only one prefix, the same in all names, separates `saved` from `wanted`; else None."""
 
     def beginnings(name: str) -> tuple[str, str]:
-        """Return the beginnings of `saved[0]` and of `name`: the parts before the end that is equal in both names."""
+        """Return the parts of the first saved name and of `name` that come before their common ending."""
         ours, theirs = saved[0].split("."), name.split(".")
         while ours and theirs and ours[-1] == theirs[-1]:
             ours, theirs = ours[:-1], theirs[:-1]

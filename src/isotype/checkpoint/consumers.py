@@ -3,9 +3,9 @@
 The rules follow the source code of these programs' loaders on 2026-11-27:
 
 - `peft` 0.21: `set_peft_model_state_dict` and `LoraLayer`;
-- `vllm` 0.28: vllm/lora/peft_helper.py, lora_model.py and utils.py. vLLM accepts a tensor if a linear layer's name
-  has the same last part (`q_proj`). If no module has the tensor's full name, vLLM then ignores the tensor
-  (https://github.com/vllm-project/vllm/issues/34186, /48019, /41754);
+- `vllm` 0.28: vllm/lora/peft_helper.py, lora_model.py and utils.py. vLLM accepts a tensor if the last part of its
+  module's name (`q_proj`) is also the last part of a linear layer's name. If no module has the tensor's full name, vLLM
+  then ignores the tensor (https://github.com/vllm-project/vllm/issues/34186, /48019, /41754);
 - `llama.cpp`: convert_lora_to_gguf.py, and `llama_adapter_lora_weight::get_scale` (the scale is alpha / rank, even
   for rsLoRA).
 """
@@ -46,12 +46,12 @@ class Consumer:
 
     Attributes:
         refuses: options of adapter_config.json that the program refuses -> the reason.
-        unplaced: effect of a tensor for which the model has no module.
-        other: effect of a tensor that is not a LoRA matrix; None if the program applies such tensors.
-        stacked: (effect, reason) for adapters of experts stacked in one tensor; None if the program applies such adapters.
+        unplaced: result of loading a tensor for which the model has no module.
+        other: result of loading a tensor that is not a LoRA matrix; None if the program applies the tensor.
+        stacked: (result, reason) for the adapter of a weight that contains all experts; None if the program applies it.
         towers: True if the program applies adapters outside of the language model (towers and projectors).
         scale: function of (config's alpha, config's r, layer's r, is rsLoRA) that returns the scale; None for PEFT's scale.
-        rank: largest rank that the program loads without its option `flag`; 0 if there is no limit.
+        rank: largest rank that the program loads by default; 0 for no limit. flag: option that raises the limit.
     """
 
     refuses: Mapping[str, str] = field(default_factory=dict)
@@ -201,7 +201,7 @@ def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) ->
 
 
 def changes_nothing(adapter: Adapter) -> bool:
-    """Return whether all tensors of an adapter belong to LoRA layers whose matrix B is zero, so that they have no effect."""
+    """Return True if an adapter has no effect: all its tensors belong to LoRA layers whose matrix B is zero."""
     without_effect = _modules_with_zero_b(adapter)
     modules = (
         module_of(tensor.name).removesuffix(".lora_magnitude_vector") for tensor in adapter.headers.tensors

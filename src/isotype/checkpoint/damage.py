@@ -40,7 +40,7 @@ _BLOCKS = 64  # this number of rows, of any width, fills whole 4-bit blocks
 
 
 class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
-    """`TorchDispatchMode` that reads weights when operators use them: all rows, but only the looked-up rows of embeddings."""
+    """`TorchDispatchMode` that reads weights when operators use them, but of embeddings only the rows in use."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator_name(func).startswith("aten.embedding") and "backward" not in operator_name(func):
@@ -55,8 +55,8 @@ class Sums:
     """The sums that are measured for one linear layer.
 
     `damage` is in nats, and `error` is the squared error of the weight; both are dicts by format. `squares` `[columns]` is
-    Σ |g|² x² over `tokens` tokens, with a token's input x and output gradient g. `squares` is the diagonal of the Fisher
-    information, summed over the weight's rows.
+    Σ |g|² x² over `tokens` tokens, with a token's input x and output gradient g. The diagonal of the Fisher information
+    has an entry for each weight; `squares` contains the sum of each column's entries.
     """
 
     rows: int = 0
@@ -68,7 +68,7 @@ class Sums:
 
     @property
     def moments(self) -> str:
-        """The moments of the input channels as text, for a policy; "" before the first call of `Layers.add`."""
+        """The moments of the input channels as a policy stores them; "" before the first call of `Layers.add`."""
         return "" if self.squares is None else write_moments(self.squares, self.tokens)
 
 
@@ -76,11 +76,12 @@ class Sums:
 class Layers:
     """A recorder for `isotype.ranges.twin.twin_of` that measures the damage of quantization in linear layers.
 
-    Let f be ln p(y | x), with y sampled from the model. If the weights W change by D, the divergence from the model is
-    ½ E[<D, df/dW>²] to second order (the Fisher information). The backward starts from the result of `_of_signs`, a
-    gradient with the same second moments as the gradient of f. A token with the input x and the output gradient g adds
-    ½ Σ (g² xᵀ²) D² to the estimate. The estimate omits products of two weights, because their errors are nearly independent.
-    It also omits products of two tokens, because hundreds of samples would be needed.
+    Let f be ln p(y | x), with y sampled from the model. If the weights W change by D, the KL divergence between the
+    outputs before and after the change is ½ E[<D, df/dW>²] to second order (the Fisher information). The backward
+    starts from the result of `_of_signs`, a gradient with the same second moments as the gradient of f. To the
+    estimate, a token with the input x and the output gradient g adds ½ Σ (g² xᵀ²) D² over all weights of the layer. The
+    estimate omits products of two weights, because their errors are nearly independent. It also omits products of two
+    tokens, because it would need hundreds of samples of y.
 
     Attributes:
         wanted: names of the layers to measure.
@@ -93,7 +94,7 @@ class Layers:
     sums: dict[str, Sums] = field(default_factory=dict)
 
     def again(self) -> Any:
-        """Return an empty context: this recorder does nothing when a block runs."""
+        """Return an empty context, because this recorder needs no context for a block's forward or recomputation."""
         return nullcontext()
 
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int]) -> None:
@@ -167,7 +168,7 @@ def rounded(
 
     Args:
         form: one of `isotype.core.formats.MEASURED`.
-        moments: second moments of the input channels, `[columns]`; required (else ValueError) if `form` is fitted to them.
+        moments: second moments of the input channels, `[columns]`; required if `FORMATS[form].fitted`.
         exact: True to round as bitsandbytes does; False to use `fitted.nearest_values`, which takes half the time.
     """
     if form == "int8":
@@ -353,8 +354,8 @@ def _of_signs(
 
     The function returns u = r ε - p (r · ε), with r = √p and independent random signs ε of ±1. Because E[ε εᵀ] = 1,
     E[u uᵀ] = (diag r - p rᵀ)(diag r - r pᵀ) = diag p - p pᵀ. The gradient of ln p(y), with y sampled from p, has the
-    same second moments. Its variance is larger, because that gradient is near 0 for most samples and large for a few.
-    Random signs in one backward: Martens, Sutskever and Swersky, https://arxiv.org/abs/1206.6464.
+    same second moments. The variance of this gradient is larger than that of u, because it is near 0 for most samples
+    and large for a few. The random signs are from Martens, Sutskever and Swersky, https://arxiv.org/abs/1206.6464.
 
     Args:
         rows: log probabilities `[counted tokens, vocabulary]`, float32.
@@ -371,10 +372,10 @@ def _of_signs(
 
 
 def _divergence(p: torch.Tensor, q: torch.Tensor) -> float:
-    """Return Σ p (ln p - ln q) over all rows, for the arguments ln p and ln q.
+    """Return Σ p (ln p - ln q) over all rows; the arguments `p` and `q` are the logarithms ln p and ln q.
 
     With d = ln p - ln q, the function computes Σ p (d + exp(-d) - 1). This is the same sum, because p and q each sum to
-    one. Each term is of second order in d, whereas Σ p d would contain the float32 rounding errors of Σ p and Σ q.
+    one. Its terms are of second order in d. The terms of Σ p d would cancel only up to float32 rounding errors.
     """
     parts = zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True)
     differences = ((a, a - b) for a, b in parts)

@@ -35,7 +35,7 @@ class Block:
     Attributes:
         sources: name of a deferred weight in the model -> the tensors in the files that the weight is made from.
         owners: name of a deferred weight -> the weight's module, which PEFT may wrap later.
-        dense: weights that replace quantized weights of the block.
+        dense: dense weights that replace the block's quantized weights if `DeferredBlocks.dequantize` is called.
     """
 
     name: str
@@ -116,7 +116,7 @@ class DeferredBlocks:
                 yield name
 
     def dequantize(self, model: Any, dtype: torch.dtype) -> None:
-        """Replace quantized layers by dense layers in `dtype`; `read` fills the layers of a block."""
+        """Replace quantized layers by dense layers in `dtype`; `read` later fills those of a deferred block."""
         blocks = {block.name: block for block in self.blocks if self._wait}
 
         def later(weight: DenseWeight) -> bool:

@@ -109,7 +109,7 @@ def check_exportable(config: Any) -> Architecture:
     if scalar not in (None, head, text.hidden_size // text.num_attention_heads if large else head):
         raise _refused(f"query_pre_attn_scalar {scalar:g}", f"{head}, the size of a head")
     if not getattr(text, "norm_topk_prob", True):
-        expected = "true: llama.cpp always scales the scores of a token's experts so that their sum is 1"
+        expected = "norm_topk_prob true: llama.cpp always scales the scores of a token's experts so that their sum is 1"
         raise _refused("norm_topk_prob false", expected)
     return architecture
 
@@ -151,8 +151,8 @@ def write_tensors(
     """Write a dense model and its tokenizer to a GGUF file, with one tensor in memory at a time. Return notes.
 
     As in llama.cpp's converter, most matrices are stored in `kind`. Vectors (norms, biases) and routers are float32.
-    Embeddings and head are q8_0 if `kind` has fewer bits. If `kind` has blocks, matrices whose row length is not a
-    multiple of 32 are float16. A head that shares the embedding's weight is not written.
+    Embeddings and head are q8_0 if `kind` has fewer bits. If `kind` is one of `GGUF_BLOCKS`, matrices whose row length
+    is not a multiple of 32 are float16. A head that shares the embedding's weight is not written.
 
     Args:
         shapes: name -> parameter, in the order of `values`; the parameters may be on the meta device.
@@ -302,7 +302,7 @@ PROGRAM = "llama-quantize"  # writes the types in LLAMA_CPP_TYPES
 
 
 def require_program(kind: str, adapter: Path, output: Path) -> None:
-    """Raise UsageError if `kind` needs llama.cpp's program and the program is not on the PATH."""
+    """Raise UsageError if only llama.cpp's `llama-quantize` can write `kind`, and it is not on the PATH."""
     if kind not in LLAMA_CPP_TYPES or shutil.which(PROGRAM):
         return
     final = output if output.suffix == ".gguf" else output / f"model-{kind}.gguf"

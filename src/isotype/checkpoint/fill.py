@@ -46,10 +46,10 @@ class Placement:
         dtypes: dtype of each float tensor by name; for a quantized weight, the dtype before quantization.
         quantized: names of the weights of bitsandbytes layers.
         convert_gguf: function that converts a GGUF file's tensors; None for other files.
-        modules: name -> module, before adapters wrapped the module; empty if the model has no adapters.
+        modules: name -> module, with the names before PEFT added adapters; empty if the model has no adapters.
         stacks: name of a quantized, stacked expert weight -> its quantization format.
         double_quant: True if the constants of `stacks` are quantized, too.
-        moments: weight name -> second moments of the layer's input channels, for formats with fitted constants.
+        moments: weight name -> second moments of the layer's input channels, for the formats `FITTED`.
     """
 
     dtypes: Mapping[str, torch.dtype]
@@ -143,7 +143,7 @@ def _mapped(sources: Sequence[Source], files: MappedFiles) -> Generator[tuple[So
 def _staged(
     sources: Sequence[Source], files: MappedFiles, placement: Placement, size: int, pinned: bool
 ) -> Generator[tuple[Source, Tensors], None, None]:
-    """Yield each source with a reader of its tensors: a buffer that contains all these tensors, or the mapped files."""
+    """Yield each source with its tensors: in a buffer that contains all of them, or else in the mapped files."""
     # A weight that is saved quantized may use the tensor's memory without a copy, and a reused buffer would overwrite it.
     saved = {id(source) for source in sources if not pinned and _is_saved(source, placement)}
     work = [(source, () if id(source) in saved else tuple(_headers(source))) for source in sources]
@@ -329,8 +329,8 @@ def read_source(
 def rows_of(model: Any, source: Source, name: str, shape: torch.Size, start: int, stop: int) -> Source | None:
     """Return the part of a source from which rows `start` to `stop` of the tensor `name` can be made.
 
-    If each row is made from tensors of its own (an expert), the part contains the tensors of these rows. Otherwise, the
-    part contains these rows of every source tensor. Returns None if the rows cannot be made from such a part.
+    If each row is made from separate tensors (a row is an expert), the part contains the tensors of these rows.
+    Otherwise, the part contains these rows of every source tensor. Returns None if neither part is enough.
     """
     rows = torch.Size((stop - start, *shape[1:]))
     by_pattern = grouped(source.tensors, lambda pair: pair[1]).values()

@@ -42,9 +42,9 @@ class Group:
         dtype: dtype name or quantization format (`nf4`, `Q4_K`) of most tensors.
         shapes: stored shapes, most frequent first; packed weights have a packed shape.
         values: number of weights, after unpacking if the format is packed.
-        bytes: bytes of the tensors and their quantization constants in the files.
+        bytes: size of the tensors and their quantization constants in the files.
         mismatched: tensors that are stored in another dtype or format than `dtype`.
-        unlike: the checkpoint's most common float dtype if this group has another float dtype; else None.
+        unlike: the checkpoint's most common float dtype, if this group's float dtype is different; else None.
     """
 
     name: str
@@ -195,8 +195,8 @@ def _natural_order(name: str) -> list[tuple[int, int, str]]:
 class PlanGroup:
     """Tensors that share a name (with `*` for layer and expert numbers) and are stored and converted in the same way.
 
-    `stored`, `storage`, `how` and `pinned` are equal for all these tensors. `shapes` are the shapes in the model, most
-    frequent first; `sources` is the number of tensors in the files, and `bytes` is their size.
+    All these tensors have the same `stored`, `storage`, `pinned` (see `PlannedTensor`) and conversion `how`. `shapes`:
+    shapes in the model, most frequent first; `sources`: number of source tensors; `bytes`: their size.
     """
 
     name: str

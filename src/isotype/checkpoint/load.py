@@ -65,7 +65,7 @@ from isotype.model.targets import remember_drawn
 from isotype.precision.policy import PrecisionPolicy
 
 _CHOICES = frozenset({"attn_implementation", "experts_implementation"})
-"""Arguments of `from_pretrained` that are not set as fields of the config."""
+"""Arguments that are passed to `from_pretrained`, although the config has fields with these names."""
 
 
 def load(
@@ -79,7 +79,7 @@ def load(
 ) -> Any:
     """Load a model (no adapter), with the arguments and errors of `isotype.load`. `path` may be an open checkpoint.
 
-    If `deferred` is not None, the weights of blocks are not read, but added to `deferred`.
+    If `deferred` is not None, `deferred` gets the sources of the blocks' weights and reads these weights later.
     """
     checkpoint = open_checkpoint(path, kwargs.pop("revision", None))
     source, facts = checkpoint.source, checkpoint.facts
@@ -144,9 +144,9 @@ def _class(
     headers: CheckpointHeaders | None,
     deferred: DeferredBlocks | None,
 ) -> Any:
-    """Return a subclass of `cls` for one load. The subclass reads the files of `headers`, or the files that transformers finds.
-
-    The load fills `broken` (name of a parameter that is not finite -> problem) and `lacking` (tensors that no file has).
+    """Return a subclass of `cls` whose `from_pretrained` reads the files of `headers`, or the files that transformers
+    finds. `from_pretrained` fills `broken` (name of a parameter that is not finite -> problem) and `lacking` (names of
+    tensors that no file contains).
     """
 
     def read(model: Any, state_dict: Any, files: Any, settings: Any, theirs: Callable[[], Any]) -> Any:
@@ -178,7 +178,7 @@ def _not_streamed(source: object, policy: PrecisionPolicy) -> PrecisionError:
     what, mixed, fix = "quantized checkpoint", "saved quantized", "load it without these arguments"
     if policy.layers:
         what, mixed, fix = "mixed base", "under a policy of mixed storage", f"{fix}, or with quantization nf4"
-    request = f"{source}, {mixed}, with a device map to disk, mismatched sizes or weights in memory"
+    request = f"{source}, {mixed}, with a device map to disk, ignore_mismatched_sizes or a state_dict"
     expected = "arguments that let isotype read each weight from a file"
     return PrecisionError.of(f"a {what} cannot be loaded with these arguments", request, expected, fix)
 
@@ -265,7 +265,7 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy, convert: Conv
 
 
 def _save_stacks_whole(model: Any) -> None:
-    """Remove the conversions that would split a quantized stack's codes into experts when the model is saved."""
+    """Remove the conversions that would split a quantized weight of stacked experts when the model is saved."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 

@@ -195,7 +195,7 @@ def load_module(
 
 
 def _adapted(headers: CheckpointHeaders, adapter: StateDictAdapter) -> CheckpointHeaders:
-    """Convert meta tensors with the checkpoint's shapes by `adapter`, and return headers of the results."""
+    """Apply `adapter` to meta tensors with the checkpoint's shapes, and return headers of the resulting tensors."""
     adapted = adapter.from_hf(blank_tensors(stored_tensors(headers.tensors, headers.quantization)))
     tensors = tuple(
         TensorHeader(name, to_safetensors_name(value.dtype), tuple(value.shape), value.nbytes, headers.path)

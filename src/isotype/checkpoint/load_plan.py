@@ -43,7 +43,7 @@ class PlannedTensor:
 
     Attributes:
         sources: the tensors in the files from which this tensor is made, with their quantization constants.
-        stored, storage: dtype name or quantization format in the files, and in the loaded model.
+        stored, storage: dtype names or quantization formats: `stored` in the files, `storage` in the loaded model.
         conversion: conversion steps in order; empty if the tensor is used as stored.
         pinned: True if the model's author keeps the tensor in float32.
     """
@@ -76,7 +76,7 @@ class LoadPlan:
 def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPolicy) -> LoadPlan:
     """Plan how a dense model, which may be on the meta device, gets its tensors from a checkpoint.
 
-    Raises CheckpointError for a checkpoint that is quantized in a format whose tensors isotype cannot identify.
+    Raises CheckpointError if the checkpoint is quantized by a method that isotype does not know.
     """
     quantization = quantization_of(getattr(model, "config", None))
     if quantization is not None and unknown_quantization(quantization):

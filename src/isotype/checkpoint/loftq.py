@@ -1,13 +1,13 @@
 """Initialises adapters from the quantization error of their layers (LoftQ, https://arxiv.org/abs/2310.08659).
 
-LoftQ alternates between quantizing W - BA and decomposing the rest of W. isotype does one iteration and leaves the
-quantized base unchanged. The quantization error is D = W - Q(W), and the adapter's product s B A (with s = alpha / r)
-becomes the matrix of rank r that is nearest to D. PEFT's `replace_lora_weights_loftq` (0.21) ignores s: it sets B A to the
-nearest matrix.
+LoftQ repeats two steps: quantize W - BA to Q, and compute B and A from W - Q. isotype does the second step once and
+leaves the quantized base unchanged. The quantization error is D = W - Q(W), and the adapter's product s B A (with s =
+alpha / r) becomes the matrix of rank r that is nearest to D. PEFT's `replace_lora_weights_loftq` (0.21) ignores s: it
+sets B A to the nearest matrix.
 
 If the input channels have the second moments m, the squared output error is Σ m d², where d are the entries of D
-(`isotype.model.fitted`). The nearest matrix by this error is U Uᵀ D, where the columns of U are the first r left
-singular vectors of D diag(√m).
+(`isotype.model.fitted`). The matrix of rank r with the smallest error is U Uᵀ D, where the columns of U are the first r
+left singular vectors of D diag(√m).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from isotype.model.walk import is_tuner_layer, kind_of, places
 
 _ADAPTER = "default"
 _TURNS = 4
-"""Power iterations for the singular vectors; with fewer, the last vectors would have errors of some percent."""
+"""Number of power iterations for the singular vectors; fewer would leave errors of some percent in the last."""
 
 
 @torch.no_grad()

@@ -64,7 +64,7 @@ def _check_inspection(options: argparse.Namespace, parser: Parser) -> None:
 
         if options.program[0] not in CONSUMERS or len(options.program) > 2:
             what = f"--for {' '.join(options.program)}"
-            expected = f"one of {', '.join(CONSUMERS)}, then at most one MODEL"
+            expected = f"a program ({', '.join(CONSUMERS)}), then at most one MODEL"
             raise UsageError.of("invalid arguments", what, expected, "--for vllm MODEL")
     elif not options.plan:
         if flags := [f"--{n}" for n in _OF_THE_PLAN if getattr(options, n) != parser.get_default(n)]:

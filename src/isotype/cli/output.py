@@ -91,8 +91,8 @@ def _problems() -> Iterator[Problem]:
 def first_to_fail() -> bool:
     """Return True on the first rank that reports a failure. The other ranks then print no message.
 
-    The ranks count failures in the launcher's store, which exists longer than the ranks. Without a store, return True. The
-    result is cached, because the first rank may print two messages.
+    The ranks count failures in a `TCPStore` of torchrun's process, which ends after the ranks. Without a store, return
+    True. The result is cached, so that a second message of the first rank is also printed.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True

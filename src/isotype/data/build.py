@@ -1,7 +1,7 @@
 """Check a local or hub data set, then build it in the format that a trainer takes.
 
-Every row is checked, and a problem names the line or the row in its file. Only the first 1000 rows are checked of a
-stream, and of parquet files and data sets of `datasets` that contain token ids.
+Every row is checked, and a problem names the line or the row in its file. Of a stream, only the first 1000 rows are
+checked. The same holds for token ids in parquet files and in data sets of `datasets`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Prepared:
     Attributes:
         first: first row in the format that the trainer takes.
         shapes: type of every column, or None if the type is unknown.
-        make: returns the data set with columns of these types (as a stream if the second argument is True).
+        make: function of (types of the columns, stream) that returns the data set, as a stream if `stream` is True.
     """
 
     problems: Sequence[Problem]
@@ -129,7 +129,7 @@ def _surveyed(
     word: str = "line",
     cells: bool = False,
 ) -> tuple[Reading, Survey]:
-    """Check the rows that `read` yields, and their images. Return `reading`, with `pictured` if needed, and the results."""
+    """Check the rows that `read` yields, and their images. Return the `Reading` that fits the rows, and results."""
 
     def results(reading: Reading, names: Counter[str], paths: dict[str, tuple[str, int]]) -> Survey:
         survey = Survey(METHODS[reading.method], reading.text_field, word, cells)
@@ -173,7 +173,7 @@ def _notes(
 
 
 def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
-    """Return a line that says how .txt files are read or which images have no caption, or None without .txt files."""
+    """Return a line about .txt files: how they are read, or which images lack a caption. None without .txt files."""
     texts = [path.name for path in files if path.suffix.lower() == ".txt"]
     if not texts:
         return None
@@ -196,7 +196,7 @@ def _captions_line(source: str, row: Row | None) -> str | None:
     content = question.get("content") if isinstance(question, Mapping) else None
     if not isinstance(content, list) or content[-1] != {"type": "text", "text": QUESTION}:
         return None
-    return f"{source}: captions are trained as answers to '{QUESTION}'; columns 'prompt' and 'completion' set another question"
+    return f"{source}: captions are trained as answers to '{QUESTION}'; columns 'prompt' and 'completion' allow another question"
 
 
 def _in_source(source: str, problem: Problem) -> Problem:
@@ -360,7 +360,7 @@ def _retyped(
     shapes: Mapping[str, Shape | None],
     stream: bool,
 ) -> Any:
-    """Return a data set whose columns have the types `shapes`. Rows are written again only if values or storage change.
+    """Return a data set whose columns have the types `shapes`. Rows are rewritten only if values or Arrow types change.
 
     Args:
         reading: the conversion of rows, or None if no row changes.
@@ -419,7 +419,7 @@ def undecoded(dataset: Any) -> Any:
 
 
 def _viewed(dataset: Any, features: Any) -> Any:
-    """Return the data set with the types `features`. The storage of the columns must not differ."""
+    """Return the data set with the types `features`, which must have the Arrow types of the columns."""
     if features == dataset.features:
         return dataset
     if not hasattr(dataset, "__len__"):

@@ -19,7 +19,7 @@ _OTHERS = table(__file__, "names.json")
 OTHER_NAMES: Mapping[str, Mapping[str, list[str]]] = {
     kind: {name: others.split() for name, others in names.items()} for kind, names in _OTHERS.items()
 }
-"""Maps kinds of names (columns, methods, speakers of ShareGPT) to {name: other names that users and data sets write}."""
+"""For columns, methods and speakers of ShareGPT: {isotype's name: other names that users and data sets write}."""
 
 REFILL = "fill in the column, or remove the example"
 
@@ -146,7 +146,7 @@ COLUMNS: Mapping[str, Column] = {
     "tools": Column(
         "null, or a list of tool schemas", _tools_fault, "write JSON schemas, or JSON text of them"
     ),
-    "chat_template_kwargs": Column("an object", _no(dict), "write {} in a row without arguments"),
+    "chat_template_kwargs": Column("an object", _no(dict), "write {} in a row without template arguments"),
     **dict.fromkeys(("input_ids", "chosen_ids", "rejected_ids"), _IDS),
 }
 
@@ -225,7 +225,7 @@ def left_out(message: Mapping[str, Any]) -> bool:
 
 
 def message_problems(row: Row, chats: Sequence[str], method: str, takes_pictures: bool) -> Iterator[Problem]:
-    """Yield the problems of each message in a row: wrong values of `MARKS`, and wrong parts of the content."""
+    """Yield problems of each message in a row: wrong values of the keys `MARKS`, and wrong parts of the content."""
     for name in chats:
         for message in row[name] if isinstance(row[name], list) else ():
             yield from _mark_problems(name, message, method)
@@ -242,7 +242,7 @@ def _mark_problems(column: str, message: Mapping[str, Any], method: str) -> Iter
             continue
         what = f"column '{column}' holds a message with '{key}': {value!r}"[:200]
         if key in _PARTLY:
-            expected = "turns whose tokens all have loss, or none of them"
+            expected = "turns in which all tokens have loss, or no token has loss"
             yield Problem(what, expected, "split the turn, or remove the key")
         elif value not in _YES and value not in _NO:
             yield Problem(what, "1 or true, 0 or false", "write 0 or 1, or remove the key")
@@ -267,7 +267,7 @@ def _part_problem(column: str, part: Mapping[str, Any], takes_pictures: bool) ->
 
 
 def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -> None:
-    """Add to `keys` the keys of messages and of parts of messages that neither isotype nor TRL reads."""
+    """Count each key that neither isotype nor TRL reads, in the messages of a row and in the messages' parts."""
     for name in chats:
         for message in row[name] if isinstance(row[name], list) else ():
             keys.update(("message", key) for key in message.keys() - MESSAGE_KEYS if message[key] is not None)
@@ -287,6 +287,6 @@ def unread_line(source: str, keys: Mapping[tuple[str, str], int], sample: int | 
         named.setdefault(where, []).append(f"'{key}' of {plural(count, where)}")
     turns = [*named.get("message", ()), *named.get("part", ())]
     unused = [f"unused: {listed(named['row'])}"] if "row" in named else []
-    unused += [f"unused unless the chat template reads them: {listed(turns)}"] if turns else []
+    unused += [f"used only if the chat template reads the keys: {listed(turns)}"] if turns else []
     counted = f" (in the first {sample:,} rows)" if sample and turns else ""
     return f"{source}: {'; '.join(unused)}{counted}" if unused else None

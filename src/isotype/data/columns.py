@@ -1,6 +1,6 @@
 """Columns that each trainer accepts, and checks of rows (dicts) against them.
 
-The tables follow `_prepare_dataset` of TRL's trainers. TRL itself fails during tokenization and names no line.
+The columns are those of `_prepare_dataset` in TRL's trainers, which fails during tokenization and names no line.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Survey:
                 count_keys(row, self._chats, self.keys)
 
     def _begin(self, source: str, line: int, row: Row) -> None:
-        """Derive the checks for all rows from the first row, and check its columns."""
+        """Derive the checks for all rows from the first row, and note a problem of the first row's columns."""
         chosen = matching(row, formats_of(self.method.name, self.text_field))
         judged = (*chosen.required, *self.method.optional) if chosen else ()
         known = {**COLUMNS, self.text_field: TEXT} if self.method.name == "sft" else COLUMNS
@@ -245,8 +245,8 @@ class Survey:
     def _turn_problems(self, row: Row) -> Iterator[Problem]:
         # The common messages of `chosen` and `rejected` become the prompt, except for a reward model.
         if self.method.loss != "reward" and "prompt" not in self._turns and not same_beginning(row):
-            expected = "conversations with the same first messages, which are the prompt"
-            fix = "write the question in both, or in a column 'prompt'"
+            expected = "the same first messages in both columns, which become the prompt"
+            fix = "write the question in both columns, or in a column 'prompt'"
             yield Problem("'chosen' and 'rejected' begin with different messages", expected, fix)
         if mixed := mixed_turns(row, self._turns):
             yield mixed

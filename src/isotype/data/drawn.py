@@ -2,7 +2,7 @@
 
 An image has nine cells, and one to four cells contain a shape. All shapes in an image have the same form and colour.
 One sixth of the combinations of number, colour and form is only in the test split. The images are the same on every
-machine: the seed is fixed, and shapes are drawn in whole pixels, without text.
+machine: the seed is fixed, shapes are drawn in whole pixels, and no font is used.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def load_training_data(
 
 
 _BUILDERS = re.compile("arrow|audiofolder|csv|imagefolder|json|pandas|parquet|text|webdataset|xml")
-"""Names of formats, for which `datasets.load_dataset` reads files in the working folder instead of the hub."""
+"""Names of file formats. `datasets.load_dataset` of such a name reads files in the working folder, not the hub."""
 
 
 def _hub_splits(name: str, config: str | None, streaming: bool) -> Mapping[str, Any]:

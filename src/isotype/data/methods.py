@@ -51,14 +51,14 @@ class Method:
         name: name of isotype's command and of TRL's script module.
         title: description in `isotype --help`.
         trainer: name of the trainer class in `trl`.
-        formats: accepted sets of columns, in TRL's order of preference. KTOTrainer itself splits pairs into completions.
+        formats: accepted sets of columns, in TRL's order of preference. KTOTrainer splits a pair into two completions.
         optional: columns with a special meaning. Other columns are allowed: GRPO and RLOO pass other columns to the reward
             functions, and the other trainers ignore other columns.
         task_type: PEFT's task type. For some task types, PEFT also trains the model's head.
         auto_class: name of transformers' auto class, or None for the class that the config names.
         reference: condition under which the loss needs a reference model (evaluated by `compares`).
-        always_copies: True if TRL adds a second adapter for the reference even if `compares` returns False.
-        dropped: text before `max_length N` in the message about dropped rows, or "" if the trainer drops no rows.
+        always_copies: True if TRL adds a second adapter for the reference even if the loss needs no reference.
+        dropped: words before `max_length N` in the reason for dropped rows, or "" if the trainer drops no rows.
         fused_head: True if the trainer takes log-probabilities from TRL's fused head and never reads logits.
     """
 
@@ -102,7 +102,7 @@ class Method:
 
 
 def _method(name: str, facts: dict[str, Any]) -> Method:
-    """Return a method from its facts in methods.json. A format is a text of column names; `-` begins an excluded column."""
+    """Return a method from methods.json. A format is a text such as `prompt completion -label` (no column `label`)."""
     words = [text.split() for text in facts.pop("formats")]
     formats = tuple(
         Format(
@@ -120,4 +120,4 @@ def _method(name: str, facts: dict[str, Any]) -> Method:
 _FACTS = table(__file__)
 METHODS: dict[str, Method] = {name: _method(name, facts) for name, facts in _FACTS.items()}
 SAME_METHODS = {other: name for name, others in OTHER_NAMES["methods"].items() for other in others}
-"""Maps other names of training commands to isotype's."""
+"""Maps other names of training commands to the names of isotype's commands."""

@@ -1,11 +1,11 @@
-"""Move the images of a row into one column `images`, each with a place `{"type": "image"}` in a message.
+"""Move the images of a row into one column `images`. A message marks each image's place by a part `{"type": "image"}`.
 
 The input has one of these formats:
 
-- TRL: a column of images, and places in messages. If there are no places, the images precede the first question.
+- TRL: a column of images, and these parts in messages. Without such parts, the images precede the first question.
 - OpenAI and axolotl: messages that contain the images.
 - LLaVA, LLaMA-Factory and ms-swift: a column of images, and `<image>` in texts.
-- A folder of images: texts, which are captions.
+- A folder of images: a column of images, and captions as texts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def with_places(row: Row, folder: Path | None, *, pictured: bool) -> Row | Probl
     model's image tokens, such as `<|image|>`.
 
     Args:
-        folder: folder to which paths of images are relative, or None for a stored data set.
+        folder: folder to which paths of images are relative, or None for a data set of `datasets`.
         pictured: True if a row without images gets the same format as a row with images.
     """
     pictured = pictured or not row.keys().isdisjoint(PICTURE_COLUMNS)
@@ -73,7 +73,7 @@ def with_places(row: Row, folder: Path | None, *, pictured: bool) -> Row | Probl
         _before(chats, len(beside))
         places = [{} for _ in beside]
     if places.count({}) != len(beside):
-        what = f"{plural(places.count({}), 'place')} for an image and {plural(len(beside), 'image')}"
+        what = f"{plural(places.count({}), 'place')} for an image in messages, but {plural(len(beside), 'image')}"
         return Problem(what, "as many places as images", _FIX)
     waiting = iter(beside)
     return _stored({**spoken, **chats}, [inside or next(waiting) for inside in places], folder)

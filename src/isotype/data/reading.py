@@ -56,7 +56,7 @@ class ColumnMap:
                 return Problem(
                     f"{self.origin} renames {sources} to '{target}', but the data has another column '{target}'",
                     "different names for the columns",
-                    f"to keep both, add other={target}; to train on the data's '{target}', remove {target}={names[0]}",
+                    f"to keep both, rename the data's column too: add other={target}; to train on the data's '{target}', remove {target}={names[0]}",
                 )
             texts = (str(row[name]) for name in names if row.get(name) not in (None, ""))
             mapped[target] = row[names[0]] if len(names) == 1 else "\n\n".join(texts)
@@ -66,7 +66,7 @@ class ColumnMap:
 def parse_columns(value: object, origin: str = "--columns") -> ColumnMap | None:
     """Parse a preset, pairs `prompt=question,completion=answer`, or a dict {trainer's column: columns of the data set}.
 
-    Return None for None, and raise DataError for any other value.
+    Return None for None. Raise DataError if the value has another form.
     """
     if value is None:
         return None
@@ -132,7 +132,7 @@ class Reading:
 
         Args:
             names: counter for the speakers of {from, value} messages (see `standard_chats`), or None.
-            folder: folder of the row's file, to which paths of images are relative, or None for a stored data set.
+            folder: folder of the row's file, to which image paths are relative, or None for a data set of `datasets`.
         """
         if self.only is not None:
             row = {name: row[name] for name in self.only if name in row}
@@ -154,8 +154,8 @@ class Reading:
             if isinstance(standard, Problem):
                 return standard
             if unpaired and pictures_in(standard) and "chosen" in standard:
-                expected = "labelled completions for rows with images"
-                fix = "write two rows of 'prompt', 'completion' and 'label'"
+                expected = "one completion and its label in each row with images"
+                fix = "write a pair as two rows with 'prompt', 'completion' and 'label'"
                 return Problem("a pair of answers with images", expected, fix)
         if self.chat or self.joined:
             standard = as_messages(standard)

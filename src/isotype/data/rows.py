@@ -27,7 +27,7 @@ from isotype.data.reading import Reading
 Record = tuple[int, Any]
 
 LONGEST_LINE = 1 << 28
-"""Maximum bytes in a line, because a tokenizer needs about a hundred times a text's memory."""
+"""Maximum bytes in a line. To tokenize a text, a tokenizer needs about a hundred times the text's bytes."""
 _FEW_NULS = 1 << 12
 _WHOLE = (".json",)  # suffixes of files whose lines are not examples
 _NO_TEXT_FIX = "save the file in UTF-8; to convert UTF-16 without a byte order mark: iconv -f UTF-16LE -t UTF-8 OLD > NEW"
@@ -63,7 +63,7 @@ def digest_or_problem(path: Path) -> str | Problem:
                     return Problem(what, "a text file in UTF-8", _NO_TEXT_FIX)
                 if len(raw) == limit:
                     what = f"line {number} is longer than {LONGEST_LINE >> 20} MiB"
-                    expected = "examples that can be tokenized at once"
+                    expected = "examples for which a tokenizer has enough memory"
                     return Problem(what, expected, "split the line into several examples")
                 raw.decode()
                 digest.update(raw)
@@ -140,7 +140,7 @@ def _lone_surrogate(text: str, value: object) -> Problem | None:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         what = f"\\u{ord(error.object[error.start]):04x} is half of a character"
-        return Problem(what, "whole characters", "remove this half, or write both halves")
+        return Problem(what, "whole characters", "remove this half, or write both halves of the character")
     return None
 
 
@@ -313,7 +313,7 @@ def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
 
 
 def captioned(path: Path) -> Path | None:
-    """Return the image that has a .txt file's folder and name but the suffix of an image, or None."""
+    """Return the image whose caption is the .txt file `path`: only the suffixes of the paths differ. Else None."""
     if path.suffix.lower() != ".txt":
         return None
     return next((at for suffix in SUFFIXES if (at := path.with_suffix(suffix)).is_file()), None)

@@ -1,7 +1,7 @@
 """Types of JSON values, merged over all rows of a file into one schema that keeps the file's values.
 
-`datasets` would infer a schema from the first part of a file. `datasets` would also turn ISO dates into timestamps, digits
-in CSV into integers and "NA" into null, and add other rows' keys to objects.
+`datasets` would infer a schema from the first part of a file. `datasets` would also turn ISO dates into timestamps,
+digits in CSV into integers and "NA" into null. An object would get the keys that only other rows' objects have.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _struct(fields: tuple[tuple[str, Shape], ...]) -> Shape:
 
 
 def merge(a: Shape, b: Shape) -> Shape:
-    """Return the narrowest shape for values of both shapes: JSON for objects with different keys, MIXED if none fits."""
+    """Return the narrowest shape for values of both: JSON if objects' keys differ, MIXED if no other shape fits."""
     if a is b or a == b or b == NULL:
         return a
     if a == NULL:

@@ -66,7 +66,7 @@ def standard_chats(row: Row, names: Counter[str] | None, *, conversations: bool)
 
 
 def roles_line(source: str, names: Counter[str], sample: int | None) -> str | None:
-    """Return a line about the speakers' roles, or None without speakers. `sample` is the number of counted rows or None."""
+    """Return a line about speakers' roles, or None without speakers. `sample`: number of counted rows; None for all."""
     if not names:
         return None
     counts = names.most_common()

@@ -91,7 +91,7 @@ _GENERATION = (
 
 
 def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) -> Iterator[Problem]:
-    """Yield a problem for each entry that is invalid, makes transformers run code, or overrides a method of `kind`."""
+    """Yield a problem for each entry that is invalid, makes transformers run code, or hides a method of `kind`."""
     yield from entry_problems(content, _ENTRIES, path)
     for value in content.values():
         if isinstance(value, dict):
@@ -102,7 +102,7 @@ def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) 
             expected = "an implementation in transformers: code from the hub is not run"
             yield Problem(what, expected, "leave it out")
         if kind is not None and not key.startswith("__") and callable(getattr(kind, key, None)):
-            yield Problem(f"{path}: {key}, a method of {kind.__name__}", "entries of a config", AGAIN)
+            yield Problem(f"{path}: {key} hides a method of {kind.__name__}", "entries of a config", AGAIN)
 
 
 def _generation_problems(directory: Path) -> Iterator[Problem]:
@@ -196,7 +196,7 @@ def concrete_class(config: Any, wanted: type | None = None, source: str = "") ->
         return cls
     what = f"{source or type(config).__name__}: model_type {config.model_type!r} with architectures {config.architectures}"
     expected = f"a class of {getattr(wanted, '__name__', 'transformers')}"
-    fix = "give a checkpoint for which transformers has such a class, or model_class= in Python"
+    fix = "give a checkpoint for which transformers has a model class, or model_class= in Python"
     raise CheckpointError.of("no model class for this checkpoint", what, expected, fix)
 
 
@@ -232,7 +232,7 @@ def config_dtype(config: Any) -> torch.dtype | None:
 
 
 def torch_dtype(value: Any, what: str) -> torch.dtype | None:
-    """Return the torch dtype with this name; None for None. `what` names the dtype's place in the CheckpointError."""
+    """Return the torch dtype with this name; None for None. `what` names the config's entry in the error."""
     if value is None or isinstance(value, torch.dtype):
         return value
     dtype = getattr(torch, str(value).removeprefix("torch."), None)

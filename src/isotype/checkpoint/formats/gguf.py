@@ -84,7 +84,7 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mappi
 def _entries(
     data: mmap.mmap, count: int, metadata: dict[str, object], path: Path
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield (key, begin, end) of each metadata entry. Add each value to `metadata` unless it is an array."""
+    """Yield (key, first byte, last byte + 1) of each entry. Add each value to `metadata` unless it is an array."""
     at = 24
     for _ in range(count):
         begin = at
@@ -177,7 +177,7 @@ def _tensors(
         type_name, block, block_bytes = types[kind]
         if shape and shape[-1] % block:
             what = f"tensor {name!r}: rows of {shape[-1]} elements in {type_name}"
-            problems.append(Problem(what, f"a multiple of {block}", DAMAGED))
+            problems.append(Problem(what, f"rows of a multiple of {block} elements", DAMAGED))
             continue
         nbytes = math.prod(shape) // block * block_bytes
         if start + offset + nbytes > end:

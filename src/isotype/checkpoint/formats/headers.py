@@ -227,14 +227,14 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
         for some, what in ((names - present, "lacks"), (present - names, "also has")):
             if some:
                 difference = f"{shard} {what} {listed(sorted(some))}"
-                problems.append(Problem(difference, f"the tensors that {index.name} lists for it", fix))
+                problems.append(Problem(difference, f"the tensors that {index.name} lists for {shard}", fix))
     if problems:
         raise damaged(index, problems)
     return by_name(tensors), metadata
 
 
 def _fetched(files: Sequence[Path]) -> Iterator[bool]:
-    """Yield True for each file that exists, and else False. Threads read the headers ahead, because a file server is slow."""
+    """Yield True for each file that exists, and else False. Threads read the headers ahead: network storage is slow."""
 
     def fetch(file: Path) -> bool:
         if not file.is_file():

@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
     Attributes:
         names: a regular expression for the full name of an entry.
-        kind: type annotation of the value; if None, the library's config class gives the annotation.
+        kind: type annotation of the value; if None, the caller of `entry_problems` passes it in `kinds`.
         expected: the type in words; if "", the words are derived from `kind`.
         low, high: smallest and largest valid number in a value.
     """
@@ -66,7 +66,7 @@ class Entry(NamedTuple):
 def entry_problems(
     content: Mapping[str, Any], entries: Sequence[Entry], path: Path, kinds: Mapping[str, Any] | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem for each invalid value. The first `Entry` that matches a name applies; `kinds` is for `kind=None`."""
+    """Yield a problem for each invalid value, by the first matching `Entry`. `kinds[name]` replaces `kind=None`."""
     for key, value in content.items():
         entry = next((entry for entry in entries if re.fullmatch(entry.names, key)), Entry(key))
         fits, words = _rule((kinds or {})[key] if entry.kind is None else entry.kind)

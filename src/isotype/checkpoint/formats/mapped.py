@@ -122,13 +122,12 @@ class StagedTensors:
 def staged(
     work: Sequence[tuple[Work, Sequence[TensorHeader]]], size: int = BUFFER, *, pinned: bool
 ) -> Generator[tuple[Work, StagedTensors | None], None, None]:
-    """Yield each piece of work with a buffer of its tensors, or with None if the caller must read the tensors.
-
-    The pieces keep their order. Tensors are valid until the generator resumes. The reading thread ends when the
-    generator is closed, also after an interrupt.
+    """Yield each item of `work` with a buffer of its tensors, or with None if the caller must read the tensors. The
+    items keep their order. Tensors are valid until the generator resumes. The reading thread ends when the generator is
+    closed, also after an interrupt.
 
     Args:
-        work: (piece of work, headers of its tensors). The caller must read the tensors if a header has no offset, or if the
+        work: (item, headers of its tensors). The caller must read the tensors if a header has no offset, or if the
             tensors need more than `size` bytes.
         pinned: allocate buffers in pinned memory; if that fails, log a warning and use other memory.
     """
@@ -215,7 +214,7 @@ def _read(file: FileIO, header: TensorHeader, into: memoryview) -> None:
     while done < header.bytes:
         count = file.readinto(into[done : done + _LARGEST_READ])
         if not count:
-            what = f"{header.name}: {done} of its {header.bytes} bytes"
+            what = f"the file contains only {done} of the {header.bytes} bytes of {header.name}"
             raise broken(header.file, what, "the whole tensor")
         done += count
 

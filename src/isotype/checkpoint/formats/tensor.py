@@ -75,7 +75,7 @@ def broken(path: Path, what: str, expected: str, fix: str = DAMAGED) -> Checkpoi
 
 
 def file_size(path: Path) -> int:
-    """Return the bytes of a file; raise CheckpointError if the file does not exist."""
+    """Return the size of a file in bytes; raise CheckpointError if the file does not exist."""
     if not path.is_file():
         fix = "check the path, or download the file"
         raise CheckpointError.of("no such file", str(path), "an existing file", fix)

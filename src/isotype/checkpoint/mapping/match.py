@@ -40,7 +40,7 @@ _CACHE = re.compile(r"\.([kvq]|kv|output|prob)_(scale|zero_point)$")
 
 
 def _how_to_save(name: str) -> str:
-    """Return how to save a model without the adapter or wrapper that a tensor's name shows; "" for other names."""
+    """Return how to save a model without its adapter or wrapper if a tensor's name contains its prefix; else ""."""
     if name.startswith("base_model.model.") or ".base_layer." in name:
         return (
             "the file has a base model and an adapter of PEFT: save the model that merge_and_unload() returns"
@@ -73,7 +73,7 @@ class Match:
         initialised: name -> reason, for each tensor that the checkpoint lacks and that transformers initialises.
         tied: name of a tensor that shares another tensor's values -> the other tensor's name in the checkpoint.
         surplus: tensors of the checkpoint that the model neither has nor ignores.
-        unused: tensors of `surplus` that no other class for the model's config uses either.
+        unused: tensors of `surplus` that no transformers class for the same config uses.
         unread: tensors whose values cannot be computed, each with the reason.
         buffers: buffers that no file has, because the model computes them.
     """
@@ -131,7 +131,7 @@ def match(model: Any, headers: CheckpointHeaders) -> Match:
     """Compare a dense model, which may be on the meta device, with a checkpoint by names and shapes.
 
     A missing tensor is `initialised` in two cases: the model's author allows it (`_keys_to_ignore_on_load_missing`), or the
-    tensor belongs to a head that the saved class does not have.
+    tensor belongs to a head, and the class that the checkpoint's config names has no such head.
     """
     weights = weight_map(model, headers)
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
@@ -208,8 +208,8 @@ def _unused(
 ) -> tuple[StoredTensor, ...]:
     """Return the surplus tensors that no transformers class for the model's config uses.
 
-    If the config names another class, only two kinds of tensors count as unused: tensors of the model's modules, and tensors
-    of layers beyond the model's last layer.
+    If the config names another class than the model's, only two kinds of tensors count as unused: tensors of the
+    model's modules, and tensors of layers beyond the model's last layer. Other tensors may belong to that class.
     """
     caches = any(str(key).startswith("kv_cache") and value for key, value in quantization.items())
     unused = [tensor for tensor in surplus if not (caches and _CACHE.search(tensor.name))]

@@ -1,4 +1,4 @@
-"""A training step in words: its devices, set-up, memory, FLOPs and least time."""
+"""A training step in words: its devices, set-up, memory, FLOPs and the lower bound of its time."""
 
 from __future__ import annotations
 
@@ -123,14 +123,14 @@ def seconds_words(report: Record) -> str:
 
 
 def roofline_words(report: Record) -> str:
-    """Describe the parts of the least time: products, memory traffic, launches. Return "" without published rates."""
+    """Describe a step's time: matmul-like operators, memory traffic, launches. Return "" without published rates."""
     time = report.time
     if time is None:
         return ""
     products = []
     for dtype, product in sorted(time.products.items(), key=lambda entry: -entry[1].seconds):
         other = product.emulated_in
-        emulated = "" if other is None else f", emulated at the rate of {dtype_name(other)}"
+        emulated = "" if other is None else f" (emulated in {dtype_name(other)})"
         rate = f"{format_flops(product.flops)} at {format_flops(product.flops_per_second)}/s"
         products.append(f"{dtype_name(dtype)} {rate}{emulated}")
     return (

@@ -126,7 +126,7 @@ def _unit(most: float) -> tuple[int, str]:
 
 
 def _memory(report: Record) -> Content | None:
-    """Return the template's data about memory: a bar for each phase, an axis, the kinds at the peak, and a timeline."""
+    """Return the template's data about memory: phases, an axis, kinds of tensors at the peak, a timeline."""
     memory, capacity = report.memory, report.trace.setup.limit.size
     if not memory.peak:
         return None
@@ -287,7 +287,7 @@ SIDE = 14
 
 
 def reach_picture(reach: Reach | None) -> Content | None:
-    """Return the template's data for a picture of the tokens that reach each prediction, or None without a matrix."""
+    """Return the template's data for a picture of the tokens that affect each prediction; None without a matrix."""
     matrix = None if reach is None else reach.matrix
     if reach is None or matrix is None:
         return None

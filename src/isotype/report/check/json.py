@@ -54,7 +54,7 @@ class Check(Record):
 
     @property
     def resolved_by(self) -> Mapping[Outlook, int]:
-        """Number of errors and warnings in each group. A finding's first fix decides its group.
+        """Number of errors and warnings in each of the groups below. A finding's first fix decides its group.
 
         `repair`: `isotype.repair` applies the fix. `unsafe`: `isotype.repair` applies the fix with `unsafe=True`.
         `caller`: the user applies the fix. `untried`: the fix was not verified. `left`: no fix is known.
@@ -133,7 +133,7 @@ def to_sarif(report: Record) -> str:
 
 
 def _rule(code: str, rule: Rule | None) -> dict[str, Any]:
-    """Describe a rule for SARIF with the text of its page. For a rule of another package, return only the code."""
+    """Describe a rule for SARIF by its `isotype explain` page; of another package's rule, return only the code."""
     described: dict[str, Any] = {"id": code}
     if rule is not None:
         page = rule.page.strip()

@@ -1,7 +1,7 @@
 """The dtype map of a model: a table of its parts, with the storage dtypes and the compute dtypes of each part.
 
-Modules with equal names up to the first number form a stack of layers. A later number in a name, such as the number of
-an expert, becomes `*`. Successive equal layers share their rows in the table.
+Modules with equal names up to the first number (`layers.0`, `layers.1`) form a stack of layers. A later number in a
+name, such as the number of an expert, becomes `*`. Successive equal layers share their rows in the table.
 """
 
 from __future__ import annotations
