@@ -135,7 +135,7 @@ def tiny_model_without_groups() -> Any:
             marks=before_torch_2_14,
         ),
         ("t4", torch.float16, True, None),
-        ("t4", torch.bfloat16, True, "these heads in bfloat16"),
+        ("t4", torch.bfloat16, True, "this call's heads in bfloat16"),
         ("a100-40gb", torch.float16, False, None),
     ],
     ids=["t4", "t4 fused", "t4 bf16", "a100"],

@@ -74,7 +74,7 @@ def test_a_moving_average_in_bfloat16(together: bool) -> None:
     )
     assert finding.cause.startswith("average.weight is bfloat16, so the in-place addition at test_ist503.py:")
     assert finding.notes == (
-        "bfloat16 loses every update below 1/512 of the weight's value, and some updates below 1/256",
+        "bfloat16 loses every update below 1/512 of the weight's value, and below 1/256 for values just above a power of two",
     )
 
 
@@ -120,7 +120,7 @@ def test_peft_s_deltas_of_experts(dtype: torch.dtype) -> None:
     assert len(results) == (dtype == BF16)
     for finding in results:
         assert finding.message == (
-            "the full products of adapters are added to 2 bfloat16 stacked weights: "
+            "adapters are multiplied out (B times A) and added to 2 bfloat16 stacked weights: "
             "an update below half a rounding step is lost"
         )
         assert finding.cause.startswith(

@@ -107,7 +107,7 @@ def test_a_float32_result_of_bfloat16_operands_on_a_t4() -> None:
     assert finding.cause == "a product of bfloat16 operands has a float32 result at model.py:1"
     assert [fix.description for fix in finding.fixes] == [
         "run the step in float16 with a GradScaler",
-        "run the step in float32: as fast as emulated bfloat16 or faster, but slower than float16",
+        "run the step in float32: float32 is as fast as emulated bfloat16 or faster, but slower than float16",
     ]
 
 

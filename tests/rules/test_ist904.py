@@ -11,7 +11,7 @@ from tests.rules.samples import reached
     ("shift", "cause"),
     [
         (2, "the labels are already shifted, and the model shifts them again"),
-        (-1, "each prediction is compared with the token before it"),
+        (-1, "each prediction is compared with the token before its position"),
     ],
 )
 def test_labels_of_another_token(shift: int, cause: str) -> None:

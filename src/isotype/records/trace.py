@@ -31,7 +31,7 @@ CASTS = frozenset({"aten._to_copy.default", "aten.copy_.default", "prims.convert
 CAST_FUNCTIONS = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
 )
-"""Python names of `.to(dtype)` and similar calls. A cast with another function name comes from autocast."""
+"""Python names of `.to(dtype)` and similar calls. Autocast requests the casts of all other functions."""
 
 OriginKind = Literal[
     "parameter",  # `name` is its fully qualified name
@@ -60,11 +60,11 @@ COPY_OF_WEIGHT = "a tensor with the shape of a trained weight"
 """Name of a tensor outside of the model that the script changes between steps, such as a moving average."""
 
 UNSAFE = "is unsafe to autocast"
-"""Part of the message of a `Breach` if autocast forbids the function."""
+"""Part of torch's error for a function that is forbidden under autocast; the message of the `Breach` contains it."""
 
 ATTENTION = "torch.scaled_dot_product_attention"
 NO_ATTENTION_KERNEL = "No available kernel. Aborting execution."
-"""Message of a `Breach` if no enabled kernel accepts a call of `ATTENTION`."""
+"""Message of a `Breach` if no enabled kernel of attention accepts the operands."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,11 +98,11 @@ class Origin:
 
     @property
     def cause(self) -> Origin:
-        """The nearest origin on the path that chose the dtype.
+        """The origin that chose this dtype.
 
-        For a promotion, the cause is the cause of the operand with the resulting dtype. For a cast to another tensor's
-        dtype, it is the cause of this tensor. A parameter, an input, and a cast to a dtype in the code are their own
-        causes.
+        The cause of a promotion is the cause of the operand that already had the resulting dtype. The cause of a cast
+        to the dtype of another tensor is the cause of that other tensor. A parameter, an input, and a cast to a dtype
+        in the code are their own causes.
         """
         cause = self
         while earlier := cause.like or (cause.before if cause.kind in ("promotion", "gradient") else None):
@@ -286,7 +286,7 @@ class Weight:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensor, without repeats."""
+        """Bytes of a single tensor: `repeats` equal weights take more."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -311,8 +311,8 @@ class Setup(StepSettings):
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
         towers: names of the parts of the model for images or audio only.
         data: a description of the data set's rows; "" if there is no data set.
-        incompatible: incompatible versions of installed libraries; empty if the device is not in this machine.
-        family_ranges: published value ranges of the model's family, with the source; "" if unknown.
+        incompatible: incompatible versions of this machine's libraries; empty if `profile` is not of this machine.
+        family_ranges: a published statement on the float16 range of this model family, with its source; else "".
     """
 
     profile: DeviceProfile
@@ -381,12 +381,12 @@ class Trace:
         modules: fully qualified name -> class name.
         failure: the error that ended the trace early; None if the step was traced to its end.
         notes: other facts, such as the effect of a setting.
-        untraced: part of the step that was not traced -> reason, or "". A verdict is not about these parts.
+        untraced: part of the step that was not traced -> reason, or "". No finding covers these parts.
         left: sentences about state that the trace could not restore.
         model: name or class of the model.
         input_dtypes: dtypes of the step's float inputs by name.
-        by_ranges: exceptions for modules whose values do not fit into float16: name in the base model -> exponent. A
-            layer multiplies its values by 2^-exponent. If the exponent is 0, the module computes in float32.
+        by_ranges: modules whose values do not fit into float16: name in the base model -> exponent. The input is
+            multiplied by 2^-exponent, and the output by 2^exponent; 0 stands for computing in float32.
         reached: number of trainable parameters with a gradient; None if no backward finished.
         unreached: trainable parameters that the forward uses and that get no gradient.
         without_effect: inputs on which the loss does not depend by any chain of operators.
@@ -455,7 +455,7 @@ class Trace:
         return (f"{part}: {why}" if why else part for part, why in self.untraced.items())
 
     def breaches(self) -> Iterator[Call]:
-        """Return the calls that broke a contract."""
+        """Return the calls whose operands break the operator's contract."""
         return (call for call in self.calls if call.breach is not None)
 
 

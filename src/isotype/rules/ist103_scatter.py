@@ -16,7 +16,7 @@ Or a cache was allocated in the dtype of another model.
     combined.index_add_(0, rows, (expert(hidden[rows]) * weights).to(combined.dtype))
 
 **How safe is the fix?** The result is rounded once before it is written into the buffer. Other results of a 16-bit
-model are rounded the same way. A fix casts the outputs of the module that returns the wrong dtype to the compute dtype.
+model are rounded the same way. The fix casts the wrong outputs of a module to the compute dtype.
 
 **Seen in** hiyouga/LLaMA-Factory #5943, #3807; pytorch/torchtitan #2389; OneTrainer #824; pytorch/torchtune
 #1349.

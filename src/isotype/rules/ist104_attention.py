@@ -14,8 +14,8 @@ returns float32. Or the mask or the cache was created in another dtype.
 
     query, key = query.to(value.dtype), key.to(value.dtype)
 
-**How safe is the fix?** The fix rounds query and key once, after the rotation in float32. Most models do the same.
-FlashAttention accepts 16-bit dtypes only, so it needs this cast.
+**How safe is the fix?** The fix casts query and key once, after the rotation in float32. Most models do the same.
+FlashAttention needs the cast, because it accepts only 16-bit dtypes.
 
 **Seen in** huggingface/trl #1460; unslothai/unsloth #827; huggingface/transformers #25598.
 """

@@ -18,7 +18,8 @@ for the forward, and a layer creates tensors without a dtype (Lightning's `preci
 
     torch.utils.checkpoint.checkpoint(layer, *inputs, use_reentrant=False)   # restores autocast
 
-**How safe is the fix?** PyTorch's `checkpoint` only restores the autocast state, so the second run computes the same values.
+**How safe is the fix?** With the fix, the recomputation runs under the autocast state of the forward. Nothing else
+changes, so both compute the same values.
 
 **Seen in** pytorch/pytorch #193338, #71124; NVIDIA/TransformerEngine #791; NVIDIA-NeMo/Automodel #2083 (default dtype).
 """
@@ -63,7 +64,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             how = by_default or how
         fixes = (advice("checkpoint", how),)
     else:
-        how = "use autocast without its cache: torch.autocast(…, cache_enabled=False), or checkpoint without context_fn (selective checkpointing)"
+        how = "switch autocast's cache off (torch.autocast(…, cache_enabled=False)), or call checkpoint() without context_fn, which makes checkpointing selective"
         fixes = (
             setting("run the step without autocast", "autocast", "None", "unsafe"),
             advice("autocast cache", how, "cache_enabled=False"),
@@ -83,7 +84,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _difference(trace: Trace) -> tuple[Call, str, str] | None:
-    """Return the first operator that recomputes another result, the cause, and advice ("" for none)."""
+    """Return the first operator whose recomputed dtype or shape differs, the cause, and advice ("" for none)."""
     calls = grouped((call for call in trace.calls if call.phase == "forward"), lambda call: call.module)
     forward = {module: iter(of_module) for module, of_module in calls.items()}
     # Without a module, only operators that create tensors in the default dtype count as recomputation.

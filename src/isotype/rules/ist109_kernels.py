@@ -4,7 +4,7 @@
 **Why it happens.** Linear algebra (SVD, inverse, eigenvalues), Fourier transforms, quantiles, histograms and some
 losses exist in float32 and float64 only. On a GPU, products with a sparse matrix also have no 16-bit kernel. Other
 operators do not support float16 on a CPU, or bfloat16 on an older GPU. On a GPU, autocast refuses
-`binary_cross_entropy` in any dtype, because the logarithm of a rounded probability can overflow.
+`binary_cross_entropy` for operands of any dtype, because the gradient of a probability can overflow in float16.
 
 **An example that fails**
 
@@ -103,6 +103,6 @@ def _unsafe(call: Call) -> Finding:
         notes=device_error(call),
         fixes=(
             fix(without_autocast, "line", (call.source,), "float32"),
-            advice(call.source, f"take the logits: drop the sigmoid, and call {logits}", logits),
+            advice(call.source, f"leave out the sigmoid, and pass the logits to {logits}()", logits),
         ),
     )

@@ -140,9 +140,7 @@ def _without_floats(call: Call, refused: Operand, at: str) -> str:
         return f"call .bool() on the mask{at}"
     if "lora_embedding" in call.operands[0].origin.name:
         layer = plain_name(call.module)
-        return (
-            f"leave {layer} out of the adapter (exclude_modules={layer!r}): LoRA on an embedding looks up ids"
-        )
+        return f"leave {layer} out of the adapter (exclude_modules={layer!r}): LoRA on an embedding accepts only integer ids"
     cause, exact = refused.origin.cause, EXACT_INTEGERS.get(refused.dtype)
     rounds = f": {dtype_name(refused.dtype)} rounds numbers above {exact}" if exact else ""
     if cause.kind == "input":

@@ -1,6 +1,6 @@
 """
-**What it means.** The step raised an error, which ended the trace. The dtypes that operators
-accept do not explain the error. Only the part of the step before the error was checked.
+**What it means.** The step raised an error, which ended the trace. No known dtype mismatch explains the error. Only the
+part of the step before the error was checked.
 
 **Why it happens.** One of these:
 
@@ -113,7 +113,7 @@ def _of_fp8(trace: Trace, failure: Failure) -> Finding:
     profile, layer = trace.setup.profile, trace.modules[failure.module]
     message = f"{profile.title} has no kernel for transformers' {layer}"
     cause = "the kernel needs an NVIDIA GPU of compute capability 8.9 or later, or an Intel GPU"
-    how = "load the model with quantization_config=FineGrainedFP8Config(dequantize=True), as from_pretrained does by itself on this device"
+    how = "load the model with quantization_config=FineGrainedFP8Config(dequantize=True); on a machine with this device, from_pretrained sets it by default"
     if profile.runs_fp8:
         message = f"transformers' {layer} has no backward with batched_mm"
         cause = "the model's experts_implementation is batched_mm"

@@ -22,12 +22,12 @@ compute dtype, and casts the result back to float32.
 
 - matmuls that autocast runs in float32 on purpose, matmuls of adapters and of optimizers, and products of routers (IST806);
 - quantized layers with a wide compute dtype (IST404);
-- casts in the code of a published transformers model (routers, state-space scans), because its authors chose them, and TRL's fused head;
+- casts in TRL's fused head, and casts that authors of published transformers models chose (routers, state-space scans);
 - matmuls on a device without instructions for the compute dtype (IST601, IST602), where float32 is faster;
 - matmuls with less than 2 % of the step's FLOPs, unless they make the step at least 1.1 times slower.
 
-**How safe is the fix?** A fix by autocast, or by outputs in the compute dtype, changes no stored weight. A
-cast of a weight to a narrower dtype is safe if that dtype represents every value of the weight; otherwise it is unsafe.
+**How safe is the fix?** A fix that switches autocast on or casts outputs changes no stored weight. A cast of a weight
+to a narrower dtype is safe if that dtype represents every value of the weight; otherwise it is unsafe.
 
 **Seen in** huggingface/transformers #25598; bitsandbytes #1515, #1569; unslothai/unsloth #1186.
 """

@@ -25,7 +25,7 @@ parameters except the quantized ones to float32.
 trainable float32 weights, a note reports the additional memory.
 
 **How safe is the fix?** The fix is safe if the weights came from a 16-bit checkpoint: every value is cast back without
-loss. If the weights have other values, or if the check cannot read them, the report marks the fix as unsafe.
+loss. If a cast would change a value, or if the check cannot read the values, the report marks the fix as unsafe.
 
 **Seen in** huggingface/peft #3265; bitsandbytes #1515, #1569; axolotl #2621; unslothai/unsloth #1186.
 """

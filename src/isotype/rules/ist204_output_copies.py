@@ -71,7 +71,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 @per_trace
 def _readers(trace: Trace) -> dict[tuple[int, str, str], list[Call]]:
-    """Return (id of the operand's origin, line, module) of a cast -> the calls, without views, that read its result."""
+    """Return the calls that read a cast's result (no views): (id of the operand's origin, line, module) -> calls."""
     readers: dict[tuple[int, str, str], list[Call]] = {}
     for call in trace.calls:
         if costs.is_view(call.op):

@@ -89,9 +89,9 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _zero_epsilon(trace: Trace) -> float:
-    """Return the epsilon that the optimizer adds in float16, which rounds it to zero; 0 without one.
+    """Return the epsilon that an optimizer rounds to zero by adding it in float16; 0 for no such epsilon.
 
-    A fused kernel divides in float32.
+    A fused kernel adds the epsilon in float32, so it does not round the epsilon to zero.
     """
     sums = (c for c in trace.calls if c.phase == "optimizer" and ".add_." in c.op.replace("_foreach_", ""))
     added = (number for c in sums if c.operands[0].dtype == torch.float16 for _, number in c.numbers)
@@ -135,7 +135,7 @@ def _fixes(trace: Trace) -> Iterator[Fix]:
 
 
 def _backward_in_float16(trace: Trace) -> bool:
-    """Return True if a matmul of the backward runs in float16. Layers that IST404 reports do not count."""
+    """Return True if the backward has a float16 matmul outside of 4-bit layers with a wrong compute dtype (IST404)."""
     other = ist404_compute_dtype.layers_in(trace, torch.float16)
     backward = (call for call in trace.calls if call.phase == "backward" and call.module not in other)
     return any(costs.run_dtype(call) == torch.float16 for call in backward)

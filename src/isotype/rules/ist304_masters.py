@@ -36,7 +36,7 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.weight_sets import cast_fix, count, finding_of, float32_masters, trained
 from isotype.rules.kit.words import safety_of_cast
 
-TITLE = "Trainable parameters in another dtype than the policy's masters"
+TITLE = "Trainable parameters in another dtype than the policy's master dtype"
 
 
 def find(trace: Trace) -> Iterator[Finding]:

@@ -88,7 +88,7 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
 
 
 def _entry(operand: Operand) -> str:
-    """Return the index in an operand's role: `[3]` for `grads[3]`. All operands of a parameter have the same index."""
+    """Return the index in a role: `[3]` for `grads[3]`. A parameter, its gradient and its moments have one index."""
     return "".join(operand.role.partition("[")[1:])
 
 

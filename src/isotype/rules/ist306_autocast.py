@@ -1,8 +1,8 @@
 """
 **What it means.** The step runs under autocast to another dtype than the policy's compute dtype. A trainer sets
 `fp16=True` by default, or the script does not give its `--bf16` or `--fp16` flag to the trainer. Or a step runs without
-autocast, although accelerate's `mixed_precision` is set, or earlier steps ran under autocast (`isotype run --steps N`).
-For example, `unwrap_model(model, keep_fp32_wrapper=False)` removes accelerate's autocast from the forward.
+the autocast that accelerate's `mixed_precision` requests, or that earlier steps had (`isotype run --steps N`). For
+example, `unwrap_model(model, keep_fp32_wrapper=False)` removes accelerate's autocast from the forward.
 
 **Why it is bad.** The run does not use the requested dtype. float16 overflows above 65504, but bfloat16 does not.
 bfloat16 is slow on devices that emulate it in software. Without autocast, the step runs in float32: it is slower and

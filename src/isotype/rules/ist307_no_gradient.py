@@ -31,7 +31,7 @@ base model that do not affect the loss, unless a line of your code detaches thei
 gradients of only some parameters. Adapters that do not affect the loss, such as those in the pooling head of a vision
 tower, get a note.
 
-**How safe is the fix?** The fix is safe, because hidden states that require gradients have the same values.
+**How safe is the fix?** The fix is safe: it makes hidden states require gradients, but changes none of their values.
 
 **Seen in** ostris/ai-toolkit #1054; huggingface/peft #2826; lm-sys/FastChat #581; microsoft/LoRA #120;
 cloneofsimo/lora #26, #263; dropbox/hqq #41; locuslab/open-unlearning #178; brian6091/Dreambooth #23;
@@ -89,7 +89,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     left_out = _left_out(trace, ignored)
     unused = [weight for weight in ignored if weight.adapter and weight not in left_out]
     if left_out and refused is None:
-        how = "keep these parameters enabled until the backward ends; with use_reentrant=False, checkpointing would raise an error"
+        how = "let the recomputation use the same parameters as the forward: switch no adapter off before the backward ends (with use_reentrant=False, checkpointing raises an error for such a change)"
         cause = f"the forward uses {_named(left_out)}; the recomputation of gradient checkpointing does not"
         yield _finding(trace, None, left_out, cause, (advice("use_reentrant", how),))
     if unused and refused is None and trace.reached:  # the pooling head of a vision tower
@@ -146,7 +146,7 @@ def _without_gradients(trace: Trace, first: Unreached, named: str) -> tuple[str,
 
 
 def _lost(trace: Trace, refused: Call | None, weights: Sequence[Weight], cut: str) -> Finding:
-    """Return a finding for parameters that the line `cut` detaches, or whose gradients code removed (`cut` is "")."""
+    """Return a finding for `weights`: the line `cut` detaches them, or code removes their gradients if `cut` is ""."""
     if cut:
         whole = count(weights) == count(trained(trace))
         values = f"values that are computed with {_named(weights)} are detached"
@@ -188,9 +188,9 @@ def _none_reached(trace: Trace, refused: Call | None) -> Finding:
     used = {operand.origin.name for operand in operands if operand.origin.kind == "parameter"}
     if not any(used.intersection((weight.name, *weight.tied)) for weight in weights):
         named = _named(weights)
-        how = "train what the forward uses, and switch its adapters on (model.enable_adapter_layers())"
+        how = "train modules that the forward uses, and enable the adapters (model.enable_adapter_layers())"
         if unseen_towers(trace):
-            how = "train on rows with images or audio, or adapt the language model, too"
+            how = "train on rows with images or audio, or add adapters to the language model"
         return _finding(trace, refused, weights, f"the forward does not use {named}", (advice(named, how),))
     how = "compute the loss outside of torch.no_grad(), and without detach(), .data, tolist() or numpy()"
     return _finding(

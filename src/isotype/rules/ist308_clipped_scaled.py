@@ -6,13 +6,13 @@
 - An optimizer steps twice with the gradients of one backward, such as by `scaler.step(optimizer)` and `optimizer.step()`.
 - The GradScaler raises an error, because `scale()` or `update()` was not called, or `unscale_()` was called twice.
 
-**Why it is bad.** The loss scale begins at 65,536, so nearly every gradient norm exceeds the limit. After unscaling,
-the gradient norm of each step is only the limit divided by the scale. Adam divides by the gradients' size and hides
-most of the error, but Adam's epsilon is large compared with such gradients. SGD stops learning. No error is raised.
-With scaled gradients, a step of SGD is up to 65,536 times too large, and a step with infinite gradients is not skipped.
-With gradients that were divided by the scale, but never multiplied, a step of SGD is 65,536 times too small. A second
-step without the GradScaler doubles the update. If `scaler.step()` skips a step with infinite gradients, the second step
-makes weights NaN.
+**Why it is bad.** The loss scale begins at 65,536, so nearly every norm of scaled gradients exceeds the limit of
+clipping. After unscaling, the gradient norm of each step is only the limit divided by the scale. Adam divides by the
+gradients' size and hides most of the error, but Adam's epsilon is large compared with such gradients. SGD stops
+learning. No error is raised. With scaled gradients, a step of SGD is up to 65,536 times too large, and a step with
+infinite gradients is not skipped. With gradients that were divided by the scale, but never multiplied, a step of SGD is
+65,536 times too small. A second step without the GradScaler doubles the update. If `scaler.step()` skips a step with
+infinite gradients, the second step makes weights NaN.
 
 **An example that costs**
 
@@ -30,7 +30,7 @@ makes weights NaN.
 **What is not reported.** `isotype check` does not run the clipping of a script; only `isotype run` reports this finding.
 The trainers of transformers, accelerate and Lightning unscale before they clip.
 
-**How safe is the fix?** The fix is safe: the limit then applies to the unscaled gradients, as intended.
+**How safe is the fix?** The fix is safe: clipping then limits the unscaled gradients, as intended.
 
 **Seen in** milesial/Pytorch-UNet #468; pytorch/examples #1196; Lightning-AI/pytorch-lightning #9599; harubaru/waifu-diffusion #64;
 nerfstudio-project/nerfacc #307; starrytong/SCNet #7; microsoft/Swin-Transformer #311; Azure/MS-AMP #45; Haian-Jin/LVSM #19.
@@ -53,7 +53,7 @@ _CLIPS = re.compile(r"aten\.(_foreach_)?(mul|clamp(_min|_max)?)_\.")
 """The in-place operators that `clip_grad_norm_` and `clip_grad_value_` call."""
 
 _SCALE = "call scaler.scale(loss).backward() in place of loss.backward(); with accelerate, accelerator.backward(loss)"
-_UPDATE = "call scaler.update() once after the last scaler.step(), even if a step is left out; after several micro-batches, call unscale_() only once"
+_UPDATE = "call scaler.update() once after the last scaler.step(), and also if the code does not call scaler.step(); after several micro-batches, call unscale_() only once"
 _TWICE = "leave out one of the two steps, or compute new gradients before the second"
 _TWICE_SCALED = "leave out optimizer.step(): scaler.step(optimizer) calls optimizer.step(), except if a gradient is infinite or NaN"
 REFUSALS = {

@@ -1,7 +1,7 @@
 """
 **What it means.** A line that chooses what is trained has no effect, or not the effect that its author expects:
 
-- No optimizer holds a trainable parameter that has a gradient.
+- A trainable parameter has a gradient, but no optimizer has this parameter.
 - `requires_grad` is set on a module or is misspelt. It is then a plain attribute that torch never reads.
 - Names in PEFT's `target_modules` or `modules_to_save` match no module.
 
@@ -20,10 +20,10 @@ gradients of parameters without an optimizer cost memory and time, too.
     model.encoder.requires_grad_(False)
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
 
-**What is not reported.** Parameters whose master copies an optimizer holds. Names that match at least one module.
-`isotype check` does not know a script's optimizer, so only `isotype run` reports the first case.
+**What is not reported.** Parameters with a master copy that an optimizer updates. Names that match at least one module.
+`isotype check` does not know a script's optimizer, so only `isotype run` reports parameters without an optimizer.
 
-**How safe is the fix?** The fix trains the parameters that the line intended.
+**How safe is the fix?** The fix trains the parameters that the author of the line wanted to train.
 
 **Seen in** microsoft/nni #4521; zjunlp/HVPNeT #5; CSCYQJ/MICCAI23-ProtoContra-SFDA #18;
 udacity/deep-learning-v2-pytorch #12; huggingface/diffusers #4733; huggingface/trl #6773, #6775; bghira/SimpleTuner #766.

@@ -136,7 +136,7 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
 def _activations_as_codes(trace: Trace) -> list[Call]:
     """Return the casts of float activations to the dtype of packed codes, if a cast back to a float dtype follows.
 
-    Casts of rounded activations are left out, because code that rounds first quantizes on purpose.
+    Casts right after a rounding are left out, because such code quantizes on purpose.
     """
     codes = {(weight.module, weight.dtype) for weight, _ in quantized(trace) if weight.dtype in _CODES}
     by_source: dict[str, list[Call]] = {}
@@ -208,11 +208,11 @@ def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | 
     cause = f"a module is cast to {dtype}, the dtype of packed codes" + (
         f" ({holder.name})" if holder else ""
     )
-    return cause, advice(failure.module, "read the compute dtype of a quantized layer at that line")
+    return cause, advice(failure.module, "read the layer's compute dtype, not the dtype of its packed codes")
 
 
 def _layer(weight: str) -> str:
-    """Return the last two parts of a layer's name in the base model, for a weight's name."""
+    """Return the last two parts of the base model's name for the layer of a weight."""
     return ".".join(base_name(weight).split(".")[:-1][-2:])
 
 
@@ -230,6 +230,6 @@ def _unpack(weight: Weight, failure: Failure) -> Fix:
     if weight.kind == "linear4bit" and weight.module != failure.module:
         how = (
             f"do not quantize {named(weight.module)} (llm_int8_skip_modules), because {named(failure.module)} reads the "
-            "layer's packed weight; or call the layer at that line"
+            f"layer's packed weight; or let {named(failure.module)} call the layer"
         )
     return advice(weight.module, how)

@@ -1,6 +1,6 @@
 """
 **What it means.** The frozen weights have another dtype than the checkpoint (`dtype` in the model's config), and no
-policy requests this dtype.
+policy requests the dtype of the weights.
 
 **Why it is bad.** A bfloat16 checkpoint that is loaded in float32 takes twice the memory and runs at the float32 rate, but
 has no more digits. In float16, a value of a bfloat16 checkpoint above 65,504 overflows, and small weights
@@ -21,7 +21,7 @@ config is not the dtype of the weights in the file.
 **What is not reported.**
 
 - trainable weights, adapters, quantized layers, and weights that the model's author keeps in float32;
-- float32 weights in a model with more quantized weights, which IST203 reports;
+- float32 weights in a model that has more quantized than other frozen values, which IST203 reports;
 - dtypes that the policy requests;
 - a checkpoint dtype that the device does not run natively;
 - float32 checkpoints that are loaded in 16 bits: a user has to request this cast.
@@ -65,7 +65,7 @@ _LOSSES: dict[tuple[torch.dtype, torch.dtype], tuple[Severity, str]] = {
     ),
     (torch.float16, torch.bfloat16): ("note", "each weight loses three of its eleven significant bits"),
 }
-"""For each pair (dtype of the checkpoint, dtype of the loaded weights): the severity, and a description of the loss."""
+"""For each pair (dtype of the checkpoint, dtype of the loaded weights): the severity, and the lost values or digits."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:

@@ -2,20 +2,20 @@
 **What it means.** Code other than the optimizer adds to a frozen 16-bit weight or buffer in place. The code merges an
 adapter into its base weight, or updates a statistic or an exponential moving average of trained weights.
 
-**Why it is bad.** The sum is rounded to the weight's dtype. If the added value is less than half of the distance to the
-weight's next number, it is lost. Otherwise it is rounded.
+**Why it is bad.** The sum is rounded to the weight's dtype. If the added value is less than half of the distance
+between two neighbouring numbers, the weight does not change. Otherwise the sum is rounded.
 
 - A merged weight is not exactly base plus adapter, and unmerging does not restore the base. RL trainers merge and
   unmerge before each rollout. In bfloat16, one merge and unmerge changes the base weights by 1 % of their size. A
   thousand repetitions change them by two thirds.
-- At each step, a moving average with decay 0.999 adds a thousandth of the difference. In 16 bits, such a small addition
-  never changes the average. A counter in bfloat16 stops at 256.
-- PEFT adds an adapter of a parameter (`target_parameters`, used for experts) to the weight in each forward, in the
-  weight's dtype. The rounding loses the first updates of a training, which are the smallest. PEFT computes the adapter's
-  product and the product's gradient for every expert, even for experts that get no tokens.
+- At each step, a moving average with decay 0.999 adds a thousandth of the difference between the trained weight and the
+  average. In 16 bits, such a small addition never changes the average. A counter in bfloat16 stops at 256.
+- With `target_parameters` (used for experts), PEFT computes the sum of weight and adapter in each forward, in the
+  weight's dtype. The rounding loses the first updates of a training, which are the smallest. PEFT computes the
+  adapter's product and the product's gradient for every expert, even for experts that get no tokens.
 
 **Why it happens.** The base model is loaded in 16 bits for the training, and the merge uses the same dtype. A moving
-average is a copy of a 16-bit model. `model.to(bfloat16)` casts buffers too.
+average begins as a copy of a 16-bit model. `model.to(bfloat16)` casts buffers too.
 
 **An example that costs**
 
@@ -32,8 +32,8 @@ average is a copy of a 16-bit model. `model.to(bfloat16)` casts buffers too.
 **What is not reported.** Updates by the optimizer (IST801), sums that are not stored in a weight or buffer, and
 sums that are computed in float32.
 
-**How safe is the fix?** A cast of an average to float32 keeps every digit. If weights were already rounded, only the
-checkpoint has their digits.
+**How safe is the fix?** A cast of an average to float32 keeps every digit. If weights were already rounded, load the
+exact weights from the checkpoint again.
 
 **Seen in** huggingface/peft #1388; huggingface/trl #6688; modelscope/ms-swift #10154;
 d8ahazard/sd_dreambooth_extension #1415; konpatp/diffae #16; AndreasBergmeister/ram #6.
@@ -63,7 +63,7 @@ _FORMED = "aten.baddbmm.default"
 """PEFT 0.21 adds an adapter to the stacked weights of experts with this operator (`_LoraFactorsProxy`)."""
 _HEADLINES = {
     "merge": ("adapters are merged into {}", "weight", "weights"),
-    "delta": ("the full products of adapters are added to {}", "stacked weight", "stacked weights"),
+    "delta": ("adapters are multiplied out (B times A) and added to {}", "stacked weight", "stacked weights"),
     "other": ("{} changed in place outside of the optimizer", "tensor is", "tensors are"),
 }
 """For each kind of addition: the headline, the word for one changed tensor, and the word for several tensors."""
@@ -132,7 +132,7 @@ def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: Iterab
         source=call.source,
         cause=f"{weights[0].name} is {dtype_name(dtype)}, so the {in_place}addition at {short(call.source)} rounds its result",
         notes=(
-            f"{dtype_name(dtype)} loses every update below 1/{2 * share} of the weight's value, and some updates below 1/{share}",
+            f"{dtype_name(dtype)} loses every update below 1/{2 * share} of the weight's value, and below 1/{share} for values just above a power of two",
         ),
         fixes=tuple(fixes),
     )

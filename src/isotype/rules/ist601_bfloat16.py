@@ -19,7 +19,7 @@ quantization config with `bnb_4bit_compute_dtype=torch.bfloat16`.
 
 **The estimate.** The estimated slowdown is the step time in bfloat16, divided by the step time in the dtype of the fix.
 The rule computes both times with a roofline model, and counts bfloat16 matmuls at float32's rate. The real slowdown is
-larger, because the conversion in software takes more time.
+larger, because the device also converts bfloat16 numbers to float32 in software.
 
 **How safe is the fix?** A cast to float32 is safe. A cast of weights from bfloat16 to float16 is unsafe, because
 models that were trained in bfloat16 (Gemma, T5) may exceed 65,504, the largest float16 value. Watch the loss.

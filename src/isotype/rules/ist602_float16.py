@@ -17,9 +17,9 @@ runs as fast as float32, and three times slower than bfloat16. float16 also need
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)      # bfloat16 where it is native
 
-**The estimate.** For CPUs, the rule computes the matmuls' time from measured rates. For devices with data-sheet rates, the
-rule uses a roofline model that counts float16 matmuls at float32's rate. The rule reports float16 matmuls that take at least
-1 % of the time of all matmuls, even if their share of the FLOPs is smaller.
+**The estimate.** For CPUs, the rule computes the matmuls' time from measured rates. For devices whose rates come from a
+data sheet, the rule uses a roofline model that counts float16 matmuls at float32's rate. The rule reports float16
+matmuls that take at least 1 % of the time of all matmuls, even if their share of the FLOPs is smaller.
 
 **How safe is the fix?** A cast to float32 is safe. A cast of float16 weights to bfloat16 is unsafe, because it loses three
 bits.

@@ -17,8 +17,8 @@ built for another CUDA version than torch was.
 
 **What is not reported.** If `--device` names a device of another machine, the rule reports nothing, because that machine's
 libraries are unknown. The rule checks the requirements that packages declare, the minimum versions that some packages
-check only at run time, and known incompatible pairs with a public link. `isotype doctor` reports the same
-incompatible versions without a model.
+check only at run time, and pairs of libraries that a public report calls incompatible. `isotype doctor` reports the
+same incompatible versions without a model.
 
 **How safe is the fix?** The fix changes the environment, so only you can apply it.
 

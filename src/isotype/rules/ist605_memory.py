@@ -15,10 +15,10 @@ of kernels, and the driver's context (0.3 to 0.6 GB).
 
 **What helps, and by how much.** The report estimates each saving as if no other saving were applied:
 
-- Gradient checkpointing stores the inputs of all n layers and the activations of one layer, which is about `1/n` of the
-  activations that layers save (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). The memory of
-  logits stays the same. In traces of 16 steps (Llamas, GPT-2), the estimate was too large by at most 5.7 % of the peak.
-  If the estimated saving exceeds the missing memory by less than 6 % of the peak, the report says "may be enough".
+- Gradient checkpointing stores the inputs of all n layers, and the activations of one layer: about `1/n` of the layers'
+  usual activations (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). The memory of logits stays the
+  same. In traces of 16 steps (Llamas, GPT-2), the estimate was too large by at most 5.7 % of the peak. If the estimated
+  saving exceeds the missing memory by less than 6 % of the peak, the report says "may be enough".
 - A loss that is computed in chunks needs at most about 1/8 of the memory of all logits, their copies and their
   gradients.
 - nf4 takes 0.5625 bytes per weight: 4 bits, and 1/64 of the float32 scale of a block of 64 weights (Dettmers et al.,
@@ -222,7 +222,7 @@ def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
 
 
 def _lookup(trace: Trace) -> tuple[torch.dtype, tuple[int, ...]] | None:
-    """Return dtype and shape of the embedded tokens; None if the step embeds no tokens."""
+    """Return dtype and shape of the first embedding's output; None if the step has no embedding."""
     return next((call.results[0] for call in trace.calls if "embedding" in call.op and call.results), None)
 
 
@@ -232,7 +232,7 @@ def _layer_inputs(trace: Trace, layers: int) -> int:
 
 
 def _has_all_logits(trace: Trace, outside: int) -> bool:
-    """Return True if the bytes `outside` of layers are mainly logits or losses of all tokens."""
+    """Return True if logits or losses of all tokens are most of the `outside` bytes (activations outside of layers)."""
     _, embedded = _lookup(trace) or (None, ())
     vocabularies = {
         weight.shape[0] for weight in trace.weights if weight.kind == "embedding" and not weight.buffer

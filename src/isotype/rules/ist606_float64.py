@@ -76,7 +76,7 @@ def _scaler(trace: Trace) -> Finding:
 
 
 def _entries(call: Call) -> Iterator[Origin]:
-    """Yield the origins of a call's stored and given float64 operands; without float64 operands, of its float64 result."""
+    """Yield the origins of float64 in a call: weights and inputs, or the call if only its result is float64."""
     wide = [operand for operand in call.operands if operand.dtype == torch.float64]
     for operand in wide:
         origin = operand.origin

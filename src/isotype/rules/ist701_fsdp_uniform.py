@@ -18,8 +18,8 @@ first forward.
     fully_shard(layer)                                       # FSDP2 shards each parameter by itself
     # with FSDP1: peft.utils.other.fsdp_auto_wrap_policy(model) gives adapters units of their own
 
-**What is not reported.** FSDP2 for a model with a policy, because isotype then puts the trained parameters of each
-dtype into a separate unit.
+**What is not reported.** FSDP2 for a model with a precision policy, because isotype then puts the trained parameters of
+each dtype into a separate unit.
 
 **How safe is the fix?** FSDP2 changes no dtype. The report marks a cast of the adapters to 16 bits as unsafe,
 because 16-bit adapters lose small updates (IST801).

@@ -1,7 +1,7 @@
 """
-**What it means.** Only some batches run a part of the model. For example, rows with images run the vision
-tower, but rows with only text do not. When a part runs, FSDP2 and ZeRO-3 gather the part's weights in a collective,
-in which all processes must take part.
+**What it means.** A part of the model runs only in some batches. For example, rows with images run the vision tower,
+but rows with only text do not. When a part runs, FSDP2 and ZeRO-3 gather the part's weights in a collective, in which
+all processes must take part.
 
 **Why it happens.** Each process of a sharded training has its own batches. A process whose batch has no image skips
 the tower and starts its next collective, while the other processes gather the tower's weights. The two collectives have

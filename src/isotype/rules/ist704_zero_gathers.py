@@ -1,5 +1,5 @@
 """
-**What it means.** After the optimizer's step, DeepSpeed's ZeRO-3 gathers small parameters together. In this step, these
+**What it means.** After the optimizer's step, DeepSpeed's ZeRO-3 gathers small parameters together. The small
 parameters have several dtypes, such as float32 adapters and a bfloat16 base.
 
 **Why it happens.** DeepSpeed 0.19.2 allocates the gathered parameters in the dtype of the first parameter.

@@ -19,8 +19,8 @@ prior iteration before starting a new one`, or the processes hang.
 **What is not reported.** Trainings with `find_unused_parameters=True`, which TrainingArguments sets by default if gradient
 checkpointing is off.
 
-**How safe is the fix?** The fix is safe: DDP uses zero for a missing gradient, as in one process. In each step, the fix
-makes DDP search the autograd graph for unused parameters.
+**How safe is the fix?** The fix is safe: DDP uses zero for a missing gradient, so weights get the same updates as in a
+training with a single process. In each step, the fix makes DDP search the autograd graph for unused parameters.
 
 **Seen in** huggingface/trl #6617; hiyouga/LlamaFactory #5680, #6376; huggingface/peft #393.
 """

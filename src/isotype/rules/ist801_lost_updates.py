@@ -55,9 +55,7 @@ def find(trace: Trace) -> Iterator[Finding]:
                 f"the step of {trace.setup.optimizer} does not change most values of its 16-bit copies of the weights",
                 phase="optimizer",
                 cause=f"the optimizer has 16-bit parameters that are not the model's: {_SMALL}",
-                fixes=(
-                    advice("copies", "make the copies of the weights that the optimizer updates float32"),
-                ),
+                fixes=(advice("copies", "let the optimizer update float32 copies of the weights"),),
             )
         return
     if not trace.setup.learning_rate or "optimizer" not in trace.setup.phases:
@@ -117,12 +115,12 @@ def _measured(weight: Weight, trace: Trace, module: str | None = None) -> Module
 
 
 def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
-    """Return the median magnitude of a weight's nonzero values (0 if unknown), and a phrase about its source.
+    """Return the median magnitude of a weight's nonzero values (0 if unknown), and a phrase on how it is known.
 
     If the values of a DoRA magnitude are unknown, they are estimated. A magnitude is the norm of a row of the layer's
     weight (https://arxiv.org/abs/2402.09353, eq. 5). A row of `n` normally distributed values with the median magnitude
-    m has the norm sqrt(n) m / 0.6745. If m was not measured, the standard deviation is assumed to be that of a new
-    weight: the smaller one of transformers' 0.02 and torch's 1 / sqrt(3 n).
+    m has the norm sqrt(n) m / 0.6745. If m was not measured, the layer's weight is assumed to be new. The standard
+    deviation of a new weight is 0.02 in transformers and 1 / sqrt(3 n) in torch; the smaller number is used.
     """
     if weight.median_magnitude is not None:
         return weight.median_magnitude, "values"
@@ -138,7 +136,7 @@ def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
         return 0.0, ""
     base = _measured(weight, trace, layer).median_weight
     if base:
-        return math.sqrt(inputs[0]) * base / 0.6745, "computed from the measured weights of its layer: values"
+        return math.sqrt(inputs[0]) * base / 0.6745, "values (computed from the layer's measured weights)"
     return min(0.02 * math.sqrt(inputs[0]), math.sqrt(1 / 3)), "not loaded; when initialised, its values are"
 
 

@@ -5,7 +5,7 @@ Or a loop of the code (`total += loss`) adds many 16-bit numbers one after anoth
 
 **Why it is bad.** A log-probability near -10 is rounded to steps of 0.06 in bfloat16. RL's probability ratios
 and distillation losses use differences of such numbers, and perplexities use their mean. A cumulative sum in
-16 bits stops growing: in bfloat16, 256 + 1 is 256. A loop's gradients are right, but its sum is too small or too large.
+16 bits stops growing: in bfloat16, 256 + 1 is 256. A loop that adds losses gets the right gradients, but a wrong sum.
 
 **An example that costs**
 
@@ -39,7 +39,7 @@ _LONG = 256
 """If an operator reduces fewer values, such as scores of experts or classes, the lost digits rarely matter."""
 
 _INACCURATE = 1 / 16
-"""Smallest reported relative error of a sum: n additions, each with an error of at most half a unit in the last place."""
+"""Smallest reported relative error of a sum, if each addition rounds by half a unit in the last place."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:

@@ -49,7 +49,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 def _finding(trace: Trace, owner: Weight, product: Call, weight: Operand) -> Finding:
     dtype = product.results[0][0]
     if dtype not in HALVES:
-        how = "choose from the float32 scores, and cast the weights of the chosen experts"
+        how = "choose experts by the float32 scores, and then cast the scores of the chosen experts"
         return finding_at(
             "note",
             "experts are chosen from rounded scores",

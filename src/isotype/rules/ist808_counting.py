@@ -76,7 +76,7 @@ def _counters(trace: Trace) -> Iterator[Finding]:
 
 
 def _is_counter(call: Call) -> bool:
-    """Return whether an optimizer counts steps in a call: it adds a number to 16-bit tensors of one element."""
+    """Return whether a call is an optimizer's count of steps: it adds a number to 16-bit tensors of one element."""
     foreach = call.op.startswith("aten._foreach_add_.")  # adds one tensor to the counts of all parameters
     if call.phase != "optimizer" or not (foreach or call.op.startswith("aten.add_.")):
         return False

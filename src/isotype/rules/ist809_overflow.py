@@ -1,8 +1,8 @@
 """
 **What it means.** The values of this model were measured, and an operand or result of a float16 operator exceeds 65504,
-float16's largest number. Or the loss or the gradients are not finite in float32 either. Causes are `sqrt(0)`, `0 / 0`,
-and `log(softmax(x))` of large scores. The residual stream is the most frequent place: every block adds to it, and its
-values are large in models that were trained in bfloat16. Other frequent places are the gated product before
+float16's largest number. Or the loss or a gradient is infinite or NaN even in float32, because of `sqrt(0)`, `0 / 0`,
+or `log(softmax(x))` of large scores. Values above 65504 are most frequent in the residual stream: every block adds to
+it, and its values are large in models that were trained in bfloat16. Other frequent places are the gated product before
 `down_proj`, the queries, the keys and the gradients.
 
 **Why it is bad.** Values above 65504 become infinite, the next norm or softmax turns them into NaN, and the loss is NaN
@@ -23,9 +23,9 @@ Or the fix divides a matmul's input by a power of two and multiplies the result 
 digit. Hidden states in float32 take twice as much memory as in float16. bfloat16 has float32's range, but fewer digits.
 
 **What was compared.** The measurement in float32 gives the largest magnitude of each operator. The trace shows which
-operators run in float16. A value's magnitude does not depend on its dtype, so the check verifies a fix with the same
-measurement and a new trace. The comparison ignores fill values of attention masks. Other data can have larger values,
-so the report gives the headroom: 65504 divided by the largest measured value.
+operators run in float16. To verify a fix, the check traces the repaired step and compares this trace with the same
+measurement, because a value's magnitude does not depend on its dtype. The comparison ignores fill values of attention
+masks. Other data can have larger values, so the report gives the headroom: 65504 divided by the largest measured value.
 
 **Seen in** huggingface/transformers #36822, #39972, #12225; google/gemma_pytorch #24; unslothai/unsloth
 #4005; unslothai/unsloth-zoo #600; NVIDIA/apex #379.
@@ -52,7 +52,7 @@ from isotype.rules.kit.words import advice
 TITLE = "Measured values beyond float16's range"
 KIND: Kind = "values"
 
-_GUARDS = "log_softmax instead of log and softmax, logsigmoid, an epsilon inside of sqrt, log or a divisor"
+_GUARDS = "call log_softmax or logsigmoid in place of two functions, or add an epsilon to a divisor or to the argument of sqrt or log"
 
 
 def find(trace: Trace) -> Iterator[Finding]:

@@ -4,10 +4,10 @@ is 6e-8. Examples are `x / (norm + 1e-8)`, `log(p.clamp(min=1e-12))`, and `F.nor
 Or a clamp should keep values below 1, as in `log(1 - p.clamp(max=1 - 1e-6))`, but its bound is 1 in 16 bits: the
 largest number below 1 is 0.9995 in float16, and 0.996 in bfloat16.
 
-**Why it is bad.** The first row of zeros (padding, an empty span, squares that float16 rounds to zero) makes the line
-compute 0 / 0 or log(0), and the loss of the step is NaN. Steps without a zero row are not affected. In bfloat16, the
-sigmoid of a score above 6.3 is 1: log(1 - 1) is infinite. With torch 2.13, the gradient of the clamped score is NaN,
-even if the loss is finite. With torch 2.15, a clamp passes no gradient at its bound.
+**Why it is bad.** For a row of zeros (padding, an empty span, squares that float16 rounds to zero), the line computes 0
+/ 0 or log(0), and the loss of the step is NaN. Steps without a zero row are not affected. In bfloat16, the sigmoid of a
+score above 6.3 is 1: log(1 - 1) is infinite. With torch 2.13, the gradient of the clamped score is NaN, even if the
+loss is finite. With torch 2.15, a clamp passes no gradient at its bound.
 
 **An example that costs**
 
@@ -17,8 +17,8 @@ even if the loss is finite. With torch 2.15, a clamp passes no gradient at its b
 
     pooled = F.normalize(hidden.half().mean(1), dim=-1, eps=torch.finfo(torch.float16).tiny)    # 6e-5
 
-**What is not reported.** Lines of published transformers models, whose routers divide by sums of scores that
-are never zero.
+**What is not reported.** Lines in the code of published transformers models: their routers divide by sums of scores,
+which are never zero.
 
 **How safe is the fix?** Safe: float16 numbers below 6e-5 have fewer digits, so a divisor below the new epsilon is
 inexact anyway. A line that computes in float32 needs no other epsilon.

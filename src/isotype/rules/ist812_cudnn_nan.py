@@ -38,7 +38,7 @@ TITLE = "Gradients of attention that may be NaN on Hopper"
 KIND: Kind = "device"
 
 _KERNELS = ("cudnn_attention", "flash_attention_for_cpu")
-"""Operators of cuDNN's kernel, and of the CPU kernel that a trace on fake tensors records instead."""
+"""cuDNN's attention, and the CPU's, which a trace on fake tensors records in place of cuDNN's."""
 _MASKS = ("attn_mask", "attn_bias")
 _SWITCH = "torch.backends.cuda.enable_cudnn_sdp"
 

@@ -23,7 +23,7 @@ sum over no label trains nothing.
 **What is not reported.** Rows whose NaN is replaced afterwards (`nan_to_num`, `masked_fill`, `where`); masks that depend
 on weights or have more than 16,384 elements; `scaled_dot_product_attention`, which returns zeros for such rows.
 
-**How safe is the fix?** Safe: only rows without a single visible position change.
+**How safe is the fix?** Safe: the fix changes only rows in which all positions are masked.
 
 **Seen in** pytorch/pytorch #103749; bytedance/UniVR #13; huggingface/trl #6671; hiyouga/LlamaFactory #4278.
 """
@@ -53,7 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _empty_means(calls: Sequence[Call]) -> list[Call]:
-    """Return the means over no values that may reach the loss: those after the last operator that replaces NaN."""
+    """Return the calls that compute a mean of no values after the last operator that replaces NaN."""
     means: list[Call] = []
     for call in calls:
         name = call.op.removeprefix("aten.").partition(".")[0]

@@ -18,8 +18,8 @@ State-space, linear-attention and convolution layers need `seq_idx`, but many of
 
     batch.pop("attention_mask")                               # transformers builds the mask of each sequence from position_ids
 
-**What is not reported.** Rows whose inputs mark no sequence boundaries: it is common to train on texts that
-only end-of-text tokens separate.
+**What is not reported.** Rows whose inputs mark no sequence boundaries: it is common to train on rows of several texts
+with only an end-of-text token between two texts.
 
 **How safe is the fix?** Safe: the step then computes the same as a batch with one row per sequence. The check measures
 the finding on a small copy of the model, and verifies the fix on the same copy.

@@ -3,7 +3,7 @@
 learns nothing useful for generation.
 
 **Why it happens.** A causal model runs without its causal mask, or the loss compares a token with the logits of the
-same position. The logits of the position before are correct. The causal mask is missing if
+same position, not of the position before. The causal mask is missing if
 
 - an encoder's class is used for a language model (`BertLMHeadModel` without `is_decoder=True`);
 - a 4-D mask of zeros replaces the model's mask;
@@ -52,7 +52,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if label is not None:
         message = "predictions depend on their own labels"
         cause = f"{where(label)} uses the labels as an input, and the prediction at a position depends on its own label"
-        how = "if the model must read the labels, shift the labels that it reads by one token"
+        how = "if the model reads the labels as an input, shift this input to the right by one token"
         yield leak_finding(trace, label, "error", message, cause, advice("labels", how))
     reach = trace.reach
     if reach is not None and reach.labels is not None and reach.labels.shift == 0:

@@ -43,7 +43,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if labels.shift not in (None, 0, 1):
         cause = "the labels are already shifted, and the model shifts them again"
         if labels.shift == -1:
-            cause = "each prediction is compared with the token before it"
+            cause = "each prediction is compared with the token before its position"
         fixes = (advice("labels", "give labels that are not shifted: the model shifts them"),)
         message = "predictions are compared with wrong tokens"
         notes = (f"{plural(labels.learned, 'prediction')} count in the loss", measured_on(reach))

@@ -52,7 +52,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     for name in trace.without_effect if reach.undecided else ():
         picture = any(word in name for word in _PICTURES)
         if picture or name == "attention_mask":
-            cause = f"no operator of the forward passes {name} on to the loss"
+            cause = f"no chain of operators leads from {name} to the loss"
             yield _finding(name, picture, cause, f"by structure alone: {reach.undecided[0]}")
 
 

@@ -84,7 +84,7 @@ def _outside(trace: Trace, reach: Reach) -> Iterator[Finding]:
             f"trainable weights without a gradient from this batch: {and_others(names)}",
             module=names[0].rpartition(".")[0],
             phase="backward",
-            cause="this batch does not run the modules or lacks their tokens, or nothing uses their results",
+            cause="with this batch, the modules of these weights do not run or get no tokens, or nothing uses their results",
             notes=(
                 "under DDP without find_unused_parameters, a step with such weights hangs or fails (IST705)",
                 measured_on(reach),

@@ -53,7 +53,7 @@ def _with_all_heads(operands: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], 
 
     Before torch 2.12, torch's formulas raise an error for fewer key heads than query heads.
 
-    `tests/trace/test_flops.py` fails when the oldest supported torch counts such calls. Then remove this function.
+    Remove this function when the oldest supported torch is 2.12: `tests/trace/test_flops.py` then fails.
     """
     heads = operands[0].shape[1]
     return tuple((tensor.shape[0], heads, *tensor.shape[2:]) for tensor in operands)

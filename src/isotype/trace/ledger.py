@@ -22,8 +22,8 @@ class Ledger:
 
     A traced module can represent several equal modules (`multiply`). The activations that its forward saves are then
     counted for each of these modules. The bytes of the modules that are not traced are called surplus. A storage and
-    its surplus are freed together, with one exception: if the traced module's backward frees the storage, the surplus
-    is freed at the end of this backward, because the backwards of the other modules follow.
+    its surplus are usually freed together. But a storage that the traced module's backward frees keeps its surplus
+    until the end of this backward, because the backwards of the other modules follow.
 
     Attributes:
         total: bytes of all live storages.
@@ -107,7 +107,7 @@ class Ledger:
         """Multiply the bytes of a module's live activations that were counted after the mark `since` by `times`. Return
         the added bytes.
 
-        If the module has saved its input, each represented module saves its input, too: an output of the module before.
+        If the module has saved its input, each represented module saves an input, too: the output of the previous one.
         """
         saved = {key for key, (_, _, kind, at) in self._live.items() if at > since and kind == "activations"}
         alive = [tensor for tensor in inputs if storage_of(tensor) in self._live]
@@ -136,7 +136,7 @@ class Ledger:
         self._layers += times
 
     def keep(self, module: str, since: int, times: int, outputs: Sequence[torch.Tensor]) -> None:
-        """Multiply by `times` what a forward without a backward leaves in memory (caches), except `outputs`."""
+        """Count the memory that a forward without a backward leaves (caches, but not `outputs`) `times` times."""
         passed = {storage_of(output) for output in outputs}
         kept = {
             key: size * (times - 1)
@@ -179,7 +179,7 @@ class Ledger:
         return self._now.get(kind, 0)
 
     def record(self, states: int = 0, gradients: int = 0) -> Memory:
-        """Return the peak of each phase and the timeline of a step after the first step.
+        """Return the peak of each phase and the timeline, both for a step after the first step.
 
         Args:
             states: bytes of the optimizer state that the first step creates.

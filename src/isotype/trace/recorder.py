@@ -37,9 +37,9 @@ ORIGIN = "_isotype_origin"
 
 _FUNCTION_NODE: Any = torch.autograd.function.BackwardCFunction  # in the graph, a `torch.autograd.Function`
 LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
-"""Each call of `torch.tensor` ends with one of these operators."""
+"""The last operator of each `torch.tensor` call is one of these."""
 _SHORTENED = frozenset({"detach", "__get__", "tensor", "as_tensor"})
-"""Python names of the functions that detach a result in code. Autograd itself also detaches the results that it saves."""
+"""Functions by which a script detaches tensors. Autograd itself also detaches the results that it saves."""
 _READS = frozenset({aten._local_scalar_dense.default, aten.argmax.default})
 _UNSET = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
 
@@ -53,7 +53,7 @@ _CHECKPOINTS = "_gradient_checkpointing_func"
 
 @dataclass(slots=True)
 class CallPlace:
-    """The place of an operator: module, source line, and the number of operators in the real step that it represents."""
+    """The place of an operator: module and source line. The operator stands for `repeats` equal operators."""
 
     module: str
     source: Any
@@ -70,7 +70,7 @@ class CallPlace:
 
 @dataclass
 class _Frame:
-    """A module whose forward is running. `entered` is the ledger's mark at the start; `enter` explains `returns`."""
+    """A module whose forward is running. `entered`: `ledger.mark()` at the start. `enter` explains `returns`."""
 
     name: str
     repeats: int
@@ -176,7 +176,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def enter(
         self, name: str, repeats: int = 1, returns: Origin | None = None, module: nn.Module | None = None
     ) -> None:
-        """Record the start of a module's forward. `returns` is the origin of its input if the module casts back."""
+        """Record the start of a module's forward. `returns`: the input's origin if the output is cast back."""
         self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns, module))
 
     @listening
@@ -290,7 +290,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def note(
         self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], breach: Breach | None = None
     ) -> None:
-        """Record a function that ran no operator. With a `breach`, it has raised an error or would raise it on the device."""
+        """Record a function that ran no operator. `breach`: the function's error, here or on the traced device."""
         self._append(name, self._place(), self.operands(tensors), (), breach=breach)
 
     def _append(
@@ -433,8 +433,8 @@ def _is_layer(module: str) -> bool:
 def _rank(operand: Operand) -> int:
     """Return a rank: the result takes its dtype from the operand with the lowest rank.
 
-    Weights and computed values have the lowest rank. Inputs of the step adapt to the weights. A gradient has the dtype
-    of the forward's value. Python code chooses the dtype of an empty or filled tensor (the highest rank).
+    Weights and computed values have the lowest rank. Users cast inputs of the step to the weights' dtype. A gradient
+    has the dtype of the forward's value. Python code chooses the dtype of an empty or filled tensor (the highest rank).
     """
     kinds = {step.kind for step in operand.origin.path()}
     cause = operand.origin.cause.kind

@@ -1,8 +1,7 @@
 """Finds the tensor from which a cast reads its dtype: `x` for `y.to(x.dtype)`, none for `y.to(torch.float32)`.
 
-Each read of `Tensor.dtype` is recorded with the instruction that runs in the function and in each of its callers. To
-find the read of a cast, the cast's arguments are searched, and then the variables, attributes and parameters in these
-arguments (`dtype = x.dtype`, `ctx.dtype`).
+Each read of `Tensor.dtype` is recorded with the current instruction of the function and of each caller. A cast's read
+is searched in the cast's arguments, then in their variables, attributes and parameters (`ctx.dtype`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from isotype.core.source import is_library
 from isotype.records.trace import Origin
 
 DTYPE = torch.Tensor.dtype
-"""A function mode sees a read of `tensor.dtype` as a function whose `__self__` is this object."""
+"""In a function mode, a read of `tensor.dtype` is a call of `__get__`; the `__self__` of this method is `DTYPE`."""
 
 _MOST_FRAMES = 8
 # Number of callers in which the value of a function's parameter is looked up.
@@ -101,7 +100,8 @@ class DtypeReads:
     def _in(
         self, frame: FrameType, arguments: Sequence[_Argument], dtype: torch.dtype, callers: int
     ) -> _Read | None:
-        """Return the recorded read of `dtype` in the arguments of the call in `frame`, or of their variables."""
+        """Return the read of `dtype` in the arguments of the call in `frame`, or in the code that set their
+        variables."""
         call: Any = frame.f_trace
         seen = self._reads.get(frame.f_code, {}).values() if isinstance(call, _Call) else ()
         in_call = [read for read in seen if read.call() is call and read.dtype == dtype]
@@ -120,7 +120,8 @@ class DtypeReads:
         return None
 
     def _stored(self, frame: FrameType, seen: Sequence[_Read], name: str, dtype: torch.dtype) -> _Read | None:
-        """Return the last read that was stored in `name`: by this call or, for a name that is not local, in this file."""
+        """Return the last read whose dtype was stored in `name`: by this call, or in this file if `name` is not
+        local."""
         reads: Iterable[_Read] = seen
         if name not in frame.f_code.co_varnames and name not in frame.f_code.co_cellvars:
             file = frame.f_code.co_filename
@@ -255,7 +256,7 @@ def _stores(code: CodeType) -> tuple[tuple[int, int, str], ...]:
 
 
 def _is_stored(code: CodeType, at: int, name: str) -> bool:
-    """Return whether the code stores in the variable `name` what the instruction at byte `at` reads."""
+    """Return whether the code stores the value that the instruction at byte `at` reads in the variable `name`."""
     span = position(code, at)
     return span is not None and any(
         store > at and line <= span[0] and stored == name for store, line, stored in _stores(code)

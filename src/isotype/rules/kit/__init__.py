@@ -1,1 +1,1 @@
-"""Code that several rules use: groups of broken contracts, sets of weights, costs, and the words of findings."""
+"""Code that several rules use: dtype mismatches by cause, sets of weights, costs, and phrases for findings."""

@@ -65,7 +65,7 @@ _OTHER_RESULTS = ("fft", "numpy")
 
 
 def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
-    """Yield the buffers and plain tensors that have the module and the dtype of a mismatched tensor."""
+    """Yield the buffers and plain tensors in the module of a mismatched tensor, if they have the same dtype."""
     homes = {cause.name.rpartition(".")[0] for cause in group.causes}
     dtypes = {weight.name: weight.dtype for weight in trace.weights if weight.buffer}
     for operand in (operand for call in trace.calls for operand in call.operands):
@@ -153,12 +153,12 @@ def _parameter_fixes(trace: Trace, group: Group, blamed: Sequence[Weight], expec
 
 
 def _runs_in(group: Group, modules: Sequence[str]) -> bool:
-    """Return whether one of `modules` runs a call of the group. A cast in another module would change no dtype."""
+    """Return whether one of `modules` runs a call of the group. If none does, a cast in `modules` fixes nothing."""
     return any(call.module and starred(call.module) in map(starred, modules) for call in group.calls)
 
 
 def _keeps_digits(weight: Weight, expected: str) -> bool:
-    """Return whether a cast to `expected` keeps all values of a weight; False for trainable and pinned weights."""
+    """Return whether a frozen weight, which is not pinned to float32, keeps all values in a cast to `expected`."""
     if weight.trainable or weight.pinned:
         return False
     if expected == "float32" and weight.dtype.itemsize < 4:
@@ -209,7 +209,7 @@ def _modules(trace: Trace) -> Mapping[tuple[str, str], list[str]]:
 
 
 def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of weights, and of weights of the same dtype in other layers (`*` for a dtype in all layers)."""
+    """Return the weights' names in all layers with the same dtype; with `*` for the number if these are all layers."""
 
     def written(name: str) -> Iterator[str]:
         weight = trace.owners.get(name)

@@ -35,12 +35,12 @@ def contract_rule(
 
 
 def group_findings(trace: Trace, code: str, headline: str) -> Iterator[tuple[Group, Finding]]:
-    """Yield (group, its finding) for each group of broken contracts that the rule `code` claims."""
+    """Yield (group, its finding) for each group of mismatches that the rule `code` reports."""
     return ((group, _finding(trace, group, headline)) for group in groups(trace) if group.code == code)
 
 
 def settled(trace: Trace) -> frozenset[tuple[str, str]]:
-    """Return (code, cause) of each error in the trace of a part of a step that the full trace is sure to contain."""
+    """Return (code, cause) of the errors in a partial trace that a trace of the full step has, too."""
     codes = {code for code, claim in all_claims() if claim.grouped and claim.settled}
     return frozenset(
         (group.code, cause_text(group.cause, trace.owners)) for group in groups(trace) if group.code in codes
@@ -73,7 +73,7 @@ def of_failure(trace: Trace, failure: Failure) -> Finding | None:
 
 
 def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
-    """Yield `cause` and, if it is a weight, the weights of the same name, dtype and class of module, which fail next."""
+    """Yield `cause`; for a weight, also the weights with its name, dtype and module class, which need the same fix."""
     yield cause
     owner = owners.get(cause.name) if cause.kind == "parameter" else None
     if owner is None:

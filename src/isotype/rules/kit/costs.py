@@ -32,7 +32,7 @@ _CASTS = ("aten._to_copy.", "prims.convert_element_type.")
 
 @dataclass(frozen=True)
 class Cast:
-    """A cast between float dtypes. `elements` is the number of cast elements in all calls that `call` represents."""
+    """A cast between float dtypes. `elements` is the number of cast elements in all `call.repeats` equal calls."""
 
     call: Call
     operand: Operand
@@ -71,8 +71,8 @@ def by_autocast(origin: Origin) -> bool:
 def root(origin: Origin) -> Origin:
     """Return the origin to blame for a wide dtype.
 
-    This is `Origin.cause`, unless a quantized layer or an adapter casts a wide input to a narrower dtype, and its
-    output back. Then the input's origin is to blame.
+    This is `Origin.cause`, unless a quantized layer or an adapter casts a wide input to a narrower dtype, and casts the
+    output to the wide dtype again. Then the input's origin is to blame.
     """
     blamed = origin.cause
     while blamed.kind in ("cast", "autocast"):
@@ -109,7 +109,7 @@ def _operator(op: str) -> Any:
 
 
 def bytes_moved(call: Call) -> int:
-    """Return the bytes that `call`, and the calls it represents, read and write; 0 for views and unwritten memory."""
+    """Return the bytes that all `call.repeats` equal calls read and write; 0 for views and for `empty` tensors."""
     if is_view(call.op) or call.op.startswith(_UNWRITTEN):
         return 0
     read = sum(math.prod(operand.shape) * operand.dtype.itemsize for operand in call.operands)
@@ -118,7 +118,7 @@ def bytes_moved(call: Call) -> int:
 
 
 def new_pages(call: Call) -> int:
-    """Return the bytes of results that are too large for the C library's cache, for all calls that `call` represents."""
+    """Return the bytes of results for which malloc requests new memory pages, in all `call.repeats` equal calls."""
     if not allocates(call.op):
         return 0
     sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in call.results)
@@ -161,7 +161,7 @@ def slowdown(
     gone: Iterable[Call] = (),
     stand_in: torch.dtype | None = None,
 ) -> float | None:
-    """Return how many times faster a changed step is, by the roofline model; None if a rate is missing.
+    """Return the step's time divided by the changed step's time, by the roofline model; None if a rate is missing.
 
     The changed step lacks the calls in `gone`, and runs the `costly` calls in the dtype `wanted`. In a narrower dtype,
     a call moves fewer bytes. A dtype without a published rate gets the rate of the dtype `stand_in`.

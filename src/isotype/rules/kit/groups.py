@@ -56,7 +56,7 @@ class Broken:
     def agrees(self) -> bool:
         """True if the float operands have one dtype and autocast did not raise the error.
 
-        Autocast raises an error for the other 16-bit dtype in operators that it promotes (`at::autocast::prioritize`).
+        An operator that autocast promotes raises an error for bfloat16 under float16 autocast, or the reverse.
         """
         return len(self.floats) < 2 and "autocast" not in self.message
 
@@ -81,11 +81,11 @@ class Claim:
     """Decides which broken contracts a rule reports. The file of the rule lists its claims in `CLAIMS`.
 
     Attributes:
-        stage: the criterion of the claim. The claims of earlier stages are checked first.
+        stage: what `takes` looks at, such as the kind of operator. Claims of earlier stages are checked first.
         takes: function that returns whether the rule reports a broken contract.
         refused: the kind of refusal, which decides the possible fixes.
         grouped: True if `contract_rule` creates the findings, False if the rule's `find` creates them.
-        settled: True if only the first call of a group decides the finding.
+        settled: True if the finding depends only on the first call of a group, not on later calls.
     """
 
     stage: Stage
@@ -219,7 +219,7 @@ def side_at(call: Call, sides: Sides) -> torch.dtype:
 
 
 def distinct(causes: Iterable[Origin]) -> tuple[Origin, ...]:
-    """Return the causes without duplicates, which have the same source line and the same name except for layer numbers."""
+    """Return one cause for each source line and name; layer numbers in names are ignored."""
     by_place = grouped(causes, lambda cause: (starred(cause.name), cause.source))
     return tuple(first for first, *_ in by_place.values())
 
@@ -261,7 +261,7 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
 
 
 def _without_kernel(call: Call) -> list[Operand]:
-    """Return the float operands whose dtype the device's message names: `not implemented for 'BFloat16'`."""
+    """Return the float operands with the dtype in the device's error: `not implemented for 'BFloat16'`."""
     named = dtypes_in(_NO_KERNEL.search(call.breach.message if call.breach is not None else ""))
     return [operand for operand in call.floats if operand.dtype in named]
 
@@ -285,7 +285,7 @@ _SCALES = ("absmax", "absmax_code", "code")
 
 
 def _layer(operand: Operand) -> str:
-    """Return the name of the module whose parameter or plain tensor an operand is; "" for another operand."""
+    """Return the module's name for an operand that is a parameter or a plain tensor of a module; else ""."""
     return operand.origin.name.rpartition(".")[0] if operand.origin.kind in ("parameter", "attribute") else ""
 
 

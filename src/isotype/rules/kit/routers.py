@@ -32,7 +32,7 @@ def router_products(trace: Trace) -> Iterator[tuple[Call, Operand, torch.dtype]]
 
 
 def _weight(owners: Mapping[str, Weight], operand: Operand) -> Operand | None:
-    """Return an operand that is a matrix weight or its cast, with the weight as its origin; None for another operand."""
+    """Return `operand` with the weight as its origin if it is a matrix weight or the cast of one; else None."""
     origin = next((step for step in operand.origin.path() if step.kind == "parameter"), operand.origin)
     owner = owners.get(origin.name)
     whole = owner is not None and not owner.buffer and math.prod(owner.shape) == math.prod(operand.shape)
@@ -40,9 +40,9 @@ def _weight(owners: Mapping[str, Weight], operand: Operand) -> Operand | None:
 
 
 def _scores_of(choice: Call, products: list[tuple[Call, Operand]]) -> tuple[Call, Operand] | None:
-    """Return the product of the router's scores, one number per token and expert, and its weight.
+    """Return (product, weight) of a router: the product computes a score for each token and expert.
 
-    The call `choice` chooses by these scores. The product is the last one in the module of `choice` or next to it.
+    The call `choice` chooses by these scores. The product is the last one inside of the parent module of `choice`.
     """
     wanted = choice.operands[0].shape
     inside = (f"{choice.module}.", f"{choice.module.rpartition('.')[0]}.")

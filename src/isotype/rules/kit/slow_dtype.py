@@ -56,7 +56,7 @@ def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _time_share(trace: Trace, dtype: torch.dtype) -> float:
-    """Return the share (0 to 1) of all matmuls' time that matmuls in `dtype` take; without measured rates, of the FLOPs."""
+    """Return the share (0 to 1) of matmuls in `dtype` in all matmuls' time, or FLOPs if no rate was measured."""
     speed = trace.setup.profile.speed
     times = {run_in: flops / speed.get(run_in, 1.0) for run_in, flops in trace.flops.items()}
     return times.get(dtype, 0.0) / max(1.0, sum(times.values()))
@@ -145,7 +145,7 @@ def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
     why = "" if lossless else f"; {_UNSAFE[target]}"
     emulated, best = trace.setup.profile.supports(dtype) == "emulated", trace.setup.profile.best_dtype()
     if emulated and target == torch.float32 != best and trace.setup.profile.slower(dtype, target) is None:
-        why = f": as fast as emulated {dtype_name(dtype)} or faster, but slower than {dtype_name(best)}"
+        why = f": float32 is as fast as emulated {dtype_name(dtype)} or faster, but slower than {dtype_name(best)}"
     return Fix(
         f"{' and '.join(changes)}{why}",
         "safe" if lossless else "unsafe",

@@ -43,7 +43,7 @@ class Held:
 
     @property
     def module(self) -> str:
-        """Name of the measured module, as written in `call` if `call` runs in this module."""
+        """Name of the measured module; if `call` runs in it, with the parts that wrappers such as PEFT add."""
         same = base_name(self.call.module) == self.operator.module
         return self.call.module if same else self.operator.module
 
@@ -134,7 +134,7 @@ def _key(call: Call | OperatorRange) -> _Key:
 
 
 def _casts(trace: Trace) -> dict[int, Call]:
-    """Return id(call) -> cast, for each call whose result the same module casts to float16."""
+    """Return id(call) -> cast, for each call whose result is cast to float16 in the module of the call."""
     casts: dict[int, Call] = {}
     last: dict[str, Call] = {}
     for call in trace.calls:
@@ -150,14 +150,14 @@ def _casts(trace: Trace) -> dict[int, Call]:
 
 
 def _folded_away(trace: Trace, measured: Iterable[_Key]) -> Mapping[str, Sequence[str]]:
-    """Return the measured modules that were not traced, by name with `*` for layer numbers."""
+    """Return name with `*` for layer numbers -> names, for the measured modules that were not traced."""
     traced = {base_name(call.module) for call in trace.calls}
     names = dict.fromkeys(module for module, _, _ in measured)
     return grouped((name for name in names if name not in traced and starred(name) != name), starred)
 
 
 def _by_module(ranges: Ranges, module: str, call: Call) -> list[tuple[int, OperatorRange]]:
-    """Return the range of a quantized layer for the call of its kernel, because kernels are not measured."""
+    """Return a quantized layer's range as the range of the layer's kernel, which is not measured."""
     layer = ranges.by_module.get(module)
     kernel = call.op.startswith("bitsandbytes.") and "dequantize" not in call.op
     if layer is None or not kernel or call.phase != "forward":

@@ -60,7 +60,7 @@ def cast_fix(description: str, weights: Sequence[Weight], dtype: torch.dtype) ->
 
 
 def borders(weights: Iterable[Weight], compute: torch.dtype) -> tuple[Action, ...]:
-    """Return an action for each module: compute in float32, with inputs and outputs in `compute`."""
+    """Return actions that make the weights' modules compute in float32, with inputs and outputs in `compute`."""
     return actions("boundary", modules(weights), f"float32:{dtype_name(compute)}")
 
 

@@ -32,7 +32,7 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
         "outside": f"{cause.name} is {dtype}{where}{inside}",
         "scratch": f"the scratch tensor that {cause.name} allocated is {dtype}{where}",
         "attribute": f"{cause.name}, an unregistered tensor that no .to() of the model reaches, is {dtype}",
-        "data": f"{f'{cause.name}, which' if cause.name else 'a tensor that'} the loss function uses{',' * bool(cause.name)} is {dtype}{where}",
+        "data": f"{cause.name or 'a tensor'} in the loss function is {dtype}{where}",
         "state": f"the quantization state of {cause.name} dequantizes to {dtype}",
         "cast": f"a cast to {dtype}{where}{inside}",
         "autocast": f"autocast returns {dtype} from {cause.name}{where}{inside}",
@@ -57,7 +57,7 @@ def evidence(origin: Origin) -> tuple[str, ...]:
 
 
 def device_error(what: Call | str) -> tuple[str, ...]:
-    """Return a note with the error message `what`, or with the message of the call `what`; () without a message."""
+    """Return a note with the device's error. `what` is the error's text or the call; () without an error."""
     message = what if isinstance(what, str) else what.breach.message if what.breach is not None else ""
     return (f"the device raises: {message}",) if message else ()
 

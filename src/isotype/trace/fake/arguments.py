@@ -98,7 +98,7 @@ def cast_result(dtype: torch.dtype, result: Any) -> Any:
 
 
 def in_operands_dtype(result: Any, tensors: Sequence[tuple[str, torch.Tensor]], computed: torch.dtype) -> Any:
-    """Cast a result that was computed in float32 back to the operands' dtype, if this is a single 16-bit dtype."""
+    """If all operands have one 16-bit dtype, cast a result that was computed in float32 back to this dtype."""
     floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
     if computed != torch.float32 or len(floats) != 1 or not floats.issubset(HALVES):
         return result

@@ -28,7 +28,7 @@ LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def loss_function(inputs: Any) -> LossFunction:
-    """Return the function (model, inputs) -> loss of a step with these inputs, see `StepCode.inputs`."""
+    """Return the loss function of a step, called with (model, inputs). `StepCode.inputs` explains `inputs`."""
     if isinstance(inputs, LossOf):
         return inputs.function
     if callable(inputs):
@@ -37,7 +37,7 @@ def loss_function(inputs: Any) -> LossFunction:
 
 
 class LossOfOutput:
-    """Calls a model and returns the loss in its output. `partial` is True if `is_partial` was true for an output."""
+    """Calls a model and returns the loss in its output. `partial`: the real loss may need more of the output."""
 
     partial = False
 
@@ -53,7 +53,7 @@ class StepCode:
 
     Attributes:
         model: any module, real or on the meta device; it is not changed.
-        inputs: keyword arguments of the model, a callable model -> loss, or a `LossOf`.
+        inputs: keyword arguments of the model, a function of the model that returns the loss, or a `LossOf`.
         optimizer: an optimizer, an optimizer class or a callable (parameters -> optimizer); None for the setup's
             optimizer.
         generate: code of the phase `generate`; None for one forward without labels and gradients.

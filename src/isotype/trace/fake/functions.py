@@ -56,7 +56,7 @@ class Functions(TorchFunctionMode):
     """A function mode that records the name of the running function, and applies a device's autocast lists.
 
     `kind` is the kind of the simulated device (`cpu`, `cuda`, …). Without a device profile, attention and functions
-    about the device run as on this machine.
+    that return facts about the device run as on this machine.
     """
 
     def __init__(self, recorder: FakeRecorder, kind: str, profile: DeviceProfile | None = None) -> None:
@@ -122,7 +122,7 @@ class Functions(TorchFunctionMode):
             recorder.function, recorder.autocast, recorder.like = before
 
     def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
-        """Clamp an index to the rows of `tensor`, because an assumed expert number may be too large."""
+        """Return an index within the rows of `tensor`. The trace assumes numbers of experts, which may be too large."""
         value = self._recorder.values.of(index)
         if value is None or value.dim() or value.dtype in (torch.bool, torch.uint8) or not tensor.dim():
             return index
@@ -172,7 +172,7 @@ class Functions(TorchFunctionMode):
                 return in_operands_dtype(result, given_tensors(args, kwargs), target)
 
     def _of_packed(self, func: Any, *args: Any) -> Any:
-        """Return the result of a function of packed sequences. Its kernel would read the memory of the lengths."""
+        """Return the result of a function of packed sequences. Its kernel cannot read lengths of fake tensors."""
         numbers = self._recorder.values.of(args[1])
         if numbers is None:
             return func(*args)
@@ -219,7 +219,7 @@ def name_of(func: Any) -> str:
 
 _OF_CPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 _LEAST_SHARE, _LEAST = 0.01, 1 << 20
-"""Smallest attention scores of a layer that a note reports: as a share of the step's peak memory, and in bytes."""
+"""A note reports a layer's attention scores if they take this share of the step's peak memory and this many bytes."""
 
 
 class Attention:
@@ -260,7 +260,7 @@ class Attention:
             if grouped and needs_repeated_heads(self._profile, dtype):
                 yield f"{how} grouped heads in {name}; with fused layers (--fuse, isotype.fuse), keys and values are repeated instead"
             else:
-                yield f"{how} these heads in {name}"
+                yield f"{how} this call's heads in {name}"
 
 
 def _stand_in(kernel: Kernel, call: AttentionCall, cast: torch.dtype | None) -> Callable[..., Any]:

@@ -141,7 +141,7 @@ class Kernels:
         return self._entry(result, [memory[id(tensor)] for tensor in tensors])
 
     def _entry(self, result: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return (function of the parts, recipe of each part) to create the result again; () if that is impossible.
+        """Return (function, recipes): the function combines the recipes' tensors; () if that is impossible.
 
         `result` and its operands `tensors` are fake tensors, or the meta tensors of `_of_meta_kernel`.
         """
@@ -206,7 +206,7 @@ def has_meta_kernel(func: Any) -> bool:
 
 @cache
 def _is_steady(func: Any) -> bool:
-    """Return whether an operator's results have shapes, strides and dtypes that only those of its operands decide."""
+    """Return whether the results' shapes, strides and dtypes depend only on those of the operands."""
     return (
         isinstance(func, OpOverload)
         and func.namespace in _BUILT_IN

@@ -181,7 +181,7 @@ class Known:
 
 
 _Reads = Iterator[tuple[torch.Tensor, int, int, int | None]]
-"""For each read of a table: (indices, size of the table, lowest index, ignored index)."""
+"""Accesses to tables, each as (indices, size of the table, lowest index, ignored index)."""
 
 
 def _of_embedding(args: Any) -> _Reads:
@@ -211,7 +211,7 @@ _INDICES: dict[Any, Callable[[Any], _Reads]] = {
     aten.index_select: _of_selection,
     aten.index: _of_indices,
 }
-"""Operators that read a table -> a function that yields the reads of a call."""
+"""Operator that reads a table -> function that yields the accesses of a call."""
 
 _DECIDES = frozenset({*_INDICES, *_CLEARS, aten._softmax, aten._log_softmax})
 """Operators that are followed for any operands: they read a table, compute a softmax, or replace NaN."""

@@ -90,7 +90,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     Attributes:
         sides: chooses the dtype to which operands of mixed dtypes are converted. By default, it chooses `compute`.
-        deadline: latest end of the step by `time.monotonic`, in seconds. The next operator raises TimeSpentError.
+        deadline: latest end of the step by `time.monotonic`, in seconds. A later operator raises TimeSpentError.
         gradients: records which trainable parameters get gradients.
         reach: records which inputs may reach the loss.
     """
@@ -351,9 +351,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
         - the dtype of the operand that the operator overwrites, because a cast cannot change this operand;
         - the dtype of the tried code change;
-        - float32 if the operator has no kernel for the dtype of this part of the model;
+        - float32 if the operator has no kernel for the dtype that `sides` chooses;
         - the dtype of the operands that belong to the model, if all of these operands have one dtype;
-        - the dtype of this part of the model if one of the operands has this dtype;
+        - the dtype that `sides` chooses if one of the operands has this dtype;
         - the widest dtype of the operands.
         """
         floats = [tensor for _, tensor in tensors if tensor.dtype in FLOATS]
@@ -432,7 +432,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.note(f"torch.{name}", given_tensors(args, kwargs), breach)
 
     def launched(self, kernel: str, values: Any) -> None:
-        """Record a Triton kernel, which the trace does not run. Its tensors may then depend on each other."""
+        """Record a Triton kernel, which the trace does not run. All its tensors then depend on each other."""
         tensors = given_tensors(values, {})
         self.note(f"triton.{kernel}", tensors)
         for _, tensor in tensors:
@@ -440,7 +440,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.reach.mix(tensor, tensors)
 
     def array(self, tensor: torch.Tensor) -> Any:
-        """Return the result of `tensor.numpy()`: known values or zeros. A bfloat16 tensor is a breach."""
+        """Return the result of `tensor.numpy()`: known values or zeros. numpy refuses bfloat16: record a breach."""
         dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
         if dtype != tensor.dtype and self.edited() is None:
             breach = Breach("Got unsupported ScalarType BFloat16", False, dtype)

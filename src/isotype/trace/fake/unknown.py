@@ -54,7 +54,7 @@ class Use:
     """The way in which code uses a number that it reads.
 
     Attributes:
-        passes: truth value of the comparison (or of the number alone) with which the code continues.
+        passes: the code continues if the comparison, or the number alone, has this truth value.
         loop: line of the `while` loop that ends with the other truth value; None if there is none.
         order: the path to the condition.
     """
@@ -87,7 +87,7 @@ class Numbers:
         self._loops: dict[tuple[str, int], None] = {}
 
     def read(self, tensor: torch.Tensor) -> bool | int | float:
-        """Return a number of the tensor's type: 1 or True if the code continues with it."""
+        """Return a number of the tensor's type that lets the code continue: 1 or True by default."""
         frame = asking_frame()
         number = 1.0 if frame is None else self._number(frame, tensor)
         if tensor.dtype == torch.bool:
@@ -95,7 +95,7 @@ class Numbers:
         return number if tensor.is_floating_point() else int(number)
 
     def untraced(self) -> dict[str, str]:
-        """Return part of the step -> reason, for every loop whose later rounds were not traced."""
+        """Return (part of the step that was not traced) -> reason: the later rounds of loops."""
         places = (short(f"{file}:{line}") for file, line in self._loops)
         return {f"later rounds of the loop at {place}": "its end depends on values" for place in places}
 
@@ -131,7 +131,7 @@ def use_in(frame: FrameType) -> tuple[Use | None, FrameType]:
 
 @lru_cache(maxsize=4096)
 def _use(code: CodeType, at: int, order: Order) -> Use | Order | None:
-    """Return the use of the number that the instruction at byte `at` reads; its path if the function returns the number."""
+    """Return how code uses the number that is read at byte `at`; the path to the number if the function returns it."""
     parents = _parents(code.co_filename)
     node = _expression(code, at)
     if node is None:

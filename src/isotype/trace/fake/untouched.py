@@ -1,4 +1,4 @@
-"""Saves the Python state that a step's code can change before a trace, and restores it after the trace.
+"""Saves, before a trace, the Python state that a step's code can change, and restores the state after the trace.
 
 Attributes of modules need no saving, because the step sets them in the twin. But the step can store fake tensors in
 globals, class attributes, memoized results, and objects in a loss's closure (a noise scheduler, an average of weights,
@@ -26,7 +26,7 @@ from isotype.compat.standard import source_of
 from isotype.compat.torch import CHILDREN, HELD, FakeTensor, without_function_subclasses
 
 _LIMIT = 20_000
-"""Maximum number of visited objects except modules: about 0.1 s. The nearest objects are visited first."""
+"""Maximum number of visited objects except modules, in about 0.1 s. The nearest objects are visited first."""
 _FUNCTIONS = 500
 """Maximum number of functions whose globals are visited. The nearest functions are visited first."""
 _MOST_REFERENTS = 200
@@ -362,7 +362,7 @@ def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _is_opened(module: str) -> bool:
-    """Return whether the search visits the attributes of objects whose class the Python module `module` defines."""
+    """Return whether the search visits the attributes of objects of classes from the Python module `module`."""
     return module.startswith(_OPENED) or _is_code_opened(module)
 
 

@@ -213,7 +213,7 @@ class Values:
         return off, source
 
     def emptied(self, source: torch.Tensor, result: torch.Tensor) -> int:
-        """Return how many finite rows of `source` contain only minus infinity in `result`, its cast to float16."""
+        """Return how many rows of finite numbers in `source` are only minus infinity in the float16 cast `result`."""
         value = self.of(source)
         if value is None or result.dtype != torch.float16 or value.dtype in (result.dtype, torch.bool):
             return 0
@@ -303,7 +303,7 @@ def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
     """Return an assumed result of a comparison: every second element is True, so the mask and its inverse select
     elements.
 
-    Return None for operands that are not floats, and for a vector, which may select the experts that get tokens.
+    Return None for operands that are not floats, and for vectors: the result may select the experts that get tokens.
     """
     if not all(tensor.is_floating_point() for _, tensor in tensors):
         return None

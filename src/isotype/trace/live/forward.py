@@ -66,7 +66,7 @@ class StaleCasts:
     """Detects an optimizer step and a later forward in one autocast region.
 
     Autocast casts a weight once and keeps the cast until the outermost region ends. So the later forward uses the old
-    weights, and `report` is called once. A test weight, which is cast before the step and changed, shows this.
+    weights, and `report` is called once. A test weight is cast and changed to detect this.
     """
 
     def __init__(self, report: Callable[[], None]) -> None:
@@ -101,7 +101,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
     """Detects that the script averages trained weights into a 16-bit copy, between an optimizer step and the next
     forward. A frozen weight of the same model can be the copy.
 
-    `report` gets the first call that adds to a copy. The tensors get no attributes, because scripts may save them.
+    `report` gets the first call that adds to a copy. No attributes are set on tensors, because scripts save tensors.
     """
 
     def __init__(self, report: Callable[[Call], None]) -> None:

@@ -135,7 +135,7 @@ def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) ->
 def after_step(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> dict[str, tuple[str, ...]]:
     """Compare parameters with their values before the step. Return the fields `unmoved` and `spoiled` of a `Trace`.
 
-    A flat copy (named "") counts as `unmoved` if half of its values are unchanged, because its values differ in size.
+    A flat copy (named "") counts as `unmoved` if half of its values are unchanged: small values can change.
     """
     # Some optimizers keep the rounding errors of 16-bit parameters, and add them in a later step.
     keys = {str(key) for state in optimizer.state.values() for key in state}
@@ -217,7 +217,7 @@ class KeptGraphs:
 
 
 def _holder(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the words for a local variable that is, or contains, one of the tensors; "" if there is none."""
+    """Return " in NAME" for a local variable NAME that is, or contains, one of the tensors; "" if there is none."""
     wanted = {id(tensor) for tensor in tensors}
     frame: Any = frame_above(1)
     while frame is not None:

@@ -146,7 +146,7 @@ class LiveRecorder(Recorder):
     def _as_on_device(self, tensors: Sequence[torch.Tensor], result: Any) -> None:
         """Change the last call from 16 bits to float32 if the simulated device's autocast computes it in float32.
 
-        The origins of its results also get the dtype float32, so later calls that use the results change, too.
+        The results also get origins in float32, so later calls that use the results change, too.
         """
         call, scalars = self.calls[-1], not any(operand.shape for operand in self.calls[-1].operands)
         wide = [o for o in call.operands if o.dtype in HALVES and o.origin.dtype == torch.float32]
@@ -352,7 +352,7 @@ _MODES = (__file__, torch_device.__file__)
 
 @contextmanager
 def warnings_at_callers() -> Iterator[None]:
-    """In the `with` block, a warning names the line of a function's call, not the line of a mode that passes on the call."""
+    """In the `with` block, a warning names the script's line, not the line of a torch mode that intercepts the call."""
     before: Any = warnings.showwarning
 
     def show(message: Any, category: Any, file: str, line: int, *others: Any) -> None:
@@ -400,7 +400,7 @@ class _Terms:
 
     Attributes:
         losses: the scalars whose backward has begun.
-        lost: (line that drops the graph, line that adds the scalar) for each term of a loss without a graph.
+        lost: (line where a term loses its graph, line that adds the term to the loss) for each term without a graph.
     """
 
     def __init__(self) -> None:
@@ -444,7 +444,7 @@ class _Terms:
     def _sources(self, value: Any) -> set[str]:
         """Return the lines where `value` lost its graph.
 
-        A float may be a loss times a factor in the code. Then the ratio of float and loss has only a few digits.
+        If code multiplied a loss by a factor, the float divided by the loss is this factor, which has few digits.
         """
         if isinstance(value, torch.Tensor):
             return self._cut.get(id(value), set())
@@ -464,7 +464,7 @@ class _Terms:
 
 
 def summands(node: Any) -> Iterator[Any]:
-    """Yield the nodes of a graph from which the result of `node` is computed by linear operators."""
+    """Yield `node` and the nodes before it in the graph, up to nodes that are not linear."""
     waiting = [node]
     while waiting:
         node = waiting.pop()

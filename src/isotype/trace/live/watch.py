@@ -1,8 +1,8 @@
 """Records the first steps of an unchanged script: global hooks start and end the recording, then remove themselves.
 
-The hooks are torch's global hooks for modules and optimizers. The first training forward calls `before`, and then puts
-the live recorder below the script's modes. After the requested number of steps, hooks, modes and references to the
-script's tensors are removed, so modules are as fast as before.
+The hooks are torch's global hooks for modules and optimizers. The first training forward calls `before`, and then
+pushes the live recorder, which sees operators after the script's modes. After the requested number of steps, hooks,
+modes and references to the script's tensors are removed, so modules are as fast as before.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class Watch:
             self.recorder.leave()
 
     def _is_mine(self) -> bool:
-        """Return whether the current call belongs to the recorded thread or its backward, and computes real values.
+        """Return whether the current call runs in the recorded thread or in a backward, and not on fake tensors.
 
         A process forked during a recorded step (a data loader's worker) is not recorded.
         """
@@ -303,7 +303,7 @@ class Watch:
         self._enter_modes()
 
     def _may_evaluate(self, module: nn.Module) -> bool:
-        """Return whether to record a forward without training: it is one of the first few, and the model is not compiled."""
+        """Return whether to record a forward without training: only each model's first few, and no compiled model."""
         full = self.recorder is not None and len(self.recorder.calls) >= _EVALUATION_CALLS
         if full or self._evaluations.get(module) == _EVALUATIONS or self._evaluated == _EVALUATIONS_IN_ALL:
             return False
@@ -467,7 +467,7 @@ class Watch:
     # ------------------------------------------------------------------------------------------------------- trace
 
     def trace(self, setup: Setup, failure: Failure | None = None, no_autocast: str = "") -> Trace:
-        """Return the trace of the last recorded step. Without a `failure`, breaches on this device are left out."""
+        """Return the trace of the last recorded step. Errors that the script has caught are left out."""
         assert self.recorder is not None
         recorder = self.recorder
         calls = recorder.calls

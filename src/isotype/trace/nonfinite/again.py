@@ -57,7 +57,7 @@ def first_nonfinite(
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Run a block without gradients, and restore gradients, buffers, training modes and random states afterwards."""
+    """Set `grad` to None for a block; then restore gradients, buffers, training modes and random states."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     held = ((m, name, b) for m in model.modules() for name, b in own_buffers(m).items() if b is not None)
     buffers = [(m, name, buffer, buffer.detach().clone()) for m, name, buffer in held if not buffer.is_meta]
@@ -93,7 +93,8 @@ class StopReason:
         """Return the reason why the training has to end; None if it may continue.
 
         A non-finite loss always ends the training. A non-finite gradient is normal with a GradScaler, which then skips
-        the step and lowers the loss scale. `scale` returns the loss scale; it is None without a GradScaler.
+        the step and lowers the loss scale. `scale` is a function that returns the loss scale; None without a
+        GradScaler.
         """
         if not math.isfinite(loss):
             return "the loss is not finite"

@@ -39,7 +39,7 @@ def fresh_elements(call: TensorCall, result: torch.Tensor, by_code: Sequence[boo
     tensors = aligned or [x for operand in call.operands if (x := _as_tensor(operand, values)) is not None]
 
     def anywhere(conditions: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return a mask of the places where a condition is true: a single value if the operator is not element-wise."""
+        """Return a mask of elements that meet a condition; a single value for an operator that is not element-wise."""
         hit = torch.zeros((), dtype=torch.bool, device=values.device)
         for condition in conditions:
             hit = hit | (condition if aligned else condition.any())
@@ -223,7 +223,7 @@ def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[TensorO
 
 
 def _widened(operands: Sequence[TensorOperand], wide: torch.dtype, value: Any) -> Any:
-    """Return a float tensor or float dtype in the dtype `wide`. A tensor gets the values that it had before the call."""
+    """Replace a float dtype by `wide`, and cast a float tensor to `wide`, with its values from before the call."""
     if isinstance(value, torch.dtype):
         return wide if value.is_floating_point else value
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():

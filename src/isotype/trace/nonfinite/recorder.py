@@ -56,8 +56,8 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
 
     Attributes:
         finding: the first operator with a non-finite result of finite operands; None if there is none.
-        suspect: the first use of a non-finite value that no operator has computed. This is the cause of a loss that is
-            not finite if `finding` is None.
+        suspect: the first use of a non-finite value that no operator has computed. If `finding` is None, this is the
+            cause of a non-finite loss.
     """
 
     supports_higher_order_operators = True
@@ -215,7 +215,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         return value_of(operand.role, operand.tensor, name)
 
     def _rows(self, bad: torch.Tensor) -> tuple[int, ...]:
-        """Return the rows of the batch in which the mask `bad` has a True; () if `bad` has other rows than the batch."""
+        """Return the rows of the batch in which the mask `bad` has a True; () if `bad` has another number of rows."""
         rows, length = self._shape
         if not rows or not bad.dim() or bad.shape[0] not in (rows, rows * length):
             return ()

@@ -1,4 +1,4 @@
-"""The batch in which leaks are measured. It has the tokens near the borders of sequences and padding."""
+"""The part of a batch on which reach is measured: the tokens near the borders of sequences and padding."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def batch_of(inputs: Mapping[str, Any]) -> Batch | None:
 
 
 def _with_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs with `labels` that mark the tokens in a loss outside of the model (DPO, GRPO, a reward)."""
+    """Return the inputs with `labels` for the tokens that a loss outside of the model uses (DPO, GRPO, a reward)."""
     labels = inputs["input_ids"]
     for name in ("attention_mask", *_LEARNED):
         mask = inputs.get(name)
@@ -190,8 +190,8 @@ def _border(batch: Batch) -> tuple[int, int, int]:
 
 
 def renumbered(batch: Batch, tokens: Mapping[int, int] | None) -> Batch:
-    """Return the batch with the copy's token ids. `tokens` maps the model's token ids to them; None if all are
-    equal."""
+    """Return the batch with the ids of a small copy. `tokens` maps the model's token ids to the copy's; None if the ids
+    are equal."""
     if tokens is None:
         return batch
     changes: dict[str, Any] = {"input_ids": _mapped(batch.ids, tokens)}

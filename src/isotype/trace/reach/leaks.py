@@ -34,8 +34,8 @@ def _leak(
 ) -> Leak | None:
     """Return a leak if other inputs change a prediction that must stay the same; else None.
 
-    `at` is a mask of the learned predictions that must stay the same, `[learned]`. `guarded` is a mask of the tokens
-    whose hidden states must stay the same, `[rows, tokens]`.
+    `at` is a mask of the predictions with a label (`probe.learned`): those that must stay the same. `guarded` is a mask
+    of the tokens whose hidden states must stay the same, `[rows, tokens]`.
     """
     if not probe.of_rows:
         # A padding token attends to no token or to all tokens, so its prediction has no meaning.
@@ -101,7 +101,7 @@ def _padding(probe: Probe) -> Leak | None:
 def _embeddings_reach(probe: Probe, where: torch.Tensor) -> bool:
     """Return whether the logits change if only the embeddings at `where` change, not the token ids.
 
-    A classifier finds the last token of a row by the id of padding, so its logits change with the ids alone.
+    A classifier searches a row's ids for padding, so its logits can change with the ids even if embeddings do not.
     """
     table = getattr(probe.copy.model, "get_input_embeddings", lambda: None)()
     if not isinstance(table, nn.Module):

@@ -26,7 +26,7 @@ from isotype.trace.reach.small import NoCopyError, small_copy
 _MATRIX_ROWS = 24
 _DRAWS = 2
 _SHARED_OUT = 1 << 27
-"""If weights times tokens exceed this number, a copy runs on all threads. On one thread, a forward takes over 0.02 s."""
+"""If weights times tokens exceed this number, a copy runs on all threads. On one thread, this takes over 0.02 s."""
 
 Sharing = Literal["", "ddp", "fsdp"]
 _COUNT = "num_items_in_batch"
@@ -47,8 +47,8 @@ def measure_reach(
         model: the model, whose weights need no values; it is not changed.
         inputs: keyword arguments of the model, with token ids and labels.
         seconds: time limit in CPU seconds of this thread. A sentence in `Reach.undecided` reports missing measurements.
-        most_bytes: memory limit in bytes for a copy of the model's own layers; None for no limit. The limit does not
-            apply to a model without a transformers config.
+        most_bytes: memory limit in bytes for a copy of the whole model; None for no limit. The limit does not apply to
+            a model without a transformers config.
         others: batches that other processes get at the same time.
         sharing: how these processes train together; "" for one process.
 
@@ -197,7 +197,7 @@ def _changes_nothing(probe: Probe, inputs: dict[str, object]) -> bool:
 
 
 def _unused_weights(probe: Probe) -> Iterator[NoReach]:
-    """Yield the names of trainable weights that are outside of the loss's graph, or change the loss in no layer.
+    """Yield trainable weights that are outside of the loss's graph in all layers, or have zero gradients in all layers.
 
     All experts of a layer count as one weight, because a batch does not use every expert.
     """

@@ -34,10 +34,10 @@ def gradients_of(model: nn.Module, loss: torch.Tensor | None) -> dict[str, torch
 def first_place(
     model: nn.Module, run: Callable[[Any], Any], before: Any, after: Any, where: torch.Tensor, least: float
 ) -> tuple[str, str]:
-    """Return (name, class) of the first module with equal inputs and different outputs at the guarded tokens, or ("", "").
+    """Return (name, class) of the first module with equal inputs and other outputs at the tokens `where`, or ("", "").
 
-    `run` calls the model, with the inputs `before` and then `after`. `where` is a mask of the guarded tokens, `[rows,
-    tokens]`. `least` is the smallest relative change that counts.
+    `run` calls the model, with the inputs `before` and then `after`. `where` is a mask, `[rows, tokens]`. `least` is
+    the smallest relative change that counts.
     """
     first, second = (_values(model, run, inputs, where) for inputs in (before, after))
     for name, (inputs, outputs) in second.items():

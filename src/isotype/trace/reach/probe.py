@@ -1,4 +1,4 @@
-"""The predictions of a small copy for a batch, and their changes with other inputs."""
+"""The predictions of a small copy for a batch, and how other inputs change these predictions."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Probe:
     def changes(
         self, inputs: Mapping[str, Any], at: torch.Tensor | None = None, base: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the change of each learned prediction with other inputs, relative to the largest logit.
+        """Return how much `inputs` change each prediction that has a label, relative to the largest logit.
 
         `at` is a mask of the predictions to compare, `[learned]`. `base` replaces the logits of the batch.
         """
@@ -136,7 +136,7 @@ class Probe:
     def other_tokens(self, where: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Return a copy of `tokens` (default: the batch's ids), with other random tokens where the mask `where` is True.
 
-        Both have the shape `[rows, tokens]`. The new tokens have no special meaning.
+        `tokens` and `where` have the shape `[rows, tokens]`. The new tokens have no special meaning.
         """
         ids, plain = self.batch.ids if tokens is None else tokens, torch.tensor(self.copy.plain)
         drawn = plain[torch.randint(len(plain), ids.shape, generator=self._draw)]
@@ -179,7 +179,7 @@ class Probe:
 
 
 def _next_tokens(logits: torch.Tensor, batch: Batch) -> Predictions:
-    """Return the prediction of each label, which is at the token before; for a classifier, a prediction for each row."""
+    """Return each label's prediction, from the token before the label; for a classifier, each row's prediction."""
     if logits.dim() == 2:
         rows = torch.arange(len(logits))
         return Predictions(rows, torch.zeros_like(rows), torch.zeros_like(rows))

@@ -1,7 +1,7 @@
 """Finds differences between processes that train together: skipped modules, and different collectives.
 
-With FSDP, all processes gather and reduce the weights of a group together. With DDP, they reduce each gradient together.
-If the batch of one process skips a module, the processes call different collectives or wait forever.
+With FSDP, all processes together gather a group of weights and reduce the gradients. With DDP, they reduce each
+gradient together. If the batch of one process skips a module, the processes call different collectives or wait forever.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOVES = {
 
 
 def skipped_modules(model: nn.Module, batches: Sequence[Batch]) -> tuple[str, ...]:
-    """Return the names of the outermost modules with weights that some batches run and others do not.
+    """Return the names of the outermost modules that have weights and run in some batches, but not in all.
 
     Modules inside of a repeated layer (experts) are left out: all weights of the layer are gathered together.
     """

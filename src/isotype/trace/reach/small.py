@@ -22,7 +22,7 @@ from isotype.model.walk import empty_copies, fill_copies, kind_of, lists_of_bloc
 from isotype.trace.reach.shrunk import of_few_layers, shrunk_config, special_tokens
 
 MOST_WEIGHTS = 8_000_000
-"""Maximum number of weight elements (without embeddings) in a copy of the model's own modules: 0.25 s for 256 tokens."""
+"""Maximum number of weight elements (without embeddings) in a copy of the model's modules; 256 tokens take 0.25 s."""
 MOST_WEIGHTS_OF_CLASS = 32_000_000
 """Maximum number of weight elements in a smaller model of the same class."""
 _JITTER = 0.05
@@ -31,7 +31,7 @@ _SPARE = 8
 _LAYERS_OF_A_COPY = 2
 _RANDOM = ("dropout", "drop_rate", "layerdrop")
 _STAND_IN = "isotype_flash"
-"""Name of an attention for CPUs and any dtype that replaces transformers' FlashAttention; the masks are the same."""
+"""Name of an attention with FlashAttention's masks. It replaces FlashAttention on CPUs and accepts any dtype."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | Non
     Args:
         model: the model, real or on the meta device; it is not changed.
         ids: token ids of the batch, in any shape; None if the batch has none.
-        most_bytes: memory limit in bytes for a copy of the model's own layers and gradients; None for no limit. The
-            limit does not apply to a model without a transformers config.
+        most_bytes: memory limit in bytes for a copy of the whole model and the gradients; None for no limit. The limit
+            does not apply to a model without a transformers config.
 
     Raises:
-        NoCopyError: the model is too large, and no smaller model can be made of its classes and first layers.
+        NoCopyError: the model is too large, and its class cannot be created with smaller or fewer layers.
     """
     base = without_peft(model)
     tables = {id(module.weight) for module in base.modules() if isinstance(module, nn.Embedding)}
@@ -188,7 +188,7 @@ def _values(parameter: nn.Parameter, generator: torch.Generator, dtype: torch.dt
 
 
 def _scale(shape: torch.Size) -> float:
-    """Return a standard deviation for a weight: products with it are about as large as their inputs."""
+    """Return a standard deviation of a weight with which a matmul's outputs are about as large as its inputs."""
     inputs = math.prod(shape[1:]) if len(shape) < 3 else shape[-1]
     return 1 / math.sqrt(max(inputs, 1))
 
@@ -199,7 +199,7 @@ def _generic(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
 
 
 def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
-    """Return a copy of the class of `base` with a small config, random weights and the adapters of `model`."""
+    """Return a model of the same class as `base`, with a small config, random weights and the adapters of `model`."""
     problems = []
     for shrink in (shrunk_config, of_few_layers):
         try:
@@ -375,7 +375,7 @@ def _sequences(
 ) -> torch.Tensor | None:
     """Return the index of each token's sequence, `[rows, tokens]`; None if the inputs do not separate sequences.
 
-    As in transformers, positions that start again separate sequences only in a batch with one row.
+    As in transformers, a position 0 starts a new sequence only in a batch with one row.
     """
     if starts is not None and rows == 1:
         return torch.searchsorted(starts.flatten()[1:], torch.arange(tokens), right=True)[None]
