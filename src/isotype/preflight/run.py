@@ -51,7 +51,7 @@ def run(
 
     Args:
         measure: whether the values of a float16 step may be measured.
-        traced: the result of `trace_of` for this request; None if the step has not been traced.
+        traced: the trace of this request, from `trace_of` or from an earlier report; None if it has not been traced.
     """
     started = time.perf_counter()
     setup = setup_of(request)
@@ -61,7 +61,7 @@ def run(
         untouched = step.code.reached()
         tried = replace(step, untouched=untouched)
         trace = traced or tried.trace(deadline=time.monotonic() + seconds)
-        reach = reach_of(request, max(trace.memory.peak // 4, COPIED))
+        reach = trace.reach or reach_of(request, max(trace.memory.peak // 4, COPIED))
         untouched.restore()
         step, tried = replace(step, reach=reach), replace(tried, reach=reach)
         trace = replace(trace, reach=reach)

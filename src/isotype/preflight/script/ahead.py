@@ -50,7 +50,8 @@ def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math
         report = run(request, verify=False, seconds=seconds, measure=False)
         trials = {fix.actions for finding in report.findings for fix in finding.fixes if fix.actions}
         if report.findings and report.seconds < seconds and report.seconds * len(trials) <= trial_seconds:
-            report = run(request, measure=False)
+            known = None if report.trace.failure and report.trace.failure.phase == "load" else report.trace
+            report = run(request, measure=False, traced=known)
     return report
 
 

@@ -1,0 +1,28 @@
+"""The trace of a script's step before it runs, and again after a crash."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from isotype.preflight import run
+from isotype.preflight.script.ahead import TRIED_AFTER, look_ahead
+from isotype.records.request import LossOf, StepRequest
+
+
+def test_a_step_is_traced_once_before_its_fixes_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced, trace = [], run._Step.trace
+
+    def counted(step: run._Step, actions: tuple[object, ...] = (), *args: object, **kwargs: object) -> object:
+        traced.append(tuple(actions))
+        return trace(step, actions, *args, **kwargs)
+
+    monkeypatch.setattr(run._Step, "trace", counted)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).bfloat16())
+    loss = LossOf(lambda model, inputs: model(**inputs).float().sum(), {"input": torch.ones(2, 8)})
+    report = look_ahead(StepRequest(model, loss, device="h100", autocast=False), TRIED_AFTER)
+    (error,) = report.errors
+    assert any(fix.verified for fix in error.fixes)
+    assert len(traced) > 2
+    assert traced.count(()) == 1
