@@ -442,3 +442,28 @@ def test_the_first_batch_of_a_running_trainer_is_checked_once(tmp_path: Path) ->
     assert report.complete
     assert not trainer.model._forward_pre_hooks
     assert {call.phase for call in report.trace.calls} == {"forward", "backward", "optimizer"}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_trainer_with_an_optimizer_of_its_own(path: Path, tmp_path: Path, fused: bool) -> None:
+    """Its state stays float32 after a cast of the model, and `optim` in the arguments names another class."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25, fused=fused)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    model.bfloat16()
+    trainer = transformers.Trainer(
+        model,
+        arguments(transformers.TrainingArguments, tmp_path),
+        train_dataset=[{"input": torch.ones(4)}] * 4,
+        optimizers=(optimizer, None),
+    )
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum()
+
+    report = isotype.check(trainer, loss, device="cpu")
+    assert (report.trace.setup.optimizer, report.trace.setup.learning_rate) == ("AdamW", 0.25)
+    (error,) = report.errors
+    assert error.code == "IST305"
+    assert "mixes bfloat16 and float32" in error.message

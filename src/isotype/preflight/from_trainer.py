@@ -61,6 +61,13 @@ def request_of_trainer(trainer: Any, inputs: Any = None, device: Any = None) -> 
         mapped = isinstance(batch, Mapping)
         wiring = _with_count(trainer, batch) if mapped else _prompts_and_completions(trainer)
     request = _request(trainer.model, loss, trainer.args)
+    own = getattr(
+        trainer.optimizer, "optimizer", trainer.optimizer
+    )  # accelerate wraps the optimizer in a training
+    if isinstance(
+        own, torch.optim.Optimizer
+    ):  # its state, class and rates count, not `optim` in the arguments
+        request = replace(request, optimizer=own, learning_rate=None)
     if not isinstance(batch, Mapping) and isinstance(loss, LossOf) and not trainer.args.use_vllm:
         token = partial(_generate, ids=loss.inputs["input_ids"][:, :1])
         request = replace(request, phases=(*request.phases, "generate"), generate=token)
