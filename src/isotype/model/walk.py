@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import operator
 import re
 import types
@@ -132,6 +133,13 @@ def _is_block(layer: nn.Module) -> bool:
     """Return whether a layer is a block: with attention, a mixer or an MLP inside."""
     parts = ((name, type(part).__name__) for name, part in layer.named_modules() if part is not layer)
     return any(_BLOCK_PARTS.search(name) or _BLOCK_PARTS.search(kind) for name, kind in parts)
+
+
+def name_in_process(parameter: nn.Parameter) -> str:
+    """Return the longest name of a parameter in a module of this process; "" if no module has it in a child module."""
+    modules = [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]
+    held = (item for module in modules for item in module.named_parameters(remove_duplicate=False))
+    return max((name for name, value in held if value is parameter and "." in name), key=len, default="")
 
 
 def places(model: nn.Module) -> Iterator[Place]:

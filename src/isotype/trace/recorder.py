@@ -22,7 +22,7 @@ from isotype.core.operators import leaves, numbers_in, operator_name, tensors_of
 from isotype.core.source import asking_line, is_called_by, shown
 from isotype.model.fold import calls_represented, repeats_of
 from isotype.model.loss import ends_behind
-from isotype.model.walk import listening, plain_tensors
+from isotype.model.walk import listening, name_in_process, plain_tensors
 from isotype.records.finding import in_library
 from isotype.records.memory import MemoryKind, Phase
 from isotype.records.trace import CAST_FUNCTIONS, CASTS, FLOATS, FROM_NUMPY, Breach, Call, Operand, Origin
@@ -250,6 +250,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             plain and tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
         ):  # as with `torch.from_numpy`
             return Origin("constant", tensor.dtype, FROM_NUMPY, self.module, source)
+        if isinstance(tensor, nn.Parameter) and not self._frames:  # such as the head's, in a loss by chunks
+            return Origin("data", tensor.dtype, name_in_process(tensor), source=source)
         kept = "a tensor that the code stores outside of the model"
         return Origin("outside", tensor.dtype, kept, self.module, source)
 

@@ -357,12 +357,40 @@ def test_whatever_is_wrong_with_the_diagnosis_the_script_ends_as_it_does(
     assert err.endswith(f"ZeroDivisionError: division by zero\n{failed}")
 
 
+def test_a_head_that_only_the_loss_uses_has_its_name(runs: Runs) -> None:
+    """A loss by chunks, as of torchtune and NeMo Automodel: the forward of the whole model does not run."""
+    status, _, err = runs("""
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 8)).bfloat16()
+        self.lm_head = nn.Linear(8, 32, bias=False)
+
+model = Whole()
+hidden = model.body(ids)
+losses = [F.cross_entropy(F.linear(part, model.lm_head.weight), labels) for part, labels in zip(hidden, ids)]
+""")
+    assert status == 1
+    assert "error[IST101]: float32 instead of bfloat16" in err
+    assert re.search(r"cause  lm_head.weight, which the loss function uses, is float32 at train.py:\d+", err)
+    assert "allocate" not in err
+
+
 # ---------------------------------------------------------------------------------------------- outside of any step
 
 
 @pytest.mark.parametrize(
     ("script", "lines"),
     [
+        (
+            "model = Net()\nreward = nn.Sequential(Net()).float()\nreward[0].head.bfloat16()\ntrain(model)\n"
+            "with torch.no_grad(): reward[0](ids)\n",
+            (
+                "|   input  float32  [2, 6, 8]",
+                "|   weight  bfloat16  [16, 8]   0.head.weight",
+                "= help   cast the tensors to one dtype at train.py:",
+            ),
+        ),
         (
             "import copy\nmodel = Net()\naverage = copy.deepcopy(model.head).float()\ntrain(model)\n"
             "with torch.no_grad():\n    kept, new = average.weight, model.head.weight\n    kept.lerp_(new, 0.01)\n",
@@ -419,6 +447,7 @@ def test_whatever_is_wrong_with_the_diagnosis_the_script_ends_as_it_does(
         ),
     ],
     ids=[
+        "a reward model",
         "a moving average",
         "a metric",
         "an evaluation without autocast",

@@ -13,6 +13,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import grouped, plural, short
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import line_of, tensors_at_hand
+from isotype.model.walk import name_in_process
 from isotype.records.trace import FLOATS, NO_GRADIENT, NOTHING_UNSCALED, Trace
 from isotype.report.text import short_source
 from isotype.rules.kit.words import and_others
@@ -59,10 +60,15 @@ def outside(error: BaseException, model: nn.Module, step: Trace) -> Outside:
         return replace(copied, source=source)
     states = dict(_of_optimizer(error))
     floats = ((n, t) for n, t in (states or variables).items() if t.dtype in FLOATS and t.dim())
-    tensors = tuple((n, t.dtype, tuple(t.shape), names.get(id(t), "")) for n, t in floats)
+    tensors = tuple((n, t.dtype, tuple(t.shape), names.get(id(t)) or _elsewhere(t)) for n, t in floats)
     autocast = max((call.autocast for call in step.calls if call.autocast), key=str, default=None)
     dtypes = {dtype for _, dtype, *_ in tensors}
     return Outside(source, tensors[:_SHOWN], _help(error, short(source), bool(states), dtypes, autocast))
+
+
+def _elsewhere(tensor: torch.Tensor) -> str:
+    """Return the name of a parameter of another model than the trained one (a reward model); "" for other tensors."""
+    return name_in_process(tensor) if isinstance(tensor, nn.Parameter) else ""
 
 
 def _help(
