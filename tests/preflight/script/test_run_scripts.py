@@ -145,6 +145,20 @@ train(Tower())
     assert "fails on NVIDIA H100" in err
 
 
+@pytest.mark.parametrize(("step", "codes"), [("scaler.scale(loss).backward()\nscaler.step(optimizer)", ["IST302"]), ("loss.backward()\noptimizer.step()", [])])  # fmt: skip
+def test_only_a_scaler_that_the_script_uses_is_superfluous(runs: Runs, step: str, codes: list[str]) -> None:
+    """A flag of the script may decide whether the GradScaler is used."""
+    script = f"""
+model, scaler = Net(torch.float32).float(), torch.amp.GradScaler("cuda")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with torch.autocast("cuda", torch.bfloat16):
+    _, loss = model(ids, ids)
+{step}
+"""
+    _, _, err = runs(script, "--device", "h100")
+    assert re.findall(r"\[(IST\d+)\]", err) == codes
+
+
 def test_a_loss_module_that_the_script_calls_after_the_forward(runs: Runs) -> None:
     """Lightning-AI/pytorch-lightning #13871: the trace of the forward does not reach the loss, which is a part of the model."""
     script = """

@@ -49,6 +49,7 @@ from isotype.records.trace import NO_GRADIENT, NOTHING_UNSCALED, Breach, Call, F
 from isotype.report.check.report import Report
 from isotype.rules import (
     ist107_recomputation,
+    ist302_scaler_bfloat16,
     ist303_no_scaler,
     ist307_no_gradient,
     ist308_clipped_scaled,
@@ -168,6 +169,8 @@ class Diagnosis:
         # `_say_ahead` reports the error that ended the trace. A finding that only repeats this error is left out.
         raised = "" if report.trace.failure is None else report.trace.failure.error
         explaining = tuple(f for f in report.findings if f.kind != "untraced" or raised not in f.cause)
+        # The step shows whether the script uses its GradScaler.
+        explaining = tuple(f for f in explaining if f not in _of(explaining, ist302_scaler_bfloat16))
         report = replace(report, findings=explaining)
         self._say_ahead(report, time.perf_counter() - started)
         return report
@@ -210,7 +213,7 @@ class Diagnosis:
             findings = [f for f in judge(trace) if f.severity != "note"]
             # The check before the step assumes that the script uses its GradScaler.
             assert self._request is not None
-            late = [ist107_recomputation, ist808_counting]
+            late = [ist107_recomputation, ist302_scaler_bfloat16, ist808_counting]
             late += [ist303_no_scaler] if trace.spoiled or self._request.keywords["scaler"] else []
             late += [ist801_lost_updates] if trace.unmoved else []
             shown = _of(findings, *late)
