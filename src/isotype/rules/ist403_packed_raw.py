@@ -40,7 +40,7 @@ from isotype.rules.kit.weight_sets import count, finding_of, quantized
 from isotype.rules.kit.words import advice, device_error
 
 TITLE = "Packed codes used as a weight"
-CLAIMS = (Claim("dtype", lambda broken: broken.agrees and broken.packed, grouped=False),)
+CLAIMS = (Claim("dtype", lambda broken: broken.lacks_kernel and broken.packed, grouped=False),)
 
 _CODES = (torch.uint8, torch.int8, torch.int32)
 _PRODUCTS = ("mm", "addmm", "bmm", "matmul", "linear", "baddbmm")

@@ -53,17 +53,13 @@ class Broken:
         return self.call.breach.message if self.call.breach is not None else ""
 
     @property
-    def agrees(self) -> bool:
-        """True if the float operands have one dtype and autocast did not raise the error.
-
-        An operator that autocast promotes raises an error for bfloat16 under float16 autocast, or the reverse.
-        """
-        return len(self.floats) < 2 and "autocast" not in self.message
-
-    @property
     def lacks_kernel(self) -> bool:
-        """True if the device has no kernel for the dtype of `mismatched`, whatever the other operands are."""
-        return self.agrees or self.mismatched in _without_kernel(self.call)
+        """True if no kernel takes the dtype of `mismatched`, whatever the other float operands are.
+
+        Not so for an operator that autocast promotes: it raises an error for bfloat16 under float16 autocast, or the reverse.
+        """
+        alone = len(self.floats) < 2 and "autocast" not in self.message
+        return alone or self.mismatched in _without_kernel(self.call)
 
     @property
     def packed(self) -> bool:
