@@ -386,7 +386,7 @@ losses = [F.cross_entropy(F.linear(part, model.lm_head.weight), labels) for part
 """)
     assert status == 1
     assert "error[IST101]: float32 instead of bfloat16" in err
-    assert re.search(r"cause  lm_head.weight, which the loss function uses, is float32 at train.py:\d+", err)
+    assert re.search(r"cause  lm_head.weight in the loss function is float32 at train.py:\d+", err)
     assert "allocate" not in err
 
 
