@@ -515,7 +515,7 @@ def test_a_policy_for_other_weights_is_refused_before_they_are_read(
         isotype.load(saved("llama"), policy).save_pretrained(tmp_path)
     other = replace(policy, storage=storage)
     assert refused(isotype.PrecisionError, isotype.load, tmp_path, other) == (
-        "the policy is for other weights\n"
+        "the weights have another format than the policy's storage\n"
         f"  - {tmp_path}, saved in nf4, under a policy with storage {storage}\n"
         "    expected  the format the weights are stored in\n"
         "    fix       resolve the policy for this model: isotype.resolve_precision(model, …); to quantize a float "

@@ -152,7 +152,7 @@ def test_layers_that_read_the_same_input_run_as_one() -> None:
     rotary = "rotary: one function rotates queries and keys in each of 2 attention layers\n"
     attention = (
         "attention: one compiled function for each layer on this CPU\n"
-        "padding: removed from batches of TRL's trainers if it is left or right of the tokens"
+        "padding: removed from batches of TRL's trainers if it is on the left or right of a row"
     )
     compiled = elementwise.compiled()
     assert str(report) == (

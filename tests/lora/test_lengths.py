@@ -279,7 +279,9 @@ def test_the_report_says_one_line(calls: list[Any], monkeypatch: pytest.MonkeyPa
     taken = dataclasses.replace(report, attention=on_gpu(model))
     assert "no padding" in taken.summary
     assert "attention by one function" not in taken.summary
-    assert "padding: removed from batches of TRL's trainers if it is left or right" in str(taken)
+    assert "padding: removed from batches of TRL's trainers if it is on the left or right of a row" in str(
+        taken
+    )
     assert not taken.fallbacks
     left = dataclasses.replace(
         report, attention=AttentionReport(False, "it is on cuda", padded="of the card")

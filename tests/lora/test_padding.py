@@ -207,7 +207,11 @@ def test_masks_that_are_added_and_close_whole_queries(lowest: float) -> None:
     result = step(model, batch)
     for name, value in wanted.items():
         assert (result[name] - value).norm() <= TOLERANCE * value.norm(), name
-    reasons = {"the mask hides all keys of some queries by finite numbers"} if lowest > -torch.inf else set()
+    reasons = (
+        {"the mask hides all keys of some queries by finite numbers instead of -inf"}
+        if lowest > -torch.inf
+        else set()
+    )
     assert set(report.attention.left) == reasons
 
 

@@ -247,7 +247,7 @@ def test_a_policy_for_other_weights_is_refused(
     policy = isotype.resolve_precision(saved("llama"), "bfloat16", lies, device="cpu")
     model = isotype.load(saved("llama"), policy)
     assert refused(isotype.PrecisionError, isotype.enforce, model, replace(policy, storage=storage)) == (
-        "the policy is for other weights\n"
+        "the weights have another format than the policy's storage\n"
         f"  - LlamaForCausalLM with {found} under a policy with storage {storage}\n"
         "    expected  the format the weights are stored in\n"
         "    fix       resolve the policy for this model: isotype.resolve_precision(model, …); to quantize a float "

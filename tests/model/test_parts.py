@@ -117,7 +117,7 @@ def test_the_parts_that_are_named_get_adapters(adapt: object, parts: set[str], t
     assert found == parts
     if targets == "all-linear" and adapt == "language":
         (note,) = (each for each in model.adapter_notes if each.startswith("adapters are on "))
-        assert "adapt= leaves their part out" in note
+        assert "adapt= does not name their part of the model" in note
 
 
 def test_experts_get_none_where_the_language_model_does_not() -> None:

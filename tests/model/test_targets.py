@@ -206,7 +206,7 @@ def test_what_is_adapted_is_counted() -> None:
 def test_dense_layers_that_peft_takes_for_experts_are_named() -> None:
     note, _ = adapted("deepseek_v3").adapter_notes
     assert "not on 6 linear layers (down_proj, gate_proj, up_proj: " in note
-    assert "PEFT confuses their names with those of experts" in note
+    assert "PEFT would adapt them as experts, because of their names" in note
 
 
 TASKS = {

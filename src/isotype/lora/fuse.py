@@ -74,7 +74,7 @@ def _add_call(calls: list[tuple[str, Any]], name: str, module: nn.Module, args: 
 
 @contextmanager
 def _blank(layer: Any) -> Iterator[None]:
-    """In the `with` block, let a linear layer return an empty meta tensor: some kernels do not support the meta device."""
+    """In the `with` block, a linear layer returns an empty tensor, because some kernels lack the meta device."""
     base = layer.get_base_layer() if is_tuner_layer(layer) else layer
     if kind_of(base) in LINEAR_KINDS and base.weight.dim() == 2:  # not a convolution
         rows, _ = shape_of(base)
@@ -117,12 +117,12 @@ class FusionReport:
     """The modules that `fuse` has fused, and the reasons why other modules are not fused.
 
     Attributes:
-        fused: names of the LoRA layers that one function computes.
+        fused: names of the LoRA layers that are computed together with their adapters by one function.
         together: groups of fused layers that get the same input. One function computes all outputs of a group.
-        gated: names of the gated MLPs that recompute their product in the backward, each with its activation.
-        norms: names of the RMSNorms that one function computes.
+        gated: name of a gated MLP -> its activation. The backward recomputes act(gate) * up.
+        norms: names of the RMSNorms, each of which is computed by one function.
         left: names of the LoRA layers that keep PEFT's forward, each with the reason.
-        unseen: why layers with the same input could not be found; "" if the model could be run.
+        unseen: why the model could not run to find layers with the same input; "" if it could run.
         copies, copied_bytes: number of dense copies of base weights in the compute dtype, and their bytes.
         rotary: names of the attention layers that rotate queries and keys by one fused function. For partial rotations and
             inputs of several dtypes, the layer still calls the model's function.
@@ -208,7 +208,7 @@ class FusionReport:
             lines.append(f"gated: {mlps}; the backward recomputes their products")
         if self.experts:
             layers = plural(len(self.experts), "layer")
-            lines.append(f"experts: in each of {layers}, one function also applies the adapters")
+            lines.append(f"experts: in each of {layers}, one function computes experts and adapters")
         if self.norms:
             lines.append(f"norms: {plural(len(self.norms), 'RMSNorm')}, each computed by one function")
         if self.rotary:
@@ -222,7 +222,7 @@ class FusionReport:
         lines.append(str(self.attention))
         if self.attention.sides:
             sides = " or ".join(sorted(self.attention.sides))
-            lines.append(f"padding: removed from batches of TRL's trainers if it is {sides} of the tokens")
+            lines.append(f"padding: removed from batches of TRL's trainers if it is on the {sides} of a row")
         return "\n".join((*lines, *self.left_lines))
 
 
@@ -246,9 +246,9 @@ def fuse(
         model: a PEFT model; changed in place. If the model is fused already, it is fused again.
         inputs: keyword arguments for the forward that finds layers with the same input. The default inputs are a
             few tokens, which run the language model but no vision tower.
-        budget: maximum bytes for dense copies of base weights that are quantized or need a cast. The default is 0 on a GPU,
-            and a quarter of the free memory on a CPU, because dequantization on a CPU takes more than half as long as the
-            product. A sharded (FSDP2) model gets no copies.
+        budget: maximum bytes for dense copies of base weights that are quantized or need a cast. The default on a GPU
+            is 0. The default on a CPU is a quarter of the free memory, because dequantizing a weight there takes more
+            than half as long as multiplying by the weight. A sharded (FSDP2) model gets no copies.
         device: kind (`"cpu"`, `"cuda"`) or profile of the device for which a model on the meta device is fused. None
             means the device of the parameters.
 
@@ -308,8 +308,8 @@ _GRADIENTS = "gradients of adapters in float32"
 _KERNELS = {
     "aten": "torch's fused operator",
     "triton": "isotype's Triton kernels",
-    "addmm": "torch's products with float32 results",
-    "mm": "torch's products with float32 results",
+    "addmm": "torch's matrix product with a float32 result",
+    "mm": "torch's matrix product with a float32 result",
 }
 
 

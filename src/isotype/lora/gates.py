@@ -74,7 +74,7 @@ def _gate(name: str) -> Gate:
 
 
 def _over(operator: Any, **settings: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a backward that overwrites the incoming gradient. This saves a tensor as large as an MLP's hidden state."""
+    """Return a backward that overwrites the incoming gradient instead of allocating a tensor of an MLP's width."""
 
     def through(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         gradient: torch.Tensor = operator(grad, x, **settings, grad_input=grad)

@@ -23,7 +23,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.lora.gpu import elementwise
 
 Operation = Literal["rms_norm", "rms_norm_promoted", "gated", "rotary", "float32_product"]
-"""`rms_norm_promoted`: the weight's dtype is not the input's, or the weight is stored minus one."""
+"""`rms_norm_promoted`: weight and input have two dtypes, or the norm multiplies by 1 + weight as in Gemma."""
 
 TABLE: Mapping[Operation, tuple[str, ...]] = {
     "rms_norm": ("aten", "triton"),
@@ -46,7 +46,7 @@ class Products:
     aten/src/ATen/native/cuda/Blas.cpp).
 
     Attributes:
-        scales: True to use `addmm`, False to use `mm`: in some torch releases `addmm` cannot add to a float32 sum.
+        scales: True to use `addmm`, which also scales; False for torch releases without `addmm` to float32.
     """
 
     scales: bool
@@ -246,7 +246,7 @@ def float32_reductions() -> Iterator[None]:
 
 
 def _allowed(matmul: Any, name: str) -> bool | tuple[bool, bool]:
-    """Return (reduced precision is allowed, split-k is allowed), or only the first: torch 2.10 has no setting for split-k."""
+    """Return (reduced precision is allowed, split-k is allowed); only the first for torch 2.10, which lacks the other."""
     reduced = bool(getattr(matmul, name))
     try:
         return reduced, bool(getattr(matmul, f"{name}_split_k"))

@@ -8,7 +8,7 @@ For layers l with adapters a (`s` the scaling, `m` DoRA's magnitude, `‖·‖` 
 The function turns autocast off, and casts X, the adapters' weights and the gradients of these weights only once. The
 backward computes one gradient of X for all layers, and all gradients of A in one product. Base weights are frozen, so the
 function saves only X and the small X Aᵀ. If X is a gated product, its two factors are saved instead of X. The tensors are
-saved before Y is computed. Gradient checkpointing stops at a block's last saved tensor, so the last Y is not recomputed.
+saved before Y is computed. Gradient checkpointing recomputes a block up to the last saved tensor, so not the last Y.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _has_kernel(x: torch.Tensor) -> bool:
 def lora_linear(
     spec: Spec, inputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Return the outputs of `spec.layers`, each `[…, out_features]` in `spec.result`.
+    """Return the outputs of `spec.layers`, each `[…, out_features]` in the dtype `spec.result`.
 
     Args:
         inputs: X `[…, in_features]` in any float dtype, or the two factors of X if X is a gated product.
@@ -257,7 +257,7 @@ def _output(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return (Y, None, None). For DoRA, return (Y, Y before magnitude and bias, row norms of W + s B A).
 
-    Without DoRA, Y gets its values later, from the operands that this function adds to `products`.
+    Without DoRA, Y is returned empty. `lora_linear` computes Y later from the operands that are added to `products`.
     """
     bias = None
     if layer.biases:
@@ -402,7 +402,7 @@ def _through_down(
     d_down: torch.Tensor | None,
     gradients: list[torch.Tensor | None],
 ) -> None:
-    """Put the gradient of each A into `gradients`: a part of `d_down` or, if it is None, a product with X after dropout."""
+    """Put the gradient of each A into `gradients`. If `d_down`, the gradient of all A, is None, compute each here."""
     places = [layer.first_pair + 2 * index for layer in layers for index in range(len(layer.down))]
     if not places:
         return

@@ -160,7 +160,7 @@ class Fused(Swapped):
 
     Attributes:
         lora_state: names of the attributes that `put_in` adds to a module.
-        lora_original: class of the module before `put_in`. `original` is the fused class if a boundary was set later.
+        lora_original: class of the module before `put_in`. A later boundary's `original` is the fused class.
     """
 
     lora_state: tuple[str, ...] = ()
@@ -168,7 +168,7 @@ class Fused(Swapped):
 
 
 class FusedLora(Fused):
-    """A fused LoRA layer, with the model's dense weights and the layers that one function computes together with this layer."""
+    """A fused LoRA layer. `lora_siblings` are the layers with the same input, which are computed together."""
 
     lora_state = ("lora_weights", "lora_siblings")
     lora_weights: DenseWeights

@@ -67,7 +67,7 @@ class Spec:
     Attributes:
         working: dtype of the products: the compute dtype, or float32 if the device emulates the compute dtype.
         gate: the gate, if X is a gated product of two tensors; else None.
-        keep: True if a backward may follow: packed 4-bit weights are then not multiplied directly.
+        keep: True if a backward may follow; False if packed 4-bit weights can be multiplied without dequantization.
         compiled: True if compiled loops compute the products, see `isotype.lora.loops.products`.
     """
 

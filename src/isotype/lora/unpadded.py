@@ -51,7 +51,7 @@ class Sequences:
 
 
 def packed(inputs: Mapping[str, Any]) -> Sequences | None:
-    """Return the sequences in which a collator has described a packed batch; None for another batch."""
+    """Return the sequences of a packed batch, from the collator's `cu_seq_lens_q`; None for another batch."""
     ends, longest = inputs.get("cu_seq_lens_q"), inputs.get("max_length_q")
     if ends is None or not isinstance(longest, int) or inputs.get("attention_mask") is not None:
         return None
@@ -76,7 +76,7 @@ def _holding(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 def with_sequences(sequences: Sequences | None) -> AbstractContextManager[None]:
-    """In the `with` block, a model's attention uses these sequences of its row; None if the sequences are not known."""
+    """In the `with` block, attention separates a row into `sequences`, or uses masks if `sequences` is None."""
     return _holding(_sequences, sequences)
 
 
@@ -85,14 +85,14 @@ _LEAST_SHARE = 0.05
 MOST_TOKENS = 8192
 """Maximum tokens of a batch without padding if attention needs a mask: the mask has a byte for each pair of tokens."""
 _TOLERANCES = {"right": 0.05, "left": 0.25}
-"""Side of padding -> tolerated difference, relative to the change that attention to earlier rows would cause.
+"""Side of padding -> tolerated difference, as a share of the difference that attention to earlier rows makes.
 
 Left padding shifts rotary positions, and so changes rounding.
 """
 _NEIGHBOURS = 1e-4
-"""Tolerated relative change of a document's states if the document before it changes, because experts round differently."""
+"""Tolerated relative change of a document's states, by rounding in experts, if the document before it changes."""
 _LENGTH, _SHORT = 16, 3
-"""Lengths of the trial's rows. Left padding shifts the short row far to the right, to show absolute positions."""
+"""Lengths of the trial's rows. Left padding shifts the short row far enough to reveal absolute positions."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ _traced: ContextVar[Unpadded | None] = ContextVar("traced", default=None)
 
 
 def traced_as(bare: Unpadded | None) -> AbstractContextManager[None]:
-    """In the `with` block, `unpadded` gives a fake batch the sequences of `bare`. If `bare` is None, the padding stays."""
+    """In the `with` block, `unpadded` makes fake tensors as short as `bare`; if `bare` is None, padding is kept."""
     return _holding(_traced, bare)
 
 
@@ -135,7 +135,8 @@ def unpadded(
 
     Returns:
         None if the batch has almost no padding, if padding is between tokens or on a side that is not in `sides`, if the
-        inputs are not only text, or if `read` is True at padding. The padding of a fake batch stays outside of `traced_as`.
+        inputs are not only text, or if `read` is True at padding. Also None for a batch of fake tensors if no block of
+        `traced_as` is active.
     """
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or mask is None or {key for key, value in batch.items() if value is not None} - _ARGUMENTS:
@@ -177,7 +178,7 @@ def _without(
 
 @contextmanager
 def in_one_row(model: Any, bare: Unpadded) -> Iterator[None]:
-    """In the `with` block, the model takes `bare.inputs`: attention gets the sequences, embedding hooks the padded batch."""
+    """In the `with` block, the model can run on `bare.inputs`. Hooks of the embeddings get the padded batch."""
     with with_sequences(bare.sequences), _embedding_as(model, bare.place, bare.tokens[None]):
         yield
 
@@ -195,7 +196,7 @@ def hooks_see_one_row(model: Any, present: torch.Tensor) -> AbstractContextManag
 
 @contextmanager
 def _embedding_as(model: Any, into: torch.Tensor, back: torch.Tensor) -> Iterator[None]:
-    """Pass `ids.flatten()[into]` to the embeddings and their hooks, and rearrange the results by `back`."""
+    """Pass `ids.flatten()[into]` to embeddings and their hooks, and restore the order of the results by `back`."""
     if not _is_hooked(model):
         yield
         return
@@ -224,10 +225,7 @@ def _is_hooked(model: Any) -> bool:
 
 
 def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, bool, set[str]]:
-    """Return (tokens in each row, number of positions in `read`, unsound, padded sides).
-
-    `unsound` is True if padding is in `read` or between tokens.
-    """
+    """Return (tokens in each row, number of positions in `read`, padding is in `read` or between tokens, padded sides)."""
     lengths, some = present.sum(1), present.any(1)
     begins = present.int().diff(dim=1, prepend=present.new_zeros(len(present), 1).int()) == 1
     flags = [
@@ -252,8 +250,8 @@ class Trial:
 def tried(model: Any) -> Trial:
     """Return the sides of a row on which padding can be removed without changing a model's results.
 
-    The trial runs the model on a few padded rows, and again on these rows concatenated without padding. If a row
-    attended to earlier rows, its results would change; a small part of this change is the tolerance of the trial.
+    The trial runs the model on a few padded rows, and again on these rows concatenated without padding. A third run
+    lets rows attend to earlier rows. The tolerance is a small part of the difference that this makes.
     """
     from transformers import PreTrainedModel
 

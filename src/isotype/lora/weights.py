@@ -218,11 +218,11 @@ class Pairs:
 
 
 Rounded = tuple[torch.Tensor | None, list[torch.Tensor | None]]
-"""(all A stacked `[rank, in]` or None; for each layer s B `[out, rank]` of all its adapters, or None without adapters)."""
+"""(all A stacked `[rank, in]` or None; scale × B of each layer's adapters `[out, rank]`, None without adapters)."""
 
 
 def rounded(layers: Sequence[Pairs], dtype: torch.dtype, *, stacked: bool) -> Rounded:
-    """Return (all A stacked if `stacked` is True, else None; all s B), in `dtype`. s B is rounded once."""
+    """Return (all A stacked, or None if `stacked` is False; scale × B of each layer), rounded once to `dtype`."""
     matrices = [x for layer in layers for x in (*layer.downs, *layer.ups)]
     if not matrices or matrices[0].device.type == "cpu" or all(x.dtype == dtype for x in matrices):
         return _one_by_one(layers, dtype, stacked)

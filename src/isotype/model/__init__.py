@@ -1,1 +1,1 @@
-"""Live models: functions that read a model, apply a precision policy to it, and keep it under the policy."""
+"""Functions that read a model, apply a precision policy to the model, and restore the policy later."""

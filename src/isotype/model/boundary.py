@@ -23,7 +23,7 @@ from isotype.core.errors import PrecisionError
 
 @dataclass(frozen=True)
 class BoundarySettings:
-    """The kind and dtypes of a boundary.
+    """The kind of a boundary, and the dtypes to which the boundary casts inputs and outputs of a module.
 
     - `"float32"`: for pinned parameters, and for norms and embeddings with float32 weights. The module runs without
       autocast. Float inputs are cast to float32, and float outputs to `result`.
@@ -33,16 +33,16 @@ class BoundarySettings:
       would round a trainable bias in place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
     - `"int8"`: for 8-bit layers. The boundary adds the bias after the layer, casts the input to `compute`, and reshapes
       the input to a matrix, as bitsandbytes' int8 kernels require.
-    - `"scale"`: for linear layers whose values exceed float16's range. The boundary multiplies the input by 2^-exponent. The
-      layer multiplies the result by the weight in `compute`. The boundary casts the product to `result`, multiplies it by
-      2^exponent, and adds the bias.
+    - `"scale"`: for linear layers whose values exceed float16's range. The boundary multiplies the input by
+      2^-exponent. The layer multiplies the scaled input by the weight in `compute`. The boundary casts the product to
+      `result`, multiplies it by 2^exponent, and adds the bias.
     - `"residual"`: for embeddings and blocks, whose hidden states are the residual stream. The forward runs under
       autocast to `compute`. The first float input and all float outputs are cast to `result`.
     - `"autocast"`: for the whole model, and for modules outside of the blocks. The forward runs under autocast to
       `compute`, also in evaluation and generation: with a float32 residual stream, every matmul needs autocast.
     - `"inputs"`: for towers of images or audio. Float inputs have the processor's dtype, and are cast to `result`.
 
-    With any boundary, a copied 8-bit layer keeps its row scales (see `_init_8bit_state`).
+    bitsandbytes loses the row scales of a copied 8-bit weight. A boundary of any kind keeps them (`_init_8bit_state`).
 
     Attributes:
         result: dtype of float outputs; None means `compute`.
@@ -150,7 +150,7 @@ def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_codes(self: Any) -> Any:
-    """Return an 8-bit layer with an `Int8Params` as its weight, because FSDP2 gathers the codes into a plain parameter."""
+    """Return an 8-bit layer whose weight is an `Int8Params`. FSDP2 makes the weight a plain parameter."""
     if hasattr(self.weight, "CB"):
         return self
     from bitsandbytes.nn import Int8Params

@@ -55,7 +55,7 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
       become float32 again. Their values stay rounded, except rotary frequencies, which are computed again.
     - Modules with float32 weights, and norms that always return float32, get a boundary: it casts outputs to the compute
       dtype.
-    - isotype's function computes quantized experts. Liger-Kernel's methods on the experts are removed.
+    - isotype's function replaces the forward of quantized experts. Liger-Kernel's methods on the experts are removed.
 
     Raises:
         PrecisionError: the model is stored in another format than the policy's, or a quantized layer has lost its
@@ -102,7 +102,7 @@ def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPol
 def contradiction(what: str, policy: PrecisionPolicy) -> PrecisionError:
     """Return the error for weights in another format than the policy's. `what` names the model or checkpoint."""
     return PrecisionError.of(
-        "the policy is for other weights",
+        "the weights have another format than the policy's storage",
         f"{what} under a policy with storage {policy.storage}",
         "the format the weights are stored in",
         "resolve the policy for this model: isotype.resolve_precision(model, …); to quantize a float "

@@ -2,9 +2,10 @@
 
 In bitsandbytes, a block's constant is its largest magnitude, but dequantization works with any constant. In most
 language models, a few input channels are much larger than the others, and the errors of their weights dominate the
-output's error. If the channels of a block are nearly independent, the weights' errors d lead to E[(x, d)²] = Σ E[x²] d².
-For codes c with the values v(c), the best constant is s = Σ E[x²] w v(c) / Σ E[x²] v(c)². The codes nearest to w / s are
-at least as good as c. AWQ searches such constants on a grid (https://arxiv.org/abs/2306.00978, section 3.2).
+output's error. If a block's inputs x are nearly independent, weight errors d cause the output error E[(x · d)²] = Σ
+E[x²] d². For codes c with the values v(c), the best constant is s = Σ E[x²] w v(c) / Σ E[x²] v(c)². The codes nearest
+to w / s are at least as good as c. AWQ searches such constants on a grid (https://arxiv.org/abs/2306.00978, section
+3.2).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from isotype.model.quantize import quantize_4bit, state_4bit
 
 _STARTS = (1.0, 0.85, 0.7)
-"""Constants at the start, as fractions of the block's largest magnitude."""
+"""The constants with which the fit begins, as fractions of the block's largest magnitude."""
 _PIECE = 1 << 18
 """Number of elements that are processed at once: few enough for the caches in float32."""
 _LEAST = 1e-38
@@ -51,11 +52,11 @@ def quantize_fitted(
     Args:
         weight: a layer's weight or a part of the weight, flat; float32, bfloat16 or float16 of any shape.
         moments: E[x²] of each input channel, times any common factor; `[in]`.
-        first: column of the layer's weight with the first element of `weight`.
+        first: the column, in the layer's weight, of the first element of `weight`.
 
     Returns:
-        Packed codes and the `QuantState`. As in bitsandbytes, codes are the nearest codes for the constants before
-        double quantization.
+        Packed codes and the `QuantState`. As in bitsandbytes, the codes are nearest for the float32 constants, which
+        double quantization rounds afterwards.
     """
     flat = weight.detach().reshape(-1)
     count = math.ceil(flat.numel() / blocksize)

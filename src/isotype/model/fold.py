@@ -1,6 +1,6 @@
 """Removes equal layers from a model before a trace. Of 80 equal layers, two stay and stand for all of them.
 
-Folding changes the model in place. Fold only copies, and models without weights.
+Folding changes the model in place. If the model has weights, fold a copy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FEWEST = 4  # for up to 3 equal layers folding saves little
 _POSITION = re.compile(r"(^|_)(idx|layer|(layer|block|depth)_?(idx|id|index|number|num|i))$")
 _COUNT = re.compile(r"^(n|num)_.*(layers?|blocks?)$|^(encoder|decoder)_layers$|^(depth|n_layer|num_layers)$")
 _ALL = re.compile(r"^[\s\w.]*(n|num)_(hidden_)?layers?\s*$")
-"""Code of a slice's end if the slice takes every layer."""
+"""Source code of the end in `layers[start:end]` if this slice takes every layer."""
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 _NUMBERS_OF_LAYERS = re.compile(r"layers$|indexes$|indices$|_idxs?$")
 _TOKENS = re.compile(r"token_ids?$")
@@ -39,7 +39,7 @@ _TOKENS = re.compile(r"token_ids?$")
 _NOT_FOLDED = ("hidden_size_per_layer_input",)
 
 calls_represented: ContextVar[int] = ContextVar("calls_represented", default=1)
-"""Number of equal calls for which a call stands in a trace, besides the repeats of its module."""
+"""Number of equal calls that one call represents in a trace, in addition to the layers that its layer represents."""
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def is_partial(output: Any) -> bool:
-    """Return whether `loss_of` picks one of several differentiable tensors: the real loss may need more parameters."""
+    """Return whether `loss_of` picks one of several differentiable tensors, and so may miss parameters."""
     return sum(leaf.requires_grad for leaf in _floats(output)) > 1 and find_loss(output) is None
 
 
@@ -31,8 +31,8 @@ def find_loss(output: Any) -> torch.Tensor | None:
     """Return the field `loss` of a model's output, or a scalar that must be the loss, or None.
 
     A scalar is the loss if it depends on all parameters that the output depends on. The loss in nanoGPT's output
-    `(logits, loss)` is such a scalar; CLIP's temperature is not. If only all scalars of a mapping together depend on
-    these parameters (a detector's losses), return the sum of the scalars.
+    `(logits, loss)` is such a scalar; CLIP's temperature is not. A detector's output is a mapping with several losses.
+    If its scalars depend on these parameters only together, return the sum of the scalars.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):

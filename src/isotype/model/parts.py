@@ -58,7 +58,7 @@ def read_parts(parts: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
-    """Yield the name of each block of a tower whose output the model does not use, and the reason.
+    """Yield (name, reason) of each block of a tower if the model does not use the block's output.
 
     LLaVA reads some hidden states of its tower; `vision_feature_layer` has their indices. Index 0 is the first block's
     input.
@@ -77,7 +77,7 @@ def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
 
 
 def entrances(base: Any) -> Iterator[Any]:
-    """Yield the modules with float inputs of the model: its towers, and a speech model's encoder (Whisper)."""
+    """Yield the modules that get a model's float inputs: its towers, and a speech model's encoder (Whisper)."""
     yield from (tower for _, tower in towers_of(base))
     if getattr(base, "main_input_name", "input_ids") == "input_features" and hasattr(base, "get_encoder"):
         encoder = base.get_encoder()

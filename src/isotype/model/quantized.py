@@ -1,4 +1,4 @@
-"""Reads quantization states of bitsandbytes layers, sets their dtypes by a policy, and makes them without weights."""
+"""Reads quantization states of bitsandbytes layers, sets the dtypes of the states by a policy, and replaces layers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def is_int8(weight: torch.Tensor) -> bool:
 
 
 def replaces_conv1d(layer: Any) -> bool:
-    """Return whether a bitsandbytes layer has replaced transformers' Conv1D, with weights `[in, out]` in files."""
+    """Return whether a bitsandbytes layer has replaced a Conv1D. Files have the weights of Conv1D as `[in, out]`."""
     source = getattr(layer, "source_cls", None)
     return any(cls.__name__ == "Conv1D" for cls in getattr(source, "__mro__", ()))
 

@@ -14,7 +14,7 @@ CHECKPOINTING = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
 def checkpointing(arguments: Any) -> dict[str, Any] | None:
     """Return a trainer's arguments of `gradient_checkpointing_enable`; None if checkpointing is off.
 
-    `offload` is dropped: a traced step has no second memory for activations.
+    `offload` is left out, because a traced step cannot move activations to another device.
     """
     if not arguments.gradient_checkpointing:
         return None

@@ -1,4 +1,4 @@
-"""Generates like grpo and rloo: a forward of the prompts, and a forward of each row's last token."""
+"""Runs the forwards of generation in grpo and rloo: a forward of the prompts, and a forward of one token in each row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from isotype.compat.peft import without_peft
 from isotype.records.request import LossOf
 
 CACHES = ("cache", "past_key_values")
-"""Names of the argument and output with keys and values: from transformers 5.24 on, and before."""
+"""Names of the model's argument and output with keys and values: `cache` from transformers 5.24 on."""
 
 
 def rollout(prompts: Mapping[str, torch.Tensor], completion: int) -> LossOf:
@@ -48,7 +48,7 @@ def _generate(model: Any, batch: Mapping[str, torch.Tensor], completion: int) ->
 def _standing_for(tokens: int, cache: Any) -> Iterator[None]:
     """In the `with` block, the keys and values of one token take the memory of `tokens` tokens.
 
-    In a layer with a sliding window, the memory is limited to the rest of the window.
+    In a layer with a sliding window, they take at most the memory of the tokens that still fit into the window.
     """
     update, mask_sizes = cache.update, cache.get_mask_sizes
 

@@ -177,7 +177,7 @@ def integers_named() -> Iterator[None]:
 
 
 def _plain_codes(model: nn.Module) -> None:
-    """Make codes plain parameters with their constants on the layer, because FSDP2 drops a parameter's attributes.
+    """Make quantized weights plain parameters, because FSDP2 drops parameters' attributes. The layers keep the constants.
 
     bitsandbytes (`fix_4bit_weight_quant_state_from_module`) and the boundary of 8-bit layers read these constants.
     """
@@ -193,7 +193,7 @@ def _plain_codes(model: nn.Module) -> None:
 
 
 def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) -> list[nn.Module]:
-    """Return the modules outside of `outside` whose trained parameters do not have the most common dtype."""
+    """Return modules whose trained parameters do not have the most common dtype, without modules in `outside`."""
     excluded = {id(part) for block in outside or () for part in block.modules()}
     owners = [module for module in model.modules() if id(module) not in excluded]
     trained = {

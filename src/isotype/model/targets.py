@@ -64,7 +64,7 @@ def task_type_of(model: Any) -> str | None:
 
 
 def remember_drawn(model: Any, names: Collection[str]) -> None:
-    """Store the names of parameters without a checkpoint file in `model.drawn_parameters`, so that adapters save them."""
+    """Store the names of parameters that no checkpoint file has in `model.drawn_parameters`. Adapters save them."""
     in_files = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name not in names}
     model.drawn_parameters = tuple(n for n, p in model.named_parameters() if id(p) not in in_files)
 
@@ -138,7 +138,7 @@ class Adapt:
     """The parts of a model with adapters (names in `isotype.model.parts`), and why other parts have no adapters."""
 
     parts: tuple[str, ...] = PARTS
-    why: str = "adapt= leaves their part out"
+    why: str = "adapt= does not name their part of the model"
 
 
 def _is_unable(config: Any, name: str) -> bool:
@@ -308,7 +308,7 @@ def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
     if weight.name in targets.excluded:
         return targets.excluded[weight.name]
     if weight.kind == _LINEAR:
-        return "PEFT confuses their names with those of experts"
+        return "PEFT would adapt them as experts, because of their names"
     if targets.unable:
         settings = " and ".join(f"{name} {getattr(config, name)}" for name in targets.unable)
         return f"PEFT cannot adapt them with {settings}"

@@ -231,7 +231,7 @@ _SHARED = (types.ModuleType, type, torch.Generator)
 
 
 def empty_copies(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Add an empty module of the same class to `memo` for each module of `model` that is not in it."""
+    """For each module of `model` that `memo` lacks, add an empty module of the same class to `memo`."""
     for module in model.modules():
         # A scripted module is a C++ object, which the copy shares.
         scripted = isinstance(module, torch.jit.ScriptModule)
@@ -279,7 +279,7 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
 def _with_copies(function: Any, memo: dict[int, Any]) -> Any:
     """Return a function or method that uses copies in place of the modules, tensors and methods in its closure.
 
-    A hook may store an output in its module, and TRL's fused head keeps the replaced forward in a closure.
+    For example, a copied hook then stores an output in the copied module.
     """
     if isinstance(function, types.MethodType):
         return types.MethodType(_with_copies(function.__func__, memo), copied(function.__self__, memo))

@@ -407,7 +407,7 @@ def _adapter_arguments() -> Iterator[None]:
 def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:
     """Return the parts of `--adapt`; without `--adapt`, the language model, or None (all parts) if rows have images."""
     if settings.adapt is not None:
-        return Adapt(read_parts(settings.adapt), "--adapt leaves their part out")
+        return Adapt(read_parts(settings.adapt), "--adapt does not name their part of the model")
     if {"image", "images"} & set(columns):
         return None
     return Adapt((LANGUAGE,), "no row has an image, so no loss depends on these layers")

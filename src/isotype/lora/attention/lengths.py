@@ -25,7 +25,7 @@ _ALIGNED = 8
 """Head sizes must be multiples of this number."""
 _SINCE = "2.11"
 CHANGES = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "head_mask")
-"""Keyword arguments of layers that change the result. isotype's kernels and `varlen_attn` do not support them."""
+"""Keyword arguments that change the result of attention, and that isotype's kernels and `varlen_attn` do not support."""
 
 
 def takes_lengths() -> bool:
@@ -82,7 +82,7 @@ def why_not_call(
     if len(sizes) > 1 or max(sizes) > _MOST_HEAD or max(sizes) % _ALIGNED:
         return f"heads have the sizes {', '.join(map(str, sorted(sizes)))}"
     if len(query) != 1 or query.shape[2] != key.shape[2]:
-        return "the call is not one row with as many keys as queries"
+        return "the call has several rows, or not as many keys as queries"
     if sequences.window is not None and not causal:
         return "the call has a window and is not causal"
     if kwargs.get("dropout"):

@@ -1,4 +1,4 @@
-"""Attention plans: blocks of queries, and the keys to which each block attends. Kernels compute only these scores."""
+"""Attention plans: blocks of queries, and the keys to which each block attends. Kernels compute no other scores."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Block:
 
     Attributes:
         masked: the keys that need a mask, because some queries do not attend to them or because they have a bias.
-        tile: the mask of the keys in `masked`, times log2(e), as float32 `[1 or heads, rows, masked]`. A kernel adds the
-            tile to scores times log2(e).
+        tile: log2(e) times the mask of the keys in `masked`, as float32 `[1 or heads, rows, masked]`. Kernels multiply
+            scores by log2(e), add the tile, and compute powers of 2.
     """
 
     rows: Span
@@ -62,7 +62,7 @@ class Plan:
 
     @cached_property
     def _sizes(self) -> list[tuple[int, int]]:
-        """(queries, keys) of each block. The queries of all batch rows that have the block are counted."""
+        """(number of queries in all rows of the batch, number of keys) of each block."""
         return [
             ((part.batch[1] - part.batch[0]) * (block.rows[1] - block.rows[0]), block.keys[1] - block.keys[0])
             for part in self.parts
@@ -83,7 +83,7 @@ class Plan:
 def block_rows(group: int) -> int:
     """Return the number of queries in a block. `group` is the number of query heads per key head.
 
-    Products need about 200 rows for a core's full rate. With more rows, causal attention computes more masked scores.
+    A matrix product uses a core fully from about 200 rows (queries × `group`) on. More rows have more masked scores.
     """
     return max(32, min(128, 192 // group))
 
@@ -120,14 +120,14 @@ def _blocks(queries: int, keys: int, rows: int, causal: bool) -> Iterator[Block]
 
 
 def _tile(count: int) -> torch.Tensor:
-    """Return a tile `[1, count, count - 1]` with -inf where the key comes after the query. Key 0 comes after query 0."""
+    """Return a tile `[1, count, count - 1]` with -inf where a key is after the query. Key k is at query k + 1."""
     after = torch.arange(count)[:, None] <= torch.arange(count - 1)
     return torch.zeros(1, *after.shape, dtype=torch.float32).masked_fill_(after, -math.inf)
 
 
 @dataclass(frozen=True)
 class _Cached:
-    """A mask's cached plan, valid as long as the mask has the same memory, and the same version or the same values."""
+    """A mask's cached plan. It is valid until the mask's memory or version changes, or (without a version) its values."""
 
     plan: Plan
     view: tuple[object, ...]

@@ -43,7 +43,7 @@ NAME, REPEATED, LENGTHS = "isotype", "isotype_repeated", "isotype_lengths"
 """Names of isotype's functions in transformers' registries, for `model.set_attn_implementation`."""
 
 _AMX_IS_FASTER = 1 << 16
-"""With AMX and without a mask, torch's kernel is faster if keys times head size reach this number (benchmarks/attention.py)."""
+"""On CPUs with AMX, torch's kernel without a mask is faster from this keys × head size on (benchmarks/attention.py)."""
 
 
 @dataclass
@@ -200,7 +200,7 @@ def packed_by_lengths(model: nn.Module, inputs: Mapping[str, Any]) -> Sequences 
 
 
 def sides_of(model: nn.Module) -> frozenset[str]:
-    """Return the sides of a row on which attention needs no padding; an empty set if the attention is not isotype's."""
+    """Return the sides of rows on which padding can be removed; an empty set if the attention is not isotype's."""
     report = _reports.get(model)
     return frozenset() if report is None or not report._undo else report.sides
 
@@ -290,7 +290,7 @@ def attention_forward(
         else:
             plan = plan_of_mask(attention_mask, len(q), rows)
         if plan.closed_finitely:
-            reason = "the mask hides all keys of some queries by finite numbers"
+            reason = "the mask hides all keys of some queries by finite numbers instead of -inf"
         else:
             return strips.attention(q, k, v, plan, scaling).transpose(1, 2), None
     report = _reports.get(module)

@@ -49,9 +49,9 @@ def attention(
 ) -> torch.Tensor:
     """Return softmax(scale q kᵀ + mask) v, `[batch, query heads, queries, value head]`; zero for queries without keys.
 
-    Scores, softmax, the gradients of both and all sums are float32. If there are loops for `work`, probabilities
-    and gradients of scores are rounded to this dtype before a product, as in torch's kernel. If a masked key or value is
-    not finite, the result may be NaN, as in torch's kernel.
+    Scores, softmax, the gradients of both and all sums are float32. If compiled loops support the dtype `work`, they
+    round probabilities and gradients of scores to `work` before a matrix product, as torch's kernel does. If a masked
+    key or value is not finite, the result may be NaN, as in torch's kernel.
 
     Args:
         q: `[batch, query heads, queries, head]`, in any layout.
@@ -131,7 +131,7 @@ class _Attention(torch.autograd.Function):
 
 
 def traced(compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """Return `compute(*inputs)`, and allocate as much memory as `attention` needs for float32 copies, for a trace.
+    """Return `compute(*inputs)` in a trace, and allocate the float32 copies of the inputs that `attention` makes.
 
     Only the inputs are saved. The backward computes the result again.
     """

@@ -23,7 +23,7 @@ _BLOCK = 1024  # elements per program
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (RMSNorm of x `[…, n]` in the dtype to which x and weight `[n]` promote, float32 inverse RMS per row)."""
+    """Return the RMSNorm of x `[…, n]` in the dtype of `x * weight`, and the float32 inverse RMS of each row."""
     return _rms_norm(x.contiguous(), weight.contiguous(), eps, offset)
 
 

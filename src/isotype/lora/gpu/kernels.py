@@ -78,7 +78,7 @@ def gated(gate_at, up_at, y_at, count, activation: tl.constexpr, block: tl.const
 def gated_backward(
     grad_at, gate_at, up_at, d_gate_at, d_up_at, count, activation: tl.constexpr, block: tl.constexpr
 ):
-    """Compute the gradients of gate and up. The product's gradient is overwritten by the product."""
+    """Compute the gradients of gate and up. Overwrite the incoming gradient by act(gate) * up."""
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = place < count
     gate = tl.load(gate_at + place, mask=inside, other=0.0).to(tl.float32)

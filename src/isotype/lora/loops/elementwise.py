@@ -87,7 +87,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = F
     """Apply rotary positions to x `[batch, heads, tokens, dim]`. The result has x's memory layout.
 
     The halves (a, b) of a head become (a cos - b sin, b cos + a sin); `cos` and `sin` are `[batch or 1, tokens, dim]` in
-    x's dtype. If `back` is True, the argument is the rotated tensor's gradient, and the result is the gradient of x.
+    x's dtype. If `back` is True, `x` is a gradient of `rotate`'s result, and is rotated back.
     """
     return _rotate(x, cos.contiguous(), sin.contiguous(), back)
 

@@ -18,7 +18,7 @@ NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 @dataclass(frozen=True)
 class Loops:
-    """The functions compiled from a C++ source for this CPU. If there is no library, `reason` says why."""
+    """The functions compiled from a C++ source for this CPU. If they could not be compiled, `reason` says why."""
 
     reason: str | None
     library: ctypes.CDLL | None = None

@@ -40,7 +40,7 @@ class HeadShape:
 
     Attributes:
         vocabulary, hidden: shape of the weight, `[vocabulary, hidden]`.
-        tokens: number of tokens with labels, rounded up to a power of two from 256 to 2048. Longer calls count as 2048.
+        tokens: number of tokens with labels, rounded up to a power of two, but at least 256 and at most 2048.
         stored, compute: the dtype of the weight, and the dtype in which it is multiplied.
         gradients: names of the results that are differentiated.
     """
@@ -85,13 +85,13 @@ class Times:
 
     @classmethod
     def of(cls, turns: Mapping[str, Sequence[float]]) -> Times:
-        """Return the times from each head's milliseconds per turn. The speed-up is the median over the turns."""
+        """Return the medians over turns. `turns`: each head's milliseconds; a turn runs each head once."""
         medians = {name: round(statistics.median(times), 4) for name, times in turns.items()}
         return cls(medians, round(statistics.median(map(truediv, *turns.values())), 3))
 
 
 _KNOWN: dict[tuple[Path, str], Times] = {}
-"""Times that this process has measured or read, by file and text of a `HeadShape`."""
+"""(file, `str(HeadShape)`) -> the times that this process has measured or read."""
 
 
 def times_file(card: str) -> Path:
@@ -101,7 +101,7 @@ def times_file(card: str) -> Path:
 
 
 def stored_times(file: Path) -> dict[str, Times]:
-    """Return the times in a file, by the text of a `HeadShape`. The file may be missing; damaged entries are skipped."""
+    """Return the times in a file: `str(HeadShape)` -> times. The file may be missing; damaged entries are skipped."""
     results = {}
     with suppress(OSError, ValueError, RecursionError, AttributeError):
         for name, entry in json.loads(file.read_text(encoding="utf-8")).items():

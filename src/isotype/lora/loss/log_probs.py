@@ -1,17 +1,17 @@
 """Computes tokens' log-probabilities from a language model's hidden states, for one chunk of tokens at a time.
 
-With y = W h + b, z = cap(scale y) / temperature, p = softmax(z) and t the target, cap(x) = softcap tanh(x /
-softcap):
+With y = W h + b, cap(x) = softcap tanh(x / softcap), z = cap(scale y) / temperature, p = softmax(z) and the target t:
 
     log p_t = z_t - logsumexp(z)
     d log p_t / d h = sum_j (1[j = t] - p_j) (dz_j / dy_j) W_j
 
 A token's log-probability depends only on its own hidden state. The forward already computes the hidden states' gradient,
 and the backward multiplies each row by the incoming gradient. If the entropy is differentiated or the head is trained,
-the backward recomputes the logits. A chunk has the whole vocabulary, so each product is rounded once.
+the backward recomputes the logits. A chunk has all logits of its tokens, so each hidden state's gradient is one matrix
+product, and is rounded once.
 
-The target's logit is also computed in float32, because a rounding error of this logit (0.06 for 20 in bfloat16) would be
-an error of the log-probability.
+The target's logit is also computed in float32, because its rounding error would be an error of the log-probability. A
+logit of 20 has a rounding error up to 0.06 in bfloat16.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PerToken:
         entropy: entropy of p.
         mean_logits: mean of the logits over the vocabulary.
         log_sum_sq_probs: logarithm of the sum of p² over the vocabulary; it has no gradient.
-        is_top1: True where the target has the largest logit, and no earlier token has the same logit; bool `[N]`.
+        is_top1: True where the target has the largest logit, and no smaller token id has the same logit; bool `[N]`.
     """
 
     log_probs: torch.Tensor
@@ -170,7 +170,7 @@ def _forward(
     *,
     ahead: bool,
 ) -> tuple[Mapping[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
-    """Return (results by name, None). If `ahead` is True, the second item is (rows of gradients, their float32 factors)."""
+    """Return (results by name, None), or with `ahead` (results, (hidden states' gradients, factor of each row))."""
     tokens = hidden.shape[0]
     names = {"log_probs", "logsumexp", *call.outputs} | (call.gradients & {"entropy"})
     dtypes = {name: torch.bool if name == "is_top1" else torch.float32 for name in names}

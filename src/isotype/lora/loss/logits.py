@@ -76,8 +76,8 @@ class Buffers:
 
     Attributes:
         logits: `[chunk, V]` in the working dtype. Rows of gradients overwrite the logits.
-        values: float32 `[block, V]`.
-        other, slope: float32 `[block, V]`, or None if they are not needed.
+        values: a block's logits as float32 `[block, V]`, which other values overwrite.
+        other, slope: exponentials and the soft cap's derivatives, float32 `[block, V]`; None if they are not needed.
     """
 
     logits: torch.Tensor

@@ -50,8 +50,8 @@ def softmax(
 ) -> torch.Tensor | None:
     """Write a block's results into `outputs`. If `ahead` is True, also overwrite the logits with their gradients.
 
-    The gradient -(1[j = t] - p_j) is divided by 1 - p_t. The quotient is -1 at the target and p_j / (1 - p_t) elsewhere,
-    so it stays accurate if p_t is near 1. Multiplying by the returned factors undoes this division.
+    With p = softmax and target t, the gradient p_j - 1[j = t] of logit j is divided by 1 - p_t. The quotient is -1 at t
+    and p_j / (1 - p_t) elsewhere, so it stays accurate if p_t is near 1. The returned factors undo the division.
 
     Args:
         exact: float32 logits of the targets, `[n]`.
@@ -138,10 +138,11 @@ def gradient(
     results: Mapping[str, torch.Tensor],
     gradients: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Return the gradient of y for a block of tokens, float32 `[block, V]`, in a buffer.
+    """Return the gradient of the projection y = W h + b for a block of tokens, float32 `[block, V]`, in a buffer.
 
-    d log p_t / dz_j = 1[j = t] - p_j; d entropy / dz_j = -p_j (log p_j + entropy); d logsumexp / dz_j = p_j. `results`
-    are the forward's log-probabilities, logsumexp and entropy. `gradients` are the gradients of the results.
+    With p = softmax(z) and target t: d log p_t / dz_j = 1[j = t] - p_j; d entropy / dz_j = -p_j (log p_j + entropy); d
+    logsumexp / dz_j = p_j. `results`: the forward's log-probabilities, logsumexp and entropy; `gradients`: their
+    gradients.
     """
     log_p, logsumexp, entropy = results["log_probs"], results["logsumexp"], results.get("entropy")
     assert buffers.other is not None

@@ -52,10 +52,10 @@ class _HeadRequest:
     Attributes:
         temperature, cast_lm_head_to_fp32, outputs: TRL's arguments.
         gradients: names of results that the trainer may differentiate.
-        autocast: returns the context in which the head runs: autocast, if accelerate has wrapped the model's forward in
-            autocast.
-        result: class of the forward's result. Trainers need TRL's class. Checks use isotype's class, because importing TRL
-            takes seconds.
+        autocast: function that returns the context in which the head runs. If accelerate has wrapped the model's
+            forward in autocast, the context is this autocast.
+        result: class of the forward's result. Trainers need TRL's class. A preflight uses `_Output`, because importing
+            TRL takes seconds.
         faster: True if isotype's head was measured to be faster than TRL's, see `own_is_better`.
     """
 
@@ -216,7 +216,7 @@ def _models(trainer: Any) -> Iterator[Any]:
 
 
 def _trl_head(forward: Any) -> tuple[bool, dict[str, Any]] | None:
-    """Return (False if `forward` wraps TRL's head, True if it is TRL's head; arguments of TRL's head), or None."""
+    """Return (True for TRL's head, False for a wrapper of the head; its arguments); None without TRL's head."""
     function = inspect.unwrap(forward, stop=is_fused_forward)
     function = getattr(function, "__func__", function)
     outermost = getattr(forward, "__func__", forward) is function

@@ -9,8 +9,9 @@ Each token t goes to experts e with the routing weights w. Each product has adap
 Tokens are sorted by expert once. Activations are multiplied by A and then by B, so no adapter's weight delta is computed.
 Only experts with tokens are read, a few at a time.
 
-The forward saves x, h and the small products with A. The backward computes g(h) and the dropout masks again. The
-gradient of w needs no y: ∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ + ⟨∂L/∂out, c⟩. V' is V with the adapters.
+The forward saves x, h and the small products with A. The backward computes g(h) and the dropout masks again, but not y.
+With V' for V and its adapters, y = g(h) V' + c. The gradient of w is ∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ +
+⟨∂L/∂out, c⟩.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Product:
 
     Attributes:
         weights: function of (start, stop) that returns the dense weights `[stop - start, d1, d2]` of these experts.
-        inputs_first: True if d1 is the number of inputs (x W), False if d2 is (x Wᵀ).
+        inputs_first: True for weights `[experts, in, out]` (x W), False for weights `[experts, out, in]` (x Wᵀ).
         bytes: size of an expert's dense weight if weights are quantized, else 0.
         bias: the frozen bias `[experts, out]`, or None.
         sizes: d1 and d2 if the weights are quantized, else empty.
@@ -76,7 +77,7 @@ class Experts:
         up, down: the products with the gate and up weights, and with the down weights.
         gate: the activation or gated product, a function of h `[rows, …]`.
         working: dtype in which products are computed.
-        normed: a norm of y `[rows, out]` before the routing weights, or None.
+        normed: a norm of the experts' outputs `[rows, out]`, which are then multiplied by the routing weights; or None.
     """
 
     up: Product
@@ -121,8 +122,8 @@ def experts_output(
 class _Group:
     """The experts `first` to `stop - 1`, with their rows `begin` to `end - 1`; all rows are sorted by expert.
 
-    `offsets` (int32) are the ends of the experts' rows, counted from `begin`; None for a single expert. In a trace, the
-    group stands for `times` equal groups.
+    `offsets` (int32) are the ends of the experts' rows, counted from `begin`; None for a single expert. In a trace with
+    fake tensors, the group represents `times` groups of its size.
     """
 
     first: int
@@ -139,7 +140,7 @@ class _Group:
         return functional.grouped_mm(rows, matrices, offs=self.offsets)
 
     def write_outer(self, out: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Write the product leftᵀ right of each expert's rows to `out` `[experts of the layer, in, out]`."""
+        """For each expert, write leftᵀ @ right of the expert's rows into `out` `[experts of the layer, in, out]`."""
         if out is None:
             return
         if self.offsets is not None:
@@ -150,7 +151,7 @@ class _Group:
             out[self.first] = left.t() @ right
 
     def each_row(self, per_expert: torch.Tensor) -> torch.Tensor:
-        """Return the entry in `per_expert` of each row's expert, `[n, out]`; `[1, out]` for a single expert."""
+        """Return the expert's vector in `per_expert` for each row, `[n, out]`; `[1, out]` for a single expert."""
         vectors = per_expert[self.first : self.stop]
         if self.offsets is None:
             return vectors
@@ -175,7 +176,7 @@ def _sorted(
 
 
 def _representatives(groups: Sequence[_Group]) -> Iterator[_Group]:
-    """Yield the first group, and a group for each run of groups with equal numbers of experts and rows."""
+    """Yield the first group. Of the others, yield the first of each run with equal numbers of experts and rows."""
     yield from groups[:1]
     for _, run in groupby(groups[1:], lambda group: (group.stop - group.first, group.end - group.begin)):
         same = list(run)
@@ -431,7 +432,7 @@ def _through_down(
     weight: torch.Tensor | None,
     gradients: list[torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of a group's g(h) and routing weights. `d_y` is the gradient of the group's weighted outputs."""
+    """Return the gradients of g(h), the down product's input, and of the routing weights. `d_y`: gradient of w y."""
     matrices = spec.down.matrices(group.first, group.stop, spec.working)
     d_a = group.product(d_y, matrices.transpose(1, 2))
     for low, hidden in zip(downs, small, strict=True):

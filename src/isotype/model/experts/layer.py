@@ -90,7 +90,7 @@ def base_of(outer: Any) -> Any:
 
 
 def outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module) of a model's experts modules; with adapters, of their outermost wrappers."""
+    """Yield (name, module) of a model's experts modules. For experts with adapters, yield the outermost wrapper."""
     inner: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in inner:
@@ -144,7 +144,7 @@ def _forward_adapted(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return _computed(self, x, inputs)
     if self.training and _drops(self):
         what = f"{type(base_of(self)).__name__}, whose adapters have dropout: {reason}"
-        expected = "isotype's function for experts: PEFT's function has no dropout"
+        expected = "experts that isotype's function computes, because PEFT's function has no dropout"
         raise PrecisionError.of("dropout on experts would be left out", what, expected, "lora_dropout 0")
     return self.plain.forward(self, x, *args, **kwargs)
 
@@ -268,7 +268,7 @@ def _product(base: Any, name: str, layout: Layout, adapters: tuple[Adapter, ...]
     stack = quantized_stack(base, name)
     if stack is None:
         weight = own_parameters(base)[name]
-        assert weight is not None, "an experts module has its weights"
+        assert weight is not None, "a weight that is not quantized is a parameter of the experts module"
         return Product(lambda start, stop: weight[start:stop], layout.inputs_first, adapters, 0, bias)
     size = stack.shape[1] * stack.shape[2] * stack.dtype.itemsize
     part = partial(stack.part, codes_of(base, name))

@@ -111,7 +111,7 @@ def quantize_parts(
 
     Args:
         parts: dense weights `[any number, d1, d2]` of successive experts.
-        shape: `[experts, d1, d2]` of the whole weight. `why_dense` must allow this shape.
+        shape: `[experts, d1, d2]` of the whole weight. `why_dense` must return None for the shape.
         storage: `"nf4"`, `"fp4"` or `"int8"`.
         transposed: True if d1 is the input dimension, False if d2 is.
 
@@ -145,8 +145,8 @@ def quantize_parts(
 def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedStack:
     """Return a new parametrization with the settings of `blank` and these constants.
 
-    `constants` are the scales of int8 and mxfp4. For nf4 and fp4, `constants` are float32 `[experts, blocks]`, and are
-    quantized if the constants of `blank` are.
+    `constants` are the scales of int8 and mxfp4. For nf4 and fp4, `constants` are float32 `[experts, blocks]`. This
+    function quantizes them to 8 bits if `blank` has 8-bit constants.
     """
     held = {"scales": constants}
     if blank.storage not in ("int8", MXFP4):

@@ -41,7 +41,7 @@ NESTED = 256
 
 
 class QuantizedStack(UncastBuffers):
-    """The parametrization of a stacked weight: it has the constants, and dequantizes codes.
+    """The parametrization of a stacked weight. It stores the quantization constants, and dequantizes the codes.
 
     The constants are buffers with bitsandbytes' names in a state dict. They move with the model and are never cast.
 
@@ -354,8 +354,8 @@ def _read_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: ob
 def seen_dense(model: nn.Module) -> Iterator[None]:
     """In the `with` block, dense parameters without memory replace a model's quantized stacks.
 
-    PEFT (0.21) nests its wrappers of parametrized weights in another order (`_inject_parameters`). The other order would
-    change the names in an adapter's file.
+    PEFT (0.21) nests wrappers of parametrized weights in another order than wrappers of parameters
+    (`_inject_parameters`). The other order would change the names in an adapter's file.
     """
     held: list[tuple[nn.Module, Any, Any]] = []
     for module in list(model.modules()):
