@@ -43,7 +43,7 @@ def test_it_stops_says_so_and_counts_on_after_a_resume(path: Path, tmp_path: Pat
     outcome, text = train(path, tmp_path / "once", *patience, "--save_steps", 4)
     # The first evaluation is the best there is; the second and the third are no better by a thousand.
     assert (outcome.record.status, len(outcome.record.steps)) == ("finished", 6)
-    said = "stopped early at step 6 of 12: 2 evaluations without a better loss than the best"
+    said = "stopped early at step 6 of 12: 2 evaluations did not improve the loss (best: "
     assert said in text
     assert any(said in note for note in outcome.record.notes)
     assert "early stopping saves the model of its last step; --load_best_model_at_end True" in text

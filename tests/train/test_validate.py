@@ -158,9 +158,12 @@ def test_all_problems_are_named_at_once():
         ),
         (
             ["--gradient_checkpointing_kwargs", '{"offload": true}', "--device", "cpu"],
-            "--gradient_checkpointing_kwargs: offload on a CPU",
+            "--gradient_checkpointing_kwargs: offload, on a CPU",
         ),
-        (["--activation_offloading", "True", "--device", "cpu"], "--activation_offloading on a CPU"),
+        (
+            ["--activation_offloading", "True", "--device", "cpu"],
+            "--activation_offloading, on a CPU",
+        ),
         (
             ["--attn_implementation", "sdpa", "--model_init_kwargs", '{"attn_implementation": "eager"}'],
             "--attn_implementation sdpa and --model_init_kwargs attn_implementation=eager",

@@ -120,7 +120,7 @@ class FusionReport:
         fused: names of the LoRA layers that are computed together with their adapters by one function.
         together: groups of fused layers that get the same input. One function computes all outputs of a group.
         gated: name of a gated MLP -> its activation. The backward recomputes act(gate) * up.
-        norms: names of the RMSNorms, each of which is computed by one function.
+        norms: names of the RMSNorms that are computed by one function each.
         left: names of the LoRA layers that keep PEFT's forward, each with the reason.
         unseen: why the model could not run to find layers with the same input; "" if it could run.
         copies, copied_bytes: number of dense copies of base weights in the compute dtype, and their bytes.

@@ -8,7 +8,7 @@ For layers l with adapters a (`s` the scaling, `m` DoRA's magnitude, `‖·‖` 
 The function turns autocast off, and casts X, the adapters' weights and the gradients of these weights only once. The
 backward computes one gradient of X for all layers, and all gradients of A in one product. Base weights are frozen, so the
 function saves only X and the small X Aᵀ. If X is a gated product, its two factors are saved instead of X. The tensors are
-saved before Y is computed. Gradient checkpointing recomputes a block up to the last saved tensor, so not the last Y.
+saved before Y is computed. Gradient checkpointing recomputes up to a block's last saved tensor, so not the last Y.
 """
 
 from __future__ import annotations

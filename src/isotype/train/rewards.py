@@ -66,7 +66,7 @@ def check_rewards(settings: Settings, rewards: Mapping[str, Any], data: Mapping[
 
 
 def rewards_here(settings: Settings) -> tuple[dict[str, Any], list[str]]:
-    """Return (reward functions, notes) for a check. Missing functions are an error only if this machine has the device."""
+    """Return (reward functions, notes) for a check. If the training's device is not here, a missing function is a note."""
     needed = "reward_funcs" in settings.command.specs
     if needed and not settings.reward_funcs and not settings.reward_model_name_or_path:
         return {}, [f"no reward is named yet: isotype {settings.method.name} needs --reward_funcs"]
@@ -106,7 +106,7 @@ def _unfit(flag: str, function: Any, row: Mapping[str, Any], renamed: str | None
         expected = f"a function that takes {', '.join(_VALUES)} and each column by keyword"
         yield Problem(f"{flag}: {error}", expected, "add **kwargs to the parameters of the function")
     if _of_trl(function) and "completions" in signature.parameters and isinstance(row.get("prompt"), str):
-        expected = "conversations, because the function reads the content of a message"
+        expected = "prompts as lists of messages, because the function reads the content of a message"
         fix = "--apply_chat_template True, which turns prompts into user messages"
         yield Problem(f"{flag} with prompts of plain text", expected, fix)
 

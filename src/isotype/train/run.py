@@ -112,7 +112,7 @@ class Built:
     """The objects that a run has built for training.
 
     Attributes:
-        asked: sample questions with prompts. The model answers each question before and after the training.
+        asked: pairs of a sample question and its prompt. The model answers before and after the training.
         fusion: the report on the fused layers, or None if nothing was fused.
     """
 

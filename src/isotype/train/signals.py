@@ -97,7 +97,7 @@ class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformer
     """Callback that ends a training when the evaluation loss (or `--metric_for_best_model`) no longer improves."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore the counter from the checkpoint, but not an earlier decision to stop, which transformers also restores."""
+        """Restore the checkpoint's counter. Unlike transformers' method, do not restore an earlier decision to stop."""
         saved = (state.stateful_callbacks or {}).get(type(self).__name__)
         counter = "early_stopping_patience_counter"
         if isinstance(saved, dict) and state.global_step:
@@ -110,9 +110,9 @@ class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformer
             return None
         best = ""
         if state.best_metric is not None:
-            best = f": {state.best_metric:.4g}, at step {state.best_global_step}"
+            best = f" (best: {state.best_metric:.4g}, at step {state.best_global_step})"
         count = plural(patience, "evaluation")
-        return f"stopped early at step {state.global_step} of {state.max_steps}: {count} without a better {metric} than the best{best}"
+        return f"stopped early at step {state.global_step} of {state.max_steps}: {count} did not improve the {metric}{best}"
 
 
 def early_stopping(settings: Settings) -> EarlyStopping | None:

@@ -1,4 +1,4 @@
-"""Makes trainers of transformers or TRL that follow a policy, save complete checkpoints and measure each step."""
+"""Makes trainers of transformers or TRL that keep a precision policy, save complete checkpoints and measure steps."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class PolicyTrainer(WholeCheckpoints):
         return values * int(self._flops_of_value)
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the trainer's `compute_loss`. As with TRL's collator, embedding hooks see the batch as one row."""
+        """Call the trainer's `compute_loss` with one row for hooks on the embeddings, see `seen_as_joined`."""
         with seen_as_joined(self, inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)
 

@@ -250,7 +250,7 @@ def _build(run: Run, console: Console) -> Built:
         )
     if counts := Counter(change.what for change in enforce_trainer(trainer, policy, masters)):
         places = ", ".join(f"{what} ({count} places)" for what, count in counts.items())
-        console.print(f"undone changes of TRL: {places}", style="dim", highlight=False, markup=False)
+        console.print(f"changes by TRL, undone: {places}", style="dim", highlight=False, markup=False)
     fusion = _compiled_or_fused(trainer, settings, console)
     packing = keep_rows(trainer)
     learn_no_pictures(trainer, settings.training)
@@ -296,7 +296,7 @@ def _compiled_or_fused(trainer: Any, settings: Settings, console: Console) -> Fu
 
 
 def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
-    """Return the trainer's arguments, changed for the policy, the gradient checkpointing and the rows' columns."""
+    """Return the trainer's arguments with values for the policy, the gradient checkpointing, and the rows."""
     values = {**precision_arguments(run.policy), "model_init_kwargs": None}
     if run.settings.auto_checkpointing:
         values |= checkpointing_arguments(choice.arguments)
@@ -360,7 +360,7 @@ def _first_answers(run: Run, model: Any, tokenizer: Any, console: Console) -> li
         before = {(sample.question, sample.pictures): sample.before for sample in samples}
         answers = [before.get((sample.question, sample.pictures)) for sample, _ in questions]
     else:
-        with console.status("asking the model before training …"):
+        with console.status("answering sample questions before training …"):
             answers = [answer(model, tokenizer, prompt) for _, prompt in questions]
     pairs = zip(questions, answers, strict=True)
     return [(replace(sample, before=text), prompt) for (sample, prompt), text in pairs]

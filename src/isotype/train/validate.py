@@ -46,7 +46,7 @@ _TEMPLATE = "a .jinja file, or a directory or hub id with a tokenizer"
 def checked_settings(command: Command, bare: bool = False) -> Settings:
     """Return the settings of a command. Raise UsageError or PrecisionError if a check of the command refuses an argument.
 
-    With `bare`, the command is a model with a few settings, and files and packages of this machine are not checked.
+    If `bare` is True, the command names only a model and a few settings. Then this machine is not checked.
     """
     settings = start_of(settings_of(command))
     here = device_profile(settings.device).present and not bare
@@ -57,7 +57,7 @@ def checked_settings(command: Command, bare: bool = False) -> Settings:
 
 
 def check_settings(settings: Settings) -> None:
-    """Raise UsageError with the problems of the first check that fails: arguments, optimizer and hub, or files to read."""
+    """Check the arguments, then optimizer and hub, then files. Raise UsageError for the first group that fails."""
     problems = [*argument_problems(settings), *machine_problems(settings)]
     if problems := problems or [*optimizer_problems(settings), *_hub(settings)] or [*_read_later(settings)]:
         raise UsageError("invalid arguments", problems)
@@ -119,7 +119,7 @@ def _padding_free(settings: Settings) -> Iterator[Problem]:
     alone = settings.padding_free and settings.packing is False
     if alone and settings.max_length is not None:
         what = f"--padding_free True without --packing, and max_length {settings.max_length}"
-        expected = "packed rows or no max_length: TRL does not cut rows without padding"
+        expected = "--packing True or no max_length, because TRL does not cut rows with --padding_free True"
         yield Problem(what, expected, "--packing True, or --max_length none")
 
 
@@ -191,9 +191,9 @@ def _offload(settings: Settings) -> Iterator[Problem]:
     arguments = settings.gradient_checkpointing_kwargs or {}
     expected = "a GPU, because only activations on a GPU can be moved to CPU memory"
     if arguments.get("offload"):
-        yield Problem("--gradient_checkpointing_kwargs: offload on a CPU", expected, "leave it out")
+        yield Problem("--gradient_checkpointing_kwargs: offload, on a CPU", expected, "leave it out")
     if settings.activation_offloading:
-        yield Problem("--activation_offloading on a CPU", expected, "leave it out")
+        yield Problem("--activation_offloading, on a CPU", expected, "leave it out")
 
 
 def _paths(settings: Settings) -> Iterator[Problem]:
@@ -240,7 +240,7 @@ def optimizer_problems(settings: Settings) -> Iterator[Problem]:
         kind, arguments = Trainer.get_optimizer_cls_and_kwargs(settings.training, torch.nn.Linear(1, 1))
         kind([torch.nn.Parameter(torch.zeros(1))], **arguments)
     except _BUILD_ERRORS as error:
-        fix = "leave --optim and --optim_args out, or give the --optim_args that the message requires"
+        fix = "leave --optim and --optim_args out, or add the --optim_args that this error requires"
         yield _unbuilt(f"--optim {settings.optim}", error, fix)
 
 
@@ -331,7 +331,7 @@ def _model_arguments(settings: Settings) -> Iterator[Problem]:
     if settings.use_liger_kernel:
         yield Problem(
             "--use_liger_kernel: Liger replaces the forwards of norms and MLPs, including those that follow the precision policy",
-            "modules that compute under the policy",
+            "norms and MLPs that follow the precision policy",
             "leave it out: fused layers (--fuse, the default) have kernels for the same operations",
         )
     for name, flag in (("attn_implementation", "attn_implementation"), ("revision", "model_revision")):

@@ -72,12 +72,12 @@ class StepPlan:
         evaluation_length: length of the longest evaluation row, or None if evaluation rows are as long as training rows.
         prompt: length of the prompt at the beginning of every row. Prompt tokens have no loss.
         completion: length of a completion (grpo, rloo).
-        generations: number of batches whose completions are generated together, or 0 for the batches of an optimizer
-            step. None if the device generates no completions.
+        generations: number of batches for which completions are generated together; 0 means all batches of an optimizer
+            step. None if completions are not generated on this device.
         reference: True if every step runs the reference model.
         copied: `weights` or `adapters` if the reference model is a frozen copy of the weights or adapters, or None.
         packed: True if rows have several documents that are separated by position ids.
-        ranges: `measure` or `known` (see `isotype.train.policy.policy_by_ranges`).
+        ranges: `measure` to measure value ranges, `known` to use only cached ranges (see `policy_by_ranges`).
         data: description of the data set's rows, or "" if no data set was opened.
         dropout: True if the training uses dropout (TRL switches dropout off for methods that compare answers).
         data_rows: number of rows in the training data, or None for a stream or if no data set was opened.
@@ -203,7 +203,7 @@ def repaired_command(
 
 
 _ARGUMENTS = {"autocast": "dtype", "compute": "dtype", "optimizer": "optim", "learning_rate": "learning_rate"}
-"""Maps an action's kind (or its target, if the kind is `setting`) to the argument that the action changes."""
+"""Kind of an action in a fix -> the argument that the action changes. For the kind `setting`, the key is the target."""
 
 
 def _argument(action: Action) -> str | None:

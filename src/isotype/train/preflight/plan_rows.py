@@ -201,7 +201,7 @@ _TRIED = 8
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
-    """Return the encoded images of the sampled row with the most pixel values, or None for a stream or no processor."""
+    """Return a sample's encoded images with the most pixel values, or None for a stream or without a processor."""
     if not hasattr(rows, "__len__") or not len(rows):
         return None
     if not picture_columns(rows):

@@ -63,7 +63,7 @@ _MXFP4_BYTES = (4 + 8 / 32) / 8
 """Bytes per MXFP4 value: 4 bits, and an 8-bit scale for 32 values (OCP MX specification 1.0, section 5.2)."""
 
 _PART_OF_ROOM = 0.25
-"""If a step without recomputation needs less than this share of the allowed memory, no alternative is reported."""
+"""If a step without recomputation needs less than this share of the allowed memory, `alternative` returns ""."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class PlannedStep:
     def mixed(self) -> bool:
         """True if the documents of a packed row would attend to each other. A training then unpacks the documents.
 
-        Documents are separated if a traced operator is in the code that `lines_separating_documents` returns.
+        Documents are separated if a line in `lines_separating_documents()` has called a traced operator.
         """
         plan = self.plan
         if not plan.packed:
@@ -165,7 +165,7 @@ class PlannedStep:
         )
 
     def _between_steps(self, model: Any, rows: int, tokens: int) -> Any:
-        """Return the generation of completions if the device generates completions, else the result of `_evaluation`."""
+        """Return the `rollout` for completions, or `_evaluation(…)` if completions are not generated on the device."""
         plan = self.plan
         if plan.generations is None or tokens <= plan.completion:
             return self._evaluation(model, rows, tokens)
@@ -231,7 +231,7 @@ class PlannedStep:
         return {kind: kinds.get(kind, 0) for kind in ("weights", "adapters", "buffers")}
 
     def traced(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> Trace:
-        """Trace the step without a cache. Raise NotForeseenError if the step cannot be traced."""
+        """Trace the step again each time. Raise NotForeseenError if the step cannot be traced."""
         trace = trace_of(self.request(arguments, rows, tokens))
         if trace.failure is not None:
             raise NotForeseenError(f"the step could not be traced ({trace.failure.error})")
@@ -305,7 +305,7 @@ def _fuse(plan: StepPlan, model: Any) -> tuple[str, ...]:
     # Only a training without FSDP on this machine's CPU may keep dense copies of quantized weights in memory.
     budget = None if profile.present and profile.kind == "cpu" and not plan.fsdp else 0
     report = fuse(model, budget=budget, device=profile)
-    return (f"LoRA layers are fused one by one: {report.unseen}",) if report.unseen else ()
+    return (f"layers with one input are fused separately: {report.unseen}",) if report.unseen else ()
 
 
 def row_length(plan: StepPlan, config: Any) -> int:
@@ -330,7 +330,7 @@ def least_row(plan: StepPlan, config: Any) -> int:
 
 
 def _beyond_positions(config: Any, length: int) -> Iterator[str]:
-    """Yield a clause if the rows are longer than the model's positions. The training does not cut such rows."""
+    """Yield a text for the report if rows are longer than the model's positions. The training does not cut them."""
     positions = positions_of(config)
     if positions is not None and length > positions:
         yield f"rows longer than the model's {positions:,} positions"

@@ -41,7 +41,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
 
 
 def without_version(command: Command, versions: Collection[str]) -> tuple[int | None, Command]:
-    """Return (version, command with TRL's `--fsdp`) if the command's `--fsdp` is in `versions`, else (None, command)."""
+    """Return (FSDP version, command with TRL's `--fsdp`) if `--fsdp` is one of `versions`; else (None, command)."""
     if command.given("fsdp") not in versions:
         return None, command
     version = int(command["fsdp"])

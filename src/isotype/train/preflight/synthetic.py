@@ -26,8 +26,8 @@ def synthetic_batch(
     """Return a batch for a transformers model, like the batches of TRL's collators.
 
     Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`). Each row has
-    `pictures`, or one image by default if the config gives its number of tokens. Image tokens have no loss. If an adapter
-    takes effect only with certain tokens, these tokens are at the beginning of each row, after the images.
+    `pictures`. If None, each row has one image if the config gives an image's tokens. Image tokens have no loss. If an
+    adapter takes effect only with certain tokens, these tokens are at the beginning of each row, after the images.
 
     Raises:
         UsageError: the model's input is not token ids, or `length` is too small for the tokens of the images.
@@ -196,4 +196,4 @@ LOSSES: Mapping[Loss, Callable[[Any, Mapping[str, torch.Tensor], int, bool], tor
     "unpaired": _unpaired_loss,
     "policy": _policy_loss,
 }
-"""For each `Method.loss` except `labels`, the loss as a function of (model, batch, tokens in a completion, reference)."""
+"""`Method.loss` -> function of (model, batch, tokens in a completion, reference) that returns the loss."""

@@ -1,4 +1,4 @@
-"""Labels conversations in which TRL cannot find the tokens with loss (`--assistant_only_loss`, or excluded turns).
+"""Finds the tokens with loss if TRL cannot: with `--assistant_only_loss`, and in conversations with excluded turns.
 
 TRL finds the assistant's tokens only by `{% generation %}` markers in the chat template, and has templates with markers
 for some models. For other templates, isotype renders a conversation twice for each assistant turn: once without the turn
@@ -98,13 +98,13 @@ def _check_rows(columns: Mapping[str, Any]) -> None:
     what = f"--assistant_only_loss with the columns {', '.join(map(repr, columns))}, which have no messages"
     fix = "leave --assistant_only_loss out"
     if "completion" in columns:
-        fix += ": by default only the completion has loss; or --apply_chat_template True"
+        fix += " (by default only the completion has loss), or add --apply_chat_template True"
     expected = "conversations: 'messages', or 'prompt' and 'completion' as lists of messages"
     raise UsageError.of("the assistant's tokens cannot be found in this data", what, expected, fix)
 
 
 def _with_template(tokenizer: Any, path: str | None) -> Any:
-    """Return the tokenizer with the template from `path`, or None if `path` is a model and TRL has markers for its template."""
+    """Return the tokenizer with the template from `path`; None if TRL finds the assistant's tokens by the template."""
     if path is None:
         return tokenizer
     templated = copy.deepcopy(tokenizer)

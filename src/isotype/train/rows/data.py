@@ -35,7 +35,7 @@ _TRIED = 64
 def training_data(
     settings: Settings, say: Callable[[str], object], *, evaluates: bool | None = None
 ) -> DatasetDict | IterableDatasetDict:
-    """Read the data before rows are held back. Require a test split if `evaluates` is True (default: if evaluation is on)."""
+    """Read the data, without `hold_back`. If `evaluates` (default: if evaluation is on), require a test split."""
     evaluates = settings.eval_strategy != "no" if evaluates is None else evaluates
     return load_training_data(
         settings.script,
@@ -56,7 +56,7 @@ def training_data(
 def training_data_here(
     settings: Settings, say: Callable[[str], object]
 ) -> DatasetDict | IterableDatasetDict | None:
-    """Return `training_data` if the data is on this machine. Return None for data on the hub or without a data set."""
+    """Return `training_data` if the data is on this machine, None if it is on the hub or if no data is named."""
     if settings.datasets:
         local = all(not e.data_files and not e.data_dir and find_local(e.path) for e in settings.datasets)
     else:
@@ -102,7 +102,7 @@ def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> A
 
 
 def lists_in(features: Mapping[str, Any], names: Collection[str], wanted: Callable[[Any], bool]) -> list[str]:
-    """Return the list columns in `names` whose item type is unknown or makes `wanted` return True."""
+    """Return columns in `names` with lists whose items have an unknown type or a type for which `wanted` is True."""
     items = {name: getattr(features[name], "feature", None) for name in features if name in names}
     lists = {name: item for name, item in items.items() if item is not None}
     return [name for name, item in lists.items() if not isinstance(item, Mapping) or wanted(item)]
@@ -184,7 +184,7 @@ def uncut(settings: Settings, data: Any) -> Settings:
 
 
 def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:
-    """Apply `plain_contents`, and drop rows with images that are longer than `max_length`.
+    """Apply `plain_contents`. If rows have images, drop rows of more than `max_length` tokens.
 
     Raises:
         DataError: rows with images are longer than `max_length`, and `--excess_length_strategy` is not `drop`.

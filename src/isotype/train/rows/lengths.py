@@ -35,7 +35,7 @@ class Lengths:
     """Numbers of tokens in the rows of a data set.
 
     Attributes:
-        tokens: number of tokens in each tokenized row. A pair counts as its prompt with the longer answer.
+        tokens: number of tokens in each tokenized row; for a preference pair, in the prompt and the longer answer.
         rows: number of rows in the data set.
         doubled: number of tokenized rows that begin with two beginning-of-text tokens.
         prompt: number of tokens in the shortest prompt. Prompts have no loss.
@@ -88,7 +88,7 @@ def lengths_of(
 ) -> Lengths | None:
     """Tokenize a data set's rows like the method's trainer, and return their lengths, or None if the lengths are unknown.
 
-    The lengths of a stream, or of rows with images without a processor, are unknown. SFT reads texts from `text_field`.
+    Lengths are unknown for a stream, and for images if `tokenizer` is no processor. SFT reads texts from `text_field`.
     With `only_assistant`, the prompt of a conversation ends before the first turn of the assistant that has loss.
     """
     if not hasattr(rows, "__len__") or not len(rows):
@@ -125,7 +125,7 @@ def adapter_notes(settings: Settings, tokenizer: Any, rows: Any) -> list[str]:
     """Return a note if AdaLoRA is trained further (its ranks stay the same), or if rows lack tokens that the adapter needs.
 
     Raises:
-        DataError: no row has these tokens, so that the adapter would learn nothing.
+        DataError: no row has the tokens that the adapter needs to have an effect.
     """
     config = None if settings.start is None else settings.start.config
     if config is not None and kind_of_adapter(config) == "ADALORA":
@@ -199,7 +199,7 @@ def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] |
 def longest_of_batches(tokens: Sequence[int], rows: int) -> float:
     """Return the expected length in tokens of the longest of `rows` rows drawn without replacement.
 
-    Of all C(n, r) draws of r rows, the k-th of n sorted lengths is the longest in C(k - 1, r - 1) draws.
+    There are C(n, r) draws of r rows out of n. In C(k - 1, r - 1) draws, row k in the order of lengths is the longest.
     """
     ordered, count = sorted(tokens), len(tokens)
     rows = min(rows, count)
@@ -218,7 +218,7 @@ def padding_share(tokens: Sequence[int], rows: int) -> float:
 
 
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
-    """Return (number of documents, longest length) of the largest batch of `rows` packed rows, unpacked into documents."""
+    """Return (documents, longest length) of the largest padded batch that `rows` packed rows can be unpacked to."""
     largest: tuple[int, int] = (0, 0)
     # Rows are visited in the order of their longest document. In the largest batch with such a row, the other rows are the
     # earlier rows with the most documents.
@@ -283,7 +283,7 @@ def _prompt(method: str, tokenizer: Any, row: Mapping[str, Any], only_assistant:
 
 
 def _begun_alike(row: Mapping[str, Any]) -> Any:
-    """Return the prompt that TRL extracts from a pair without a prompt: the common beginning, shorter than each answer."""
+    """Return the prompt with which both answers of a pair begin, as TRL extracts it. No answer becomes empty."""
     chosen, rejected = row.get("chosen") or [], row.get("rejected") or []
     alike = max(0, min(alike_at_start(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
     return chosen[: alike - (chosen[alike - 1 : alike] == " ")]

@@ -64,7 +64,7 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
 
 
 def spread(count: int) -> Iterator[int]:
-    """Yield each number below `count` once. Any first few numbers are spread over the whole range."""
+    """Yield each number below `count` once. A few numbers at the beginning are already spread over the range."""
     strides = range(max(1, round(count * 0.618)), count + 2)
     stride = next(number for number in strides if math.gcd(number, count) == 1)
     return (turn * stride % count for turn in range(count))
@@ -74,7 +74,7 @@ _MOST = 64
 
 
 def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
-    """Return (held-back or training rows of an adapter's run, None), or (None, reason) if the rows cannot be read again.
+    """Return the held-back or training rows of an adapter's run as (rows, None); (None, reason) if they cannot be read.
 
     `adapter` is the adapter's folder, or a checkpoint in this folder. Without a run report, return (None, None). If a
     checkpoint records the date of the run, chat templates insert this date.
@@ -122,7 +122,7 @@ def _texts(tokenizer: Any, rows: Any, text_field: str) -> list[tuple[Sequence[in
 
 
 def _settings(record: RunRecord, folder: Path) -> Settings:
-    """Return the settings of a report's command. A relative data path is looked up in the command's working directory."""
+    """Return the settings of a run's command. A relative data path is looked up in the run's working directory."""
     words = shlex.split(record.command)
     begin = words.index(record.method)
     command, _ = parse_command(record.method, words[begin + 1 :])

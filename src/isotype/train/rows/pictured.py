@@ -58,8 +58,8 @@ class Pictured:
         only: True if only the assistant's turns have loss (`--assistant_only_loss`).
         whole: True if prompts also have loss (`--completion_only_loss False`).
         multiple: rows are padded to a multiple of this length (`--pad_to_multiple_of`).
-        always: True to add a row with an image and no labels to a batch without images. A sharded model needs the
-            added row, because all processes must gather the weights of the vision tower in every step.
+        always: True if batches without images get another row, with an image but without labels. A sharded model needs
+            this row, because all processes must gather the weights of the vision tower in every step.
     """
 
     processor: Any
@@ -122,7 +122,7 @@ class Pictured:
         if places is None or (any(images) and replaced is None):
             what = f"{type(self.processor).__name__}, which does not return the positions of image tokens"
             expected = (
-                "a processor that calls transformers' `ProcessorMixin` for its texts, with a fast tokenizer"
+                "a processor with a fast tokenizer that calls `__call__` of transformers' `ProcessorMixin`"
             )
             headline = "the tokens of images cannot be found"
             raise UsageError.of(headline, what, expected, "give a model with such a processor")
@@ -257,7 +257,7 @@ def _turns(messages: Sequence[Mapping[str, Any]], pictures: int) -> list[Any]:
 
 
 def _moved_spans(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
-    """Return the spans with loss and the spans of images after image tokens have replaced the placeholders in the text."""
+    """Return (spans with loss, spans of images) of the text in which image tokens have replaced placeholders."""
     ends = [place["span"][1] for place in replaced]
     gains = [0, *(place["new_span"][1] - place["span"][1] for place in replaced)]
     spans = [
