@@ -48,6 +48,7 @@ from tests.adapters import save_trained
 from tests.checkpoint.test_quantized import AWQ, in_awq
 from tests.pairwise import few, pairwise
 from tests.refusals import refused
+from tests.zoo import ARCHITECTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -366,6 +367,22 @@ def test_tied_embeddings_that_were_trained_apart_are_both_stored(
         "the base ties input and output embeddings, and the adapter changes them differently: the merged model stores "
         "both (tie_word_embeddings is false)",
     )
+
+
+@few("name", ["bart-s2s", "m2m_100-s2s", "t5-s2s"], "bart-s2s")
+def test_an_encoder_and_a_decoder_that_share_an_embedding_store_it(name: str, tmp_path: Path) -> None:
+    """A model that unties its output embedding no longer ties the embeddings of its encoder and decoder either."""
+    architecture = ARCHITECTURES[name]
+    base = architecture.build(torch.float32)
+    base.save_pretrained(tmp_path / "base")
+    policy = resolve_precision(tmp_path / "base", "float32", device="cpu")
+    model = add_lora(load(tmp_path / "base", policy), policy, r=2, modules_to_save=["lm_head"])
+    save_trained(model, tmp_path / "adapter")
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    merged = type(base).from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    with torch.no_grad():
+        result, expected = (m(**architecture.batch()).logits for m in (merged, model.eval()))
+    torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------ base and dtype

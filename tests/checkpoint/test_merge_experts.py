@@ -23,6 +23,7 @@ from tests.checkpoint.test_gguf_export import byte_level
 from tests.checkpoint.test_load import mxfp4_checkpoint
 from tests.models import CONFIGS, quiet, save_tiny, tiny_batch, tiny_config
 from tests.pairwise import few
+from tests.zoo import ARCHITECTURES
 
 Saved = Callable[..., Path]
 BASES = [
@@ -74,6 +75,19 @@ def test_plain_libraries_compute_the_same(
     dense.load_state_dict(own.state_dict())
     with_adapter = peft.PeftModel.from_pretrained(dense, tmp_path / "adapter").eval()
     assert (logits(with_adapter, name) - expected).abs().max() < 1e-5
+
+
+def test_experts_whose_files_have_another_shape(tmp_path: Path) -> None:
+    """transformers compares a file's experts with the model's parameter of this name: adapters give it another name."""
+    architecture = ARCHITECTURES["qwen3_vl_moe-vl"]
+    base: Any = architecture.build(torch.float32)
+    base.save_pretrained(tmp_path / "base")
+    model = trained(tmp_path / "base", None, tmp_path / "adapter")
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype="float32")
+    plain = type(base).from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    with torch.no_grad():
+        result, expected = (each(**architecture.batch()).logits for each in (plain, model))
+    torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("every_format")

@@ -21,6 +21,7 @@ from isotype.checkpoint.merge.report import WeightLoss, rounding_loss
 from isotype.checkpoint.opened import config_of, headers_of, open_checkpoint, require_complete_gguf
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model
 from isotype.checkpoint.values import held_weight
+from isotype.compat.torch import own_parameters
 from isotype.compat.transformers import never_saved, without_bars
 from isotype.core.dtypes import GGUF_BLOCKS, GGUF_TYPES, dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError, Problem, UsageError
@@ -126,7 +127,8 @@ class Merging:
         tied = _untie(self.model)
         self._blocks = self._deferred.blocks or tuple(Block(*block) for block in outermost_blocks(self.model))
         self._names = _stored_names(self.model)
-        self._tied = _embedding_names(self.model, self._names) if tied else ()
+        names = {id(value): name for name, value in self.model.named_parameters(remove_duplicate=False)}
+        self._tied = tuple(names[key] for key in tied)
         self._peft = inject(self.model, adapter, dense)
         if not hasattr(self._peft.base_model, "merge_and_unload"):
             kind = type(self._peft.base_model).__name__
@@ -218,13 +220,14 @@ class Merging:
         in_order = {name: tensors[name] for name in self._names if name in tensors}
         return self._rounding.rounded(in_order, self._changed)
 
-    def _tie_again(self, first: str, last: str) -> None:
-        """Tie input and output embeddings that have equal values after the merge. If the values differ, add a note."""
-        equal = torch.equal(self._outside[first], self._outside[last])
+    def _tie_again(self, first: str, *others: str) -> None:
+        """Tie embeddings that have equal values after the merge. If the values differ, add a note."""
+        equal = all(torch.equal(self._outside[first], self._outside[name]) for name in others)
         config = self.model.config
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = equal
         if equal:
-            del self._outside[last], self._names[last]
+            for name in others:
+                del self._outside[name], self._names[name]
             return
         self.notes.append(
             "the base ties input and output embeddings, and the adapter changes them differently: the merged model "
@@ -259,20 +262,19 @@ def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapt
     return replace(adapter, config=config)
 
 
-def _untie(model: Any) -> bool:
-    """Separate tied input and output embeddings, so that both can be merged. Return False if the embeddings were not tied."""
+def _untie(model: Any) -> list[int]:
+    """Separate tied embeddings, so that each can be merged. Return their ids, those of the input embedding first.
+
+    The list is empty if input and output embeddings are not tied. Encoder-decoders may tie further embeddings.
+    """
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     if last is None or first.weight is not last.weight:
-        return False
-    last.weight = nn.Parameter(first.weight.detach().clone(), requires_grad=first.weight.requires_grad)
-    return True
-
-
-def _embedding_names(model: Any, stored: Collection[str]) -> tuple[str, ...]:
-    named = model.named_parameters(remove_duplicate=False)
-    names = {id(value): name for name, value in named if name in stored}
-    heads = (model.get_input_embeddings(), model.get_output_embeddings())
-    return tuple(names[id(embedding.weight)] for embedding in heads)
+        return []
+    shared = first.weight
+    others = [m for m in model.modules() if m is not first and own_parameters(m).get("weight") is shared]
+    for module in others:
+        module.weight = nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad)
+    return [id(shared), *(id(module.weight) for module in others)]
 
 
 def _stored_names(model: Any) -> dict[str, torch.Tensor]:

@@ -22,8 +22,9 @@ from isotype.checkpoint.load import load
 from isotype.checkpoint.merge.layers import Merging
 from isotype.checkpoint.opened import require_readable
 from isotype.checkpoint.resolve import resolve_precision
+from isotype.checkpoint.weightless import skeleton
 from isotype.compat.torch import own_state
-from isotype.compat.transformers import name_of, never_saved
+from isotype.compat.transformers import conversions, name_of, never_saved, set_conversions
 from isotype.core.cache import why_unusable
 from isotype.core.dtypes import GGUF_TYPES, LLAMA_CPP_TYPES, to_safetensors_name
 from isotype.core.errors import SaveError, UsageError
@@ -39,7 +40,7 @@ from isotype.core.files import (
 from isotype.core.formats import QUANTIZATIONS
 from isotype.core.names import format_bytes
 from isotype.model.boundary import original_class
-from isotype.model.walk import places
+from isotype.model.walk import is_tuner_layer, places
 
 FORMATS = (*QUANTIZATIONS, *GGUF_TYPES)
 """Storage formats of a merged model besides dense safetensors."""
@@ -131,7 +132,8 @@ def write_merged(
         return notes
     dense = directory / "dense" if stored in QUANTIZATIONS else directory
     dense.mkdir(exist_ok=True)
-    write_model(merging.model, merging.parts(), dense, dtype, header_room(saved_form(merging.model, shapes)))
+    room = header_room(saved_form(without_adapters(merging.model), shapes))
+    write_model(merging.model, merging.parts(), dense, dtype, room)
     if stored in QUANTIZATIONS:
         _quantize(dense, directory, type(merging.model), dtype, stored)
         shutil.rmtree(dense)
@@ -179,12 +181,12 @@ def write_model(
     model: Any, parts: Iterable[Mapping[str, torch.Tensor]], directory: Path, dtype: torch.dtype, room: int
 ) -> None:
     """Write a model's parts as `save_pretrained` would. `dtype` is for the config; `room` is the bytes for a header."""
-    left_out = never_saved(model)
+    left_out, plain = never_saved(model), without_adapters(model)
     shards = Shards(directory, room)
     try:
         for part in parts:
             to_save = {name: value for name, value in part.items() if name not in left_out}
-            for name, value in saved_form(model, to_save).items():
+            for name, value in saved_form(plain, to_save).items():
                 shards.add(name, value)
         shards.close()
     finally:
@@ -194,6 +196,15 @@ def write_model(
     model.config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
+
+
+def without_adapters(model: Any) -> Any:
+    """Return a model without values whose parameters have the names of the base, if `model` has adapters; else `model`."""
+    if not any(map(is_tuner_layer, model.modules())):
+        return model
+    blank = skeleton(model.config, torch.float32, model_class=original_class(model))
+    set_conversions(blank, conversions(model))
+    return blank
 
 
 def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
