@@ -23,7 +23,8 @@ from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.model.boundary import original_class
-from isotype.model.quantize import quantize_4bit
+from isotype.model.quantize import quantize_4bit, quantize_int8
+from isotype.model.quantized import row_scales
 from isotype.precision.policy import ModuleException, is_pinned
 from tests.checkpoint.test_gguf import write_gguf
 from tests.models import quiet, tiny_batch, tiny_model
@@ -181,6 +182,11 @@ def test_a_layer_that_computes_in_float32_is_quantized_from_the_values_of_the_ch
     codes, state = quantize_4bit(small, "nf4", blocksize=64)
     assert torch.equal(layer.weight, codes)
     assert torch.equal(layer.quant_state.absmax, state.absmax)
+    # Scales of int8 are float32, so no exception is needed.
+    layer = isotype.load(tmp_path / "small", replace(policy, storage="int8")).get_submodule(name)
+    codes, scales = quantize_int8(small)
+    assert torch.equal(layer.weight.data, codes)
+    assert torch.equal(row_scales(layer), scales)
 
 
 def test_a_state_saved_with_bfloat16_constants(saved: Saved, tmp_path: Path) -> None:

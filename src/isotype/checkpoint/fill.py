@@ -82,7 +82,9 @@ def placement_of(
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             dtype = torch.float32 if is_pinned(name, pinned) else value.dtype
             dtypes[name] = dtype if policy.keep_frozen else wanted.get(value, dtype)  # type: ignore[call-overload]
-    wide = float32_by_ranges(model, policy)
+    # int8 has a float32 scale for each row, so it keeps the digits of weights that are small for float16.
+    int8 = {name for name in quantized if policy.storage_of(name.removesuffix(".weight")) == "int8"}
+    wide = float32_by_ranges(model, policy) | int8
     dtypes |= {name: torch.float32 if name in wide else policy.plain for name in quantized}
     names, moments, double = frozenset(quantized), policy.moments_by_weight(), policy.double_quant
     return Placement(dtypes, names, device, convert_gguf, stacks=stacks, double_quant=double, moments=moments)

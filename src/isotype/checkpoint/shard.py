@@ -130,7 +130,7 @@ class _Rows:
         scales = torch.zeros(rows, device=self.device)
         codes = torch.empty(0, parameter.shape[1], dtype=torch.int8, device=self.device)
         if stop > start:
-            dense = self._read(name, start, stop, self.policy.plain, replaces_conv1d(layer))
+            dense = self._read(name, start, stop, torch.float32, replaces_conv1d(layer))
             codes, scales[start:stop] = quantize_int8(dense)
         layer.state.SCB = self._sum_over_processes(scales)
         return codes
