@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -87,24 +88,29 @@ def test_a_layer_whose_weight_the_model_reads_stays_dense(tmp_path: Path, quanti
 
 
 @pytest.mark.filterwarnings("ignore:adapters are on:UserWarning")  # not on the layers that Gemma 3n reads
-@pytest.mark.parametrize("name", ["gemma3n_text", "roberta-cls"])
-@pytest.mark.parametrize("quantization", ["nf4", "int8"])
-def test_what_is_changed_in_place_or_trained_whole_stays_dense(
+@few(
+    "name, quantization",
+    list(itertools.product(["gemma3n_text", "lfm2_vl-vl", "roberta-cls"], ["nf4", "int8"])),
+    ("lfm2_vl-vl", "nf4"),
+    ("roberta-cls", "int8"),
+)
+def test_layers_that_cannot_work_on_packed_codes_stay_dense(
     tmp_path: Path, name: str, quantization: str
 ) -> None:
-    """Gemma 3n clamps weights in training, and PEFT trains a classifier whole: both fail on packed codes."""
+    """Gemma 3n clamps weights in training, SigLIP 2 casts pixels to a weight's dtype, and PEFT trains a classifier whole."""
+    wanted = {
+        "gemma3n_text": {"prediction_coefs", "correction_coefs", "lm_head"},
+        "lfm2_vl-vl": {"patch_embedding"},
+        "roberta-cls": {"dense", "out_proj"},
+    }[name]
     architecture = ARCHITECTURES[name]
+    dense_model = architecture.build(torch.float32)
     with quiet():
-        architecture.build(torch.float32).save_pretrained(tmp_path)
-    policy = isotype.resolve_precision(tmp_path, "float32", quantization, "cpu")
-    classifies = name == "roberta-cls"
-    model = isotype.load(
-        tmp_path, policy, model_class=type(architecture.build(torch.float32)) if classifies else None
-    )
+        dense_model.save_pretrained(tmp_path)
+    policy = isotype.resolve_precision(tmp_path, "float32", quantization, "cpu", quantized_parts="all")
+    model = isotype.load(tmp_path, policy, model_class=type(dense_model))
     dense = {place.name.rpartition(".")[2] for place in places(model) if place.kind == "linear"}
-    assert dense >= (
-        {"dense", "out_proj"} if classifies else {"prediction_coefs", "correction_coefs", "lm_head"}
-    )
+    assert dense >= wanted
     assert not dense & {"query", "q_proj"}
     isotype.add_lora(model, policy, r=2).train()(**architecture.batch()).loss.backward()
 

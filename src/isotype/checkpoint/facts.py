@@ -148,13 +148,13 @@ def facts_of_config(source: str, config: Any, headers: CheckpointHeaders | None 
 
 
 def _facts_of_modules(model: Any) -> dict[str, Any]:
-    dense, read = tuple(Parts(model).outside_of_language()), unquantizable(model)
-    heads, kept = trained_heads(model), ()
-    if (dense or read or heads) and hasattr(model, "all_tied_weights_keys"):
+    dense, read = tuple(Parts(model).outside_of_language()), (*unquantizable(model), *trained_heads(model))
+    kept: tuple[str, ...] = ()
+    if (dense or read) and hasattr(model, "all_tied_weights_keys"):
         from transformers.quantizers.base import HfQuantizer
 
         kept = tuple(sorted(HfQuantizer.get_modules_to_not_convert(model)))
-        read += tuple(head for head in heads if head not in kept)
+        read = tuple(name for name in read if name not in kept)
 
     def gather(patterns: Callable[[Any], Any]) -> tuple[str, ...]:
         return tuple(sorted({name for module in model.modules() for name in patterns(module) or ()}))

@@ -399,15 +399,16 @@ _RESULTS = (
 _QUERIES = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|_tie")
 
 
-def layers_read(base: Any, *, or_changed: bool = False) -> dict[str, str]:
+def layers_read(base: Any, *, packed: bool = False) -> dict[str, str]:
     """Return layer name -> parent's class, for linear layers whose weight a method of a parent reads.
 
-    With `or_changed`, also for linear layers whose weight a method changes in place, as Gemma 3n's do.
+    With `packed`, also for linear layers whose weight a method changes in place (Gemma 3n), or to whose weight's dtype it
+    casts (SigLIP 2 casts pixels): packed codes cannot be changed, and have another dtype.
     """
     reads, modules = {}, dict(base.named_modules(remove_duplicate=False))
     for name, module in base.named_modules():
         cls: Any = type(module)
-        for path in _read_by(cls, or_changed):
+        for path in _read_by(cls, packed):
             full = f"{name}.{path}".lstrip(".")
             layer = modules.get(full)
             if isinstance(layer, nn.Linear) or (layer is not None and is_tuner_layer(layer)):
@@ -420,7 +421,7 @@ def unquantizable(base: Any) -> tuple[str, ...]:
 
     `mixer.dt_proj` names all layers with this ending.
     """
-    read = layers_read(base, or_changed=True)
+    read = layers_read(base, packed=True)
     linear = [name for name, module in base.named_modules() if read and type(module) is nn.Linear]
     names: dict[str, None] = {}
     for name in linear:
@@ -455,7 +456,7 @@ def _is_in(name: str, modules: Collection[str]) -> bool:
 
 
 @cache
-def _read_by(cls: Any, or_changed: bool) -> frozenset[str]:
+def _read_by(cls: Any, packed: bool) -> frozenset[str]:
     paths: set[str] = set()
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for name, method in vars(base).items():
@@ -467,11 +468,11 @@ def _read_by(cls: Any, or_changed: bool) -> frozenset[str]:
                 tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
             except (OSError, SyntaxError):
                 continue
-            paths |= set(_paths(tree, or_changed))
+            paths |= set(_paths(tree, packed))
     return frozenset(paths)
 
 
-def _paths(tree: ast.AST, or_changed: bool) -> Iterator[str]:
+def _paths(tree: ast.AST, packed: bool) -> Iterator[str]:
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node, parent in parents.items():
         text = ast.unparse(node) if isinstance(node, ast.Attribute) and node.attr == "weight" else ""
@@ -482,7 +483,7 @@ def _paths(tree: ast.AST, or_changed: bool) -> Iterator[str]:
             changes = (
                 parent.attr == "data" and isinstance(method, ast.Attribute) and method.attr.endswith("_")
             )
-            computes = parent.attr in _RESULTS or (or_changed and changes)
+            computes = parent.attr in _RESULTS or (packed and (changes or parent.attr == "dtype"))
         elif isinstance(parent, ast.Call):
             computes = node in parent.args and not _QUERIES.search(ast.unparse(parent.func))
         if path and computes:
