@@ -202,9 +202,8 @@ class Diagnosis:
         elif setup is not None and self._speaks:
             trace = self._trace(setup)
             ahead = {call.module for call in self.report.trace.calls} if self.report is not None else set()
-            ran_since = {
-                call.module for call in trace.calls
-            } - ahead  # as a module that the script's loss calls
+            # As a module that the script's loss calls.
+            ran_since = {call.module for call in trace.calls} - ahead
             traced = {*dict(self.watch.roots[0].named_modules())} - {part.module for part in trace.unreached}
             traced -= ran_since
             by_script = trace.unheld or trace.scaled or trace.no_autocast or trace.lost_terms
