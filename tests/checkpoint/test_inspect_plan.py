@@ -100,7 +100,7 @@ def test_surplus_tensors_are_an_error(tmp_path, capsys):
     for flags in (["--plan"], []):
         assert main(["inspect", str(path), *flags]) == 2
         text = capsys.readouterr().err
-        assert f"{path} holds more than LlamaForCausalLM has" in text
+        assert f"{path} holds tensors that LlamaForCausalLM does not have" in text
         assert (
             "- extra.*.w (2 tensors) of shape [3] in model.safetensors, which LlamaForCausalLM does not use"
             in text

@@ -381,7 +381,10 @@ def test_packed_integers_have_the_shape_that_is_written_beside_them(tmp_path):
     assert (query.stored, query.how, len(query.sources)) == ("compressed-tensors", "dequantized", 3)
     for shape in ([64, 32], [-1, 2**62], [64, 72]):
         text = refused(compared(packed_checkpoint("llama", tmp_path / str(shape), name, shape)))
-        assert f"{name}_packed: [64, 8] words, but weight_shape declares {shape} integers of 4 bits" in text
+        assert (
+            f"{name}_packed: [64, 8] int32 words, but weight_shape declares {shape} integers of 4 bits"
+            in text
+        )
     text = refused(compared(packed_checkpoint("llama", tmp_path / "vector", name, [64])))
     assert f"{name}_packed: packed without a weight_shape of int64" in text
 
@@ -389,4 +392,6 @@ def test_packed_integers_have_the_shape_that_is_written_beside_them(tmp_path):
 def test_a_damaged_shape_of_a_packed_expert_is_refused(tmp_path):
     name = "model.layers.0.mlp.experts.1.up_proj.weight"
     text = refused(compared(packed_checkpoint("qwen3-moe", tmp_path, name, [-3, 64])))
-    assert f"{name}_packed: [32, 8] words, but weight_shape declares [-3, 64] integers of 4 bits" in text
+    assert (
+        f"{name}_packed: [32, 8] int32 words, but weight_shape declares [-3, 64] integers of 4 bits" in text
+    )

@@ -790,7 +790,7 @@ def test_another_model_into_which_the_adapter_would_fit(base: Path, make: Make, 
     assert caught.value.headline == "the base is not the model that the adapter was trained on"
     differ = [problem.given.removeprefix(f"--base {other}: ") for problem in caught.value.problems]
     assert differ == ["num_attention_heads 8", "num_key_value_heads 4", "head_dim 8", "vocab_size 80"]
-    assert caught.value.problems[-1].expected == f"64, as in {base}, the base of the training"
+    assert caught.value.problems[-1].expected == f"vocab_size 64, as in {base}, the base of the training"
     assert not (tmp_path / "merged").exists()
 
 
@@ -951,10 +951,11 @@ def test_what_the_terminal_shows() -> None:
         "unchanged         600 of these entries have the base model's values (30.00 %) after rounding",
         "kept              87.5 % of what was learned: 1 - KL(trained || merged) / KL(trained || base), on",
         "                  held-back rows of t.jsonl (8) (30 tokens)",
-        "logits            differ from the trained model's by at most 0.5 (KL 0.0125 nats); the base's differ",
-        "                  by KL 0.1 nats",
+        "logits            differ from the trained model's by at most 0.5 (KL 0.0125 nats); the base model's",
+        "                  logits differ by KL 0.1 nats",
         "loss              base 3.0000, trained 2.0000, merged 2.2500 (75.0 % of the fall)",
-        "smallest          format that keeps 98.0 %: --gguf q8_0 (8.5 bits a weight, keeps 99.4 %)",
+        "smallest          format that keeps 98.0 % of what was learned: --gguf q8_0 (8.5 bits a weight,",
+        "                  keeps 99.4 %)",
         "output            merged (1.91 MiB)",
         "note: so",
         "warning: the merged model keeps 87.5 % of what was learned; merge with --gguf q8_0 (8.5 bits a",

@@ -102,7 +102,7 @@ def test_the_error_is_that_of_what_was_stored(base: Path, adapter: Path, tmp_pat
     shown = terminal(report)
     assert report.vanished is not None
     assert 0 < report.vanished < report.entries
-    assert f"have the base model's {'values' if kind == 'bf16' else 'codes'}" in shown
+    assert f"have the base model's {'values' if kind == 'bf16' else 'quantized codes'}" in shown
     assert (report.median_error > 1) == (kind in ("nf4", "q4_1"))
     if report.median_error > 1:
         assert f"{report.median_error:,.1f} × a weight's update (median)" in shown

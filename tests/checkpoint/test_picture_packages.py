@@ -30,7 +30,7 @@ def test_torchvision_is_named_where_a_processor_has_no_class_for_pillow(tmp_path
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_vl"}))
     assert refused(CheckpointError, tokenizer_of, tmp_path) == (
         "the tokenizer cannot be read\n"
-        f"  - {tmp_path}: Qwen2VLVideoProcessor, which has no class for pillow, needs torchvision\n"
+        f"  - {tmp_path}: Qwen2VLVideoProcessor needs torchvision, because transformers has no version of it that needs only pillow\n"
         "    expected  the package torchvision\n"
         "    fix       pip install torchvision; with a CPU build of torch, add --index-url https://download.pytorch.org/whl/cpu"
     )

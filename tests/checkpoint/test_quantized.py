@@ -455,7 +455,7 @@ REFUSED: dict[str, tuple[Change, dict[str, Any] | None, str]] = {
     },
     "awq of llm-awq": (in_awq(32, {}), AWQ | {"backend": "llm-awq"}, "quantized by awq of 4 bits in version llm-awq"),
     "awq without zero points": (in_awq(32, {}, ("qzeros",)), AWQ, "I32 with scales: a matrix of I32 with scales and qzeros is expected"),
-    "awq in other groups": (in_awq(32, {}), AWQ | {"group_size": 16}, "scales of shape [2, 64] F16 for words of shape [64, 8]; [4, 64]"),
+    "awq in other groups": (in_awq(32, {}), AWQ | {"group_size": 16}, "scales of shape [2, 64] F16 for int32 words of shape [64, 8]; [4, 64]"),
     "awq in bits that are none": (in_awq(32, {}), AWQ | {"bits": "4"}, "awq of '4' bits in version gemm"),
     "awq with other tensors": (fp8(("weight_scale", ONE)), AWQ, "F8_E4M3 with weight_scale: a matrix of I32 with scales and qzeros is expected"),
     "awq of activations": (lambda tensors: (in_awq(32, {})(tensors), tensors.update({"model.layers.0.mlp.act_fn.scales": ONE}))[1], AWQ, "act_fn.scales of shape [1] in model.safetensors, which LlamaForCausalLM does not use"),

@@ -41,11 +41,13 @@ def test_a_layer_more_than_its_config_is_refused_by_every_command(tmp_path: Path
     for command in commands_on(path, tmp_path):
         assert main(command) == 2
         text = capsys.readouterr().err
-        assert f"{path} holds more than LlamaForCausalLM has" in text
+        assert f"{path} holds tensors that LlamaForCausalLM does not have" in text
         assert "model.layers.2.mlp.up_proj.weight of shape [96, 64] in model.safetensors" in text
     assert not (tmp_path / "out").exists()
     policy = isotype.PrecisionPolicy(torch.float32, "float32")
-    assert "holds more than LlamaForCausalLM has" in refused(CheckpointError, isotype.load, path, policy)
+    assert "holds tensors that LlamaForCausalLM does not have" in refused(
+        CheckpointError, isotype.load, path, policy
+    )
 
 
 _WRAPPED = "remove `{}.`, which a wrapper of the model added, from the names in the file"

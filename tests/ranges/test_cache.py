@@ -93,7 +93,7 @@ def test_a_measurement_on_the_users_batch_is_not_kept(tmp_path: Path, cache: Pat
 def test_a_model_in_memory_has_no_key() -> None:
     ranges = isotype.measure_ranges(tiny_model("llama"), tiny_batch("llama"))
     assert ranges.key == ""
-    with pytest.raises(ValueError, match="a model in memory has no key"):
+    with pytest.raises(ValueError, match="a model in memory has no cache key"):
         save_measurement(ranges)
 
 

@@ -374,7 +374,7 @@ def test_the_kernels_of_a_gpu_are_named_with_what_was_not_taken(monkeypatch: pyt
     card = device_profile("t4")
     here = replace(card, present=True, name="cuda:0")
     head = "language-model head"
-    assert dict(kernel_rows(here))[head] == "isotype's or TRL's: training selects the faster one"
+    assert dict(kernel_rows(here))[head] == "isotype's head or TRL's, whichever is faster"
     times["256 tokens"] = Times({"TRL's": 2.0, "isotype's": 1.5}, 1.333)
     rows = dict(kernel_rows(here))
     assert rows[head] == "isotype's 1.5 ms, TRL's 2 ms (256 tokens)"

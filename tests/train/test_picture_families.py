@@ -220,7 +220,9 @@ def test_the_command_trains_merges_and_what_it_saves_loads_in_plain_libraries(
     assert after < before
     capsys.readouterr()
     assert not main(["merge", "out", "-o", "merged"]), capsys.readouterr()
-    kept = re.search(r"kept +(\S+) %.*, 63 after an image\)", " ".join(capsys.readouterr().out.split()))
+    kept = re.search(
+        r"kept +(\S+) %.*, 63 of them after an image\)", " ".join(capsys.readouterr().out.split())
+    )
     assert kept is not None
     assert float(kept[1]) == 100
     assert main(["merge", "out", "-o", "merged.gguf", "--gguf", "f16"]) == 2

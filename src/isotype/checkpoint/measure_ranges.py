@@ -53,10 +53,10 @@ def measure_ranges(
 ) -> Ranges:
     """Run a forward and a backward, and record the largest magnitude in every tensor of the step.
 
-    The step computes the mean loss in float32 from the stored weights, in evaluation mode. It uses neither autocast nor a
-    policy's casts between modules. Only one block at a time is converted to float32; blocks are recomputed in the backward.
-    A model in memory, its gradients, hooks, modes and random states stay unchanged. The measurement of a checkpoint is
-    cached if it uses at least the default number of tokens of the default texts.
+    The step computes the mean loss in float32 from the stored weights, in evaluation mode. It uses neither autocast nor
+    a `PrecisionPolicy`'s casts between modules. Only one block at a time is converted to float32; blocks are recomputed
+    in the backward. A model in memory, its gradients, hooks, modes and random states stay unchanged. The measurement of
+    a checkpoint is cached if `batch` is None and `tokens` is at least the default.
 
     Args:
         model: a module (with or without PEFT adapters and quantized layers), or a checkpoint: a directory, a GGUF file,
@@ -75,7 +75,7 @@ def measure_ranges(
 
     Raises:
         CheckpointError: the checkpoint does not exist, or cannot be loaded.
-        UsageError: isotype cannot make a batch for the model, `batch` is not a batch, or this process lacks values of a weight.
+        UsageError: isotype cannot make a batch for the model, `batch` is not a batch, or weights are not in this process.
     """
     source = model if isinstance(model, nn.Module) else open_checkpoint(model, revision)
     return measured_and_kept(measure, source, batch, tokens, device=device, dtype=dtype, progress=progress)

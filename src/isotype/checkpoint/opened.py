@@ -35,7 +35,7 @@ from isotype.core.errors import CheckpointError, PrecisionError, Problem, SaveEr
 from isotype.precision.facts import ModelFacts, unreadable
 
 _SAMPLE = 256
-"""Number of bytes of each tensor that a fingerprint contains, because some checkpoints differ only in their values."""
+"""Bytes of each tensor's data in a fingerprint. Without data, checkpoints with equal headers would be confused."""
 _OF_A_CHECKPOINT = ("model", "config", "adapter", "pytorch_model", "tokenizer")  # beginnings of file names
 
 
@@ -109,7 +109,7 @@ def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) 
 
 @lru_cache(maxsize=8)
 def _opened(source: Path, _stats: tuple[tuple[str, int, int, int], ...]) -> Checkpoint:
-    """Open a local checkpoint. The result is cached, because a command opens the same files for its policy, load and report."""
+    """Open a local checkpoint. The result is cached, because a command opens the same files several times."""
     name = str(source)
     weights = find_weights(source) if source.is_dir() else None
     file = source if source.is_file() else weights and weights[0]
@@ -211,7 +211,7 @@ def require_readable(directory: Path) -> None:
         elif path.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(path):
             wrong.append((path, "the file is cut off: the end of torch.save's archive is missing"))
     if wrong:
-        expected, fix = "the file as it was written", "check the disk, or write to another disk"
+        expected, fix = "all bytes that were written", "check the disk, or write to another disk"
         problems = [Problem(f"{path}: {why}", expected, fix) for path, why in wrong]
         raise SaveError("the written files cannot be read", problems)
 
@@ -220,7 +220,7 @@ def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
     """Return the facts about a module, a config or a named checkpoint, without reading or allocating a weight.
 
     Raises CheckpointError if the checkpoint does not exist, is damaged or is incomplete, and PrecisionError if `model`
-    is something else.
+    has another type.
     """
     if isinstance(model, nn.Module):
         return facts_of_module(model)

@@ -60,7 +60,7 @@ def resolve_precision(
         revision: branch, tag or commit of a hub id; ignored if `model` is no hub id.
         ranges: result of `isotype.measure_ranges`. For float16, these ranges decide the residual stream's dtype, the
             modules that compute in another dtype, and the first loss scale. The default is a cached measurement of the
-            same checkpoint; without one, published facts about the model's family or the dtype of its training decide.
+            same checkpoint. Else published facts about the model's family decide, or the model's training dtype.
         damages: result of `isotype.measure_quality`, for `"mixed"`; default: a cached measurement of the same checkpoint.
         **storage: keyword arguments:
 
@@ -142,7 +142,7 @@ def _cached_or_measured(
 
 
 def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | None) -> list[Problem]:
-    """Return a problem for each library version that makes the run impossible, if the device is in this machine."""
+    """If the device is in this machine, return a problem for each library version that makes the run impossible."""
     if not profile.present:
         return []
     errors = (conflict for conflict in incompatible_here() if conflict.severity == "error")
@@ -173,7 +173,7 @@ def read_measurement(kind: type[Measurement], key: str) -> Measurement | None:
 def save_measurement(measurement: Ranges | Damages) -> Path:
     """Cache a measurement under its `key`; raise ValueError for a model in memory, or SaveError if the write fails."""
     if not measurement.key:
-        raise ValueError(f"a model in memory has no key, and so its {measurement.subject} cannot be cached")
+        raise ValueError(f"a model in memory has no cache key, so its {measurement.subject} cannot be cached")
     path = _path(type(measurement), measurement.key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

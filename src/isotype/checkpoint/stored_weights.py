@@ -30,7 +30,7 @@ class StoredWeights:
         weights: result of `weight_map(model, headers)`, if it is known.
 
     Attributes:
-        bytes_read: bytes of the files that `read_rows` has read so far.
+        bytes_read: number of bytes that `read_rows` has read from the files so far.
     """
 
     def __init__(self, model: Any, headers: CheckpointHeaders, weights: WeightMap | None = None) -> None:

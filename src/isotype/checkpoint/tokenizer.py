@@ -66,7 +66,7 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
         cls = read_json(file).get("tokenizer_class") if key == "auto_map.AutoTokenizer" else None
         if cls is not None and not hasattr(transformers, str(cls)):
             warnings.warn(
-                f"{file}: {key} names {reference}, code that isotype does not run; transformers' {kind} reads the files",
+                f"{file}: {key} names {reference}, code that isotype does not run; instead, isotype uses transformers' {kind}",
                 stacklevel=2,
             )
     return tokenizer
@@ -80,7 +80,7 @@ def _missing_package(message: str) -> Problem | None:
         kind = re.search(r"\w+Processor", message)
         fix = "pip install torchvision; with a CPU build of torch, add --index-url https://download.pytorch.org/whl/cpu"
         name = kind.group() if kind else "its processor"
-        what = f"{name}, which has no class for pillow, needs torchvision"
+        what = f"{name} needs torchvision, because transformers has no version of it that needs only pillow"
         return Problem(what, "the package torchvision", fix)
     return None
 

@@ -33,7 +33,7 @@ _PIECE = 1 << 19
 _GGUF_PIECE = 1 << 17
 """Elements dequantized at a time by gguf: with gguf's temporaries they fit into the CPU's caches."""
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Position of each of eight neighbouring columns in one of AutoAWQ's words."""
+"""AutoAWQ packs eight neighbouring columns into an int32 word: the position of each column in the word."""
 
 
 def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
@@ -44,7 +44,7 @@ def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
     if tensor.weight.dtype is None and tensor.problem is None:
         return unpack_blocks(tensor.weight, read(tensor.weight))
     if scheme is None:
-        what = f"a dense layer for {tensor.weight.name}, which stays quantized ({tensor.form})"
+        what = f"a dense layer with the quantized weight {tensor.weight.name} ({tensor.form})"
         problem = tensor.problem or Problem(what, *EXPECTED)
         raise CheckpointError("a weight that isotype cannot dequantize", [problem])
     codes, scales = read(tensor.weight), read(scheme.scale)
@@ -127,8 +127,8 @@ def _unpacked(
 ) -> torch.Tensor:
     """Unpack codes from int32 words, and subtract half of the codes' range; return int8 of `shape`.
 
-    A code may continue in the next word. `order` lists the positions of neighbouring columns in a word; its length must
-    divide the last size of `shape`.
+    A code may continue in the next word. `order`: position in a word of each of the columns that share it. The number
+    of columns must be a multiple of its length.
     """
     begin = (torch.arange(0, shape[-1], len(order))[:, None] + torch.tensor(order)).flatten() * bits
     place, shift = begin // 32, begin % 32
@@ -223,7 +223,7 @@ class DenseWeight:
 def _of_stack(
     module: Any, name: str, codes: torch.Tensor, stack: QuantizedStack, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return on the CPU the dequantized values of the module's current codes, or of `codes` if the module has none."""
+    """Return dequantized values on the CPU: of the codes that the module has now, or of `codes` if it has no codes."""
     if quantized_stack(module, name) is not None:
         computes_in = stack.dtype
         codes, stack = take_stack(module, name)
@@ -241,7 +241,7 @@ def dequantize(
         model: a transformers model, changed in place if it is quantized.
         dtype: dtype of the dense weights. 4-bit layers are first dequantized to the dtype of their quantization state,
             int8 layers to float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
-        later: function of a dense weight that returns True if the caller will read this weight later.
+        later: function of a dense weight; True leaves the weight on the meta device, for the caller to read later.
     """
     quantized = [weight for weight in stacked_weights(model) if quantized_stack(*weight[1:]) is not None]
     for path, module, name in quantized:

@@ -1,7 +1,7 @@
 """Builds the model that `isotype.load` returns, with every tensor on the meta device.
 
-transformers' initialisation context and quantizer choose classes and layers. bitsandbytes' operators compute the shapes
-of packed weights and quantization states. So names, shapes and dtypes are those that the installed versions produce.
+transformers chooses the model's classes and the layers to quantize. bitsandbytes' operators compute the shapes of
+packed weights and quantization states. So names, shapes and dtypes are those that the installed versions produce.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def skeleton(
     buffers: bool = False,
     **settings: Any,
 ) -> Any:
-    """Return the dense model on the meta device, with float tensors in the policy's plain dtype.
+    """Return the dense model on the meta device, with float tensors in the dtype `policy.plain`.
 
     Raises CheckpointError if transformers has no class for the config, or the class cannot be built from the config.
 

@@ -168,7 +168,7 @@ class _Parts(NamedTuple):
     """The modules of a PEFT layer and of its active adapters.
 
     Attributes:
-        all: the `__dict__` of the layer and of every other module whose children `Reading.holds` compares.
+        all: the `__dict__` of the layer and of each part whose children `Reading.holds` compares with earlier ones.
         called: the `__dict__` of every module that PEFT's forward calls: the base layer and the parts of active adapters.
         dropouts: the dropout modules that PEFT's forward calls.
     """

@@ -124,7 +124,7 @@ def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
     if profile.present:
         times = stored_times(times_file(card_name(torch.device(profile.name))))
         known = "; ".join(f"{times_text(head)} ({shape})" for shape, head in times.items())
-        rows.append(("language-model head", known or "isotype's or TRL's: training selects the faster one"))
+        rows.append(("language-model head", known or "isotype's head or TRL's, whichever is faster"))
     return rows
 
 

@@ -87,7 +87,7 @@ def environment() -> Environment:
 
 
 def _fit(value: Any) -> Any:
-    """Replace each character of a text that XML forbids with U+FFFD. `Markup` has no such character."""
+    """Replace each character of a text that XML forbids with U+FFFD. A `Markup` never contains one."""
     return _NOT_XML.sub("\ufffd", value) if type(value) is str else value
 
 

@@ -1,4 +1,4 @@
-"""Reports of `isotype inspect` (a checkpoint, a load plan, the fit of an adapter) and of `isotype merge`."""
+"""Reports of `isotype inspect` (a checkpoint, a load plan, an adapter in a program) and of `isotype merge`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def render_fit(fit: Fit, console: Console) -> None:
 
 
 def mismatch_lines(inspection: Inspection) -> list[str]:
-    """Return a line for each dtype that differs within a group, for each group that differs, and for each note."""
+    """Return a line for each minority dtype in a group, each group in another dtype than most groups, and each note."""
     lines = [
         f"mismatched: {listed([tensor.name for tensor in tensors], _NAMES_SHOWN)} {'is' if len(tensors) == 1 else 'are'} {dtype}, "
         f"the other {group.count - len(group.mismatched)} {group.dtype}"
@@ -272,17 +272,17 @@ def _rows(report: MergeReport) -> list[tuple[str, str]]:
         lost = f"{_weight_share(report.median_error)} a weight's update (median)"
         rows.append(("lost to rounding", f"{lost}, {most} in {report.worst.name}"))
     if report.weights and report.vanished is not None:
-        what = f"have the base model's {'codes' if report.coded else 'values'} ({100 * report.vanished_share:.2f} %)"
+        what = f"have the base model's {'quantized codes' if report.coded else 'values'} ({100 * report.vanished_share:.2f} %)"
         rows.append(("unchanged", f"{report.vanished:,} of these entries {what} after rounding"))
     if report.logits is not None:
         rows += _kept(report.logits)
     if report.cheapest is not None:
-        rows.append(("smallest", f"format that keeps {share(ENOUGH)}: {report.cheapest}"))
+        rows.append(("smallest", f"format that keeps {share(ENOUGH)} of what was learned: {report.cheapest}"))
     return [*rows, ("output", f"{report.output} ({format_bytes(report.bytes)})")]
 
 
 def _kept(logits: LogitsDifference) -> Iterator[tuple[str, str]]:
-    behind = f", {logits.pictured} after an image" if logits.pictured else ""
+    behind = f", {logits.pictured} of them after an image" if logits.pictured else ""
     texts = f"{logits.source or 'texts of isotype'} ({logits.tokens:,} tokens{behind})"
     if logits.kept is not None:
         formula = "1 - KL(trained || merged) / KL(trained || base)"
@@ -290,7 +290,7 @@ def _kept(logits: LogitsDifference) -> Iterator[tuple[str, str]]:
     apart, base_apart = f"{logits.max_abs:.3g} (KL {logits.mean_kl:.3g} nats)", f"{logits.base_kl:.3g} nats"
     yield (
         "logits",
-        f"differ from the trained model's by at most {apart}; the base's differ by KL {base_apart}",
+        f"differ from the trained model's by at most {apart}; the base model's logits differ by KL {base_apart}",
     )
     if logits.losses is not None:
         base, trained, merged = logits.losses

@@ -118,7 +118,7 @@ class Match:
         if problems:
             kinds = [
                 (_unread_problems, ": quantized weights that cannot be read"),
-                (_unused_problems, f" holds more than {self.model} has"),
+                (_unused_problems, f" holds tensors that {self.model} does not have"),
                 *([] if self.gguf else [(_shape_problems, ": config.json contradicts the weights")]),
             ]
             default = f" does not hold the weights of {self.model}"
@@ -295,7 +295,7 @@ def _unused_problems(match: Match) -> Iterator[Problem]:
         first = by_name[names[0]]
         yield Problem(
             f"{_some(names)} of shape {list(first.shape)} in {first.file.name}, which {match.model} does not use",
-            "only tensors that the model uses: without the other tensors, the model's outputs are different",
+            "only tensors that the model uses: if the model leaves tensors out, its outputs are different",
             f"{_SAME_PLACE}, or remove them from the file",
         )
 

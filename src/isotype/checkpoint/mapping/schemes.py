@@ -1,6 +1,6 @@
 """Decides from headers and config.json how a weight is dequantized, or why its values cannot be computed.
 
-isotype reads a weight only if it knows the use of each constant: dequantizing the weight, or scaling activations.
+isotype reads a weight only if each of its constants (scales, zero points) is known to dequantize it or to scale inputs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ACTIVATIONS = (
     *(".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale", ".qscale_act"),
     *(".input_scale_ub", ".output_scale", ".output_zero_point"),
 )
-"""Name endings of constants that quantize a layer's activations; weights are dequantized without them."""
+"""Name endings of constants for quantized activations. Weights are dequantized without these constants."""
 
 CODES = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "I32"})
 """Stored dtypes of quantized weights."""
@@ -73,11 +73,11 @@ class Scheme:
 
     Attributes:
         kind: how codes are stored: float8, int8, integers in int32 words, two E2M1 codes per byte, or gpt-oss's blocks.
-        shape: shape of the dense weight; empty if only a file on the hub contains the shape.
+        shape: shape of the dense weight; empty if the file that contains the shape is not downloaded.
         block: numbers of rows and columns that share a scale.
         second: one number that applies to all scales, or None.
         divides: True if the scales are divided by `second`, False if the scales are multiplied by `second`.
-        transposed: True if the file stores the weight as [columns, rows] (AWQ); words and zero points are packed along rows.
+        transposed: True if the file stores the weight as [columns, rows] (AWQ); an int32 word contains codes of several rows.
     """
 
     kind: Kind
@@ -95,7 +95,7 @@ class Scheme:
 class _Options:
     """The `kinds` of codes and the `layouts` of scales that config.json allows for one weight.
 
-    A layout is a name and the numbers of rows and columns that share a scale; 0 means all. `exponents` allows E8M0 scales.
+    A layout is (name, (rows, columns that share a scale)); 0 means all. `exponents` allows E8M0 scales.
     """
 
     layouts: tuple[tuple[str, tuple[int, int]], ...]
@@ -265,7 +265,7 @@ def _awq_scheme(
         (scale, (groups, outputs), _FLOATS),
         (zero, (groups, columns), frozenset({"I32"})),
     ):
-        what = f"{part.name} of shape {list(part.shape)} {part.dtype_name} for words of shape {list(weight.shape)}"
+        what = f"{part.name} of shape {list(part.shape)} {part.dtype_name} for int32 words of shape {list(weight.shape)}"
         fits = part.shape == shape and part.dtype_name in dtypes
         _require(fits, f"{what}; {list(shape)} {_either(dtypes)} is expected for groups of {size} inputs")
     return Scheme("words", (outputs, inputs), scale, (1, size), 4, zero, transposed=True)
@@ -296,7 +296,7 @@ def _shape(
     dense = written_shape([written] if written else [])
     if dense is not None:
         fits = dense[:-1] == shape[:-1] and -(-dense[-1] * options.bits // 32) == shape[-1]
-        what = f"{list(shape)} words, but weight_shape declares {list(dense)} integers of {options.bits} bits"
+        what = f"{list(shape)} int32 words, but weight_shape declares {list(dense)} integers of {options.bits} bits"
         _require(fits, what)
     return dense or ()
 

@@ -32,7 +32,7 @@ class Source:
 
     Attributes:
         target: the one name in the model to which transformers renames all `tensors`; a key of `shapes`.
-        tensors: (tensor in the checkpoint, the conversion's pattern for its name) for each tensor.
+        tensors: pairs (tensor in the checkpoint, pattern of the conversion that matches the tensor's name).
         conversion: transformers' `WeightConverter`, or `FROM_GGUF` for a tensor of a GGUF file. None if the source is one
             tensor that is used as stored or only renamed.
         shapes: name in the model -> shape after the conversion, or None if the headers do not determine this shape.
@@ -98,7 +98,7 @@ def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
 def _renaming(
     model: Any, headers: CheckpointHeaders
 ) -> tuple[Callable[[str], tuple[str, str, Any]], Callable[[str], Any]]:
-    """Return a function that maps a name in a file to (model's name or "", pattern, conversion), and a sort key."""
+    """Return a function from a tensor's name to (model's name or "", matching pattern, conversion), and a sort key."""
     wanted = model.state_dict()
     if not hasattr(model, "base_model_prefix"):
         return lambda name: (name if name in wanted else "", name, None), str
@@ -141,7 +141,7 @@ def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
 
     The names in gguf's table have no prefix such as `model.`. So leading parts of a name in the model are removed until the
     table contains the rest of the name. If several names match one name in the file, the name with the fewest removed parts
-    is used. transformers' `get_gguf_hf_weights_map` would take seconds.
+    is used. transformers' function for this map, `get_gguf_hf_weights_map`, takes seconds.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from transformers import modeling_gguf_pytorch_utils as gguf
@@ -197,9 +197,8 @@ def converted(model: Any, source: Source, values: Mapping[str, torch.Tensor]) ->
 
 
 class _Shapes:
-    """Stands for the model in a conversion that reads the shape of a dense weight (`Transpose(check_dims=True)`).
-
-    The model's weight may be quantized already, or a part of the source may have fewer rows.
+    """Replaces the model as argument of a conversion that reads a dense weight's shape (`Transpose(check_dims=True)`).
+    The model's weight may have another shape: it may be quantized already, or have more rows than the part to convert.
     """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...] | None]) -> None:

@@ -1,6 +1,6 @@
 """Measures how much of the learned change a merged model keeps. The models run in float32, block by block.
 
-Let p be the next-token distributions of the trained model, which is the adapter on the base that it was trained on:
+Let p be the next-token distributions of the trained model (the base model of the training with the adapter):
 
     kept = 1 - KL(p || merged) / KL(p || base)
 
@@ -66,7 +66,7 @@ class Learned:
 
     Attributes:
         step: the logits of every `step`-th token are stored.
-        pictured: model inputs with an image and a text after it; None if the model has no image input.
+        pictured: one further sample, an image with a text after it, as model inputs; None if the model takes no images.
         logits: the trained model's logits of each text, `[tokens, vocabulary]`.
         base: KL(trained || base) per token, in nats.
         losses: losses of the base and of the trained model; None if the texts are not training rows.

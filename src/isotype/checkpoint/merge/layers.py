@@ -43,7 +43,7 @@ class Rounding:
         target: dtype of all parameters that are neither in `pinned` nor in `in_base`.
         pinned: patterns of the names of parameters that stay float32.
         in_base: name -> dtype of each parameter that keeps its dtype from the base's files.
-        written: the merged model, opened from its files to measure their error; None until the files exist.
+        written: the merged model, opened from its files to measure the weights' errors; None until the files exist.
         instead: command-line arguments that the error message for a float16 overflow recommends.
         tied: names of the base's tied embeddings; equal values in both are rounded to equal values.
     """
@@ -96,8 +96,8 @@ class Merging:
     """A merge of an adapter into a base model, part by part.
 
     Args:
-        one_dtype: True to use `target` also for tensors that the base's files store in another dtype than most tensors.
-        written: the model that an earlier merge with the same arguments wrote, to measure its errors; else None.
+        one_dtype: True to use `target` even for tensors whose dtype in the base's files is not the most common dtype.
+        written: files of an earlier merge with the same arguments, to measure the weights' errors; else None.
 
     Attributes:
         model: the base; the merged model has its class and config.
@@ -187,7 +187,7 @@ class Merging:
         self.weights = tuple(sorted(self.weights, key=lambda weight: weight.name))
 
     def measured(self) -> tuple[WeightLoss, ...]:
-        """Iterate over all `parts`, and return the complete `weights`; raise the errors of `parts`."""
+        """Iterate over all `parts`, and return the complete `weights`."""
         for _ in self.parts():
             pass
         return self.weights
@@ -253,7 +253,7 @@ def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
 
 
 def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapter:
-    """Change a quantized base as OLoRA's initialisation would, and return the adapter without this initialisation."""
+    """Change a quantized base as OLoRA's initialisation does; return the adapter with another initialisation."""
     if not policy.quantized or getattr(adapter.config, "init_lora_weights", None) != "olora":
         return adapter
     inject(model, adapter, policy).base_model.unload()
@@ -290,7 +290,7 @@ def _stored_names(model: Any) -> dict[str, torch.Tensor]:
 
 
 _MERGED_OTHERWISE = ("modules_to_save", "trainable_tokens")
-"""Parts of the names of parameters that PEFT trains and that are not copies of the base's parameters."""
+"""Parts of the names of trained parameters that are no copies of the base's parameters."""
 
 
 def tuner_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -349,9 +349,9 @@ _DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # bits of float32's mantissa
 def unbiased(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round float32 values to 16 bits, up or down at random, so that the mean error is 0; cast all other values.
 
-    Rounding to nearest would lose every update of a 16-bit weight that is smaller than half a rounding step. Stochastic
-    rounding keeps such updates on average (Gupta et al., https://arxiv.org/abs/1502.02551). The random numbers depend
-    only on the weight's name.
+    Rounding to nearest would lose every update that is smaller than half a rounding step of the 16-bit weight.
+    Stochastic rounding keeps such updates on average (Gupta et al., https://arxiv.org/abs/1502.02551). The random
+    numbers depend only on the weight's name.
     """
     dropped = _DROPPED.get(dtype)
     if dropped is None or values.dtype != torch.float32:

@@ -65,8 +65,8 @@ def merge_adapter(
 
     - without `base`: the weights of the training, dequantized if they were quantized;
     - with `base`: the weights in the files of `base`;
-    - if `stored` is the training's quantization format: the weights in the base's files. If dequantized weights were
-      quantized again, small updates would be lost.
+    - if `stored` is the training's quantization format: the weights in the files of the adapter's base. Quantizing
+      dequantized weights again would lose small updates.
 
     PEFT merges each layer in float32. The sum is rounded once; rounding to 16 bits is stochastic
     (`isotype.checkpoint.merge.layers.unbiased`). The model is built in a temporary folder, opened with transformers,
@@ -81,8 +81,8 @@ def merge_adapter(
         output: directory to write, which must be empty or not exist, or a GGUF file whose name ends in `.gguf`.
         base: another base model to merge into (path, GGUF file, hub id), such as the 16-bit original.
         dtype: dtype of the merged weights; `"auto"` is the compute dtype of the training if known, else the base's dtype.
-            With `"auto"`, a tensor keeps its dtype if the base's files store most tensors in another dtype. Parameters that
-            the model's author keeps in float32 stay float32.
+            With `"auto"`, a tensor keeps its dtype if it is not the most common one in the base's files. Parameters
+            that the model's author keeps in float32 stay float32.
         revision: branch, tag or commit of a base on the hub, instead of the commit that the adapter names.
         stored: None for dense safetensors, `"nf4"`, `"fp4"` or `"int8"` for bitsandbytes' format, a key of
             `isotype.core.dtypes.GGUF_TYPES` for a GGUF file. If `output` is a GGUF file, None means 16 bits, as in
@@ -186,7 +186,7 @@ def _unmergeable(adapter: Adapter, why: str) -> UsageError:
 
 
 def _check_parts(adapter: Adapter, stored: str | None, source: str, config: Any) -> None:
-    """Raise UsageError if the base has no place for the adapter's biases, or transformers cannot read experts in `stored`."""
+    """Raise UsageError if the base lacks the adapter's biases, or the format `stored` has no stacked experts."""
     end = ".lora_B.bias"
     biased = [t.name.removesuffix(end) for t in adapter.headers.tensors if t.name.endswith(end)]
     if biased:
@@ -357,8 +357,8 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
     cautions = []
     if own_base and trained is not None and trained.quantized and not policy.quantized:
         cautions.append(
-            "the adapter was merged into the weights that the base's files store: if the training's dequantized "
-            f"{trained.storage} weights were quantized again, the adapter's changes would be lost"
+            f"the adapter was merged into the weights in the base's files, not into the training's {trained.storage} weights: "
+            "if the training's weights were dequantized and quantized again, the adapter's changes would be lost"
         )
     if compared and not own_base and trained is not None and trained.quantized:
         cautions.append(
@@ -383,7 +383,7 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
 
 
 def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | None) -> tuple[str, ...]:
-    """Return a warning if training computed values in float32 that the merged dtype `target` cannot represent."""
+    """Return a warning if `target` is float16 and training computed values in float32 that float16 may not hold."""
     if trained is None or target != torch.float16:
         return ()
     wide = []
@@ -408,7 +408,7 @@ def check_same_base(adapter: Adapter, base: str, revision: str | None) -> None:
     problems = [
         Problem(
             f"--base {base}: {name} {getattr(base_config, name, None)}",
-            f"{getattr(trained_config, name, None)}, as in {adapter.base}, the base of the training",
+            f"{name} {getattr(trained_config, name, None)}, as in {adapter.base}, the base of the training",
             "give the same model in another precision, or leave --base out",
         )
         for name in _SAME

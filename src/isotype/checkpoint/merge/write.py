@@ -208,7 +208,7 @@ def without_adapters(model: Any) -> Any:
 
 
 def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Convert a model's tensors into a checkpoint's: reverse the conversions that transformers makes on loading."""
+    """Convert a model's tensors into tensors of a checkpoint: reverse the conversions of transformers on loading."""
     from transformers.core_model_loading import revert_weight_conversion
 
     reverted: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
@@ -240,7 +240,7 @@ def _no_room(place: Path, what: str, expected: str) -> SaveError:
 _MOST = 50_000_000_000
 """Maximum bytes of data in a file, as in transformers' `save_pretrained`."""
 _ENTRY = 192
-"""Maximum bytes of a tensor's entry in the header, without its name."""
+"""Maximum bytes of a tensor's entry in the header, without the tensor's name."""
 _ALIGNED = 8
 
 
@@ -251,7 +251,7 @@ class Shards:
 
     Args:
         directory: an existing directory.
-        room: bytes to reserve for a header; at least `header_room` of all tensor names.
+        room: bytes to reserve for a header; at least the result of `header_room` for the names of all tensors.
     """
 
     def __init__(self, directory: Path, room: int) -> None:

@@ -26,15 +26,15 @@ class Row:
     """A row of the dtype map: a part of the model, or of several equal layers.
 
     Attributes:
-        part: name within the layer, or within the model for a part outside of layers. Numbers are written as `*`.
+        part: name within the layer, or within the model for a part outside of layers; `*` replaces a number in the name.
         stack: name of the layers without their number, such as `model.layers`, or "" for a part outside of layers.
         first, last: numbers of the row's first and last layer, or None for a part outside of layers.
-        layers: number of layers of the real model that this row describes.
+        layers: number of layers that this row describes, even if the trace is folded.
         module_class: class of the module, or "" for a part without weights.
         count: number of modules with this name in one layer, such as the number of experts.
         stored: storage dtypes of the base weights, the most frequent first.
-        runs: dtypes of the matmuls, the dtype with the most FLOPs first. Without matmuls, dtypes of the outputs.
-        adapters, adapter_runs: dtypes of the adapters' weights, and dtypes of the adapters' matmuls.
+        runs: dtypes of the matmuls, the dtype with the most FLOPs first; without matmuls, dtypes of the part's outputs.
+        adapters, adapter_runs: dtypes of the adapters' weights (`adapters`) and of their matmuls (`adapter_runs`).
         bytes: bytes of the weights, adapters and buffers in all layers of the row.
         findings: indices in `Report.findings` of the findings about this part.
     """
@@ -71,7 +71,7 @@ def split_layer(name: str) -> tuple[str, int, str] | None:
 
 
 def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
-    """Return (stack, number) of each traced layer -> number of equal layers of the real model."""
+    """Return (stack, layer number) of each traced layer -> number of the model's layers that this layer represents."""
     counts: dict[tuple[str, int], int] = {}
     for weight in trace.weights:
         split = split_layer(plain_name(weight.module))
@@ -127,7 +127,7 @@ class _Part:
 
 
 def _host(module: str, parts: Mapping[str, _Part]) -> str | None:
-    """Return the name of a module if it is a part, else the name of its nearest parent that is a part, or None."""
+    """Return the key of `parts` that is the module's name or the name of its nearest parent in `parts`, or None."""
     return next((name for name in with_parents(plain_name(module)) if name in parts), None)
 
 

@@ -76,12 +76,12 @@ class Record:
 
     @property
     def operators(self) -> int:
-        """Number of operators in a step of the real model."""
+        """Number of operators in a step of the whole model; a folded trace contains fewer operators."""
         return sum(call.repeats for call in self.trace.calls)
 
     @property
     def time(self) -> StepTime | None:
-        """Least time of the step by the data sheet. None without rates, or if the trace ended early."""
+        """Lower bound of the step's time by published rates; None if these are unknown or the trace ended early."""
         return step_time(self.trace)
 
     @property
@@ -92,7 +92,7 @@ class Record:
 
     @property
     def status(self) -> Status:
-        """The worst known result of the check."""
+        """The check's result in a word: the most severe word that applies."""
         if any(finding.kind != "memory" for finding in self.errors):
             return "fails"
         if self.errors or self.fits is False:
@@ -131,7 +131,7 @@ class Record:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Operators that break the rule of their family and were not measured on the device."""
+        """Operators whose operand dtypes break a rule for similar operators and were not measured on the device."""
         breaches = ((call.op, call.breach) for call in self.trace.breaches())
         return tuple(sorted({op for op, breach in breaches if breach is not None and breach.assumed}))
 

@@ -1,7 +1,7 @@
 """The report of a check as text: verdict, findings in the style of compilers, next steps, and cost.
 
-A line consists of pairs (text, style). Plain text has the same lines without styles. The further lines of a wrapped text
-begin below the first word of the text.
+A line consists of pairs (text, style). Plain text has the same lines without styles. If a text is wrapped, each line
+after the first begins below the text's first word.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ def fix_standing(fix: Fix) -> str:
 def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) -> list[tuple[str, str, int]]:
     """Group the modules that differ only in their layer number. Return (layers, part, number of modules) for each group.
 
-    `model.layers.0.mlp` … `model.layers.29.mlp` become `("model.layers.0-29", "mlp", 30)`. The number counts modules of
-    the real model. The first item is "" for modules outside of layers.
+    `model.layers.0.mlp` … `model.layers.29.mlp` become `("model.layers.0-29", "mlp", 30)`. The number of modules is
+    that of the whole model, even if the trace is folded. The first item is "" for modules outside of layers.
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for place in dict.fromkeys(map(plain_name, places)):
@@ -196,7 +196,7 @@ def trust(report: Record) -> list[tuple[str, str]]:
     rows = []
     title, failure = report.trace.setup.profile.title, report.trace.failure
     if report.assumed:
-        unmeasured = f"dtypes were not measured on {title}; the rule of the operator's family was used"
+        unmeasured = f"dtypes were not measured on {title}; rules for similar operators were used"
         rows.append(("assumed", f"{', '.join(report.assumed)}: {unmeasured}"))
     rows += [("assumed", doubt) for doubt in doubts(report.trace.setup.profile)]
     if failure is not None:
@@ -219,7 +219,7 @@ def sharding_notes(setup: Setup) -> Iterator[str]:
     if setup.fsdp and setup.devices == 1:
         yield "the number of devices: the memory figures are for one device with all weights; --devices N (devices=N) sets the number"
     elif setup.fsdp == 1:
-        yield "buffers that only FSDP1 needs: the memory figures are for FSDP2"
+        yield "buffers that only FSDP1 needs and the memory figures, which are for FSDP2, do not contain"
 
 
 def next_steps(report: Record, commands: bool = True) -> list[tuple[str, str]]:
@@ -256,7 +256,7 @@ _ORDERS_SHOWN = 3
 
 
 def _orders(findings: Sequence[Finding], commands: bool) -> list[str]:
-    """Return a line for each fix that the user has to apply, with the code of the first finding with this fix."""
+    """Return a line for each fix that the user has to apply, with the rule's code of the fix's first finding."""
     orders: dict[str, str] = {}
     for finding in findings:
         fix = finding.fixes[0]

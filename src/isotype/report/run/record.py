@@ -212,10 +212,10 @@ class RunSummary:
         steps: number of recorded optimizer steps.
         skipped: number of steps that the GradScaler skipped.
         tokens: tokens of all steps, without padding.
-        seconds: wall-clock time of the run and the commands that it resumes. If the end is unknown, time of all steps.
+        seconds: wall-clock time of the run and of earlier commands that it resumes. If the end is unknown, time of all steps.
         first_loss: mean training loss of the first `window` steps.
         final_loss: mean training loss of the last `window` steps; NaN if one of these losses is NaN.
-        window: number of steps in `first_loss` and `final_loss`: a tenth of the run, from 1 to 10.
+        window: number of steps in `first_loss` and `final_loss`: a tenth of the steps, but at least 1 and at most 10.
         tokens_per_second: median throughput of the steps.
         peak_memory_bytes: largest `memory_bytes` of a step, without loading, evaluation and saving.
     """
@@ -379,8 +379,8 @@ _SAME = 1e-3
 def _noise(losses: Sequence[float], window: int) -> float:
     """Return two standard errors of the difference between the means of the first and last `window` losses.
 
-    A trend hardly changes the differences of successive losses. For normal noise, the median magnitude of these
-    differences is 0.954 times the standard deviation of the noise.
+    Differences of successive losses show the noise, as a trend hardly changes them. For normal noise, the median
+    magnitude of these differences is 0.954 times the standard deviation of the noise.
     """
     steps = [abs(b - a) for a, b in pairwise(losses) if math.isfinite(a) and math.isfinite(b)]
     spread = 2 * math.sqrt(2 / window) * statistics.median(steps) / 0.954 if steps else 0.0

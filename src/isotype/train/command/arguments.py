@@ -51,9 +51,9 @@ class Argument:
     Attributes:
         group: heading above the argument in the short help, or "" if the short help leaves the argument out.
         example, text: an example value and a short description for the short help.
-        losses: losses of the methods whose short help lists the argument. If empty, the help of every method lists it.
-        choices_of: dotted name of an enumeration or registry of valid names in another library. `choices_of` is set only
-            if this library checks names after the model is loaded.
+        losses: methods with these losses (`Method.loss`) list the argument in the short help; empty for all methods.
+        choices_of: dotted name of an enumeration or registry of valid names in another library. `choices_of` is set
+            only if the other library checks names after the model is loaded.
         more: valid names that are not in `choices_of`.
         lower: True if users write the names of `choices_of` in lower case.
         json: an example value for an argument that takes a JSON object.
@@ -92,7 +92,7 @@ ARGUMENTS = tuple(_argument(**entry) for entry in _TABLE["arguments"])
 
 
 def count_problems(counts: Mapping[str, Any]) -> list[Problem]:
-    """Return a problem for each whole number that is out of range. The parser reports all other values."""
+    """Return a problem for each whole number that is out of range. The parser reports values of other types."""
     wrong = ((name, n) for name, n in counts.items() if isinstance(n, int) and not _COUNT.takes(n))
     return [Problem(f"--{name} {n}", _COUNT.words(), _COUNT.fix) for name, n in wrong]
 

@@ -43,7 +43,7 @@ _READERS: Mapping[str, tuple[Callable[[str], Any], tuple[type, ...], str, str]] 
     "bool": (boolean, (bool,), "True or False", "True"),
     "str": (str, (str, dict, list, int, float, bool), "a text", "VALUE"),
 }
-"""Maps `Spec.kind` to a parser, the types accepted from YAML and Python, and the expected value and example in messages."""
+"""Maps `Spec.kind` to (parser, types in YAML and Python, expected value in messages, example in messages)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Spec:
     """An argument of a training command.
 
     Attributes:
-        holder: one of `HOLDERS`, or `added` for an argument that isotype adds.
+        holder: the TRL dataclass with the argument, one of `HOLDERS`; `added` for an argument that isotype adds.
         kind: `int`, `float`, `bool` or `str`.
         bare: True if `--name` without a value means True.
         none: True if the word `none` means None.
@@ -262,7 +262,7 @@ class Command:
         return (*config, *(token for name, value in written.items() for token in self._written(name, value)))
 
     def _taken_back(self) -> dict[str, Value] | None:
-        """Return the defaults of arguments that only the file sets, or None if a default cannot be written."""
+        """Return the defaults of arguments that only the file sets, to follow `--config`; None if one has no text."""
         assert self.file is not None
         missing = [name for name in self.file.values if name not in self.values]
         defaults = {name: self.specs[name].default for name in missing}
