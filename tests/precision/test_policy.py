@@ -194,7 +194,7 @@ def test_storage_in_the_compute_dtype_is_the_default():
             PrecisionRequest(dtype="float32", storage="bf16"),
             Problem(
                 "storage bfloat16 with compute float32",
-                "storage float32: there is no autocast to float32",
+                "storage float32, because autocast does not cast weights to float32",
                 "set no storage dtype, or compute in bfloat16",
             ),
         ),

@@ -68,7 +68,7 @@ def test_a_report_without_its_step() -> None:
     report = check(wide_norms(), ids(), device="cpu", verify=False)
     assert refused(UsageError, repair, wide_norms(), replace(report, again=None)) == (
         "this report cannot be used for a repair\n"
-        "  - a report of Net without its step\n"
+        "  - a report of Net that lacks the step\n"
         "    expected  the report that isotype.check(model, …) returned in this process\n"
         "    fix       call isotype.check again"
     )
@@ -255,7 +255,7 @@ def test_settings_and_lines_are_handed_to_the_caller() -> None:
         "set       autocast=bfloat16",
         "edit      model.py:3: bfloat16",
         "left      IST101: c is wrong: no fix is known",
-        "in all    3 findings: 2 resolved after the changes above, 1 left",
+        "total     3 findings: 2 resolved after the changes above, 1 left",
     ]
 
 
@@ -269,7 +269,7 @@ def test_what_the_model_has_no_more_is_counted_apart_from_what_the_caller_has_to
     assert [finding.cause for finding in done.pending] == ["b"]
     assert (done.done, done.to_do) == ((cast,), (BOTH,))
     assert str(done).splitlines()[-1] == (
-        "in all    2 findings: 1 resolved, 1 resolved after the changes above"
+        "total     2 findings: 1 resolved, 1 resolved after the changes above"
     )
 
 

@@ -18,7 +18,7 @@ from isotype.precision.decide import PrecisionRequest
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
 
 _SUMS = 1 << 15
-"""Default of `sums`. Rounding up a layer's size wastes at most 1/32768 of the room."""
+"""Default of `sums`. A size that is rounded up becomes larger by at most 1/32768 of `room`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionR
 
 
 def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
-    """Return `policy` with the input moments of `saved` if both policies have the same layer formats.
+    """Return `policy` with the second moments of layer inputs in `saved`, if both policies have the same layer formats.
 
     The moments determine the 4-bit constants, which a resumed run must not change.
     """

@@ -39,7 +39,7 @@ _UNSEEN = (
 _SUBNORMAL = 2.0**-15
 """Weights with a smaller median magnitude lose digits: float16 numbers below 2^-14 have fewer significant bits."""
 _PRODUCTS = 64.0
-"""The product of a layer's largest gradient and largest input may be 64 * 65504: they rarely belong to the same token."""
+"""Accepted product of a layer's largest gradient and input, in units of 65504: they rarely have the same token."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> Module
 def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
     """Yield a `ModuleException` for each linear layer with adapters whose scaled gradients may exceed float16.
 
-    Each token adds the product of an input and a gradient (https://arxiv.org/abs/2106.09685, equation 3).
+    An adapter's gradient is a sum over tokens: input times gradient (https://arxiv.org/abs/2106.09685, equation 3).
     """
     for module in ranges.modules:
         if module.kind == "linear" and scale * module.gradient * module.input > _PRODUCTS * FLOAT16_LARGEST:

@@ -284,7 +284,7 @@ class _Draft:
             self._refuse(what, expected, "set no storage dtype, or train adapters (trainable='lora')")
         elif compute == torch.float32 != storage:
             what, fix = f"storage {name} with compute float32", f"set no storage dtype, or compute in {name}"
-            self._refuse(what, "storage float32: there is no autocast to float32", fix)
+            self._refuse(what, "storage float32, because autocast does not cast weights to float32", fix)
         self.reasons["storage"] = "as requested"
         if storage != compute and self.request.trainable == "lora":
             memory = " and they take twice the memory" if storage == torch.float32 else ""
@@ -370,7 +370,7 @@ def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str
     name = dtype_name(compute)
     low = compute != torch.float32
     return {
-        "optimizer": "the dtype of the masters that it updates",
+        "optimizer": "the dtype of the masters that the optimizer updates",
         "reduce": "gradients have the dtype of their masters",
         "pinned": (
             f"the model's author keeps float32 for {', '.join(sorted(set(pinned)))}; their outputs are cast to {dtype_name(plain)}"

@@ -56,7 +56,7 @@ class ModelFacts:
         dense: names of modules that are quantized only on request: vision and audio towers, their projectors, and
             modules that transformers leaves unquantized. Empty for a text model.
         never_quantized: names of layers that cannot be quantized: the model's own code uses their weights, or adapters train them whole.
-        kept: names of modules that transformers leaves unquantized by default; empty if `dense` and `never_quantized` are empty.
+        kept: modules that transformers leaves unquantized by default; not set without `dense` and `never_quantized`.
         routers: whether the model has routers, the modules that choose experts.
     """
 

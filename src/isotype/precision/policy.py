@@ -222,7 +222,7 @@ class PrecisionPolicy:
         return f"{self.storage}{nested}{', mixed' if self.layers else ''}{experts}"
 
     def layer_lines(self) -> tuple[str, ...]:
-        """Return a line for each format and kind of module in `layers`, with the numbers of the layers."""
+        """Return a line for each format and kind of module in `layers`, with the layers' indices."""
         kinds: dict[tuple[str, str], list[str]] = {}
         for layer in self.layers:
             number = next((part for part in layer.module.split(".") if part.isdigit()), "")
@@ -319,9 +319,9 @@ def is_pinned(name: str, patterns: Sequence[str]) -> bool:
 
 _LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _OCTAVE = 2
-"""Steps of the encoding per factor of 2. One step would be as good (benchmarks/quality.py)."""
+"""Number of levels per factor of 2 in encoded moments. One level would be as good (benchmarks/quality.py)."""
 _PRIOR = 8
-"""The mean over all channels has the weight of this many tokens, because an expert may receive only a few tokens."""
+"""The mean of all channels counts as this many tokens of each channel, because an expert may get few tokens."""
 
 
 def write_moments(squares: torch.Tensor, tokens: int) -> str:

@@ -80,7 +80,7 @@ FLOAT16_LARGEST = 65504.0
 FLOAT16_FLUSHED = 2.0**-25
 """float16's smallest number is 2^-24. Values up to half of it become zero."""
 _FILL = 1e37
-"""Larger finite magnitudes are not activations but fill values of masks (the lowest number of float32 or bfloat16)."""
+"""Finite magnitudes above this are fill values of masks, such as the lowest number of bfloat16, not activations."""
 _LOSS_SCALES = (2.0**0, 2.0**24)
 
 MATMULS = (

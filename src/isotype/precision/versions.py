@@ -73,7 +73,7 @@ def installed() -> dict[str, str | None]:
 def installed_requirements(versions: Mapping[str, str | None]) -> dict[str, list[str]]:
     """Return package -> requirement strings, from the metadata of isotype and of the packages in `versions`.
 
-    Packages whose version differs from the installed version are left out, because their metadata is not here.
+    A package is left out if another version is installed, because only that version's metadata is here.
     """
     packages = {**versions, "isotype": _version("isotype")}
     matching = [package for package, version in packages.items() if version and version == _version(package)]

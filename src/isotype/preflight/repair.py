@@ -1,4 +1,4 @@
-"""`isotype.repair`: applies fixes to the real model that another trace has verified."""
+"""`isotype.repair`: applies fixes that another trace has verified to the real model."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Repairs:
         }
         total = sum(counts.values())
         parts = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-        lines += [f"in all    {plural(total, 'finding')}: {parts}"] if total else []
+        lines += [f"total     {plural(total, 'finding')}: {parts}"] if total else []
         return "\n".join(lines) or "nothing to repair"
 
 
@@ -87,7 +87,7 @@ def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
         UsageError: the report has no step to trace again, or it is about another model. The model stays unchanged.
     """
     if report.again is None:
-        what, fix = f"a report of {report.trace.model} without its step", "call isotype.check again"
+        what, fix = f"a report of {report.trace.model} that lacks the step", "call isotype.check again"
         expected = "the report that isotype.check(model, …) returned in this process"
         raise UsageError.of("this report cannot be used for a repair", what, expected, fix)
     chosen, left = plan(report, unsafe)
@@ -209,7 +209,7 @@ def _may_be_applied(fix: Fix, command: bool) -> bool:
 def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
     """Return whether a fix resolved the finding and the step has no more errors than before.
 
-    Return False if only the trace with the fix ended early, because its later findings are unknown.
+    Return False if the trace ended early with the fix, but not without it, because later findings are unknown.
     """
     if (finding.code, finding.cause) in faults(after):
         return False

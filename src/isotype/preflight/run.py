@@ -47,7 +47,7 @@ def run(
     measure: bool = True,
     traced: Trace | None = None,
 ) -> Report:
-    """Return the report on a step. `isotype.preflight.check.check` describes the report and its arguments.
+    """Return the report on a step. `isotype.preflight.check.check` describes the report and the other arguments.
 
     Args:
         measure: whether the values of a float16 step may be measured.
@@ -172,7 +172,7 @@ class _Step:
     ) -> tuple[Finding, ...] | None:
         """Return the findings of the step with `actions`; None if the actions cannot be applied or do not resolve `finding`.
 
-        The trace stops after a forward with a new error or the error of `finding`, because the actions are then no fix.
+        The trace stops after a forward in which there is a new error, or still the error of `finding`: no fix.
         """
         if actions in self.tried:
             return self.tried[actions]
@@ -219,7 +219,7 @@ def _roots(
     """Return the findings. An error that another error causes becomes a note of the other error.
 
     Error A causes error B if B is later in the step, a fix of A resolves both, and no fix of B resolves A. Only fixes
-    that change the model count, because a new argument or line may fix several causes at once.
+    of the model are considered, because a new argument or line may fix several causes at once.
     """
     errors = [finding for finding in findings if finding.severity == "error"]
     position = {finding.key: order.get(_place(finding), len(order)) for finding in errors}
@@ -334,7 +334,7 @@ _FLOPS_A_SECOND = {"cpu": 3e10, "cuda": 3e12}
 _WEIGHTS_A_SECOND = 2e8
 """Number of weights that are cast to float32 in a second."""
 _AGAIN = 4 / 3
-"""FLOPs of a measurement relative to a step, because its backward computes each block's forward again."""
+"""A measurement's FLOPs divided by a step's: the backward of a measurement computes each block's forward again."""
 
 
 def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[str, ...]]:

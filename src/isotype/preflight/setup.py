@@ -134,5 +134,5 @@ def _padding_words(inputs: Any) -> Iterator[str]:
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the weight dtype of most modules that compute; for equal numbers of modules, the dtype of more elements."""
+    """Return the dtype of most modules' weights; if dtypes have equally many modules, the dtype of more elements."""
     return whole(tallies(unread_weights(model))) or torch.float32

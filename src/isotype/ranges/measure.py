@@ -88,7 +88,7 @@ def positions(model: nn.Module) -> int | None:
 
 
 def _learned(model: nn.Module) -> list[int]:
-    """Return each learned table's number of positions. OPT's first position is 2, RoBERTa's the padding index + 1."""
+    """Return the size of each table of learned positions. OPT begins at 2, RoBERTa at the padding index + 1."""
     limits = []
     for name, table in model.named_modules():
         if _LEARNED.search(name) and not _PICTURES.search(name) and isinstance(table, nn.Embedding):
@@ -166,7 +166,7 @@ def token_rows(tokenizer: Any | None, vocabulary: int, rows: int, length: int) -
     if not any(pieces):
         generator = torch.Generator().manual_seed(_SEED)
         ids = torch.randint(min(_FIRST, vocabulary - 1), vocabulary, (rows, length), generator=generator)
-        missing = "tokenizer" if tokenizer is None else "tokenizer that knows a word of isotype's texts"
+        missing = "tokenizer" if tokenizer is None else "tokenizer with tokens for isotype's texts"
         drawn = f"{plural(rows, 'row')} of {length} token ids drawn with a fixed seed"
         return ids, f"{drawn}, because there is no {missing}"
     batch = []
@@ -203,7 +203,7 @@ def _add_pictures(
         return 0, ()
     pictures = pictures_of(base.config, processor, [_PICTURE]) or by_config(base.config)
     if pictures is None:
-        return 0, ("the batch has no images: without a processor, this config does not define their inputs",)
+        return 0, ("the batch has no images: there is no processor, and the config defines no image inputs",)
     ids = batch["input_ids"]
     for placeholder in set(pictures.ids[pictures.kinds].tolist()):
         ids[ids == placeholder] = min(_FIRST, size - 1)
@@ -277,14 +277,14 @@ def measure(
     """Run forward and backward of the mean loss, and record the largest magnitude of each value.
 
     The model runs in float32 in evaluation mode, without autocast and without the casts of a policy. Only one block at
-    a time is in float32, because blocks are recomputed in the backward. The model stays unchanged.
+    a time is cast to float32, and the backward computes each block's forward again. The model stays unchanged.
 
     Args:
         dtype: dtype of the computation; default float32, or bfloat16 if float32 does not fit into free memory.
         progress: whether to show a progress bar on a terminal after three seconds.
 
     Returns:
-        The measurement with an empty `key`. If float32 overflows, values are infinity or NaN, and a note names the
+        The measurement; the caller sets `key`. If float32 overflows, values are infinity or NaN, and a note names the
         operator.
     """
     where = real_device(device) if device is not None else measured.device

@@ -20,7 +20,7 @@ Size = tuple[int, int]
 """(width, height) in pixels."""
 
 FILL = 5
-"""Id of a text token: in most vocabularies, the special tokens come first."""
+"""Id of a text token. In most vocabularies, special tokens have smaller ids."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def by_config(config: Any, sizes: Sequence[Size] | None = None) -> Pictures | No
 
 
 Counted = tuple[Sequence[bool], dict[str, torch.Tensor]]
-"""(whether each token represents an image, the inputs)."""
+"""A pair: for each token, whether it represents an image; and the model's inputs."""
 
 
 def _fixed(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted | None:
@@ -162,7 +162,7 @@ def _llava(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """LLaVA-NeXT takes the whole image, and tiles of it without padding. A token follows each row of patches."""
+    """LLaVA-NeXT has tokens for the whole image and for tiles without padding. A token follows each row of patches."""
     side, marks, tiles = vision.image_size, [], []
     patches = side // vision.patch_size
     for width, height in sizes:
@@ -181,7 +181,7 @@ def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _wasted(size: Size, into: Size) -> tuple[float, float]:
-    """Scale an image so that it fits into a rectangle. Return (negative pixel count of the scaled image, pixels of padding)."""
+    """Scale an image to fit into a rectangle. Return a sort key: (minus the image's new pixels, pixels of padding)."""
     scale = min(into[0] / size[0], into[1] / size[1])
     pixels = min(int(size[0] * scale) * int(size[1] * scale), size[0] * size[1])
     return -pixels, into[0] * into[1] - pixels

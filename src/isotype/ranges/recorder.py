@@ -212,7 +212,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def _checked(
         self, output: torch.Tensor, operands: Sequence[Magnitude], fills: bool, func: Any
     ) -> Magnitude:
-        """Return a result's magnitude. The magnitude is infinite if the result has a fill value and no operand has one."""
+        """Return a result's magnitude: infinity if the result, but no operand, is as large as masks' fill values."""
         size = magnitude(output)
         if size.filled and not fills:
             size = remember(output, Magnitude(math.inf))
@@ -258,7 +258,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         return tuple(modules)
 
     def spread(self) -> float:
-        """Return the largest ratio of a module's outputs in two texts or batches; 1 if there is a single text."""
+        """Return the largest ratio of a module's output magnitudes in two texts or batches; 1 for a single text."""
         outputs = [m.outputs.values() for m in self._modules.values() if len(m.outputs) == self._texts]
         ratios = [max(values) / min(values) for values in outputs if min(values) > 0]
         return max((ratio for ratio in ratios if math.isfinite(ratio)), default=1.0)

@@ -48,7 +48,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Twin:
-    """A model's copy for a measurement. `names`: module's id -> plain name; `blocks`: for each list, its blocks' names."""
+    """A model's copy for a measurement. `names`: module's id -> plain name; `blocks`: names in each list of blocks."""
 
     model: nn.Module
     names: dict[int, str]
@@ -115,7 +115,7 @@ def twin_of(
 
 
 class _Memo(dict[int, Any]):
-    """A memo for `deepcopy` that casts parameters in plain attributes, such as the flat weights of recurrent layers."""
+    """A memo for `deepcopy` with casts of parameters in plain attributes, such as recurrent layers' flat weights."""
 
     def __init__(self, model: nn.Module, weights: Weights) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def _checkpointed(
 
 
 def _keep_while_it_runs(module: nn.Module, weights: Weights, inside: bool) -> None:
-    """Keep the weights of a module outside of blocks while it runs. An embedding keeps only the looked-up rows."""
+    """While a module outside of blocks runs, keep the module's weights. An embedding keeps only the looked-up rows."""
     looks_up = kind_of(module) == "embedding"
 
     def enter(*_: Any) -> None:

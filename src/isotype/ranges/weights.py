@@ -17,7 +17,7 @@ from isotype.precision.ranges import FLOAT16_FLUSHED
 _SCALED = FLOAT16_FLUSHED / DEFAULT_LOSS_SCALE
 _KNOWN = "_isotype_magnitude"
 FILL = 1e38
-"""Larger values that no operator computed are fill values: infinity, or the largest number of float32 or bfloat16."""
+"""Values above 1e38 that no operator computed are fill values: infinity, or the largest float32 or bfloat16 number."""
 _SAMPLE = 1 << 15
 """Number of sampled values. With this number, shares are accurate to a fraction of a percent."""
 
@@ -172,7 +172,7 @@ class Weights:
         return value
 
     def materialized(self, weight: Weight) -> torch.Tensor:
-        """Return the values of `weight`. A trainable weight's gradients are summed over all these results."""
+        """Return the values of `weight`. Gradients of a trainable weight are summed over all calls."""
         with without_dispatch(), torch.no_grad():
             value = weight.read().detach().to(self.device, self.dtype)
             self._note(weight, value, value)
@@ -191,7 +191,7 @@ class Weights:
         return value, inverse
 
     def _note(self, weight: Weight, stored: torch.Tensor, value: torch.Tensor) -> None:
-        """Record the magnitudes of `stored` once, and cache the largest for `value`, a part of `stored`."""
+        """Record the magnitudes of `stored` once. Its part `value` gets the same largest magnitude."""
         if self.records:
             if weight.key not in self._sizes:
                 self._sizes[weight.key] = (magnitude(stored).value, median(stored))

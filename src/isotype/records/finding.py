@@ -79,7 +79,7 @@ class Action:
 
 @cache
 def in_library(source: str) -> bool:
-    """Return True if `file:line` is in an installed package or the standard library, whose updates undo edits."""
+    """Return True if `file:line` is in an installed package or the standard library: an update would undo edits."""
     path = Path(source.rpartition(":")[0])
     installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
     return installed or path.is_relative_to(sysconfig.get_path("stdlib"))
@@ -100,7 +100,7 @@ class RangeBoundaries:
     exceptions: tuple[tuple[str, str, int], ...] = ()
 
     def action(self) -> Action:
-        """Return the action of a fix that applies these decisions to a whole model."""
+        """Return the action of a fix that sets these casts in a whole model."""
         return Action("ranges", "", json.dumps(asdict(self)))
 
     @classmethod
@@ -142,7 +142,7 @@ class Fix:
 
     @property
     def scope(self) -> Scope:
-        """The scope of the actions that comes last in `SCOPES`: a fix that changes a model and a setting has `setting`."""
+        """The last of the actions' scopes, in the order of `SCOPES`: `setting` for a fix of a model and a setting."""
         return max((action.scope for action in self.actions), key=SCOPES.index, default="advice")
 
 
@@ -154,9 +154,9 @@ def marked(fix: Fix) -> str:
 def by_preference(fixes: Iterable[Fix], *, unsafe: bool = False, command: bool = False) -> tuple[Fix, ...]:
     """Return fixes in order of preference. Fixes of equal rank keep the rule's order.
 
-    First come fixes of the model, then of settings, of the user's code, and of library code. Within a scope, safe fixes
-    come first. If `unsafe` is False, all safe fixes come before unsafe fixes, except fixes of library code, which come
-    last.
+    First come fixes of the model, then of settings, of the user's code, and of library code. In each of these groups,
+    safe fixes come first. If `unsafe` is False, unsafe fixes come after the safe fixes of all groups. Fixes of library
+    code are last in any case.
 
     Args:
         fixes: fixes of one finding.
@@ -174,7 +174,7 @@ def by_preference(fixes: Iterable[Fix], *, unsafe: bool = False, command: bool =
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a silent finding in one step.
+    """The cost in one step of a finding that raises no error.
 
     Attributes:
         flops_share: fraction (0 to 1) of the step's FLOPs that the finding moves to a slower dtype.

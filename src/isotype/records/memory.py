@@ -99,8 +99,8 @@ class StepTime:
     Attributes:
         seconds: minimum seconds of the products. The time of a product is the time of its compute or of its memory
             traffic, whichever is longer. Kernel fusion does not change this minimum.
-        traced_seconds: minimum seconds of all traced operators. If the device has `DeviceProfile.steps`, this includes
-            kernel fusion and launches.
+        traced_seconds: minimum seconds of all traced operators. With measured rates of steps (`DeviceProfile.steps`),
+            kernel fusion and launches are included.
         products: dtype -> products.
         bytes: bytes that all operators read and write.
         bytes_per_second: the device's memory bandwidth.

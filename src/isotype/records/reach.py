@@ -1,4 +1,4 @@
-"""Frozen data on which inputs and weights change which predictions and gradients of a step."""
+"""Frozen data about a step: which inputs and weights change which predictions and gradients."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class Leak:
         changed: number of changed predictions.
         of: number of compared predictions.
         largest: the largest change of a logit, relative to the largest logit.
-        module, kind: name and class of the first module whose inputs are equal but whose outputs differ; "" if there is
-            none.
+        module, kind: name and class of the first module with unchanged inputs but changed outputs; "" if there is none.
         without: an input of the model without which the leak disappears; "" if there is none.
     """
 
@@ -112,7 +111,7 @@ class Collective:
 
     @property
     def alike(self) -> tuple[str, int]:
-        """A key of the call. Calls of two processes belong together only if their keys are equal."""
+        """Kind and size of the communication. Calls of two processes belong together only if both are equal."""
         return self.move, self.elements
 
     def __str__(self) -> str:

@@ -76,7 +76,7 @@ class Origin:
         name: name of the parameter, buffer or argument; else the operator.
         module: fully qualified name of the module that set the dtype ("" is the model itself).
         source: `file:line` of the code; "" if there is none.
-        before: origin of the operand of a cast, or of the operand whose dtype a promotion or conversion chose.
+        before: origin of a cast's operand; for a promotion or conversion, of the operand that already had the dtype.
         like: origin of the tensor whose dtype a cast or new tensor gets (`x` in `y.to(x.dtype)`); None if the code names
             the dtype.
     """
@@ -130,9 +130,9 @@ class Breach:
 
     Attributes:
         message: the real device's error message.
-        assumed: whether the contract was not measured on the device.
+        assumed: whether the dtypes that the device accepts were assumed, not measured.
         converted: the dtype to which the recorder converted the operands to continue the trace; None if it did not.
-        consequence: whether the forward of the same call broke a contract for the same cause.
+        consequence: whether this is a backward, and the call's forward broke a contract for the same cause.
     """
 
     message: str
@@ -160,8 +160,8 @@ class Call:
         emptied: number of finite rows that a cast turned into minus infinity; 0 if values are unknown.
         numbers: names and values of Python float arguments: `(("min", 1e-12),)`.
         outside: (an index that is out of range, the size of the indexed table); None if there is none.
-        undefined: number of results that are NaN whatever the weights are: softmax rows that are masked everywhere, or
-            a mean over zero labels. -1 for a sum over zero labels, which is 0.
+        undefined: number of results that are NaN with any weights: fully masked rows of a softmax, or a mean over zero
+            labels; -1 if the call is a sum over zero labels (the result is 0).
         by_script: True if the script itself made this call (such as clipping) after the backward of a live step.
         by_default: True if the call creates a tensor without a dtype argument, in torch's default dtype.
     """
@@ -257,7 +257,7 @@ class Weight:
         unit: the module with which FSDP2 gathers the weight ("" for the model); None if the weight is not sharded.
         gathered: the dtype in which FSDP2 gathers the weight for a forward; None if FSDP2 casts no weights.
         was: the weight's dtype before the step's code cast it; None if the code does not cast it.
-        reader: class of the module that reads the weight without calling its layer; "" if no code of the model does.
+        reader: class of another module whose code reads the weight without calling the weight's layer; else "".
         set_on: name and value of an attribute that code set without effect, such as (`encoder.requires_grad`, False);
             else None.
     """
@@ -297,11 +297,11 @@ class Setup(StepSettings):
     Attributes:
         autocast: autocast dtype around forward and loss, or None.
         learning_rate: learning rate of the optimizer; None if unknown.
-        updates: parameter -> (optimizer, learning rate); empty if all have `optimizer` and `learning_rate`.
+        updates: parameter -> (optimizer, learning rate); empty if `optimizer` and `learning_rate` apply to all.
         phases: the requested phases, in order.
         policy: the intended policy; None if the compute dtype was derived from the model.
-        compute: dtype to which the recorder converts operands that break a contract, unless a part of the model has
-            another. It is the policy's dtype, autocast's dtype, or the dtype of most modules.
+        compute: dtype to which the recorder converts mismatched operands, except in parts of the model with another
+            dtype. It is the policy's dtype, autocast's dtype, or the dtype of most modules.
         gradient_checkpointing: arguments of the model's `gradient_checkpointing_enable`; None keeps the model's setting.
         checkpoint_dtype: dtype of the checkpoint according to the model's config; None if the config names none.
         attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None if unknown.

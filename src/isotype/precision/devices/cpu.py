@@ -1,7 +1,7 @@
-"""The features of a CPU, which select its table of operator contracts.
+"""The features of a CPU. They select the table of the dtypes that each operator accepts on this CPU.
 
 oneDNN runs convolutions, recurrent layers and 16-bit matmuls: bfloat16 with AVX512 or newer, and float16 with
-AVX512-FP16 or AMX. On other CPUs, torch's own kernels run. These kernels accept other dtypes.
+AVX512-FP16 or AMX. On other CPUs, torch's own kernels run, which accept other dtypes than oneDNN.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ _TABLES: dict[frozenset[torch.dtype], tuple[str, str]] = {
 
 
 def contract_table(features: CpuFeatures, onednn: OneDnn | None) -> tuple[str, str]:
-    """Return (name of the best contract table, a clause on how this CPU differs from the measured CPU or "")."""
+    """Return (name of the best table of dtypes, a clause on how this CPU differs from the table's CPU or "")."""
     if onednn is None:
         return "cpu-avx2", "this torch has no oneDNN, and the tables were measured with oneDNN"
     table, flag = _TABLES.get(onednn.takes, ("cpu-amx", "amx_bf16"))
@@ -199,5 +199,5 @@ def contract_table(features: CpuFeatures, onednn: OneDnn | None) -> tuple[str, s
         return table, f"this is a CPU of type {features.machine}, and the tables were measured on x86 CPUs"
     if onednn.takes not in _TABLES or (flag and features.flags is not None and flag not in features.flags):
         takes = " and ".join(sorted(map(dtype_name, onednn.takes)))
-        return table, f"no table was measured on a CPU without {flag} whose oneDNN supports {takes}"
+        return table, f"no table was measured on such a CPU: oneDNN supports {takes}, but {flag} is missing"
     return table, ""

@@ -25,7 +25,7 @@ _BITSANDBYTES_SCRIPT = f"""
 import json, sys
 import torch
 from isotype.compat.compiler import import_uncompiled
-import_uncompiled("bitsandbytes")  # torch's compiler, which bitsandbytes would import, takes longer than the rest
+import_uncompiled("bitsandbytes")  # without torch's compiler, which would take most of the time
 from bitsandbytes import functional
 from bitsandbytes.cextension import lib
 answer = {{"library": type(lib).__name__}}

@@ -43,7 +43,7 @@ def profile_names() -> tuple[str, ...]:
 
 @cache
 def names() -> dict[str, str]:
-    """Return name or alias -> key of its record; names have no separators."""
+    """Return name or alias, without separators (`rtx4090`) -> key of the record."""
     entries = records().items()
     return {"".join(words_of(name)): key for key, record in entries for name in (key, *record["aliases"])}
 
@@ -65,7 +65,7 @@ def apple_chip(name: str) -> tuple[str, ...]:
 def card_of(name: str, number: str = " --devices {}") -> str:
     """Return the key of the record that `name` names. Raise PrecisionError if no record or several records match.
 
-    The error for `2x4090` suggests `number`, the command's argument for several devices; "" if the command has none.
+    The error for `2x4090` suggests the command's argument for several devices: `number`, or "" if there is none.
     """
     cards = _cards(name)
     if len(cards) == 1:
@@ -82,7 +82,7 @@ def card_of(name: str, number: str = " --devices {}") -> str:
 
 
 def _cards(name: str) -> list[str]:
-    """Return the keys of all records whose card `name` can stand for."""
+    """Return the keys of all records that `name` may mean."""
     words = words_of(name)
     if key := names().get("".join(words)):
         return [key]

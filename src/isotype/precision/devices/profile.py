@@ -43,7 +43,7 @@ class StepRates:
     """Rates of whole training steps on a device.
 
     Attributes:
-        between: the fraction of the bytes and kernel launches between matmuls that remains after kernel fusion.
+        between: the fraction of memory traffic and kernel launches outside of matmuls that kernel fusion leaves.
         launch: host seconds per kernel launch.
         spread: factor by which a step may be faster or slower than the prediction.
     """
@@ -71,8 +71,8 @@ class DeviceProfile:
         flash_attention: dtypes in which scaled_dot_product_attention does not store the scores.
         capability: compute capability as in torch.cuda; on ROCm, from the gfx architecture; None for other devices.
         speed: dtype -> measured matmul rate divided by the float32 rate; empty if not measured.
-        contracts: name of the table of operator contracts if this kind of device has several (`"cpu-avx2"`); else "".
-        unlike: a clause on how this device differs from the device of the contract table; "" if it does not.
+        contracts: name of the table of accepted dtypes if this kind of device has several (`"cpu-avx2"`); else "".
+        unlike: a clause on how this device differs from the device on which the table was measured; "" if it does not.
         repacks_4bit: whether bitsandbytes repacks 4-bit weights on this device in evaluation mode.
         random_rate: random values (dropout masks) per second and thread; None if not measured.
         page_rate: bytes of zeroed pages that the operating system gives a CPU in a second; None if not measured.
@@ -102,7 +102,7 @@ class DeviceProfile:
 
     @property
     def runs_fp8(self) -> bool:
-        """True if transformers' FP8 layers run. For other devices, `from_pretrained` dequantizes their weights."""
+        """True if transformers' FP8 layers run. For other devices, `from_pretrained` dequantizes the layers."""
         return self.kind == "xpu" or (self.capability or (0, 0)) >= (8, 9)
 
     def supports(self, dtype: torch.dtype) -> Support:

@@ -41,7 +41,7 @@ def is_on_cpu(x: torch.Tensor) -> bool:
 def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
     """Return the dtype in which to multiply `x`: `compute`, or float32 if the CPU emulates `compute`.
 
-    CPU kernels that emulate `compute` also sum in float32 and round the sum once. float32 gives the same result faster.
+    CPU kernels that emulate `compute` sum in float32 and round once. A float32 matmul gives the same result faster.
     """
     if x.device.type != "cpu":
         return compute
@@ -53,5 +53,5 @@ def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
 
 
 def has_value(fake: torch.Tensor) -> bool:
-    """Return whether the trace knows a fake tensor's values: those of small tensors that depend on no weight."""
+    """Return whether a fake tensor's values are known. Traces know values of small tensors that depend on no weight."""
     return hasattr(fake, VALUE)

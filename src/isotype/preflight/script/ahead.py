@@ -1,4 +1,4 @@
-"""Builds the request for a script's step before the step runs, for a check at once or after a crash."""
+"""Builds the request for a script's step before the step runs. The check runs at once, or after a crash."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def request_of_script(
 class LossOfForward(LossOfOutput):
     """Calls the model with the script's arguments, and returns the loss in the output.
 
-    The queue `returned` receives True if the output has a loss. It is a queue, because a check restores other objects.
+    The queue `returned` receives True if the output has a loss. A check undoes changes of objects, but not of queues.
     """
 
     def __init__(self, returned: SimpleQueue[bool]) -> None:
@@ -164,7 +164,7 @@ def _has_masters(model: nn.Module) -> bool:
 def autocast_of(model: nn.Module, device: str) -> torch.dtype | None:
     """Return the dtype of the current autocast, or of accelerate's autocast for `model`; None without autocast.
 
-    accelerate's autocast is in the model's forward.
+    accelerate switches autocast on inside of the model's forward.
     """
     low = autocast_dtype(device)
     if low is not None or not is_prepared(model):

@@ -71,7 +71,7 @@ from isotype.trace.live.watch import MANY_SKIPPED, Beginning, Watch
 AGAIN_SECONDS = 60.0
 """Time limit in seconds for tracing the step again after a crash."""
 MENTIONED_FROM = 5.0
-"""If the trace before the first step takes longer, a line is printed even without findings."""
+"""If the trace before the first step takes this many seconds, a line is printed even without findings."""
 _UNSCALE_REFUSED = "Attempting to unscale FP16 gradients"
 _ALL_SKIPPED = (
     "no real step was checked, because the optimizer took no step: the GradScaler skipped every step (infinite or NaN "
@@ -146,7 +146,7 @@ class Diagnosis:
             self._numbers.attach(beginning.model, beginning.args, beginning.kwargs)
 
     def _evaluates(self, beginning: Beginning) -> None:
-        """Store the request for a forward before the first training step, to trace the forward again after an error."""
+        """Before the first training step, store a forward's request, to trace the forward again after an error."""
         self._request = without_tensors(self._request_of(beginning, ("generate",)))
 
     def _request_of(self, beginning: Beginning, *phases: Sequence[str]) -> StepRequest:
@@ -252,12 +252,12 @@ class Diagnosis:
         return self.watch.trace(setup, no_autocast=why)
 
     def _between(self, rule: ModuleType, calls: tuple[Call, ...] = (), **seen: Any) -> None:
-        """Report a rule's findings between two recorded steps, from a trace with these `calls` and fields (`seen`)."""
+        """Report, between two recorded steps, a rule's findings in a trace with these `calls` and fields (`seen`)."""
         if self._setup_seen is not None and self._speaks:
             self._say_late(_of(judge(Trace(self._setup_seen, calls, (), {}, Memory({}), **seen)), rule))
 
     def _say_late(self, findings: Sequence[Finding]) -> None:
-        """Report findings of the real step, except codes that were reported with the same severity or as an error."""
+        """Report findings of the real step, unless their code was reported with the same severity or as an error."""
         known = {(finding.code, finding.severity) for finding in (*self._findings(), *self._late)}
         if new := [f for f in findings if not known & {(f.code, "error"), (f.code, f.severity)}]:
             self._late += tuple(new)
@@ -389,7 +389,7 @@ class Diagnosis:
         self._diagnose(call, f"{name}: {first}")
 
     def _explain_elsewhere(self, error: BaseException) -> None:
-        """Explain a dtype error of an operator after the recorded step, or of code outside of operators."""
+        """Explain a dtype error that an operator raises after the recorded step, or that other code raises."""
         text, recorder, model = str(error), self.watch.recorder, self.watch.model
         headline = error_line(error)
         assert model is not None
@@ -459,9 +459,7 @@ class Diagnosis:
         elif live and (setup.profile.present or not applies_to_cpus_only(headline)):
             self._output.render(Report(trace, tuple(live)))
         else:
-            absent = (
-                f"this CPU has no such kernel; a trace for {setup.profile.title} does not show the error:"
-            )
+            absent = f"this CPU has no kernel for these dtypes; a trace for {setup.profile.title} does not show the error:"
             self._say(absent if live else f"{call.op} got incompatible dtypes:")
             self._output.call(call)
 
@@ -490,7 +488,7 @@ class Diagnosis:
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
-    """Return the report, with the finding that explains `call` (or one of the `live` findings) first; None without one."""
+    """Return the report, with the finding first that explains `call` or is in `live`; None without such a finding."""
     if report is None:
         return None
     codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}

@@ -1,4 +1,4 @@
-"""Runs a script's code for a GPU on the CPU, if `--device` names a GPU that this machine lacks."""
+"""Runs a script's GPU code on the CPU, if `--device` names a GPU that this machine lacks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MissingGpu:
 
     Attributes:
         kind: device type of the device for which the step is checked.
-        stands: default autocast dtype of the CPU -> default autocast dtype of the device, if the script names no dtype.
+        stands: autocast dtype of the CPU -> autocast dtype of the device, if the script uses the default.
         questions: each `file:line` where the script asks for a GPU, in order.
     """
 
@@ -73,7 +73,7 @@ class MissingGpu:
 
     @property
     def sentence(self) -> str:
-        """A sentence about the CPU in place of the GPU; "" if the script has not named the GPU, or runs on a GPU."""
+        """A sentence: the CPU replaces the GPU. It is "" if the script has not named the GPU, or runs on a GPU."""
         if self._profile is None or not self._named:
             return ""
         return f"this machine has no {self._profile.title}: the script's GPU code runs on the CPU"

@@ -1,4 +1,4 @@
-"""Dtype errors outside of watched steps: the line that raised the error, the tensors in its variables, and advice."""
+"""Dtype errors outside of watched steps: the line that raised the error, the tensors in local variables, and advice."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _without_gradients(error: BaseException, names: Mapping[int, str]) -> str:
 
 
 def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:
-    """Return a list with the innermost optimizer among the variables in the traceback; [] if there is none."""
+    """Return the last optimizer among the variables of the traceback's frames, as a list; [] if there is none."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     variables = (value for frame in frames for value in frame.f_locals.values())
     return [value for value in variables if isinstance(value, torch.optim.Optimizer)][-1:]
@@ -122,8 +122,7 @@ def _owners(error: BaseException, method: str = "") -> Iterator[object]:
 
 
 def _of_copy(error: BaseException, model: nn.Module) -> Outside | None:
-    """Describe an error of a module (`AveragedModel`) that averages parameters of another dtype; None for other
-    errors."""
+    """Describe an error of a module (`AveragedModel`) whose averages have another dtype than the model; else None."""
     trained = dict(model.named_parameters())
     no_update = {id(model), *map(id, _owners(error, "forward"))}  # a forward raises errors of other operands
     for owner in _owners(error):

@@ -51,7 +51,7 @@ class Processes:
 
     Args:
         session: the session that watches this process.
-        join: function that starts the watch in a spawned process, to which it is pickled.
+        join: function that starts the watch in a spawned process, which gets the function by pickle.
     """
 
     def __init__(self, session: Session, join: Callable[[Options], None]) -> None:
@@ -171,7 +171,8 @@ def is_python_script(path: Path) -> bool:
 
 
 def _split_python(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Split a command at its script or `-m module`. Return None without one, or with an option of `_NOT_OURS`."""
+    """Split a command at its script or `-m module`. Return None without a script, or with an option such as `-c` or
+    `-I`."""
     position = 1
     while position < len(words):
         word = words[position]

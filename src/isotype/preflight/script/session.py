@@ -34,7 +34,7 @@ NOTHING_SEEN = "no training step was seen"
 class Session:
     """Watches one process.
 
-    If the watch fails, a line is printed, and the script continues with the same exit status.
+    If the watch fails, a line is printed, and the script continues; the exit status is the script's.
     """
 
     def __init__(self, options: Options) -> None:
@@ -219,7 +219,7 @@ def _leads_to_modes(entry: _Entry) -> bool:
 
 
 def _is_bare(frame: FrameType) -> bool:
-    """Return whether the frame's module has no hooks. Then torch calls `inner` only because of the watch's hooks."""
+    """Return whether the frame's module has no hooks, so that torch calls its function `inner` only for the watch."""
     # Imported here, because a script without torch must not import torch. Such a script has no frames of modules.
     from isotype.compat.torch import ALL_HOOKS
 
@@ -228,7 +228,7 @@ def _is_bare(frame: FrameType) -> bool:
 
 
 def _at_plain_call(entry: _Entry) -> _Entry:
-    """Change a traceback entry of `Module._call_impl` to the line that calls the forward of a module without hooks."""
+    """Return the entry of `Module._call_impl` as without hooks: at the line that calls the forward directly."""
     frame = entry[0]
     place = _plain_call(frame.f_code)
     return entry if place is None else (frame, *place)

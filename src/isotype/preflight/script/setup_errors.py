@@ -19,7 +19,7 @@ from isotype.preflight.script.outside import Outside
 from isotype.records.finding import in_library
 
 _KNOWN: list[dict[str, str]] = table(__file__)
-"""(Pattern of an error, kind of the weights in its cause ("codes", "meta" or ""), cause, help)."""
+"""(Pattern of an error, the weights that cause it ("meta": without values, "codes": packed, or ""), cause, help)."""
 _ADVICE: dict[str, str] = table(__file__, "old_arguments.json")
 """Argument that a library no longer has -> advice."""
 _UNKNOWN = re.compile(
@@ -74,9 +74,9 @@ def line_of_script(error: BaseException) -> str:
 
 
 def _weight_words(error: BaseException, kind: str) -> dict[str, str] | None:
-    """Return name, dtype and count of the weights of a kind, in the largest model in the traceback's variables.
+    """Return name, dtype and count of the weights of `kind` in the largest model among the traceback's variables.
 
-    Returns {} for the kind "", and None if the model has no such weight.
+    Returns {} if `kind` is "", and None if the model has no weight of this kind.
     """
     if not kind:
         return {}
