@@ -61,12 +61,10 @@ def request_of_trainer(trainer: Any, inputs: Any = None, device: Any = None) -> 
         mapped = isinstance(batch, Mapping)
         wiring = _with_count(trainer, batch) if mapped else _prompts_and_completions(trainer)
     request = _request(trainer.model, loss, trainer.args)
-    own = getattr(
-        trainer.optimizer, "optimizer", trainer.optimizer
-    )  # accelerate wraps the optimizer in a training
-    if isinstance(
-        own, torch.optim.Optimizer
-    ):  # its state, class and rates count, not `optim` in the arguments
+    own = getattr(trainer, "optimizer", None)
+    own = getattr(own, "optimizer", own)  # accelerate wraps the optimizer in a training
+    # The state, class and rates of this optimizer count, and not the name in the arguments.
+    if isinstance(own, torch.optim.Optimizer):
         request = replace(request, optimizer=own, learning_rate=None)
     if not isinstance(batch, Mapping) and isinstance(loss, LossOf) and not trainer.args.use_vllm:
         token = partial(_generate, ids=loss.inputs["input_ids"][:, :1])
