@@ -167,7 +167,7 @@ def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
 
 
 def model_notes(model: Any) -> tuple[str, ...]:
-    """Return a note on stacked experts in a float dtype (if the model is quantized), and the model's `adapter_notes`."""
+    """Return the model's `adapter_notes`, and a note if the model is quantized except for stacked experts."""
     notes: tuple[str, ...] = tuple(getattr(model, "adapter_notes", ()))
     formats = [name for name, _ in weight_bytes(model) if name in FORMATS]
     matrices = ((n, p) for n, p in model.named_parameters() if p.ndim == 3 and p.is_floating_point())
@@ -189,7 +189,7 @@ _PICTURED = 4
 
 
 def sample_questions(settings: Settings, data: Any) -> list[tuple[Sample, Prompt]]:
-    """Return (sample, prompt) pairs for `--ask`, or for the first prompt of the test split (the first four with images)."""
+    """Return (sample, prompt) pairs for `--ask`, else for the test split's first prompt (first four with images)."""
     if settings.ask:
         asked = as_typed(settings.ask)
         return [(Sample(asked, None, None, None), [{"role": "user", "content": asked}])]
@@ -291,6 +291,6 @@ def _kernel_rows(fusion: FusionReport | None) -> list[tuple[str, str]]:
 
 
 def head_rows(trainer: Any) -> list[tuple[str, str]]:
-    """Return the report's row on the choice of the language-model head, or no row if nothing was measured."""
+    """Return the report's row on the faster of two language-model heads, or no row if neither was measured."""
     text = vars(trainer).get(HEAD_CHOICE)
     return [] if text is None else [("language-model head", text)]

@@ -111,7 +111,7 @@ _UNABLE = {
     "ADAPTION_PROMPT": "whose forward does not return the log-probabilities that TRL's trainers need",
     **UNUSABLE,
 }
-"""Maps a kind of adapter that a TRL trainer cannot train to the reason."""
+"""Kind of adapter that a TRL trainer cannot train -> the reason."""
 
 BOOLEANS = {"true": True, "false": False}
 """Maps the texts of `--init_lora_weights` to PEFT's booleans. With False, matrix B is random (for tests)."""
@@ -129,13 +129,13 @@ DRAWN = ("true", "gaussian", "orthogonal")
 """Initialisations that do not change the model's results, because the product of A and B is zero."""
 
 OF_FLOATS = ("orthogonal", "olora", "pissa")
-"""Initialisations that need base weights in a float dtype. PEFT (0.21) draws `orthogonal` in the base's storage dtype."""
+"""Initialisations that need base weights in a float dtype. PEFT (0.21) draws `orthogonal` in the base's dtype."""
 
 PART_OF_BASE = ("olora", "pissa")
 """Initialisations that move a part of each base weight into the adapter, by a QR or singular value decomposition.
 
-The rest of each base weight is not saved but computed again whenever the adapter is attached. The
-recomputed rest is the same up to rounding, even if the new decomposition has other signs.
+The base weight without this part is not saved but computed again whenever the adapter is attached. The recomputed
+weight is the same up to rounding, even if the new decomposition has other signs.
 """
 
 LOFTQ = "loftq"
@@ -149,7 +149,7 @@ _REFUSED: Mapping[str, str] = {
     "lora_ga": _BASE,
     "mica": "its matrix B is not trained, which isotype does not support",
 }
-"""Maps an initialisation of PEFT that isotype refuses to the reason."""
+"""Initialisation of PEFT that isotype refuses -> the reason."""
 
 
 def initial_problems(settings: Settings) -> Iterator[Problem]:
@@ -229,7 +229,7 @@ def part_of_base_problems(settings: Settings, name: object, adapter: Path | None
 
 
 def is_its_own_reference(settings: Settings) -> bool:
-    """Return True if the base model is the reference. Requires a new adapter that changes no base weight, and no sharding."""
+    """Return True if the base model is the loss's reference (new adapter, unchanged base weights, no sharding)."""
     new = settings.start is None and settings.init_lora_weights in (None, *DRAWN)
     return new and settings.sharding is None
 

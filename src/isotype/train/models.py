@@ -60,7 +60,7 @@ _DECIDED = (
 def adapted_model(
     settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, *, adapt: Adapt | None = None
 ) -> tuple[Any, Any]:
-    """Load `checkpoint`, add the adapter to the parts of the model in `adapt`, and return (model, None).
+    """Load `checkpoint`, add the adapter to the parts of the model in `adapt`, and return (model, no peft_config).
 
     If the chat template adds tokens, return (model without an adapter, peft_config) so that the trainer adds the adapter.
     """
@@ -296,7 +296,7 @@ def _is_target(name: str, targets: Any) -> bool:
 
 
 def tokenizer_here(model: str, revision: str | None) -> tuple[Path | str, Any]:
-    """Return (local directory, tokenizer) for a directory, GGUF file, embedded model or downloaded hub id.
+    """Return (local directory, tokenizer) for a directory, GGUF file, `embedded:NAME` or downloaded hub id.
 
     Return (model, None) if this machine has no tokenizer. For a GGUF file, the directory is in isotype's cache.
     """
@@ -339,8 +339,8 @@ def weightless_model(
 
     Args:
         lora: a `peft.LoraConfig` or its arguments, or None for no adapters.
-        fold: True to fold equal layers (see `isotype.model.fold`). If the policy, the quantizer or the adapters' config
-            selects layers by number, the layers are folded after adapters are added, otherwise before.
+        fold: True to fold equal layers into one (see `isotype.model.fold`). If the policy, the quantizer or the
+            adapters' config selects layers by number, the layers are folded after adapters are added, otherwise before.
         **settings: arguments of `skeleton` (a model class, and values for fields of the config).
 
     Raises:
@@ -405,7 +405,7 @@ def _adapter_arguments() -> Iterator[None]:
 
 
 def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:
-    """Return the parts of `--adapt`; without `--adapt`, the language model, or None (all parts) if rows have images."""
+    """Return the parts of `--adapt`. By default: None (all parts) if rows have images, else the language model."""
     if settings.adapt is not None:
         return Adapt(read_parts(settings.adapt), "--adapt does not name their part of the model")
     if {"image", "images"} & set(columns):

@@ -1,4 +1,4 @@
-"""Decides a run's policy (a float16 policy by measured value ranges), and enforces the policy on a trainer."""
+"""Decides a run's policy, for float16 from measured value ranges, and enforces the policy on a trainer."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def policy_by_ranges(
 def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
     """Raise PrecisionError if a module has weights above 65504 and would run in float16.
 
-    The policy runs linear layers and embeddings with such weights in float32. A norm with such weights is refused even if
-    its measured results fit into float16: one update can change the results by the weight times the learning rate.
+    The policy runs linear layers and embeddings with weights above 65504 in float32. A norm with weights above 65504 is
+    refused even if its measured results fit into float16: an update can add the weight times the learning rate.
     """
     if policy.compute != torch.float16 or ranges is None:
         return
@@ -96,7 +96,7 @@ def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tenso
 
 
 def _measured(measure: Callable[..., Result], checkpoint: Checkpoint, profile: DeviceProfile) -> Result:
-    """Measure block by block on the training's GPU, or on the CPU without a GPU or with too little GPU memory."""
+    """Measure block by block on the training's GPU; without a GPU, or if its memory is too small, on the CPU."""
     if not profile.present or profile.kind not in ("cuda", "rocm", "xpu"):
         return measure(checkpoint)
     device = torch.device(profile.name)
@@ -115,7 +115,7 @@ def enforce(model: Any, policy: PrecisionPolicy | None = None) -> tuple[Change, 
 
     Args:
         model: a model, or a trainer of transformers or TRL before `train()`. A trainer also gets GradScaler and autocast,
-            which accelerate omits for float16 on a CPU.
+            because accelerate creates neither for float16 on a CPU.
         policy: by default, the model's policy (set by `isotype.load` and `isotype.add_lora`).
 
     Raises:

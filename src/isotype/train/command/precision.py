@@ -81,7 +81,7 @@ def _dtype_problems(command: Command, claims: Sequence[Claim]) -> Iterator[Probl
             yield Problem(f"{first} and {claim}", _ONE_DTYPE, fix)
     for flag, name in FLAGS:
         if claims and command.given(flag) is False and claims[0][1] == name:
-            fix = f"leave --{flag} False out, or give another --dtype"
+            fix = f"leave out --{flag} False, or give another --dtype"
             yield Problem(f"{claims[0][0]} and --{flag} False", "one compute dtype", fix)
 
 

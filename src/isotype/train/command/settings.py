@@ -116,7 +116,7 @@ def _incomplete(command: Command) -> Iterator[Problem]:
 
 
 def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all values by argument name, with the decided values and the values that other values imply."""
+    """Return name -> value for all arguments: values of the command, decided values, and values that others imply."""
     values: dict[str, Any] = {
         name: command[name] for name in ("dtype", "use_peft", "lora_target_modules", "lora_task_type")
     }
@@ -216,7 +216,7 @@ def _built(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
 
 _NAMES = frozenset(name for method in METHODS for name in specs(method))
 _COMPLETED = frozenset({"bf16", "fp16", "mixed_precision"})
-"""Attributes that the policy sets on built TrainingArguments, because the constructor refuses bf16 on some machines."""
+"""Attributes set by `PrecisionPolicy` after TrainingArguments is built: its constructor may refuse bf16."""
 
 
 def _constructed(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def _works(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any], *
 
 
 def _whole_groups(command: Command, works: Callable[..., bool]) -> Iterator[str]:
-    """Yield a smaller group and a larger batch with which each batch has only whole groups of completions."""
+    """Yield arguments for a smaller group or a larger batch, so that each batch contains only whole groups."""
     rows, group = command["per_device_train_batch_size"], command["num_generations"]
     larger = range(rows + 1, rows + group + 1)
     choices = {"num_generations": range(group - 1, 1, -1), "per_device_train_batch_size": larger}

@@ -26,12 +26,12 @@ from isotype.train.monitor.memory import MemoryMeter
 from isotype.train.monitor.step import MicroBatch, Step
 
 Replay = NonFinite | str
-"""Result of a repeated step: the first value that is not finite, why this value is unknown, or "" if all are finite."""
+"""Result of a repeated step: the first value that is not finite, why it is unknown, or "" if all values are finite."""
 
 
 @dataclass
 class StepMeter:
-    """Measures a trainer's optimizer steps by methods that `attach` replaces, because callbacks get no batch and no loss.
+    """Measures a trainer's steps. `attach` replaces trainer methods, because callbacks get no batch and no loss.
 
     Args:
         together: True if all processes combine their values in every step (a collective operation). If False (in a script),

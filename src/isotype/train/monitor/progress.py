@@ -31,7 +31,7 @@ _WIDEST = 130  # columns from which the line also shows learning rate and gradie
 
 @dataclass(frozen=True)
 class _Inset:
-    """Renders `inner` narrower than the console, because a terminal prints ^C after the live line."""
+    """Leaves room for the ^C that a terminal prints after the live line: `inner` is narrower than the console."""
 
     inner: RenderableType
 

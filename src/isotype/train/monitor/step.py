@@ -98,7 +98,7 @@ class Step:
         self._values = values
 
     def broken(self) -> torch.Tensor:
-        """Return a float32 scalar on the device that is 1 if the launched loss or norm is not finite, and 0 otherwise."""
+        """Return a float32 scalar on the device: 1 if the step's loss or norm is not finite, and 0 otherwise."""
         assert self._values is not None
         finite = self._values[_LOSS].isfinite()
         if self.grad_norm is not None:
@@ -106,7 +106,7 @@ class Step:
         return finite.logical_not().to(torch.float32)
 
     def send(self) -> None:
-        """Begin to copy the launched values to the host, without waiting for the copy."""
+        """Begin to copy the values on the device to the host, without waiting for the copy."""
         assert self._values is not None
         if self._values.device.type != "cpu":
             host = torch.empty(self._values.shape, dtype=self._values.dtype, pin_memory=True)

@@ -201,7 +201,7 @@ class Order:
 
 
 def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int) -> Order | None:
-    """Restore or record random states that determine the order of rows. Return None if seed and epoch are enough.
+    """Restore or record random states that determine the order of rows. Return None if seed and epoch determine it.
 
     Args:
         checkpoint: the checkpoint that is resumed in this epoch, or None if the epoch begins with its first batch.

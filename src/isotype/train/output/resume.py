@@ -192,7 +192,7 @@ def day_of_run(resume: Path | None) -> date:
 
 
 def mark_day(settings: Settings, day: str, tokenizer: Any) -> None:
-    """Store the day in the tokenizer. `datasets` then includes the day in the key of its cache of tokenized rows."""
+    """Store the run's date in the tokenizer. `datasets` then includes it in the cache key of tokenized rows."""
     if writes_date(tokenizer) or settings.chat_template_path is not None:
         getattr(tokenizer, "tokenizer", tokenizer).template_date = day
 
@@ -217,7 +217,7 @@ _DECISIVE, _INDECISIVE = _NAMES["decisive"].split(), _NAMES["indecisive"].split(
 _POLICY: Mapping[str, str | None] = _NAMES["policy"]
 """Maps a field of the policy to the argument that sets it, or to None."""
 _PARTS = {True: "language", False: "all"}
-"""Maps True (the policy's `dense` names modules) and False to the value of `--quantized_parts`."""
+"""Maps "the policy's `dense` names modules" (True or False) to the value of `--quantized_parts`."""
 _BATCH = "rows in an optimizer step"
 _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("dataset_name", "dataset_config")}
 

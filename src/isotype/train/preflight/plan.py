@@ -62,7 +62,7 @@ class StepPlan:
         checkpointing: arguments of `gradient_checkpointing_enable`, or None if gradient checkpointing is off.
         auto: True if the memory of the step decides `checkpointing`.
         longest: length of the longest possible row in the training, or None if `length` is the longest.
-        unforeseen: a clause that says why the step's memory cannot be estimated, or "" if a trace shows the memory.
+        unforeseen: a clause that says why tracing the step cannot show its memory, or "" if the trace can show it.
         lora: a `peft.LoraConfig` or its arguments, or None if every weight is trained.
         fsdp: version of FSDP, or 0 for no FSDP.
         deepspeed: True if DeepSpeed runs the step.
