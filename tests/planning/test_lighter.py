@@ -99,7 +99,7 @@ def test_the_last_resort_is_nested_constants_and_short_rows(experts: Path, formu
     request, _ = parse_request([str(experts), "--device", "a100-80g", "--rows", "1"], {})
     *_, nested, shorter, shortest = lighter(request, config_of(open_model(experts)))
     assert nested[0].endswith(
-        "optimizer states in 32 bits, 4-bit constants in 32 bits (--use_bnb_nested_quant)"
+        "optimizer states in 32 bits, 32-bit constants of 4-bit weights (--use_bnb_nested_quant)"
     )
     assert shortest[0] == f"{nested[0]}, rows of more than 256 tokens"
     plans = [plan_of_request(replace(request, longest=False)) for _, request in (nested, shorter, shortest)]

@@ -32,7 +32,7 @@ def quantized_on(parameter: Any, device: str) -> Any:
 
 
 def nothing_repacked() -> AbstractContextManager[None]:
-    """Return a context for traces of other devices, in which bitsandbytes repacks no 4-bit weights for this CPU."""
+    """Return a context in which bitsandbytes repacks no 4-bit weights for this CPU, to simulate another device."""
     modules = sys.modules.get(QUANTIZED_LAYERS)
     return replaced(modules, REPACK, lambda weight, state: (weight, state))
 
@@ -128,7 +128,7 @@ def _by_blocks(kernel: Callable[..., object]) -> Callable[..., None]:
 
 
 def give_quantized_class(layer: Any) -> None:
-    """Replace the fake codes of a quantized layer by a weight with bitsandbytes' class and attributes."""
+    """Give the fake weight of a quantized layer the class and the attributes of bitsandbytes' weights."""
     from bitsandbytes.nn import Int8Params, Linear8bitLt, Params4bit
 
     weight = layer.weight

@@ -5,8 +5,8 @@ These modules import all of `torch._dynamo` without compiling anything (torch 2.
 - torch/_subclasses/fake_tensor.py: `FakeTensorMode.__init__` reads `torch._dynamo.config`
 - torch/_compile.py: `torch._disable_dynamo` calls `disable` for each dispatch mode and optimizer,
   https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_compile.py
-- torch/__init__.py: `compile` first imports `torch._inductor` (torch 2.15), which imports parts of `torch._dynamo`
-  before the package
+- torch/__init__.py: `compile` first imports `torch._inductor` (torch 2.15), which imports submodules of `torch._dynamo`
+    first
 - torch/optim/optimizer.py: `_use_grad_for_differentiable` calls `graph_break`, which matters in compiled code only
 - transformers/masking_utils.py imports a class from `torch._dynamo._trace_wrapped_higher_order_op`;
   integrations/deepgemm.py and flex_attention.py mark functions for the compiler,
@@ -61,7 +61,7 @@ class _Deferred(ModuleType):
         return getattr(self, name)
 
     def run(self) -> None:
-        """Execute the real package's code. Then pass it the functions that code has marked for the compiler."""
+        """Execute the real package's code. Then call it for each function that was marked for the compiler."""
         attributes = vars(self)
         marked, eager = attributes.pop("marked"), attributes.pop("eager")
         for name in ("disable", "graph_break", *_MARKS):

@@ -1,9 +1,9 @@
 """Liger-Kernel (0.3 to 0.8): removes its methods from a model's modules.
 
 `_apply_liger_kernel_to_instance` sets `forward`, `extra_repr` and `_get_name` on every norm, MLP and model instance
-(`_bind_method_to_module` in liger_kernel/transformers/monkey_patch.py). A policy and `isotype.fuse` change a module's
-class. A method on the instance would override the new class's method. tests/compat/test_liger.py sets methods as Liger
-does.
+(`_bind_method_to_module` in liger_kernel/transformers/monkey_patch.py). A precision policy and `isotype.fuse` change a
+module's class. A method on the instance would override the new class's method. tests/compat/test_liger.py sets methods
+as Liger does.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def with_global(function: types.FunctionType, name: str, value: Any) -> types.Fu
 
 
 def update_globals(copy: types.FunctionType, function: types.FunctionType, name: str) -> None:
-    """Update the globals of a copy by `with_global` from the globals of `function`, except the global `name`."""
+    """Give `copy`, a result of `with_global`, the current globals of `function`, except the global `name`."""
     inner, original = innermost(copy), innermost(function)
     assert inner is not None
     assert original is not None

@@ -42,7 +42,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     """The date of `strftime_now`; None for the current date."""
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Return `left operator right`. Raise TemplateRuntimeError if an integer would take too long."""
+        """Return `left operator right`. Raise TemplateRuntimeError if it is an integer with too many bits."""
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             if bits > BITS:

@@ -55,7 +55,7 @@ _LEGACY_TENSORS = tuple(
 _PROMOTED = frozenset(
     ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "index_copy")
 )
-"""Functions that only the CPU's autocast promotes. They fail there for a 16-bit dtype other than autocast's."""
+"""Functions that only the CPU's autocast promotes. On the CPU, they fail for a 16-bit dtype other than autocast's."""
 _IN_FLOAT32 = frozenset(("layer_norm", "group_norm"))
 """Functions that only a GPU's autocast runs in float32. On the CPU, they fail for a float32 input with 16-bit weights."""
 _MOVES = ("cuda", "xpu", "pin_memory")
@@ -324,7 +324,7 @@ class _Generators(type):
 def _flex_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Any, _: Any, scale: float, *__: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Replaces FlexAttention's kernel, which has no backward on CPUs. The operands and memory are the same.
+    """Replaces FlexAttention's kernel, which has no backward on CPUs. Operands and memory are the kernel's.
 
     The kernel casts its operands to autocast's dtype. `score` runs once, so that a trace sees the tensors that it uses.
     """

@@ -137,7 +137,7 @@ def mark_as_sharded(model: Any) -> None:
 Names = Callable[[Any], set[str]]
 """A function: model -> names of its parameters."""
 Reading = Callable[[Any, Any, Any, Any, Callable[[], Any]], Any]
-"""A function (model, weights in memory, files, settings, transformers' reader) -> the result of transformers' reader."""
+"""(model, weights in memory, files, settings, transformers' function for the files) -> this function's result."""
 
 
 def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None = None) -> Any:
@@ -284,7 +284,7 @@ def fakes_taken_for_real() -> Iterator[None]:
 
 @contextmanager
 def fp8_kernels_replaced(runs: bool) -> Iterator[None]:
-    """In the `with` block, products with the same shapes replace FP8 kernels if the device `runs` FP8 layers.
+    """In the `with` block, matrix products with equal shapes replace FP8 kernels if the device `runs` FP8 layers.
 
     FP8 kernels read memory, which fake tensors do not have. The products have no backward, like the FP8 layers of
     transformers 5.20. For older GPUs, transformers dequantizes the weights while loading.

@@ -110,7 +110,7 @@ class Table:
     """The measured contracts of one device.
 
     `messages` are templates of error messages, see `isotype.contracts.pattern.Spelled`. `operators[overload][pattern]`
-    contains the letters of the results' dtypes. For a call that raises an error, it is the index of the message.
+    has a letter for the dtype of each result. For a call that raises an error, it is the index of the message.
     """
 
     device: str
@@ -168,8 +168,8 @@ class Contracts:
     def judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
         """Return the verdict on a call of `op` (`aten.mm.default`) with tensor operands of these dtypes.
 
-        `dtypes` contains the dtypes of all tensor arguments in order, even of tensors in lists. If no table and no
-        family has the call, or if all operands are integers that are not refused, return None: the fake kernel decides.
+        `dtypes` contains the dtypes of all tensor arguments in order, even of tensors in lists. Return None if tables
+        and families lack the call, or accept it and all operands are integers: the fake kernel decides.
         """
         if (op, dtypes) not in self._memo:
             self._memo[op, dtypes] = self._judge(op, dtypes)
@@ -308,7 +308,7 @@ def _table(name: str) -> Table:
 
 
 _SHIFTED = (str.maketrans("df", "fb"), str.maketrans("d", "b"))
-"""Replaces float64 and float32 in a pattern by float32 and bfloat16, a pattern that was measured for every operator."""
+"""Changes float64 and float32 in a pattern to float32 and bfloat16: this pattern was measured for every operator."""
 
 
 def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
@@ -447,7 +447,8 @@ def nearest(tables: Sequence[TableName], kind: str, variant: str, torch_version:
 def _variant_distance(measured: str, variant: str) -> float:
     """Return the distance of two variants of a device kind; 0 if they are equal.
 
-    The major number of a compute capability counts most. If two capabilities are equally far, the older one is nearer.
+    The major number of a compute capability counts most. If an older and a newer one differ equally, the older is
+    nearer.
     """
     if measured == variant:
         return 0

@@ -143,7 +143,7 @@ REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError
 """The exceptions of torch for operands of unsupported dtypes."""
 
 FAR = 0.25
-"""Relative error of wrong results. Rounding to 16 bits causes an error of 0.004, and misread bytes cause far more."""
+"""Results with a larger relative error are wrong. Rounding to 16 bits causes 0.004, misread bytes far more."""
 
 _FLOATS = frozenset(FLOAT_DTYPES.values())
 
@@ -190,7 +190,7 @@ def _references(
         rest = iter(letters)
 
         def rounded(value: Any, rest: Iterator[str] = rest, place: torch.device = place) -> Any:
-            """Return an argument on the device `place`, rounded to the operand's dtype, but in the run's dtype."""
+            """Return an argument on the device `place`, with values that are rounded to the operand's dtype."""
             if not isinstance(value, torch.Tensor):
                 return place if isinstance(value, torch.device) else value
             if value.dtype in _FLOATS:

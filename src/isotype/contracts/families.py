@@ -40,7 +40,7 @@ class Family:
         refusal: torch's error for a dtype that is not accepted; `{0}` stands for it.
         devices: device kinds for which the rule holds.
         majors: major compute capabilities for which the rule holds; None for all.
-        matches: a regular expression. The rule applies only if the compared letters begin with a match.
+        matches: a regular expression. The rule applies only if it matches the first letters of the compared operands.
         in_order: True if `{0}`, `{1}`, … in the message stand for the first, second, … of all operands.
     """
 

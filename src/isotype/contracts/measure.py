@@ -16,11 +16,11 @@ combinations of float32, bfloat16 and float16 (and of float64, if the example ha
 - more than 6: all operands in one dtype; all but one in one dtype; and the recorded dtypes.
 
 A call that raises an error is rejected, and the table has its message. Otherwise, the results are compared with those
-of calls on the same values: in float64 on the CPU, and in the recorded dtypes. If the results are far from all of these
-results, they are wrong, and the call is rejected. All other calls are accepted, and the table has the dtypes of the
-results. The result is unspecified (`?`) if two examples of one pattern return different dtypes, for example because of
-a scalar or a `dtype=` argument. A pattern with accepted and rejected examples has no entry, because an entry must hold
-for every call.
+of calls on the same values: in float64 on the CPU, and in the recorded dtypes. If the results differ much from both
+comparisons, the call returns wrong values and is rejected. All other calls are accepted, and the table has the dtypes
+of the results. The result is unspecified (`?`) if two examples of one pattern return different dtypes, for example
+because of a scalar or a `dtype=` argument. A pattern with accepted and rejected examples has no entry, because an entry
+must hold for every call.
 
 Calls run in a child process. If a call ends the process (or the device fails), its operator is listed under `died`, and
 the measurement goes on.
@@ -345,7 +345,7 @@ def main() -> None:
 
 
 def templates(messages: Mapping[str, str]) -> dict[str, str]:
-    """Return a message template for each pattern, with few different templates (a greedy choice).
+    """Return a message template for each pattern. Many patterns share a template (a greedy choice).
 
     If several operands have the dtype in a message, several templates are possible. The template that fits the most
     messages is chosen. `fill(template, letters_in(pattern))` returns each message exactly.
@@ -374,7 +374,7 @@ def _readings(pattern: str, message: str) -> Iterator[str]:
 
 
 def _fields(word: str, letters: str) -> list[str]:
-    """Return a field for each operand with the dtype name `word`, or `word` itself if no operand has this dtype."""
+    """Return a placeholder for each operand with the dtype name `word`; `word` itself if no operand has this dtype."""
     letter, style = _SPELLINGS[word]
     return [f"{{{at}{style}}}" for at, other in enumerate(letters) if other == letter] or [word]
 

@@ -146,7 +146,7 @@ def patterns_of(layout: Layout, letters: Sequence[str]) -> tuple[str, ...]:
 
 
 def _splits(layout: Layout, letters: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return all ways to split a flat list of operands into equally long lists and single tensors, each way by its
+    """Return all ways to split a flat list of operands into equally long lists and single tensors. A way is a tuple of
     patterns.
 
     Optional arguments allow several ways; ways with fewer lists come first. The caller takes the first way with the

@@ -30,7 +30,7 @@ _OTHER_VALUES: Mapping[str, str] = _TABLES["values"]
 _SWITCHES: Mapping[str, str] = {
     other: words for words, others in _TABLES["switches"].items() for other in others.split()
 }
-"""Flag of another library, without a value, with the value True or with the value after `=` -> isotype's arguments."""
+"""Flag of another library, alone (or with the value True) or as `flag=value` -> isotype's arguments."""
 RENAMED: Mapping[str, Sequence[str]] = _TABLES["renamed"]
 """Former name -> (current name, equivalent value). The value is "" if the former one is still valid."""
 REMOVED: Mapping[str, str] = _TABLES["removed"]
@@ -55,7 +55,7 @@ class Parser(ValueParser):
 
     problems: list[Problem]
     stray: Callable[[str], str] = staticmethod(lambda value: "")
-    """Return the argument to which a value without an argument most likely belongs, or ""."""
+    """Return the name of the argument to which a value without a name most likely belongs, or ""."""
     _command_line: tuple[str, ...] = ()
 
     @classmethod
@@ -331,7 +331,7 @@ def _bare(name: str) -> str:
 def corrected(
     words: Sequence[str], problems: Sequence[Problem], parse: Callable[[list[str]], object]
 ) -> list[str] | None:
-    """Return a command's words after the `swap` of every problem; None if `parse` still raises an error."""
+    """Return a command's words, corrected by each problem's `swap`; None if `parse` still raises an error."""
     line = separated(words)
     for _ in range(4):  # one correction may show the next problem
         if not problems or not all(problem.swap and _swap(line, *problem.swap) for problem in problems):
@@ -374,7 +374,7 @@ def name_and_value(tokens: Sequence[str], flag: str) -> tuple[str, str]:
 def renamed(flag: str, names: Collection[str], asked: str = "") -> Problem | None:
     """Return the `Problem` for an argument that transformers or TRL renamed or removed (`--no-cuda`); else None.
 
-    `asked` is the argument's value on the command line or in a file. The fix repeats a value that is still valid.
+    `asked` is the argument's value on the command line or in a file. The fix contains this value if it is still valid.
     """
     old, typed = _bare(flag), (flag, asked) if asked else (flag,)
     new, value = RENAMED.get(old, ("", ""))

@@ -1,8 +1,8 @@
 """Compiles isotype's C++ sources once on each machine. Without a compiler, torch's operators compute the same results.
 
-A library's code runs in this process. So isotype loads only this user's libraries, from a folder that other users
-cannot write to. The checksum in a file's name is verified before the library is loaded, because a truncated library can
-kill the process (SIGBUS).
+The code of a compiled library runs in this process. So isotype loads only this user's libraries, from a folder that
+other users cannot write to. The checksum in a file's name is verified before the library is loaded, because a truncated
+library can kill the process (SIGBUS).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ GGUF_BLOCKS: tuple[str, ...] = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 LLAMA_CPP_TYPES: tuple[str, ...] = (
     "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
 )  # fmt: skip
-"""GGUF mixtures that only llama.cpp's `llama-quantize` writes."""
+"""GGUF types with several formats in one file, which only llama.cpp's `llama-quantize` writes."""
 
 GGUF_TYPES: dict[str, torch.dtype] = {
     "f32": torch.float32,

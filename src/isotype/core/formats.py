@@ -21,7 +21,7 @@ class Format:
         code: bitsandbytes' name of the code book (`quant_type`), also in files.
         bits: bits per weight, without the quantization constants.
         block: number of weights that share a constant; 0 if a whole row does.
-        whole: True if a whole model can have this format, False if only layers of a mixed base can.
+        whole: True if a whole model can have this format, False if only some layers of a model can.
         fitted: True if the constants are fitted to the layer's inputs (`isotype.model.fitted`).
         measured: True if `isotype quality` measures layers in the format.
     """
@@ -58,7 +58,7 @@ FITTED: tuple[str, ...] = tuple(form.name for form in _RECORDS if form.fitted)
 """Formats whose constants are fitted to the layer's inputs."""
 
 MXFP4 = "mxfp4"
-"""Format of gpt-oss's experts, by OCP: a block has 32 E2M1 codes and a power of two as their scale."""
+"""Format of gpt-oss's experts (an OCP standard): a block has 32 E2M1 codes and a power of two as the scale."""
 
 MIXED = "mixed"
 """Quantization that chooses a format for each layer by measured changes of the model's output."""

@@ -135,8 +135,8 @@ def pattern_problems(
 ) -> Iterator[Problem]:
     """Yield a problem for each regular expression of an argument that is invalid or never stops matching.
 
-    Each expression is matched with all names and all their beginnings, with and without a final `!`, because failing
-    matches take longest.
+    Each expression is matched with all names and all their beginnings, and also with `!` after them: then the match
+    fails, which takes longest.
     """
     slow: dict[str, str] = {}
     for place, expressions in patterns.items():

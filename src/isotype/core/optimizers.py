@@ -23,8 +23,8 @@ class NamePart:
 
     Attributes:
         package: import name of the optimizer's package; "" for torch and transformers.
-        state: dtype of the optimizer state. `{}` stands for the dtype of the master weights. If it is "", another part
-            of the name decides.
+        state: dtype of the optimizer state. `{}` stands for the dtype of the master weights. If `state` is "", another
+            part of the name decides.
         own_kernels: True if the update kernels accept every float dtype.
     """
 
@@ -189,7 +189,7 @@ def make_optimizer(
     Args:
         request: a name, an optimizer (for its class and settings), or a callable (parameters -> optimizer).
         learning_rate: learning rate if `request` is a name; None for the default.
-        names: names of the parameters. They assign the parameters to the groups of a copy by `names_instead`.
+        names: parameter names, by which a copied optimizer (`names_instead`) assigns parameters to groups.
     """
     if kernels_of(request):
         return "the optimizer has its own kernels"

@@ -168,7 +168,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
 
 
 def searches_of(request: PlanRequest, *, bounded: bool = False) -> tuple[list[Search], dict[str, str]]:
-    """Return a search for each group of devices with the same traces, and {device name: source of its rates}."""
+    """Return a search for each group of devices with equal traces, and {device name: source of the device's rates}."""
     defer_compiler()
     import_uncompiled("bitsandbytes")
     checkpoint = open_model(request.step.source, request.step.revision)
@@ -197,7 +197,7 @@ def is_out_of_reach(rows: Sequence[Row]) -> bool:
 
 
 def _devices_needed(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:
-    """Return the smallest number in `COUNTS` of devices that can train the sharded model; None if no number is enough."""
+    """Return the smallest count in `COUNTS` with which devices can train the sharded model; None if none is enough."""
     least = min(rows, key=lambda row: row.peak, default=None)
     if not request.longest or least is None or profile.kind in ("cpu", "mps"):
         return None
@@ -337,7 +337,7 @@ def _bounded_rows(request: PlanRequest) -> list[Row]:
 
 
 def fitting_lighter(request: PlanRequest, config: Any) -> tuple[str, PlanRequest, list[Row]] | None:
-    """Return the first item of `lighter` that fits, or else the last item, with the rows of its request.
+    """Return the first (text, request) of `lighter` that fits, or else the last, with the request's rows.
 
     Return None if `lighter` yields nothing.
     """
@@ -381,7 +381,7 @@ def _with_least_memory(given_up: str, request: PlanRequest) -> Iterator[tuple[st
     step = replace(step, precision=replace(step.precision, quantization="nf4", double_quant=True))
     if step.auto:
         step = replace(step, auto=False, checkpointing=CHECKPOINTING)
-    given_up = f"{given_up}, 4-bit constants in 32 bits (--use_bnb_nested_quant)"
+    given_up = f"{given_up}, 32-bit constants of 4-bit weights (--use_bnb_nested_quant)"
     yield given_up, replace(request, step=step, command=command)
     if request.length is not None:
         return

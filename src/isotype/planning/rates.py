@@ -39,7 +39,7 @@ def _load(device: torch.device) -> _Load:
 
 @dataclass(frozen=True)
 class Reached(StepRates):
-    """Shares of a GPU's data-sheet rates that trainings reach. `between` is from kernel counts; other fields are fitted.
+    """Shares of a GPU's data-sheet rates that trainings reach. `between` is from counted kernels; the rest is fitted.
 
     Attributes:
         products: share of the peak rate that matrix products reach on a GPU with a peak of 100 TFLOP/s.
@@ -106,7 +106,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def draw_rate(device: torch.device) -> float:
-    """Return how many random values per second the fastest of several dropout masks takes. A CPU draws in one thread."""
+    """Return the random values per second of the fastest of several dropout masks. A CPU draws in one thread."""
     count = _load(device).drawn
     mask = torch.empty(count, dtype=torch.uint8, device=device)
     generator = torch.Generator(device).manual_seed(0)  # torch's global generator stays unchanged

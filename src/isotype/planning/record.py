@@ -27,7 +27,7 @@ class Time:
 
     Attributes:
         seconds: seconds that all operators take at the device's rates.
-        least: seconds of the products alone.
+        least: seconds of the matrix products alone.
         bound: the kind of work that takes most of the time.
         launches: minimum number of kernel launches.
         spread: factor by which a real step may be faster or slower; 1 if the rates were measured on the device.

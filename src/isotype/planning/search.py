@@ -353,7 +353,7 @@ class Search:
         return not every or not getattr(steps.step.model(None)[0], "supports_gradient_checkpointing", True)
 
     def _longest(self, steps: Steps, size: int) -> tuple[int, bool]:
-        """Return (tokens of the longest row that fits, True if no longer row was tried)."""
+        """Return (tokens of the longest row that fits, True if this is the longest row that was tried)."""
         rows = self.request.rows or self.request.command.least_rows
         least = least_row(self.request.step, self.config)
         far = max(positions_of(self.config) or 2**20, least)

@@ -135,7 +135,7 @@ def _check(row: Row) -> tuple[str, ...]:
 def _print_table(
     console: Console, rows: Sequence[tuple[Mapping[str, str], Row | None]], chosen: Row | None, whole: bool
 ) -> None:
-    """Print a table. Each of `rows` is ({column: text} of the first cells, row of the plan or None if nothing fits)."""
+    """Print a table. Each of `rows` is (texts of the first cells by column, row of the plan; None if nothing fits)."""
     lines = [
         {**cells, **({"fits": "no"} if row is None else cells_of(row, row == chosen))} for cells, row in rows
     ]
@@ -230,7 +230,7 @@ def facts_of(plan: Record, device: Device) -> Iterator[tuple[str, str]]:
     if row.time is not None:
         time = row.time
         ends, least = f"{_seconds(time.low)} to {_seconds(time.high)}", _seconds(time.least)
-        between = "" if time.spread == 1 else f" ({ends} s, if it deviates like published runs)"
+        between = "" if time.spread == 1 else f" ({ends} s, with the errors of published runs)"
         yield (
             "time",
             f"{_seconds(time.seconds)} s a step{between}; matmuls alone {least} s; bound by {time.bound}",

@@ -32,7 +32,7 @@ class Option:
 def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) -> list[int] | None:
     """Choose an option for each layer: the least total damage within `room` bytes.
 
-    The function compares at most `sums` (at least 1) different totals. If there are more, it rounds sizes up.
+    The function compares at most `sums` (at least 1) different sums of bytes. If there are more, it rounds sizes up.
 
     Returns:
         The index of each layer's option; None if the smallest options do not fit.
