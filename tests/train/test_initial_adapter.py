@@ -329,7 +329,7 @@ def test_adapters_whose_base_cannot_be_rebuilt_are_refused_by_every_command(
     content = {**config, "init_lora_weights": method, f"{method}_config": {}}
     (adapter / "adapter_config.json").write_text(json.dumps(content))
     expected = (
-        f"a {method} adapter, whose initialisation changed the base's weights by {by} that are not saved"
+        f"a {method} adapter, whose initialisation changed the base's weights with {by} that no file contains"
     )
     for use in (begin, load_for_inference, lambda folder: merge_adapter(folder, tmp_path / "merged")):
         assert expected in refused(UsageError, use, adapter)
