@@ -169,7 +169,7 @@ class Contracts:
         """Return the verdict on a call of `op` (`aten.mm.default`) with tensor operands of these dtypes.
 
         `dtypes` contains the dtypes of all tensor arguments in order, even of tensors in lists. Return None if tables
-        and families lack the call, or accept it and all operands are integers: the fake kernel decides.
+        and families lack the call, or do not refuse it and all operands are integers: the fake kernel decides.
         """
         if (op, dtypes) not in self._memo:
             self._memo[op, dtypes] = self._judge(op, dtypes)

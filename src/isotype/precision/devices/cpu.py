@@ -199,5 +199,5 @@ def contract_table(features: CpuFeatures, onednn: OneDnn | None) -> tuple[str, s
         return table, f"this is a CPU of type {features.machine}, and the tables were measured on x86 CPUs"
     if onednn.takes not in _TABLES or (flag and features.flags is not None and flag not in features.flags):
         takes = " and ".join(sorted(map(dtype_name, onednn.takes)))
-        return table, f"no table was measured on such a CPU: oneDNN supports {takes}, but {flag} is missing"
+        return table, f"no table was measured on a CPU without {flag} but with {takes} in oneDNN"
     return table, ""
