@@ -752,7 +752,7 @@ def test_a_failed_write_leaves_the_former_files(tmp_path: Path, monkeypatch: pyt
     assert refused(SaveError, write_run_report, realistic(notes=()), tmp_path) == (
         f"the run report could not be written\n  - {tmp_path}: No space left on device\n"
         "    expected  a writable directory with space for the report\n"
-        "    fix       free the path or give another directory"
+        "    fix       free disk space, or give another directory"
     )
     assert (html.read_bytes(), data.read_bytes()) == before
     assert len(list(tmp_path.iterdir())) == 2

@@ -209,7 +209,7 @@ def test_what_begins_from_the_quantization_error_goes_on_as_any_adapter(path: Pa
         ("--init_lora_weights eva", "is computed from data"),
         (
             "--init_lora_weights loftq --quantization nf4 --use_dora True",
-            "plain LoRA: DoRA computes its magnitudes",
+            "LoRA without DoRA, because DoRA computes its magnitudes",
         ),
         (
             "--init_lora_weights loftq --quantization nf4 --chat_template_path x/y",

@@ -77,8 +77,8 @@ def test_a_checkpoint_that_cannot_say_is_answered(tmp_path: Path, caplog: pytest
     for name in ("isotype_loop_0.pt", "isotype_checkpoint.json"):  # as another program would have saved it
         (checkpoint / name).unlink()
     trained(tmp_path, "out", "grpo", f"{flags} --max_steps 2 --resume_from_checkpoint {checkpoint}")
-    why = "not saved by isotype: the order of rows may differ, and completions are generated again"
-    assert f"{checkpoint} is {why}" in caplog.messages
+    why = "not saved by isotype; rows may come in another order, and completions are generated again"
+    assert f"{checkpoint}: {why}" in caplog.messages
 
 
 def test_a_checkpoint_without_the_reference_model_that_a_run_moves_is_refused(tmp_path):

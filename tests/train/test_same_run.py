@@ -210,7 +210,7 @@ def test_a_resumed_run_keeps_the_day_that_its_template_has_written(
     days: list[set[str]],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    note = "note: the chat template can write today's date; in this run, it writes 2026-11-10, "
+    note = "note: the chat template can write a date; the date in this run is 2026-11-10, "
     _, outcome, text = begun_on_10
     assert note + "the day on which the run started, also after a resume" in text
     assert any("2026-11-10" in each for each in outcome.record.notes)
@@ -235,7 +235,7 @@ def test_another_run_has_a_day_of_its_own_and_not_one_of_the_cache(
     on(11, monkeypatch)
     _, text = train(dated, *short, "--output_dir", dated / "other")
     assert days == [{"w10"}, {"w11"}]
-    assert "it writes 2026-11-11, " in text
+    assert "the date in this run is 2026-11-11, " in text
     # The template of --chat_template_path may be another one than the tokenizer's.
     template = dated / "given.jinja"
     (dated / "model" / "chat_template.jinja").rename(template)
@@ -244,7 +244,7 @@ def test_another_run_has_a_day_of_its_own_and_not_one_of_the_cache(
         on(day, monkeypatch)
         flags = ("--chat_template_path", template, "--output_dir", dated / f"given-{day}")
         _, text = train(dated, *short, *flags)
-        assert f"it writes 2026-11-{day}, " in text
+        assert f"the date in this run is 2026-11-{day}, " in text
     assert [each & {"w12", "w13"} for each in days[2:]] == [{"w12"}, {"w13"}]
 
 

@@ -73,7 +73,7 @@ def test_contradictions_are_all_named_with_both_flags():
         "    expected  one quantization\n"
         "    fix       leave one of the two out\n"
         "  - --fp16_full_eval\n"
-        "    expected  evaluation under the same policy as training\n"
+        "    expected  evaluation in the dtypes of the training\n"
         "    fix       leave it out: it would also cast the master weights; evaluation runs in the compute dtype anyway"
     )
 

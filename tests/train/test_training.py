@@ -459,8 +459,8 @@ def test_a_rank_above_some_layers_is_a_note(model: Path) -> None:
     network = transformers.AutoModelForCausalLM.from_pretrained(model)
     check_module_names(network, peft.LoraConfig(r=40, target_modules=["q_proj", "k_proj", "v_proj"]))
     assert network.adapter_notes == (
-        "rank 40 is above the width of 2 of 3 adapted layers (the narrowest has 32), where it "
-        "only costs memory; rank_pattern sets the rank of single layers",
+        "2 of 3 adapted layers are narrower than rank 40 (the narrowest has 32); "
+        "a rank above the width only costs memory; rank_pattern sets the rank of single layers",
     )
     check_module_names(network, peft.LoraConfig(r=32, target_modules=["q_proj", "k_proj"]))
     assert len(network.adapter_notes) == 1

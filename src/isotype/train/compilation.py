@@ -84,8 +84,8 @@ def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> str:
         return "compiled: nothing, because the model has no list of blocks; the whole model runs eagerly"
     eager = any(isinstance(module, FusedExperts) for module in model.modules())
     return (
-        f"compiled: {plural(len(blocks), 'block')} by {options.get('backend', 'inductor')} at the first steps; PEFT "
-        "computes the LoRA layers, because torch.compile cannot trace fused layers"
+        f"compiled: {plural(len(blocks), 'block')} by {options.get('backend', 'inductor')} at the first steps; LoRA "
+        "layers are not fused, because torch.compile cannot trace fused layers"
         f"{'; experts that are quantized or have dropout run uncompiled' if eager else ''}"
     )
 

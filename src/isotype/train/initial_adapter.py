@@ -142,7 +142,7 @@ LOFTQ = "loftq"
 """Initialisation that compensates a part of the quantization error of 4-bit layers (see `isotype.checkpoint.loftq`)."""
 
 _DATA = "it is computed from data: create an adapter with PEFT's script, and give the adapter as --model_name_or_path"
-_BASE = f"{_DATA} (save it with path_initial_model_for_weight_conversion, because base weights change, too)"
+_BASE = f"{_DATA} (saved with path_initial_model_for_weight_conversion, because this initialisation also changes base weights)"
 _REFUSED: Mapping[str, str] = {
     "eva": _DATA,
     "corda": _BASE,
@@ -171,7 +171,7 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
     if name in OF_FLOATS and settings.precision.quantization is not None:
         yield _quantized(name, settings.precision.quantization)
     if name == LOFTQ and settings.use_dora:
-        expected = "plain LoRA: DoRA computes its magnitudes from the quantized weights"
+        expected = "LoRA without DoRA, because DoRA computes its magnitudes from the quantized weights"
         yield Problem(f"{flag} --use_dora", expected, "leave one of the two out")
     if name == LOFTQ and brings_tokens(settings.training):
         fix = "leave --init_lora_weights out"
@@ -250,6 +250,6 @@ def _quantized(name: str, storage: str) -> Problem:
     part = name in PART_OF_BASE
     why = "PEFT draws A and B in the dtype of the base"
     if part:
-        why = "the base weights without the adapter's part would be rounded again"
+        why = "the adapter takes a part out of the base weights, and the rest would be rounded again"
     expected = f"a base in float32, bfloat16 or float16: {why}"
     return Problem(setting, expected, "--init_lora_weights gaussian, or leave --quantization out")

@@ -1,4 +1,4 @@
-"""Raises an error before a model is loaded if a library lacks functions that isotype calls or overrides."""
+"""Raises an error before a model is loaded if transformers or TRL lacks functions that isotype calls or overrides."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAST_TESTED = {
 
 
 def require_fitting_libraries() -> None:
-    """Log libraries that are newer than the tested ones. Raise UsageError if a library lacks functions that isotype needs."""
+    """Log libraries that are newer than tested. Raise UsageError if transformers or TRL lacks a needed function."""
     import trl.trainer.utils
     from transformers import Trainer
 

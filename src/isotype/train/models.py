@@ -62,7 +62,7 @@ def adapted_model(
 ) -> tuple[Any, Any]:
     """Load `checkpoint`, add the adapter to the parts of the model in `adapt`, and return (model, no peft_config).
 
-    If the chat template adds tokens, return (model without an adapter, peft_config) so that the trainer adds the adapter.
+    If the chat template adds tokens, return (model without an adapter, PEFT config). The trainer then adds the adapter.
     """
     import transformers
 
@@ -219,7 +219,7 @@ def require_plain_head(model: Any, method: Method) -> None:
     """Raise UsageError if the head has an adapter, because TRL's losses use only the weight of the head."""
     if method.loss != "reward" and is_tuner_layer(model.get_output_embeddings()):
         headline, expected = "an adapter on the head would not be trained", "layers below the head"
-        fix = "leave the head out, or train the whole head: --lora_modules_to_save lm_head; first merge a saved adapter"
+        fix = "train the whole head (--lora_modules_to_save lm_head) or no part of it; a saved adapter on the head must be merged first"
         what = f"an adapter on the head: isotype {method.name} computes the loss from the head's weight alone"
         raise UsageError.of(headline, what, expected, fix)
 
@@ -274,8 +274,8 @@ def _check_rank(model: Any, config: Any) -> None:
         return
     if rank <= max(widths):
         note = (
-            f"rank {rank} is above the width of {len(narrow)} of {len(widths)} adapted layers (the narrowest has "
-            f"{min(widths)}), where it only costs memory; rank_pattern sets the rank of single layers"
+            f"{len(narrow)} of {len(widths)} adapted layers are narrower than rank {rank} (the narrowest has {min(widths)}); "
+            "a rank above the width only costs memory; rank_pattern sets the rank of single layers"
         )
         model.adapter_notes = (*getattr(model, "adapter_notes", ()), note)
         return
@@ -366,7 +366,7 @@ def weightless_model(
         kind = kind_of_adapter(lora)
         if kind in _SPARSE:
             what, expected = f"a {kind} adapter", "an adapter that computes without sparse tensors"
-            raise UsageError.of("a check cannot trace the adapter", what, expected, "start the training")
+            raise UsageError.of("no check of this adapter is possible", what, expected, "start the training")
         plain = kind == "LORA"  # other kinds compute with their random initial values
         with _adapter_arguments(), torch.device("meta" if plain else "cpu"), NoDraws():
             model = _added_silently(model, policy, lora, adapt)

@@ -121,7 +121,7 @@ def _format_problems(
 def _other_problems(command: Command) -> Iterator[Problem]:
     for flag in ("fp16_full_eval", "bf16_full_eval"):
         if command[flag]:
-            yield Problem(f"--{flag}", "evaluation under the same policy as training", _NO_CAST)
+            yield Problem(f"--{flag}", "evaluation in the dtypes of the training", _NO_CAST)
     memory = command["base_memory"]
     if memory is not None and parse_size(str(memory)) is None:
         yield wrong_size("--base_memory", str(memory))

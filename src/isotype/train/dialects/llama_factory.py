@@ -9,7 +9,7 @@ from typing import Any
 from isotype.data.methods import METHODS
 from isotype.train.dialects.reader import NOT_HERE, Reader, Rows, same_roles, tables, use_rows
 
-_JOINED = "not done; a prompt has an empty line between instruction and input, not a line break"
+_JOINED = "not done; a line break between instruction and input becomes an empty line"
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 _TAGS = {"user": "user_tag", "assistant": "assistant_tag", "tool": "observation_tag", "system": "system_tag"}
 _OF_ROWS = "dataset dataset_dir max_samples"
@@ -20,7 +20,7 @@ def method_of(reader: Reader) -> str | None:
     """Return the training method of the file, or None if isotype lacks the stage."""
     stage, methods = str(reader.get("stage", "sft")), tables()["llama_factory"]["methods"]
     if stage not in methods:
-        fix = "isotype grpo and isotype rloo train with rewards, but need a file with isotype's names"
+        fix = "to train with rewards, write a file with the argument names of isotype grpo or isotype rloo"
         reader.refuse("stage", f"one of {', '.join(methods)}", fix)
         return None
     return str(methods[stage])
@@ -102,7 +102,7 @@ def _data_set(reader: Reader, name: str, about: Any, root: Path) -> list[Rows]:
     unread = [column for column in unsupported if columns.get(column)]
     keys = tags.get("role_tag", "from"), tags.get("content_tag", "value")
     if path is None or about.get("folder"):
-        expected = f"hf_hub_url or file_name in {info}, but no folder"
+        expected = f"hf_hub_url or file_name, and no folder, for this data set in {info}"
         reader.refuse(where, expected, "download the data set, and set file_name to its file")
     elif mapped is None or unread:
         content = "conversations" if shared else "prompts and answers"

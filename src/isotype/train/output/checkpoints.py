@@ -258,7 +258,7 @@ def _restore(trainer: Any, sampler: Any, file: Path, moment: str) -> None:
     if saved.get("processes") != trainer.args.world_size:
         why = "from a run with another number of processes" if saved else "not saved by isotype"
         logger.warning(
-            "%s is %s: the order of rows may differ, and completions are generated again", file.parent, why
+            "%s: %s; rows may come in another order, and completions are generated again", file.parent, why
         )
         return
     torch.set_rng_state(saved[moment]["torch"])

@@ -208,7 +208,7 @@ def day_note(rows: Any, day: str, resume: Path | None, tokenizer: Any) -> str | 
         which = f"today ({resume.name} records no day, and its run may have used another day)"
     else:
         which = f"the day that the resumed {resume.name} records"
-    return f"the chat template can write today's date; in this run, it writes {day}, {which}"
+    return f"the chat template can write a date; the date in this run is {day}, {which}"
 
 
 _NAMES: Any = table(__file__, "identity.json")

@@ -77,7 +77,7 @@ def write_run_report(record: RunRecord, directory: str | Path) -> tuple[Path, Pa
         data_path = write_whole(directory / JSON_NAME, data)
         html_path = write_whole(directory / HTML_NAME, html)
     except OSError as error:
-        what, fix = f"{directory}: {error.strerror or error}", "free the path or give another directory"
+        what, fix = f"{directory}: {error.strerror or error}", "free disk space, or give another directory"
         expected = "a writable directory with space for the report"
         raise SaveError.of("the run report could not be written", what, expected, fix) from error
     return html_path, data_path

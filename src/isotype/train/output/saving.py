@@ -163,7 +163,7 @@ class WholeCheckpoints(Sharded):
                 require_readable(staging / "model")
                 fsync_tree(staging / "model")
                 publish_files(staging / "model", directory)
-        with self._save_errors(directory, "model card of the trained model (which is complete)"):
+        with self._save_errors(directory, "model card (the trained model itself is complete)"):
             self.create_model_card()
         if self.args.push_to_hub:
             self.push_to_hub()
