@@ -92,7 +92,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def exponent_by_ranges(module: nn.Module) -> int | None:
-    """Return the exponent of a module's `"scale"` boundary, 0 if value ranges require float32, else None."""
+    """Return a `"scale"` boundary's exponent; 0 if value ranges are why the module runs in float32; else None."""
     match boundary_of(module):
         case BoundarySettings("scale", exponent=exponent):
             return exponent

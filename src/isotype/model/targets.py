@@ -122,7 +122,7 @@ class Targets:
 
     Attributes:
         wide: True if the config's targets are `all-linear`.
-        unable: settings of the config with which PEFT cannot adapt stacked experts among the targets.
+        unable: settings of the config that PEFT does not support for stacked experts; empty without such targets.
         reads: layer without an adapter -> the class that uses its weight without calling it.
         excluded: layer in a part of the model without adapters -> the reason.
     """

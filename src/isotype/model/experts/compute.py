@@ -74,7 +74,7 @@ class Experts:
     """The experts of one call of `experts_output`.
 
     Attributes:
-        up, down: the products with the gate and up weights, and with the down weights.
+        up, down: `up` is the product with the gate and up weights, `down` the product with the down weights.
         gate: the activation or gated product, a function of h `[rows, …]`.
         working: dtype in which products are computed.
         normed: a norm of the experts' outputs `[rows, out]`, which are then multiplied by the routing weights; or None.

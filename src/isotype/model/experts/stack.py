@@ -297,7 +297,7 @@ def saved_stack(
     Args:
         codes: the entry of the state dict that has the weight's name.
         constants: all other entries whose names begin with the weight's name.
-        module, name: the weight's module, and its name there.
+        module, name: the module that has the weight, and the weight's name in `module`.
     """
     shape, codes = shape_of(module, name), codes.to(device)
     scales = next((value for key, value in constants.items() if key.endswith((".SCB", "_scales"))), None)
