@@ -239,7 +239,8 @@ class Search:
     def _fitted_mixed_row(self, steps: Steps, row: Row, profile: DeviceProfile) -> Row | None:
         """Return the most precise row with mixed storage that fits with the micro-batches of an nf4 row, or None.
 
-        Only a trace shows the temporary memory of 8-bit layers. So smaller storages are tried until the row fits.
+        Only a trace shows the temporary memory of 8-bit layers. Each try that does not fit gives the next try less
+        memory for the weights.
         """
         damages = self.request.layers
         assert damages is not None

@@ -58,7 +58,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         notes.insert(0, f"{place}, one process {first} and another {other} (FSDP2 with a fake process group)")
     yield Finding(
         "error",
-        f"{what}: the processes of a sharded model wait for each other",
+        f"{what}: the processes of a sharded model then wait for each other forever",
         module=reach.skipped[0] if reach.skipped else "",
         cause="when a module runs, FSDP gathers the module's weights in all processes together",
         notes=tuple(notes),

@@ -21,7 +21,7 @@ loss is finite. With torch 2.15, a clamp passes no gradient at its bound.
 which are never zero.
 
 **How safe is the fix?** Safe: float16 numbers below 6e-5 have fewer digits, so a divisor below the new epsilon is
-inexact anyway. A line that computes in float32 needs no other epsilon.
+inexact anyway. A line that computes in float32 can keep its epsilon.
 
 **Seen in** pytorch/pytorch #32137; kornia/kornia #3966, #4021; pyg-team/pytorch_geometric #2106;
 MinishLab/model2vec #368; fastino-ai/GLiNER2 #155; lightonai/pylate #239.

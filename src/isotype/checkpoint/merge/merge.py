@@ -85,8 +85,8 @@ def merge_adapter(
             that the model's author keeps in float32 stay float32.
         revision: branch, tag or commit of a base on the hub, instead of the commit that the adapter names.
         stored: None for dense safetensors, `"nf4"`, `"fp4"` or `"int8"` for bitsandbytes' format, a key of
-            `isotype.core.dtypes.GGUF_TYPES` for a GGUF file. If `output` is a GGUF file, None means 16 bits, as in
-            llama.cpp's converter: `"f16"` for float16, else `"bf16"`.
+            `isotype.core.dtypes.GGUF_TYPES` for a GGUF file. For a GGUF file, None means `"f16"` if `dtype` is float16,
+            else `"bf16"`, as in llama.cpp's converter.
         rows: training rows on which to measure how much of the learning is kept; None for isotype's texts.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Torch operators, also for fake tensors, that call the Triton kernels of gated products, RMSNorms and rotations.
+"""Torch operators that call the Triton kernels of gated products, RMSNorms and rotary embeddings.
 
-`isotype.lora.loops.elementwise` has the same functions for a CPU.
+The operators accept fake tensors, too. `isotype.lora.loops.elementwise` has the same functions for a CPU.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def quantize_parts(
         parts: dense weights `[any number, d1, d2]` of successive experts.
         shape: `[experts, d1, d2]` of the whole weight. `why_dense` must return None for the shape.
         storage: `"nf4"`, `"fp4"` or `"int8"`.
-        transposed: True if d1 is the input dimension, False if d2 is.
+        transposed: True if d1 is the number of input features, False if d2 is that number.
 
     Raises:
         CheckpointError: the format is mxfp4, which isotype can load, but not produce.

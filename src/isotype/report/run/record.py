@@ -377,7 +377,7 @@ _SAME = 1e-3
 
 
 def _noise(losses: Sequence[float], window: int) -> float:
-    """Return two standard errors of the difference between the means of the first and last `window` losses.
+    """Return twice the standard error of the difference between the means of the first and last `window` losses.
 
     Differences of successive losses show the noise, as a trend hardly changes them. For normal noise, the median
     magnitude of these differences is 0.954 times the standard deviation of the noise.

@@ -171,7 +171,7 @@ def _of_test(place: ast.AST, order: Order, parents: dict[ast.AST, ast.AST]) -> U
 
 
 def _upwards(node: ast.expr, order: Order, parents: dict[ast.AST, ast.AST]) -> tuple[Order, ast.AST]:
-    """Return (path, node) for the statement or `… if … else …` that contains an expression."""
+    """Return the order of an expression, and the statement or `… if … else …` that contains the expression."""
     part: ast.AST = node
     while not isinstance(place := parents[part], ast.stmt):
         match place:
