@@ -30,7 +30,14 @@ def measured(**largest: float) -> Ranges:
         batches=4,
         spread=1.1,
         modules=(
-            ModuleRange("model.embed_tokens", "embedding", 0.0, 3.0, weight=get("embedding", 1.0)),
+            ModuleRange(
+                "model.embed_tokens",
+                "embedding",
+                0.0,
+                3.0,
+                weight=get("embedding", 1.0),
+                median_weight=get("median_embedding", 0.05),
+            ),
             ModuleRange(LAYER, "other", 3.0, get("block", 10.0), gradient=get("gradient", 0.01)),
             ModuleRange(f"{LAYER}.input_layernorm", "norm", 3.0, 5.0, weight=2.0),
             ModuleRange(f"{LAYER}.self_attn", "other", 5.0, 2.0),
@@ -120,6 +127,27 @@ def test_weights_that_float16_cannot_hold(
 ) -> None:
     ranges = measured(block=1e6, weight=weight, median=median)
     assert how(ranges, storage).get("mlp.down_proj") == expected
+
+
+@pytest.mark.parametrize(
+    ("storage", "unquantized", "wide"),
+    [("float16", (), True), ("nf4", (), True), ("int8", (), False), ("int8", ("model.layers",), True)],
+)
+def test_tiny_weights_are_float32_if_no_value_is_large(
+    storage: str, unquantized: tuple[str, ...], wide: bool
+) -> None:
+    ranges = measured(weight=1e-9, median=3e-10)
+    decision = decide_by_ranges(FACTS, T4, torch.float16, storage, ranges, unquantized)
+    assert decision.wide is wide
+    assert [each.module for each in decision.exceptions] == [f"{LAYER}.mlp.down_proj"] * wide
+    reason = "mlp.down_proj is in float32: its weights are near 3e-10, where float16 has few digits"
+    assert (reason in decision.reasons["residual"]) is wide
+
+
+def test_autocast_rounds_no_embedding_that_is_stored_in_float32() -> None:
+    ranges = measured(median_embedding=3e-10)
+    assert how(ranges) == {"model.embed_tokens": ("float32", 0)}
+    assert how(ranges, "float32") == {}
 
 
 def test_adapters_whose_gradients_overflow_at_the_loss_scale() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -59,12 +59,18 @@ class RangeDecision:
 
 
 def decide_by_ranges(
-    facts: ModelFacts, profile: DeviceProfile, compute: torch.dtype, storage: str, ranges: Ranges | None
+    facts: ModelFacts,
+    profile: DeviceProfile,
+    compute: torch.dtype,
+    storage: str,
+    ranges: Ranges | None,
+    unquantized: Collection[str] = (),
 ) -> RangeDecision:
     """Return the decisions that keep all values within the range of the dtype `compute`.
 
     float32 and bfloat16 need no exceptions. In float16, a module with large values is scaled or runs in float32; the
-    speed of the device decides between the two. `ranges` is None if nothing was measured.
+    speed of the device decides between the two. A module with weights that float16 cannot hold runs in float32.
+    `ranges` is None if nothing was measured. `unquantized` are the modules that a quantized `storage` leaves out.
     """
     if compute != torch.float16:
         why = "as everything else" if compute == torch.float32 else "as the weights"
@@ -76,15 +82,21 @@ def decide_by_ranges(
     module, largest = _largest(ranges)
     reached = f"values reach {number(largest)} ({module or 'the model'}, measured {ranges.when[:10]})"
     wide = not largest <= LIMIT  # also for NaN
+    weights = tuple(_by_weights(ranges, storage, unquantized))
     if wide:
         exceptions |= {exception.module: exception for exception in _exceptions(ranges, profile, storage)}
         why = f"{reached}: more than half of float16's 65504; hidden states take twice the bytes of float16"
+    elif weights:
+        first = weights[0]
+        why = f"{first.module} is in float32: {first.reason}; hidden states take twice the bytes of float16"
     elif largest:
         why = f"as the weights: {reached}, headroom {FLOAT16_LARGEST / largest:.2g}"
     else:
         why = "as the weights; no measured value comes near float16's 65504"
     reasons = {"residual": "; ".join((why, *ranges.notes)), "loss_scaling": why_scale}
-    return RangeDecision(wide, tuple(exceptions.values()), scale, reasons)
+    exceptions |= {exception.module: exception for exception in weights}
+    # The results of such a module may be too small for a float16 residual stream.
+    return RangeDecision(wide or bool(weights), tuple(exceptions.values()), scale, reasons)
 
 
 def with_ranges_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
@@ -161,11 +173,33 @@ def _forward_operators(ranges: Ranges) -> Iterator[tuple[OperatorRange, float]]:
             yield operator, max((0.0, *values))
 
 
+def _in_stream(ranges: Ranges) -> set[str]:
+    """Return the names of the modules that only pass on the residual stream: blocks and all their parents."""
+    paths = [name.split(".") for name in ranges.stream]
+    return {"", *(".".join(path[: end + 1]) for path in paths for end in range(len(path)))}
+
+
+def _by_weights(ranges: Ranges, storage: str, unquantized: Collection[str]) -> Iterator[ModuleException]:
+    """Yield a `ModuleException` for each module with weights that float16 cannot hold."""
+    stream = _in_stream(ranges)
+    for module in ranges.modules:
+        linear = module.kind == "linear"
+        # The rows of int8 have float32 scales. Autocast rounds the weights of float32 matmuls, and no others.
+        dense = any(f".{name}." in f".{module.name}." for name in unquantized)
+        fits = (storage == "int8" and not dense) if linear else storage == "float32"
+        if fits or (module.kind == "other" and module.name in stream):
+            continue
+        if module.weight > FLOAT16_LARGEST:
+            reason = f"its weights reach {number(module.weight)}"
+            yield ModuleException(module.name, "float32", reason=reason)
+        elif 0 < module.median_weight < _SUBNORMAL:
+            reason = f"its weights are near {number(module.median_weight)}, where float16 has few digits"
+            yield ModuleException(module.name, "float32", reason=reason)
+
+
 def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterator[ModuleException]:
     """Yield a `ModuleException` for each module that cannot run in float16, even with a float32 residual stream."""
-    # Blocks and all their parents only pass on the residual stream.
-    paths = [name.split(".") for name in ranges.stream]
-    stream = {"", *(".".join(path[: end + 1]) for path in paths for end in range(len(path)))}
+    stream = _in_stream(ranges)
     worst: dict[str, tuple[OperatorRange, float]] = {}
     for operator, value in _forward_operators(ranges):
         if value > worst.get(operator.module, (operator, LIMIT))[1]:
@@ -175,7 +209,7 @@ def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterato
             exception = _linear(module, profile, storage)
             if exception is not None:
                 yield exception
-        elif module.kind == "embedding" and (module.weight > FLOAT16_LARGEST or module.output > LIMIT):
+        elif module.kind == "embedding" and module.output > LIMIT:
             # Some models scale the looked-up rows, in the dtype of the embedding's weight.
             largest, what = max((module.weight, "weights"), (module.output, "results"))
             yield ModuleException(module.name, "float32", reason=f"its {what} reach {number(largest)}")
@@ -191,12 +225,6 @@ def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterato
 
 def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> ModuleException | None:
     quantized = storage in QUANTIZATIONS
-    int8 = storage == "int8"  # its rows have float32 scales, so weights of any range are fine
-    if module.weight > FLOAT16_LARGEST and not int8:
-        return ModuleException(module.name, "float32", reason=f"its weights reach {number(module.weight)}")
-    if 0 < module.median_weight < _SUBNORMAL and not int8:
-        reason = f"its weights are near {number(module.median_weight)}, where float16 has few digits"
-        return ModuleException(module.name, "float32", reason=reason)
     largest, end = max((module.input, "inputs"), (module.output, "results"))
     if largest <= LIMIT or not math.isfinite(largest):
         return None
