@@ -189,6 +189,19 @@ def test_a_layer_that_computes_in_float32_is_quantized_from_the_values_of_the_ch
     assert torch.equal(row_scales(layer), scales)
 
 
+@pytest.mark.parametrize(
+    ("name", "module"), [("gpt2", "lm_head"), ("gpt2", "transformer.wte"), ("t5", "encoder.embed_tokens")]
+)
+def test_a_tied_weight_keeps_the_digits_that_one_of_its_modules_needs(
+    saved: Saved, name: str, module: str
+) -> None:
+    policy = isotype.resolve_precision(saved(name), "float16", device="cpu")
+    exceptions = (ModuleException(module, "float32"),)
+    weight = isotype.load(saved(name), replace(policy, exceptions=exceptions)).get_submodule(module).weight
+    stored = {"gpt2": "transformer.wte.weight", "t5": "shared.weight"}[name]
+    assert torch.equal(weight, load_file(saved(name) / "model.safetensors")[stored])
+
+
 def test_a_state_saved_with_bfloat16_constants(saved: Saved, tmp_path: Path) -> None:
     directory = quantized_checkpoint(saved("llama"), tmp_path, "nf4")
     weights = load_file(directory / "model.safetensors")

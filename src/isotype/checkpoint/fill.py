@@ -12,6 +12,7 @@ from torch import nn
 
 from isotype.checkpoint.formats.mapped import BUFFER, MappedFiles, staged
 from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.mapping.match import aliases
 from isotype.checkpoint.mapping.stored import StoredTensor, blank_tensors
 from isotype.checkpoint.mapping.weight_map import CONVERSION_ERRORS, FROM_GGUF, Source, WeightMap, converted
 from isotype.checkpoint.values import ConvertGguf, dense
@@ -86,6 +87,9 @@ def placement_of(
     int8 = {name for name in quantized if policy.storage_of(name.removesuffix(".weight")) == "int8"}
     wide = float32_by_ranges(model, policy) | int8
     dtypes |= {name: torch.float32 if name in wide else policy.plain for name in quantized}
+    # transformers ties weights after the load, so the values that are loaded must be exact for all their modules.
+    tied = (name for name, others in aliases(model).items() if torch.float32 in map(dtypes.get, others))
+    dtypes |= dict.fromkeys(tuple(tied), torch.float32)
     names, moments, double = frozenset(quantized), policy.moments_by_weight(), policy.double_quant
     return Placement(dtypes, names, device, convert_gguf, stacks=stacks, double_quant=double, moments=moments)
 

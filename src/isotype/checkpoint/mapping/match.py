@@ -135,12 +135,12 @@ def match(model: Any, headers: CheckpointHeaders) -> Match:
     """
     weights = weight_map(model, headers)
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    aliases = _aliases(model)
+    tied_names = aliases(model)
     missing: dict[str, tuple[int, ...]] = {}
     initialised: dict[str, str] = {}
     tied: dict[str, str] = {}
     for name, value in state.items():
-        stored = [alias for alias in aliases.get(name, ()) if alias in weights.sources]
+        stored = [alias for alias in tied_names.get(name, ()) if alias in weights.sources]
         if stored and (name not in weights.sources or name > stored[0]):
             tied[name] = stored[0]
         if name in weights.sources or stored:
@@ -168,18 +168,19 @@ def match(model: Any, headers: CheckpointHeaders) -> Match:
     )
 
 
-def _aliases(model: Any) -> dict[str, list[str]]:
+def aliases(model: Any) -> dict[str, list[str]]:
+    """Return name -> the other names of the same tensor, for each tensor that is tied or that transformers will tie."""
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     shared = grouped(named, lambda pair: id(pair[1])).values()
     # transformers ties these after loading.
     tied = grouped(getattr(model, "all_tied_weights_keys", {}).items(), lambda pair: pair[1])
     groups = [{name for name, _ in pairs} for pairs in shared if len(pairs) > 1]
     groups += [{source, *(target for target, _ in pairs)} for source, pairs in tied.items()]
-    aliases: dict[str, set[str]] = {}
+    other: dict[str, set[str]] = {}
     for group in groups:
         for name in group:
-            aliases.setdefault(name, set()).update(group - {name})
-    return {name: sorted(others) for name, others in aliases.items()}
+            other.setdefault(name, set()).update(group - {name})
+    return {name: sorted(others) for name, others in other.items()}
 
 
 def _may_be_initialised(model: Any, name: str) -> str:
