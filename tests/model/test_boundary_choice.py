@@ -17,6 +17,7 @@ from isotype.model.boundary import Boundary, original_class
 from isotype.model.enforce import enforce_model
 from isotype.precision.policy import ModuleException, PrecisionPolicy
 from tests.pairwise import pairwise
+from tests.zoo import ARCHITECTURES
 
 FP16 = torch.float16
 WIDE = PrecisionPolicy(FP16, "float16", loss_scaling=True, wide_residual=True)
@@ -153,3 +154,31 @@ def test_another_policy_takes_the_boundaries_away() -> None:
     assert enforce_model(wide, wide.precision_policy) == ()
     enforce_model(wide, PrecisionPolicy(torch.bfloat16, "bfloat16"))
     assert not any(isinstance(module, Boundary) for module in wide.modules())
+
+
+_WITH_IMAGES = [name for name, each in ARCHITECTURES.items() if each.family == "vision-language"]
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [
+        ("smolvlm-vl", "lora"),
+        ("smolvlm-vl", "full"),
+        *(pytest.param(n, "lora", marks=pytest.mark.exhaustive) for n in _WITH_IMAGES if n != "smolvlm-vl"),
+    ],
+)
+def test_image_features_have_the_dtype_of_the_embeddings(name: str, trained: str, wide: bool) -> None:
+    """SmolVLM casts them to `self.dtype`, not to the embeddings' dtype."""
+    model: Any = ARCHITECTURES[name].build(torch.float32)
+    batch = ARCHITECTURES[name].batch()
+    reference = model.eval()(**batch).loss.detach()
+    policy = replace(WIDE, wide_residual=wide)
+    model = isotype.add_lora(model, policy, r=2) if trained == "lora" else model
+    enforce_model(model, policy)
+    for autocast in (True, False):
+        with torch.autocast("cpu", FP16, enabled=autocast):
+            loss = model.train()(**batch).loss
+        loss.backward()
+        with torch.no_grad(), torch.autocast("cpu", FP16, enabled=autocast):
+            torch.testing.assert_close(model.eval()(**batch).loss.float(), reference, rtol=5e-3, atol=0)

@@ -41,6 +41,8 @@ class BoundarySettings:
     - `"autocast"`: for the whole model, and for modules outside of the blocks. The forward runs under autocast to
       `compute`, also in evaluation and generation: with a float32 residual stream, every matmul needs autocast.
     - `"inputs"`: for towers of images or audio. Float inputs have the processor's dtype, and are cast to `result`.
+    - `"merger"`: for the module that puts image features among the embeddings. Its attribute `dtype` is `result`, the dtype
+      of the embeddings: SmolVLM casts image features to `self.dtype`, by default the dtype of the first parameter.
 
     bitsandbytes loses the row scales of a copied 8-bit weight. A boundary of any kind keeps them (`_init_8bit_state`).
 
@@ -234,8 +236,9 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
 
 @cache
 def _boundary_class(base: Any, settings: BoundarySettings) -> Any:
-    members = {"forward": _FORWARDS[settings.kind]}
+    members = {"forward": _FORWARDS[settings.kind]} if settings.kind in _FORWARDS else {}
     if hasattr(base, "init_8bit_state"):
         members["init_8bit_state"] = _init_8bit_state
+    attributes = {"dtype": settings.returns} if settings.kind == "merger" else {}
     made_by = (_boundary_class, (base, settings))
-    return swapped_class(Boundary, made_by, base, members, boundary_settings=settings)
+    return swapped_class(Boundary, made_by, base, members, boundary_settings=settings, **attributes)

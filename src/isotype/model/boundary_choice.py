@@ -17,7 +17,7 @@ from isotype.compat.torch import own_parameters
 from isotype.core.names import base_name, in_module
 from isotype.model.boundary import BoundarySettings, original_class, sharing
 from isotype.model.modes import result_of
-from isotype.model.parts import entrances
+from isotype.model.parts import entrances, towers_of
 from isotype.model.walk import Place, blocks_in, is_router, is_tuner_layer, own_float_parameters, places
 from isotype.precision.policy import ModuleException, PrecisionPolicy, is_pinned
 
@@ -57,10 +57,16 @@ def range_boundaries(
 
 
 def tower_boundaries(model: nn.Module, policy: PrecisionPolicy) -> dict[str, BoundarySettings]:
-    """Return the boundaries for the inputs of vision towers, audio towers and speech encoders, by module name."""
+    """Return the boundaries for vision towers, audio towers, speech encoders and modules around them, by module name."""
     names = {id(module): name for name, module in model.named_modules()}
     boundaries = {}
-    for tower in entrances(without_peft(model)):
+    base = without_peft(model)
+    stream = torch.float32 if policy.wide_residual else policy.plain
+    for _, tower in towers_of(base):
+        around = names[id(tower)].rpartition(".")[0]
+        if around != names[id(base)]:
+            boundaries[around] = BoundarySettings("merger", policy.compute, stream)
+    for tower in entrances(base):
         name = names[id(tower)]
         weight = next((f"{name}.{key}" for key, p in tower.named_parameters() if p.dim() > 1), name)
         dtype = torch.float32 if is_pinned(weight, policy.pinned) else policy.plain
