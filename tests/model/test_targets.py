@@ -275,3 +275,32 @@ def test_layers_that_run_without_gradients_get_no_adapter() -> None:
     assert "(weights_proj, wk, wq_b: " in note
     assert "DeepseekV32Indexer runs without gradients, so an adapter would not be trained" in note
     assert "wk" in last(names_adapted(adapted("deepseek_v32", target_modules=["wk", "o_proj"])))
+
+
+def test_a_grouped_linear_layer_gets_no_adapter() -> None:
+    model = adapted("deepseek_v4")
+    names = last(names_adapted(model))
+    assert "o_a_proj" not in names
+    assert {"o_b_proj", "q_a_proj", "kv_proj"} <= names
+    (note, *_) = model.adapter_notes
+    assert "(o_a_proj: " in note
+    assert (
+        "DeepseekV4GroupedLinear has other shapes than a linear layer, so PEFT's forward would fail" in note
+    )
+    model(**ARCHITECTURES["deepseek_v4"].batch()).loss.backward()
+
+
+def test_a_share_of_nearly_all_values_has_no_exponent() -> None:
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.in_proj, self.dt_proj = nn.Linear(64, 64), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.in_proj(x) + nn.functional.linear(x[..., :4], self.dt_proj.weight).sum()
+
+    policy = isotype.resolve_precision(Mixer(), "float32", device="cpu")
+    with pytest.warns(UserWarning, match="dt_proj"):
+        model = isotype.add_lora(Mixer(), policy, r=2)
+    (note,) = model.adapter_notes
+    assert "(in_proj: 99.61 % of all values); not on 1 linear layer (dt_proj: 0.39 %" in note

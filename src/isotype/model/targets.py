@@ -14,20 +14,23 @@ import re
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from isotype.compat.peft import all_linear, without_peft
 from isotype.compat.torch import runs_without_gradients
 from isotype.core.errors import UsageError
 from isotype.core.names import EXPERT, grouped, in_module, listed, plain_name, plural, with_parents
+from isotype.model.boundary import original_class, sharing
 from isotype.model.experts.layer import DOWN, is_experts_wrapper, layout_of, outermost
 from isotype.model.experts.stack import held_stack, quantized_stack, seen_dense
 from isotype.model.fold import repeats_of
+from isotype.model.modes import result_of
 from isotype.model.parts import LANGUAGE, PARTS, Parts, unread_layers
-from isotype.model.walk import is_tuner_layer, places
+from isotype.model.walk import is_tuner_layer, kind_of, places
 
 _ENDS = {
     "ForSequenceClassification": "SEQ_CLS",
@@ -196,7 +199,10 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
 
 def _excluded(base: Any, adapt: Adapt | None) -> dict[str, str]:
     """Return layer name -> reason, for layers in parts without adapters and layers that a loss cannot train."""
-    parts, untrained = Parts(base), {**dict(unread_layers(base)), **dict(_without_gradients(base))}
+    parts, untrained = (
+        Parts(base),
+        dict((*unread_layers(base), *_without_gradients(base), *_of_other_shape(base))),
+    )
     chosen = Adapt() if adapt is None else adapt
     if not parts.towers and LANGUAGE not in chosen.parts:
         raise _nothing_left(adapt)
@@ -216,6 +222,26 @@ def _without_gradients(base: Any) -> Iterator[tuple[str, str]]:
     for name, module in base.named_modules():
         if module._modules and runs_without_gradients(type(module).forward):
             yield name, f"{type(module).__name__} runs without gradients, so an adapter would not be trained"
+
+
+def _of_other_shape(base: Any) -> Iterator[tuple[str, str]]:
+    """Yield (name, reason) of each linear layer with a forward for other shapes, such as a grouped layer."""
+    for name, module in base.named_modules():
+        cls = original_class(module)
+        plain = (
+            kind_of(module) != "linear"
+            or not isinstance(module, nn.Linear)
+            or cls.forward is nn.Linear.forward
+        )
+        if (
+            plain or module.weight.itemsize == 1 or _routes(base, name)
+        ):  # kernels for float8 do not run on meta
+            continue
+        weights = {key: p.to("meta", torch.float32) for key, p in module.named_parameters(recurse=False)}
+        x = torch.empty(1, module.in_features, device="meta")
+        result = result_of(partial(cls.forward, sharing(module, weights)), x)
+        if getattr(result, "shape", None) != (1, module.out_features):
+            yield name, f"{cls.__name__} has other shapes than a linear layer, so PEFT's forward would fail"
 
 
 def _narrow(base: Any, config: Any, excluded: Mapping[str, str], adapt: Adapt) -> None:
@@ -319,7 +345,8 @@ def _counted(weights: list[_Weight], total: int) -> str:
     size = sum(weight.size * weight.count for weight in weights)
     names = ", ".join(sorted({weight.name.rpartition(".")[2] for weight in weights}))
     noun = plural(sum(weight.count for weight in weights), weights[0].kind)
-    return f"{noun} ({names}: {100 * size / total:.2g} % of all values)"
+    share = 100 * size / total
+    return f"{noun} ({names}: {share:.{2 if share < 99 else 4}g} % of all values)"
 
 
 def _weights(model: Any, targets: Targets) -> Iterator[_Weight]:
