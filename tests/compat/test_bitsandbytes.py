@@ -13,6 +13,7 @@ from bitsandbytes import functional
 from bitsandbytes.backends.cpu import ops
 
 import isotype
+from isotype.checkpoint.values import dense_weight
 from isotype.compat import bitsandbytes as bnb_blocks
 from isotype.compat.bitsandbytes import dequantize_4bit
 from tests.models import quiet
@@ -50,6 +51,17 @@ def test_rows_that_end_inside_of_a_block(
     torch.testing.assert_close(
         dequantize_4bit(codes, state).float(), by_hand(codes, state), rtol=torch.finfo(dtype).eps, atol=1e-7
     )
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1), (2, 4)])
+def test_a_weight_that_is_packed_in_one_number_is_not_transposed(shape: tuple[int, int]) -> None:
+    layer: Any = bitsandbytes.nn.Linear4bit(
+        *reversed(shape), bias=False, quant_type="nf4", quant_storage=torch.float32
+    ).to("cpu")
+    assert layer.weight.shape == (1, 1)
+    codes, state = layer.weight.data.view(torch.uint8).view(-1, 1), layer.weight.quant_state
+    assert torch.equal(dequantize_4bit(layer.weight.data, state), by_hand(codes, state))
+    assert torch.equal(dense_weight(layer, torch.float32), by_hand(codes, state))
 
 
 def test_a_layer_computes_with_them_with_and_without_gradients() -> None:

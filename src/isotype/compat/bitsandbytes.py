@@ -53,7 +53,8 @@ def dequantize_4bit(weight: torch.Tensor, state: Any) -> torch.Tensor:
 
     dequantize_by_blocks()
     weights: torch.Tensor = functional.dequantize_4bit(weight, state)
-    return weights
+    # bitsandbytes takes packed bytes of shape `[1, n]` as those of a transposed weight, so `[1, 1]`, too.
+    return weights.t() if weight.shape == (1, 1) else weights
 
 
 def with_float32_constants(state: Any) -> Any:
