@@ -32,7 +32,7 @@ def quantized_on(parameter: Any, device: str) -> Any:
 
 
 def nothing_repacked() -> AbstractContextManager[None]:
-    """Return a context in which bitsandbytes repacks no 4-bit weights for this CPU, to simulate another device."""
+    """Return a context for simulating another device: bitsandbytes does not repack 4-bit weights for this CPU."""
     modules = sys.modules.get(QUANTIZED_LAYERS)
     return replaced(modules, REPACK, lambda weight, state: (weight, state))
 
@@ -129,7 +129,7 @@ def _by_blocks(kernel: Callable[..., object]) -> Callable[..., None]:
 
 
 def give_quantized_class(layer: Any) -> None:
-    """Give the fake weight of a quantized layer the class and the attributes of bitsandbytes' weights."""
+    """Change the class and attributes of a quantized layer's fake weight to those of bitsandbytes' weights."""
     from bitsandbytes.nn import Int8Params, Linear8bitLt, Params4bit
 
     weight = layer.weight

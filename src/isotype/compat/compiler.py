@@ -1,12 +1,11 @@
-"""Defers the import of torch's compiler: it takes two seconds, and the check of a checkpoint compiles nothing.
+"""Defers the import of torch's compiler. The import takes two seconds, and `isotype check` compiles nothing.
 
 These modules import all of `torch._dynamo` without compiling anything (torch 2.13, transformers 5.23):
 
 - torch/_subclasses/fake_tensor.py: `FakeTensorMode.__init__` reads `torch._dynamo.config`
 - torch/_compile.py: `torch._disable_dynamo` calls `disable` for each dispatch mode and optimizer,
   https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_compile.py
-- torch/__init__.py: `compile` first imports `torch._inductor` (torch 2.15), which imports submodules of `torch._dynamo`
-    first
+- torch/__init__.py: `compile` imports `torch._inductor` (torch 2.15), which imports submodules of `torch._dynamo`
 - torch/optim/optimizer.py: `_use_grad_for_differentiable` calls `graph_break`, which matters in compiled code only
 - transformers/masking_utils.py imports a class from `torch._dynamo._trace_wrapped_higher_order_op`;
   integrations/deepgemm.py and flex_attention.py mark functions for the compiler,
@@ -61,7 +60,7 @@ class _Deferred(ModuleType):
         return getattr(self, name)
 
     def run(self) -> None:
-        """Execute the real package's code. Then call it for each function that was marked for the compiler."""
+        """Execute the real package's code. Then mark the functions that were marked before."""
         attributes = vars(self)
         marked, eager = attributes.pop("marked"), attributes.pop("eager")
         for name in ("disable", "graph_break", *_MARKS):
@@ -138,7 +137,7 @@ def _as_written(function: Any = None, **_: Any) -> Any:
 
 
 def _disable(function: Any = None, recursive: bool = True, **options: Any) -> Any:
-    """Replaces `torch._dynamo.disable`: return a function that calls `function` unchanged until the compiler is loaded."""
+    """Replaces `torch._dynamo.disable`: the returned function just calls `function` until the compiler is loaded."""
     if function is None:
         return lambda decorated: _disable(decorated, recursive, **options)
 

@@ -11,7 +11,7 @@ from isotype.compat.replaced import replaced
 
 _SECONDS = 3.0
 _REMEMBERED = 60.0
-"""Seconds without another try after a failure, because a command reads from the hub in many places."""
+"""Seconds after a failed connection in which isotype does not connect to the hub again."""
 _silences: dict[str, tuple[float, str]] = {}
 """URL of the hub -> (time of the last try, reason of its failure or "")."""
 
@@ -23,7 +23,7 @@ def asking(source: object) -> AbstractContextManager[str]:
 
 @contextmanager
 def offline_if_unreachable() -> Iterator[str]:
-    """Read only the local cache in the `with` block if the hub is unreachable, by HF_HUB_OFFLINE.
+    """If the hub is unreachable, switch to offline mode: the `with` block reads only the local cache.
 
     Yields the reason why the hub is unreachable; "" if it is reachable or the user has set offline mode. For a minute
     after a failure, the hub is not tried again.

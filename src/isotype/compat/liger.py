@@ -1,4 +1,4 @@
-"""Liger-Kernel (0.3 to 0.8): removes its methods from a model's modules.
+"""Removes the methods of Liger-Kernel (0.3 to 0.8) from a model's modules.
 
 `_apply_liger_kernel_to_instance` sets `forward`, `extra_repr` and `_get_name` on every norm, MLP and model instance
 (`_bind_method_to_module` in liger_kernel/transformers/monkey_patch.py). A precision policy and `isotype.fuse` change a

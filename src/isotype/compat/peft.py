@@ -79,4 +79,4 @@ PARAMETER_WRAPPER_REPAIRS: Final[Mapping[str, Callable[..., Any]]] = {
     "_activate_lora": _activate_lora,
     "_remove_parametrizations": _remove_parametrizations,
 }
-"""Methods for a subclass of `ParamWrapper`. The subclass must have the attribute `plain = ParamWrapper`."""
+"""Methods for a subclass of `ParamWrapper`. The methods read `ParamWrapper` from the subclass's attribute `plain`."""

@@ -1,4 +1,4 @@
-"""Swaps a module's class for a subclass with another forward, and copies functions with another global variable.
+"""Swaps a module's class for a subclass with another forward, and copies functions with a changed global variable.
 
 After a swap, `isinstance`, `deepcopy`, pickle and fully qualified names work as before, and the swap can be undone.
 `torch.nn.utils.parametrize` and FSDP2 swap classes in the same way.
@@ -99,7 +99,7 @@ def globals_of(function: types.FunctionType) -> set[str] | None:
 
 
 def with_global(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
-    """Return a copy of a function and its decorators in which the global `name` is `value`.
+    """Return a copy of a function. The copy and its decorators read `value` as the global variable `name`.
 
     Raise ValueError if a decorator does not have the function in its closure. Then `globals_of` returns None.
     """

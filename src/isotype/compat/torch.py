@@ -88,13 +88,13 @@ def stack_of(mode: Any) -> ModeStack:
 
 
 def stays_at_the_bottom(mode: Any) -> bool:
-    """Return whether `mode` has to stay at the bottom of its stack: the default device's mode or an internal one."""
+    """Return whether `mode` is the default device's mode, or an infrastructure mode of torch (such as a fake mode)."""
     default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
     return mode is default or getattr(mode, "_mode_key", None) is not None
 
 
 def is_simulated() -> bool:
-    """Return whether a mode is active whose operators compute no values (a fake, functional or proxy mode)."""
+    """Return whether a fake, functional or proxy mode is active. In such a mode, operators compute no values."""
     keys = torch._C._TorchDispatchModeKey
     modes = keys.FAKE, keys.PROXY, keys.FUNCTIONAL
     return any(torch._C._get_dispatch_mode(key) is not None for key in modes)
@@ -169,8 +169,8 @@ def forget_gradient_hooks(leaf: torch.Tensor) -> None:
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Return whether the caller runs in a `torch.func` transform (`grad`, `vmap`, `jvp`, …).
 
-The tensors of a transform have no memory. A transform rejects autograd functions without `setup_context`.
-https://docs.pytorch.org/docs/stable/notes/extending.func.html
+The tensors in a transform are wrappers without a storage. A transform rejects autograd functions without
+`setup_context`. https://docs.pytorch.org/docs/stable/notes/extending.func.html
 """
 is_transformed_tensor: Callable[[Any], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Return whether a tensor is a wrapper of a `torch.func` transform."""
@@ -206,7 +206,7 @@ _PARTS = {
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the indices and values of a sparse tensor, whose storages hold its memory; for another tensor, `(tensor,)`."""
+    """Return the tensors that store a sparse tensor's indices and values; for a dense tensor, `(tensor,)`."""
     names = _PARTS.get(tensor.layout)
     return (tensor,) if names is None else tuple(getattr(tensor, name)() for name in names)
 
@@ -363,7 +363,7 @@ def state_dict_hooks(module: nn.Module) -> dict[int, Any]:
 
 
 def own_state(module: nn.Module, into: dict[str, Any], prefix: str) -> None:
-    """Add the state dict of a module without its children to `into`. The tensors are not detached."""
+    """Add a module's parameters and buffers, but not its submodules', to `into`. The tensors are not detached."""
     module._save_to_state_dict(into, prefix, True)
 
 
@@ -395,7 +395,7 @@ def has_compiler() -> bool:
 
 
 def put_under(*modes: TorchFunctionMode | TorchDispatchMode) -> None:
-    """Enter `modes` below all modes of the script."""
+    """Put `modes` at the bottom of the stack, below the modes that the script has entered."""
     for mode in modes:
         stack = stack_of(mode)
         above = _pop_all(stack)

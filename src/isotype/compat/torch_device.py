@@ -88,7 +88,7 @@ def device_type(kind: str) -> str:
 
 @contextlib.contextmanager
 def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
-    """Let the simulated device's autocast cast CPU tensors. Its default dtype is that device's default.
+    """Let the simulated device's autocast cast CPU tensors, by default to the device's default dtype.
 
     If there is a `profile`, torch's functions about the device return the profile's properties.
     """
@@ -324,9 +324,9 @@ class _Generators(type):
 def _flex_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Any, _: Any, scale: float, *__: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Replaces FlexAttention's kernel, which has no backward on CPUs. Operands and memory are the kernel's.
+    """Replaces FlexAttention's kernel, which has no backward on CPUs. Has the kernel's operands and memory use.
 
-    The kernel casts its operands to autocast's dtype. `score` runs once, so that a trace sees the tensors that it uses.
+    The kernel casts its operands to autocast's dtype. One call of `score` shows a trace which tensors `score` uses.
     """
     cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     repeats = query.shape[1] // key.shape[1]

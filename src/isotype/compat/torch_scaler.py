@@ -19,7 +19,7 @@ def loss_scale(scaler: Any) -> torch.Tensor | float | None:
 
 
 def stored_scale(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
-    """Return the tensor by which `scaler.scale` multiplies the loss; None before the first call, or if it is disabled."""
+    """Return the tensor by which `scaler.scale` multiplies; None before its first call and for a disabled scaler."""
     return getattr(scaler, "_scale", None)
 
 

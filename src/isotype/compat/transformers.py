@@ -108,7 +108,7 @@ def use_plain_experts(config: Any) -> None:
 def keep_weights(model: Any) -> None:
     """Stop RWKV from dividing weights of later layers before an evaluation. The model's own config stays the same.
 
-    transformers would not divide the weights of adapters, and raises an error if the layers are quantized
+    transformers divides only the base weights, not the adapters', and raises an error for quantized layers
     (https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/models/rwkv/modeling_rwkv.py).
     """
     for module in model.modules():
@@ -137,13 +137,13 @@ def mark_as_sharded(model: Any) -> None:
 Names = Callable[[Any], set[str]]
 """A function: model -> names of its parameters."""
 Reading = Callable[[Any, Any, Any, Any, Callable[[], Any]], Any]
-"""(model, weights in memory, files, settings, transformers' function for the files) -> this function's result."""
+"""(model, weights in memory, files, settings, load) -> the result of `load()`, which lets transformers load the files."""
 
 
 def class_for_load(cls: Any, float32: Names | None = None, read: Reading | None = None) -> Any:
     """Return a subclass of `cls` for loading one model. Afterwards, `own_class_again` restores the model's class.
 
-    The subclass has the name and module of `cls`. It loads all parameters in float32 that `cls` keeps in float32. In a
+    The subclass has the name and module of `cls`. Parameters that `cls` keeps in float32 are loaded in float32. In a
     bfloat16 model, transformers would cast the parameters in `_keep_in_fp32_modules` to bfloat16.
 
     Args:
@@ -206,8 +206,8 @@ _Mixin: Any = object
 class TrainerSteps(_Mixin):  # type: ignore[misc]
     """Gives private methods of transformers' Trainer the public names in `STEPS`. A subclass may override and call them.
 
-    The bases of a subclass are `TrainerSteps` and then the Trainer. A private method of `TrainerSteps` calls the public
-    method, which by default calls the Trainer's private method.
+    The bases of a subclass are `TrainerSteps` and then the Trainer. The Trainer's code thus calls the public method. If
+    a subclass does not override this method, it calls the Trainer's private method.
     """
 
 
@@ -267,7 +267,7 @@ def fakes_taken_for_real() -> Iterator[None]:
     transformers treats fake tensors as an export (`is_tracing` in transformers/utils/import_utils.py): it always
     creates masks, repeats keys and values, and uses another attention kernel. On the CPU before torch 2.11,
     `_can_use_grouped_mm` in transformers/integrations/moe.py checks if memory is aligned to 16 bytes, but fake tensors
-    have no memory. tests/compat/test_others.py fails when one of the two replacements is no longer needed.
+    have no memory. tests/compat/test_others.py fails when the replacement of either function is no longer needed.
     """
     experts = sys.modules.get("transformers.integrations.moe")
     decide: Any = getattr(experts, "_can_use_grouped_mm", None)
@@ -284,7 +284,8 @@ def fakes_taken_for_real() -> Iterator[None]:
 
 @contextmanager
 def fp8_kernels_replaced(runs: bool) -> Iterator[None]:
-    """In the `with` block, matrix products with equal shapes replace FP8 kernels if the device `runs` FP8 layers.
+    """In the `with` block, matrix products with results of the same shapes replace FP8 kernels if the device `runs`
+    them.
 
     FP8 kernels read memory, which fake tensors do not have. The products have no backward, like the FP8 layers of
     transformers 5.20. For older GPUs, transformers dequantizes the weights while loading.

@@ -11,7 +11,7 @@ from typing import Any
 from isotype.compat.replaced import replaced
 
 _REPORTING = (3, 9)
-"""First release with nanobind, which prints all objects that are not freed at the end of a process:
+"""First triton release with nanobind, which prints all objects that are not freed at the end of a process:
 https://nanobind.readthedocs.io/en/latest/refleaks.html
 """
 

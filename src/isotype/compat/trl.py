@@ -41,7 +41,7 @@ def is_fused_forward(function: Any) -> bool:
 
 
 def head_arguments(function: Any) -> dict[str, Any]:
-    """Return the fused head's arguments in its forward's closure. Raise LookupError if an argument is missing."""
+    """Return the fused head's arguments from the closure of `function`. Raise LookupError if an argument is missing."""
     held = inspect.getclosurevars(function).nonlocals
     missing = [name for name in HEAD_ARGUMENTS if name not in held]
     if missing:
@@ -64,7 +64,7 @@ def former_forward(model: Any) -> Callable[..., Any]:
 def headless_forward(model: Any) -> Callable[..., Any]:
     """Return the model's forward without a fused head.
 
-    The forward is bound to `model`, even if `model` is a copy of the model on which TRL has set its forward.
+    The forward is bound to `model`, even if TRL has replaced the forward of another model and `model` is a copy of it.
     """
     forward: Any = former_forward(model)
     if is_fused_forward(forward):

@@ -69,7 +69,7 @@ def is_exempt(op: str, args: Sequence[Any], kind: str = "cpu") -> bool:
     - Without a weight, the batch norm of an NVIDIA or AMD GPU accepts running statistics of any dtype
       (`batch_norm_update_stats` in Normalization.cu).
     - `index_put` with bool masks accepts a single value of any dtype, because torch runs it as `masked_fill`.
-    - `lerp` accepts a 0-dim weight of any dtype (both measured on a CPU, torch 2.13).
+    - `lerp` accepts a 0-dim weight of any dtype (like `index_put`, measured on a CPU, torch 2.13).
     """
     if op == "aten.native_batch_norm.default":
         return kind in ("cuda", "rocm") and args[1] is None
@@ -94,7 +94,7 @@ class Verdict:
         accepted: True if the operator runs, False if it raises.
         results: dtypes of the returned tensors; for an in-place operator, of the changed tensor. Empty if the operator
             raises, if it was not measured on this device, or if scalars, list lengths or 0-dim operands decide the
-            result's dtype. The fake kernel then decides.
+            result's dtype. Then the operator's fake kernel determines the dtypes.
         message: the device's error message if the operator raises, else "".
         assumed: True if the verdict was not measured: it is from a family's rule or from another device.
     """
@@ -110,7 +110,7 @@ class Table:
     """The measured contracts of one device.
 
     `messages` are templates of error messages, see `isotype.contracts.pattern.Spelled`. `operators[overload][pattern]`
-    has a letter for the dtype of each result. For a call that raises an error, it is the index of the message.
+    has a letter for the dtype of each result. If the operator raises an error, the entry is the index of the message.
     """
 
     device: str
@@ -168,8 +168,8 @@ class Contracts:
     def judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
         """Return the verdict on a call of `op` (`aten.mm.default`) with tensor operands of these dtypes.
 
-        `dtypes` contains the dtypes of all tensor arguments in order, even of tensors in lists. Return None if tables
-        and families lack the call, or do not refuse it and all operands are integers: the fake kernel decides.
+        `dtypes` contains the dtypes of all tensor arguments in order, even of tensors in lists. Return None if the fake
+        kernel decides: no table or family knows the call, or all operands are integers and none refuses them.
         """
         if (op, dtypes) not in self._memo:
             self._memo[op, dtypes] = self._judge(op, dtypes)
@@ -283,7 +283,7 @@ def doubts(profile: DeviceProfile) -> list[str]:
 
 
 def judged_by(profile: DeviceProfile) -> str:
-    """Return the text of a report about the source of a device's contracts."""
+    """Return words for reports that name the source of a device's contracts."""
     table = contracts_of(profile).table
     return "rules for families of operators, from PyTorch's source" if table is None else table.words
 
@@ -308,7 +308,7 @@ def _table(name: str) -> Table:
 
 
 _SHIFTED = (str.maketrans("df", "fb"), str.maketrans("d", "b"))
-"""Changes float64 and float32 in a pattern to float32 and bfloat16: this pattern was measured for every operator."""
+"""Changes float64 to float32 and float32 to bfloat16. The new pattern was measured for every operator."""
 
 
 def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
@@ -376,7 +376,7 @@ class AutocastLists:
     banned: frozenset[str]
 
     def treatment(self, function: str, has_dtype: bool) -> str:
-        """Return the list (`banned`, `float32`, `promote`, `lower` or "") of a function that is called with a dtype or not."""
+        """Return a function's list: `banned`, `float32`, `promote`, `lower` or "". A `dtype` argument may change it."""
         name = _CALLED.get(function, function)
         if name in self.float32_opt and not has_dtype:
             return "float32"
@@ -447,8 +447,8 @@ def nearest(tables: Sequence[TableName], kind: str, variant: str, torch_version:
 def _variant_distance(measured: str, variant: str) -> float:
     """Return the distance of two variants of a device kind; 0 if they are equal.
 
-    The major number of a compute capability counts most. If an older and a newer one differ equally, the older is
-    nearer.
+    The major number of a compute capability counts most. If an older and a newer capability are equally far from
+    `variant`, the older is nearer.
     """
     if measured == variant:
         return 0

@@ -143,13 +143,13 @@ REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError
 """The exceptions of torch for operands of unsupported dtypes."""
 
 FAR = 0.25
-"""Results with a larger relative error are wrong. Rounding to 16 bits causes 0.004, misread bytes far more."""
+"""Largest relative error of correct results. Rounding to 16 bits causes 0.004, misread bytes far more."""
 
 _FLOATS = frozenset(FLOAT_DTYPES.values())
 
 
 def results_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return an operator's results as a list: the operands that it writes if it returns None."""
+    """Return a list of an operator's results. If it returns None, these are the operands that it writes."""
     returned = function(*args, **kwargs)
     items = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     if returned is not None:
@@ -165,8 +165,8 @@ def corrupted(
 ) -> bool:
     """Return whether the results of a call are wrong: far from the results of every trusted run.
 
-    The call's operands have the dtypes `letters`. A trusted run gets the same values in float64 on the CPU, or in the
-    recorded dtypes on the device or the CPU. Return False without a trusted run, and for results that cannot be
+    The call's operands have the dtypes `letters`. A trusted run has the same input values in float64 on the CPU, or in
+    the recorded dtypes on the device or the CPU. Return False without a trusted run, and for results that cannot be
     compared: random numbers, uninitialized memory, reinterpreted bytes.
     """
     name = operator_schema(function).name.rpartition("::")[2]

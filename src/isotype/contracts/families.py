@@ -40,7 +40,7 @@ class Family:
         refusal: torch's error for a dtype that is not accepted; `{0}` stands for it.
         devices: device kinds for which the rule holds.
         majors: major compute capabilities for which the rule holds; None for all.
-        matches: a regular expression. The rule applies only if it matches the first letters of the compared operands.
+        matches: a regular expression. The pattern of the compared operands must begin with a match.
         in_order: True if `{0}`, `{1}`, … in the message stand for the first, second, … of all operands.
     """
 
@@ -328,7 +328,7 @@ def families_of(op: str, device: str, capability: tuple[int, int] | None = None)
 def by_shapes(op: str, args: Sequence[Any], message: str) -> str:
     """Return torch's error for a call: `message`, changed if torch's text depends on the shapes of the call.
 
-    cuSOLVER has another routine for matrices of at most 32 rows and columns (`svd_cusolver` in BatchLinearAlgebraLib.cpp).
+    The SVD's error names cuSOLVER's routine, which depends on the size (`svd_cusolver` in BatchLinearAlgebraLib.cpp).
     """
     if op == "aten._linalg_svd.default" and max(args[0].shape[-2:]) <= 32:
         return message.replace('"svd_cuda_gesvdj"', '"svd_cuda_gesvdjBatched"')

@@ -19,8 +19,7 @@ A call that raises an error is rejected, and the table has its message. Otherwis
 of calls on the same values: in float64 on the CPU, and in the recorded dtypes. If the results differ much from both
 comparisons, the call returns wrong values and is rejected. All other calls are accepted, and the table has the dtypes
 of the results. The result is unspecified (`?`) if two examples of one pattern return different dtypes, for example
-because of a scalar or a `dtype=` argument. A pattern with accepted and rejected examples has no entry, because an entry
-must hold for every call.
+because of a scalar or a `dtype=` argument. A pattern with both accepted and rejected examples has no entry.
 
 Calls run in a child process. If a call ends the process (or the device fails), its operator is listed under `died`, and
 the measurement goes on.
@@ -345,7 +344,7 @@ def main() -> None:
 
 
 def templates(messages: Mapping[str, str]) -> dict[str, str]:
-    """Return a message template for each pattern. Many patterns share a template (a greedy choice).
+    """Return a message template for each pattern. Few templates cover all patterns.
 
     If several operands have the dtype in a message, several templates are possible. The template that fits the most
     messages is chosen. `fill(template, letters_in(pattern))` returns each message exactly.

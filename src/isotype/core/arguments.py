@@ -25,14 +25,14 @@ _OTHER_NAMES = {
 }
 """Short name or other library's name -> names of isotype's arguments. A command has at most one of these arguments."""
 _ELSEWHERE = frozenset({*_OTHER_NAMES, *(name for names in _TABLES["names"] for name in names.split())})
-"""Names with a known meaning. If a command has no argument of this meaning, similar names are not suggested."""
+"""Names with a known meaning. For these names, arguments are not suggested only because their names are similar."""
 _OTHER_VALUES: Mapping[str, str] = _TABLES["values"]
 _SWITCHES: Mapping[str, str] = {
     other: words for words, others in _TABLES["switches"].items() for other in others.split()
 }
-"""Flag of another library, alone (or with the value True) or as `flag=value` -> isotype's arguments."""
+"""Another library's `flag` (alone or with the value True) or `flag=value` -> isotype's arguments."""
 RENAMED: Mapping[str, Sequence[str]] = _TABLES["renamed"]
-"""Former name -> (current name, equivalent value). The value is "" if the former one is still valid."""
+"""Former name -> (current name, equivalent value). The value is "" if the value after the former name stays valid."""
 REMOVED: Mapping[str, str] = _TABLES["removed"]
 """Name of a removed argument -> advice on what to write instead."""
 _KINDS = {
@@ -174,7 +174,7 @@ class Parser(ValueParser):
 def add_arguments(parser: argparse.ArgumentParser, command: str, **choices: Iterable[str]) -> None:
     """Add the arguments of a command to a parser. commands.json describes each argument:
 
-    - `exclusive`: only one of the arguments with this key is allowed.
+    - `exclusive`: a call may contain only one of the arguments that have the key `exclusive`.
     - `choices`: valid values.
     - `choices_of`: a table in `isotype.core` whose entries are valid values, too.
 
@@ -282,7 +282,7 @@ def wrong_size(name: str, value: str) -> Problem:
 
 
 def usual_value(value: str) -> str:
-    """Return isotype's name of another library's value (`nf4` for `int4`); for other values, the value in lower case."""
+    """Return isotype's value for another library's (`nf4` for `int4`); for other values, the value in lower case."""
     return _OTHER_VALUES.get(value.lower().replace("-", "").replace("_", ""), value.lower())
 
 

@@ -129,7 +129,7 @@ def discard(directory: Path) -> None:
 
 
 def recover(directory: Path) -> None:
-    """Complete or undo a killed process's writes in `directory`, into which no other process may write meanwhile."""
+    """Complete or undo a killed process's writes in `directory`. No other process may write into it meanwhile."""
     if not directory.is_dir():
         return
     for deleted in directory.glob(f".*{_DELETED}"):
@@ -246,8 +246,8 @@ def only_writer(directory: Path, command: str) -> Iterator[str | None]:
     """Lock `directory` against other processes of isotype.
 
     Yields None, or a sentence on why locks are not supported. The lock is a `flock`. The kernel releases it when the
-    process ends, even by SIGKILL. On NFS, the lock also excludes other hosts. The error that another process raises
-    shows `command`.
+    process ends, even by SIGKILL. On NFS, the lock also excludes other hosts. Another process that tries to lock the
+    directory shows `command` in its error.
 
     Raises:
         UsageError: another process has locked the directory.
@@ -305,7 +305,8 @@ def remove_abandoned(directories: Iterable[Path]) -> None:
 
 
 def _hold(directory: Path) -> int | None:
-    """Return the descriptor of a locked directory; None if another process has the lock or locks are not supported."""
+    """Lock a directory and return its descriptor; None if another process has the lock or if locks are not
+    supported."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError:
@@ -345,7 +346,7 @@ def _locked_file(path: Path) -> int | str:
 def _lock(descriptor: int, *, wait: bool = False) -> str | None:
     """Lock an open file or directory. Return None, or a clause on why locks are not supported.
 
-    If another process has the lock, wait until it is released, or raise BlockingIOError without `wait`.
+    If another process has the lock: with `wait`, wait until it is released; else raise BlockingIOError.
     """
     if sys.platform == "win32":
         return "Windows has no flock"
