@@ -131,7 +131,7 @@ def test_activations_cast_to_the_dtype_of_codes() -> None:
     (finding,) = find(trace([packed()], casts(torch.uint8)))
     assert finding.severity == "error"
     assert finding.message == "float32 activations are cast to uint8, the dtype of packed codes"
-    assert finding.cause == f"a cast to uint8 at model.py:1, the storage dtype of {LAYER}.weight"
+    assert finding.cause == f"a cast at model.py:1 to uint8, the storage dtype of {LAYER}.weight"
 
 
 def test_casts_to_whole_numbers_that_are_meant() -> None:

@@ -28,7 +28,7 @@ FAMILIES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule. Its file, such as `rules/ist101_….py`, defines `TITLE`, `find`, and a docstring: the rule's page.
+    """A rule. Its file, such as `rules/ist101_….py`, defines `TITLE` and `find`. The docstring is the rule's page.
 
     If the file defines `KIND`, its findings have this kind; otherwise their kind is `"step"`.
 
@@ -85,7 +85,7 @@ def _findings(rule: Rule, trace: Trace) -> Iterator[Finding]:
 def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
     """Return a finding which states that a part of the check failed with `error`.
 
-    `what` is the start of the finding's message, and names the failed part. `whose` is the start of the finding's cause.
+    `what` starts the finding's message, and names the failed part. `whose` is put before the error in the cause.
     """
     raised = error_line(error)
     code = next(rule.code for rule in all_rules() if rule.kind == "untraced")
@@ -100,7 +100,7 @@ def resolves(
     """Return True if a fix removed `finding` and caused no new errors and no new warnings.
 
     If `finding` says that a part was not checked, new warnings are accepted, because the fix lets the check reach this
-    part. If `costly` is true, new warnings about the step are accepted, because a slow step is better than a crash.
+    part. If `costly` is true, new warnings about the step are accepted, because a slow step is better than an error.
     """
     errors = {(other.code, other.cause) for other in before if other.severity == "error"}
     known = {(other.code, other.cause) for other in before}

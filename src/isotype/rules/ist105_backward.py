@@ -2,8 +2,8 @@
 **What it means.** The forward runs, but an operator of the backward gets operands of two dtypes and raises an error.
 
 **Why it happens.** The backward of a custom `autograd.Function` dequantizes a weight to the dtype in its quantization
-state. This is the checkpoint's dtype, but the Function multiplies the weight with a gradient in the compute dtype. Or
-the forward ran under autocast, but the backward runs outside of autocast.
+state. The dequantized weight then has the checkpoint's dtype, and the Function multiplies this weight by a gradient in
+the compute dtype. Or the forward ran under autocast, but the backward runs outside of autocast.
 
 **An example that fails**
 

@@ -4,8 +4,8 @@ operators get other dtypes. Non-reentrant checkpointing then raises an error; wi
 raised, but the gradients do not belong to the forward that computed the loss.
 
 **Why it happens.** The forward ran under autocast, but a custom checkpointing function or hook does not switch autocast
-on again for the second run. Or the weights were cast between forward and backward. Or `torch.set_default_dtype` was set only
-for the forward, and a layer creates tensors without a dtype (Lightning's `precision="bf16-true"`).
+on again for the second run. Or the weights were cast between forward and backward. Or `torch.set_default_dtype` was
+called only for the forward (Lightning's `precision="bf16-true"`), and a layer creates tensors without a dtype.
 
 **An example that fails**
 
@@ -19,7 +19,7 @@ for the forward, and a layer creates tensors without a dtype (Lightning's `preci
     torch.utils.checkpoint.checkpoint(layer, *inputs, use_reentrant=False)   # restores autocast
 
 **How safe is the fix?** With the fix, the recomputation runs under the autocast state of the forward. Nothing else
-changes, so both compute the same values.
+changes, so the recomputation and the forward compute the same values.
 
 **Seen in** pytorch/pytorch #193338, #71124; NVIDIA/TransformerEngine #791; NVIDIA-NeMo/Automodel #2083 (default dtype).
 """
@@ -64,7 +64,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             how = by_default or how
         fixes = (advice("checkpoint", how),)
     else:
-        how = "switch autocast's cache off (torch.autocast(…, cache_enabled=False)), or call checkpoint() without context_fn, which makes checkpointing selective"
+        how = "switch autocast's cache off (torch.autocast(…, cache_enabled=False)), or call checkpoint() without context_fn (context_fn makes checkpointing selective)"
         fixes = (
             setting("run the step without autocast", "autocast", "None", "unsafe"),
             advice("autocast cache", how, "cache_enabled=False"),

@@ -4,7 +4,7 @@
 **Why it happens.** Linear algebra (SVD, inverse, eigenvalues), Fourier transforms, quantiles, histograms and some
 losses exist in float32 and float64 only. On a GPU, products with a sparse matrix also have no 16-bit kernel. Other
 operators do not support float16 on a CPU, or bfloat16 on an older GPU. On a GPU, autocast refuses
-`binary_cross_entropy` for operands of any dtype, because the gradient of a probability can overflow in float16.
+`binary_cross_entropy` even for float32 operands: after a cast from float16, the gradients are float16 and can overflow.
 
 **An example that fails**
 

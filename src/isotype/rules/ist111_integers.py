@@ -21,8 +21,8 @@ its token ids, labels and masks.
 
 **What is not reported.** Indices that are computed from weights, because a check does not know the weights' values.
 
-**How safe is the fix?** New rows of an embedding are random. The new rows have to be trained, and saved with the adapter
-(`modules_to_save`, `trainable_token_indices`).
+**How safe is the fix?** If the fix adds rows to an embedding, the new rows are random. These rows have to be trained,
+and saved with the adapter (`modules_to_save`, `trainable_token_indices`).
 
 **Seen in** huggingface/transformers #11102, #12763; mickeysjm/R-BERT #5; meta-llama/llama-cookbook #189;
 deepspeedai/DeepSpeed #5701; QwenLM/Qwen3 #44; intel/auto-round #1380.
@@ -44,7 +44,7 @@ TITLE = "Token ids, labels or masks that an operator refuses"
 
 
 def _refused(call: Call) -> Operand | None:
-    """Return the operand with the wrong dtype: a float dtype, or the integer dtype that the error names."""
+    """Return the float operand that must be an integer, or the operand whose integer dtype the error names."""
     message = call.breach.message if call.breach is not None else ""
     if message and (floats := float_indices(call.op, [operand.dtype for operand in call.operands])):
         return call.operands[floats[0]]
@@ -56,7 +56,7 @@ CLAIMS = (Claim("step", lambda broken: _refused(broken.call) is not None, groupe
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding for each line that indexes outside of a table, or passes an integer of a refused dtype."""
+    """Yield a finding for each line with an index outside of a table, or of a dtype that the operator refuses."""
     outside = (call for call in trace.calls if call.outside is not None and not call.recomputed)
     for calls in grouped(outside, lambda call: (call.op, call.source, call.outside)).values():
         yield _outside(calls[0], calls)

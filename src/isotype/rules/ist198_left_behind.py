@@ -2,9 +2,8 @@
 **What it means.** The check could not restore all state that the step's code assigned during the trace.
 
 **Why it happens.** A trace runs the loss and the model's code on fake tensors. After the trace, the check restores
-the state that the code assigned: attributes, globals, containers, memoized results. The check cannot rewind
-a generator or restore state inside of another library's objects. The check examines only a limited number of
-objects.
+the state that the code assigned: attributes, globals, containers, memoized results. The check cannot rewind a Python
+generator or restore state inside of another library's objects. The check examines only a limited number of objects.
 
 **An example**
 

@@ -109,7 +109,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _of_fp8(trace: Trace, failure: Failure) -> Finding:
-    """Return a finding for transformers' FP8 layers, whose kernel is missing on the device or in the backward."""
+    """Return a finding for transformers' FP8 layers: the device has no kernel, or the kernel has no backward."""
     profile, layer = trace.setup.profile, trace.modules[failure.module]
     message = f"{profile.title} has no kernel for transformers' {layer}"
     cause = "the kernel needs an NVIDIA GPU of compute capability 8.9 or later, or an Intel GPU"
@@ -123,7 +123,7 @@ def _of_fp8(trace: Trace, failure: Failure) -> Finding:
 
 
 def is_about_dtypes(failure: Failure) -> bool:
-    """Return True if the error is about dtypes, or if code raised it after a test of a dtype."""
+    """Return True if the error's text is about dtypes, or if a condition on a dtype raised the error."""
     name, _, message = failure.error.partition(":")
     if failure.dtype_related and "dtype" in failure.condition:
         return True

@@ -22,7 +22,7 @@ compute dtype, and casts the result back to float32.
 
 - matmuls that autocast runs in float32 on purpose, matmuls of adapters and of optimizers, and products of routers (IST806);
 - quantized layers with a wide compute dtype (IST404);
-- casts in TRL's fused head, and casts that authors of published transformers models chose (routers, state-space scans);
+- casts in the fused loss of TRL, and casts in published transformers models (routers, state-space scans);
 - matmuls on a device without instructions for the compute dtype (IST601, IST602), where float32 is faster;
 - matmuls with less than 2 % of the step's FLOPs, unless they make the step at least 1.1 times slower.
 

@@ -98,7 +98,7 @@ def _weights_finding(trace: Trace, casts: Sequence[costs.Cast]) -> Finding:
 
 
 def _undone(trace: Trace) -> Iterator[tuple[costs.Cast, Weight]]:
-    """Yield (cast, adapter weight) for each cast in an adapter that undoes the layer's cast of the input."""
+    """Yield (cast, adapter weight) if a layer casts its input to a wider dtype, and its adapter casts it back."""
     adapters = {weight.module: weight for weight in trace.weights if weight.adapter}
     for cast in costs.casts(trace):
         up, weight = cast.operand.origin, adapters.get(cast.call.module)

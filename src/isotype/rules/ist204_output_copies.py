@@ -6,8 +6,8 @@ operator uses the float32 copy, or the loss uses the copy piece by piece.
 of the vocabulary. For 2 x 2,048 tokens and a vocabulary of 128,256, each float32 copy takes 2.1 GB.
 
 **Why it happens.** `Accelerator.prepare` wraps the forward in `convert_outputs_to_fp32`, which casts every output. If
-the model computes the loss, the loss has already cast the logits. Megatron's `Float16Module` with `fp32_output=True`
-also casts every output, but the trainer then computes log-probabilities from chunks of the logits.
+the model computes the loss, the loss needs no second cast of the logits. Megatron's `Float16Module` with
+`fp32_output=True` also casts every output, but the trainer then computes log-probabilities from chunks of the logits.
 
 **An example that costs**
 
@@ -71,7 +71,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 @per_trace
 def _readers(trace: Trace) -> dict[tuple[int, str, str], list[Call]]:
-    """Return the calls that read a cast's result (no views): (id of the operand's origin, line, module) -> calls."""
+    """Return (id of the origin before a cast, line, module) -> the calls, except views, that read the cast's result."""
     readers: dict[tuple[int, str, str], list[Call]] = {}
     for call in trace.calls:
         if costs.is_view(call.op):
@@ -84,7 +84,7 @@ def _readers(trace: Trace) -> dict[tuple[int, str, str], list[Call]]:
 
 
 def _in_pieces(cast: costs.Cast, reading: Sequence[Call]) -> bool:
-    """Return True if several loss operators read a cast's result, each a part of its rows."""
+    """Return True if several loss operators read the cast's result, and each of them reads only some of the rows."""
     whole = math.prod(cast.call.results[0][1])
     last = cast.call.results[0][1][-1:]
     forward = (c for c in reading if c.phase == "forward" and any(name in c.op for name in _LOSSES))

@@ -7,7 +7,7 @@ parameter that is trained:
 - an adapter that was cast together with its model (`.half()`);
 - an adapter from a float16 file.
 
-`unscale_` has no kernel for complex gradients either. The weights of a Fourier neural operator have such gradients.
+`unscale_` also has no kernel for complex gradients. The weights of a Fourier neural operator have such gradients.
 
 **Why it is bad.** The run stops at its first optimizer step with `ValueError: Attempting to unscale FP16
 gradients.`

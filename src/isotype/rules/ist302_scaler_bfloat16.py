@@ -4,7 +4,7 @@ narrow range. bfloat16 and float32 have a wide range and need no scaling. On CUD
 bfloat16 gradients, so a trainable bfloat16 parameter stops the run.
 
 **Why it is bad.** On CUDA the step raises `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for
-'BFloat16'`. On other devices, a GradScaler has no benefit, and it skips some steps.
+'BFloat16'`. On other devices, a GradScaler has no benefit, and it skips steps whose scaled gradients are infinite.
 
 **An example that fails**
 

@@ -2,7 +2,7 @@
 **What it means.** The backward runs in float16 without loss scaling. float16's smallest number is 6e-8, so smaller
 gradients become zero. If the trainable parameters are float16 as well, Adam's epsilon of 1e-8 also becomes zero, and a
 parameter whose gradient is zero gets the update 0 / 0. Fused kernels of Adam divide in float32, so they return no NaN.
-Rows of an embedding that the batch does not use have a zero gradient. If their update is NaN, the finding is an error.
+Rows of an embedding that the batch does not use have a zero gradient. If such rows become NaN, the finding is an error.
 
 **Why it is bad.** Small gradients are lost without a warning. If the trained weights are float16, they become NaN within a
 few steps.
@@ -89,7 +89,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _zero_epsilon(trace: Trace) -> float:
-    """Return the epsilon that an optimizer rounds to zero by adding it in float16; 0 for no such epsilon.
+    """Return the positive number that an optimizer adds in float16, where it becomes zero; 0.0 without such a number.
 
     A fused kernel adds the epsilon in float32, so it does not round the epsilon to zero.
     """
@@ -135,7 +135,7 @@ def _fixes(trace: Trace) -> Iterator[Fix]:
 
 
 def _backward_in_float16(trace: Trace) -> bool:
-    """Return True if the backward has a float16 matmul outside of 4-bit layers with a wrong compute dtype (IST404)."""
+    """Return True if the backward has a float16 matmul outside of the 4-bit layers that IST404 reports."""
     other = ist404_compute_dtype.layers_in(trace, torch.float16)
     backward = (call for call in trace.calls if call.phase == "backward" and call.module not in other)
     return any(costs.run_dtype(call) == torch.float16 for call in backward)

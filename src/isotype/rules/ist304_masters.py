@@ -4,8 +4,8 @@ trainer cast them: for example, TRL casts every trainable parameter of a quantiz
 them to float32. Or PEFT created them in the base model's dtype.
 
 **Why it is bad.** A 16-bit parameter loses updates that are too small for its digits (IST801). A 32-bit parameter takes
-twice the memory of a 16-bit parameter. Under float16 autocast, bfloat16 parameters have fewer digits than the float16
-matmuls.
+twice the memory of a 16-bit parameter. Under float16 autocast, bfloat16 parameters lack digits that the float16 matmuls
+can use.
 
 **An example that fails**
 

@@ -88,12 +88,12 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
 
 
 def _entry(operand: Operand) -> str:
-    """Return the index in a role: `[3]` for `grads[3]`. A parameter, its gradient and its moments have one index."""
+    """Return the index in `operand.role`: `[3]` for `grads[3]`. A parameter and its gradient have the same index."""
     return "".join(operand.role.partition("[")[1:])
 
 
 def _mismatched(call: Call) -> Operand:
-    """Return the operand with the wrong dtype. A state is blamed first, then a gradient, then a parameter."""
+    """Return the operand with the wrong dtype: an optimizer state, or else a gradient, or else a parameter."""
     floats = call.floats
     updated: dict[str, torch.dtype] = {}
     for operand in floats:

@@ -1,7 +1,7 @@
 """
 **What it means.** The step runs under autocast to another dtype than the policy's compute dtype. A trainer sets
-`fp16=True` by default, or the script does not give its `--bf16` or `--fp16` flag to the trainer. Or a step runs without
-the autocast that accelerate's `mixed_precision` requests, or that earlier steps had (`isotype run --steps N`). For
+`fp16=True` by default, or the script does not give its `--bf16` or `--fp16` flag to the trainer. Or a step has no
+autocast, although accelerate's `mixed_precision` requests it, or earlier steps had it (`isotype run --steps N`). For
 example, `unwrap_model(model, keep_fp32_wrapper=False)` removes accelerate's autocast from the forward.
 
 **Why it is bad.** The run does not use the requested dtype. float16 overflows above 65504, but bfloat16 does not.

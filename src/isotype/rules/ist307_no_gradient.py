@@ -12,8 +12,8 @@ only some parameters have a gradient, there is no error, but the parameters with
   checkpointed layer requires a gradient. The output of a frozen embedding requires no gradient.
 - `PeftModel.from_pretrained` loaded an adapter for inference.
 - The loss, or a result inside of the model, was detached, or a tower runs under `torch.no_grad()`.
-- One term of the loss was detached, or is a number (`item()`): only the other terms train (seen by `isotype run`).
-- `zero_grad()` runs between the backward and the optimizer's step (seen by `isotype run`).
+- One term of the loss was detached, or is a number (`item()`): only the other terms train (reported by `isotype run`).
+- `zero_grad()` runs between the backward and the optimizer's step (reported by `isotype run`).
 
 **An example that fails**
 
@@ -27,9 +27,9 @@ only some parameters have a gradient, there is no error, but the parameters with
     PeftModel.from_pretrained(base, path, is_trainable=True)   # to continue training an adapter
 
 **What is not reported.** Parameters that the step does not use, such as experts that get no tokens. Parameters of the
-base model that do not affect the loss, unless a line of your code detaches their results. Code that removes the
-gradients of only some parameters. Adapters that do not affect the loss, such as those in the pooling head of a vision
-tower, get a note.
+base model that do not affect the loss, unless a line of your code detaches values that are computed with these
+parameters. Code that removes the gradients of only some parameters. Adapters that do not affect the loss, such as those
+in the pooling head of a vision tower, get a note.
 
 **How safe is the fix?** The fix is safe: it makes hidden states require gradients, but changes none of their values.
 
@@ -146,7 +146,7 @@ def _without_gradients(trace: Trace, first: Unreached, named: str) -> tuple[str,
 
 
 def _lost(trace: Trace, refused: Call | None, weights: Sequence[Weight], cut: str) -> Finding:
-    """Return a finding for `weights`: the line `cut` detaches them, or code removes their gradients if `cut` is ""."""
+    """Return a finding for weights without gradients: the line `cut` detaches values, or ("") code removes them."""
     if cut:
         whole = count(weights) == count(trained(trace))
         values = f"values that are computed with {_named(weights)} are detached"
@@ -159,7 +159,7 @@ def _lost(trace: Trace, refused: Call | None, weights: Sequence[Weight], cut: st
 
 
 def _left_out(trace: Trace, ignored: Iterable[Weight]) -> list[Weight]:
-    """Return the `ignored` parameters that the recomputation of their layer does not use."""
+    """Return the parameters in `ignored` whose layer is recomputed without them."""
     recomputed = [call for call in trace.calls if call.recomputed]
     layers = {layer_of(call.module) for call in recomputed} - {""}
     used = {operand.origin.name for call in recomputed for operand in call.operands}

@@ -7,12 +7,12 @@
 - The GradScaler raises an error, because `scale()` or `update()` was not called, or `unscale_()` was called twice.
 
 **Why it is bad.** The loss scale begins at 65,536, so nearly every norm of scaled gradients exceeds the limit of
-clipping. After unscaling, the gradient norm of each step is only the limit divided by the scale. Adam divides by the
-gradients' size and hides most of the error, but Adam's epsilon is large compared with such gradients. SGD stops
-learning. No error is raised. With scaled gradients, a step of SGD is up to 65,536 times too large, and a step with
-infinite gradients is not skipped. With gradients that were divided by the scale, but never multiplied, a step of SGD is
-65,536 times too small. A second step without the GradScaler doubles the update. If `scaler.step()` skips a step with
-infinite gradients, the second step makes weights NaN.
+clipping. Clipping reduces the scaled norm to the limit, and unscaling then divides this norm by the scale. Adam divides
+gradients by their size, which hides most of the error. But Adam's epsilon is large compared with such small gradients,
+so the updates are smaller. SGD stops learning. No error is raised. With scaled gradients, a step of SGD is up to 65,536
+times too large, and a step with infinite gradients is not skipped. With gradients that were divided by the scale, but
+never multiplied, a step of SGD is 65,536 times too small. A second step without the GradScaler doubles the update. If
+`scaler.step()` skips a step with infinite gradients, the second step makes weights NaN.
 
 **An example that costs**
 

@@ -23,7 +23,7 @@ gradients of parameters without an optimizer cost memory and time, too.
 **What is not reported.** Parameters with a master copy that an optimizer updates. Names that match at least one module.
 `isotype check` does not know a script's optimizer, so only `isotype run` reports parameters without an optimizer.
 
-**How safe is the fix?** The fix trains the parameters that the author of the line wanted to train.
+**How safe is the fix?** The fix trains the parameters that the author of the reported line wanted to train.
 
 **Seen in** microsoft/nni #4521; zjunlp/HVPNeT #5; CSCYQJ/MICCAI23-ProtoContra-SFDA #18;
 udacity/deep-learning-v2-pytorch #12; huggingface/diffusers #4733; huggingface/trl #6773, #6775; bghira/SimpleTuner #766.

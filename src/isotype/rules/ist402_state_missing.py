@@ -1,7 +1,7 @@
 """
 **What it means.** A quantized layer has packed codes without their quantization state (scales, code book, shape). Code
-has replaced the parameter: `load_state_dict` or `setattr` with plain tensors, a copy without the parameter's
-attributes, or FSDP2's unshard with an older version of bitsandbytes.
+has replaced the parameter by a plain tensor (`load_state_dict`, `setattr`), or by a copy without the parameter's
+attributes. Or FSDP2 has unsharded the parameter with an older version of bitsandbytes.
 
 **Why it is bad.** The layer cannot compute: `'Parameter' object has no attribute 'quant_state'`, `quant_state
 is required` or a bare `AssertionError`.

@@ -1,7 +1,7 @@
 """
 **What it means.** Code uses the packed codes of a quantized weight as if they were a plain weight. The code multiplies
 or casts the packed codes, replaces them with a plain tensor, or casts activations to the dtype of the codes. Packed
-codes are 4-bit weights in a column of bytes, int8 weights, or GPTQ's int32.
+codes are stored as a column of bytes (4-bit weights), as int8, or as int32 (GPTQ).
 
 **Why it is bad.** The step fails with errors that do not name the cause: `mat1 and mat2 shapes cannot be multiplied
 (6x5120 and 1x2560)`, `got: c10::Half != signed char`, `nn.Module.to only accepts floating point or complex dtypes`. Or
@@ -167,7 +167,7 @@ def _rounded(trace: Trace, casts: list[Call]) -> Finding:
         "error",
         f"{dtype_name(first.operands[0].dtype)} activations are cast to {codes}, the dtype of packed codes",
         casts,
-        cause=f"a cast to {codes} at {short(first.source)}, the storage dtype of {layer.name}",
+        cause=f"a cast at {short(first.source)} to {codes}, the storage dtype of {layer.name}",
         notes=(
             *((plural(more, "more such cast"),) if more else ()),
             "no error is raised: the activations lose fractions and signs, and the cast has no gradient",
@@ -212,7 +212,7 @@ def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | 
 
 
 def _layer(weight: str) -> str:
-    """Return the last two parts of the base model's name for the layer of a weight."""
+    """Return the last two parts of the name of a weight's layer, without the parts that wrappers such as PEFT add."""
     return ".".join(base_name(weight).split(".")[:-1][-2:])
 
 

@@ -19,8 +19,8 @@ buffer for the next model, which is float16. The buffer holds dequantized weight
     buffer = workspace[weight.device, torch.cuda.current_stream(), state.dtype, state.shape]
 
 **How safe is the fix?** If there is one buffer for each device, stream and dtype, every model gets a buffer of its own
-dtype. A new buffer for each call is safe too, but slower. The buffer belongs to the code of a library. isotype does not
-change this code, so the report only describes the fix.
+dtype. A new buffer for each call is safe too, but slower. The buffer belongs to another library, whose code isotype
+does not change, so the report only describes the fix.
 
 **Seen in** unslothai/unsloth #4026.
 """

@@ -21,10 +21,10 @@ config is not the dtype of the weights in the file.
 **What is not reported.**
 
 - trainable weights, adapters, quantized layers, and weights that the model's author keeps in float32;
-- float32 weights in a model that has more quantized than other frozen values, which IST203 reports;
+- float32 weights in a model whose frozen values are mostly quantized (IST203 reports these weights);
 - dtypes that the policy requests;
 - a checkpoint dtype that the device does not run natively;
-- float32 checkpoints that are loaded in 16 bits: a user has to request this cast.
+- float32 checkpoints that are loaded in 16 bits, because the user must have requested this cast.
 
 **How safe is the fix?** The fix is safe if the checkpoint's dtype represents every value of the loaded weights; otherwise it
 is unsafe. If the cast has rounded the weights, only loading the checkpoint again restores them.

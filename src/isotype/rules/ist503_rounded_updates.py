@@ -11,8 +11,8 @@ between two neighbouring numbers, the weight does not change. Otherwise the sum 
 - At each step, a moving average with decay 0.999 adds a thousandth of the difference between the trained weight and the
   average. In 16 bits, such a small addition never changes the average. A counter in bfloat16 stops at 256.
 - With `target_parameters` (used for experts), PEFT computes the sum of weight and adapter in each forward, in the
-  weight's dtype. The rounding loses the first updates of a training, which are the smallest. PEFT computes the
-  adapter's product and the product's gradient for every expert, even for experts that get no tokens.
+  weight's dtype. The rounding loses the first updates of a training, which are the smallest. PEFT multiplies B by A,
+  and computes the gradient of this product, for every expert, even for experts that get no tokens.
 
 **Why it happens.** The base model is loaded in 16 bits for the training, and the merge uses the same dtype. A moving
 average begins as a copy of a 16-bit model. `model.to(bfloat16)` casts buffers too.
@@ -60,7 +60,7 @@ TITLE = "An in-place addition to a 16-bit weight"
 _LOST = "an update below half a rounding step is lost"
 _PEFT = "peft/tuners/lora/"
 _FORMED = "aten.baddbmm.default"
-"""PEFT 0.21 adds an adapter to the stacked weights of experts with this operator (`_LoraFactorsProxy`)."""
+"""PEFT 0.21 calls this operator to add an adapter to the stacked weights of experts (`_LoraFactorsProxy`)."""
 _HEADLINES = {
     "merge": ("adapters are merged into {}", "weight", "weights"),
     "delta": ("adapters are multiplied out (B times A) and added to {}", "stacked weight", "stacked weights"),
@@ -90,7 +90,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _kind(call: Call, trace: Trace) -> str:
-    """Return the kind of a call that adds to a weight in place, a key of `_HEADLINES`; "" for other calls."""
+    """Return the key in `_HEADLINES` for a call that adds to a weight in place; "" for other calls."""
     if call.op == _FORMED and call.phase == "forward" and _PEFT in call.source:
         return "delta"
     if call.phase not in ("forward", "generate") or call.recomputed or not ADDS_IN_PLACE.match(call.op):

@@ -54,7 +54,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _wide_results(trace: Trace) -> Iterator[Finding]:
-    """Yield a finding for each line with a product of bfloat16 operands and a float32 result, which these GPUs refuse."""
+    """Yield a finding for each line with a bfloat16 matmul that returns float32: a GPU without bfloat16 refuses it."""
     run = (call for call in trace.calls if call.op.startswith(_WIDE_RESULTS) and call.breach is None)
     wide = (call for call in run if torch.bfloat16 in (operand.dtype for operand in call.operands))
     for calls in grouped(wide, lambda call: call.source or call.module).values():

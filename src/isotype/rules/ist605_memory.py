@@ -1,7 +1,7 @@
 """
 **What it means.** In a step, an evaluation or a rollout, the peak memory of the tensors exceeds the available memory: 85 % of a GPU's
 memory, or half of a CPU's memory. If the device is in this machine, only the device's free memory counts.
-`isotype check`, `isotype plan` and `--gradient_checkpointing auto` use the same peak and the same percentages.
+`isotype check`, `isotype plan` and `--gradient_checkpointing auto` compare the same peak with the same share of memory.
 
 **Why it is bad.** The run ends with an out-of-memory error, often only at the first long batch.
 
@@ -9,9 +9,9 @@ memory, or half of a CPU's memory. If the device is in this machine, only the de
 storages by kind: weights with their quantization states, adapters, gradients, optimizer states, activations. From the
 second step on, optimizer states and activations are in memory at the same time. From the second micro-batch of a step
 on, gradients and activations are also in memory at the same time. If a trainer has `compute_metrics`, its evaluation
-keeps the predictions of all rows. When transformers appends a batch, it copies all predictions, so their memory is
-needed twice. The other 15 % of a GPU's memory are left for the allocator's rounding and fragmentation, the workspaces
-of kernels, and the driver's context (0.3 to 0.6 GB).
+keeps the predictions of all rows. When transformers appends a batch's predictions, it copies all predictions, so the
+old and the new copy are in memory at the same time. The other 15 % of a GPU's memory are left for the allocator's
+rounding and fragmentation, the workspaces of kernels, and the driver's context (0.3 to 0.6 GB).
 
 **What helps, and by how much.** The report estimates each saving as if no other saving were applied:
 
@@ -155,7 +155,7 @@ def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
 
 
 def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
-    """Yield (advice, saved bytes, argument, value of the argument) for each way to save memory in this step."""
+    """Yield (advice, saved bytes, training argument, value of this argument) for each way to save memory."""
     phase = trace.memory.peak_phase
     assert phase is not None
     peak = trace.memory.phases[phase]
@@ -232,7 +232,8 @@ def _layer_inputs(trace: Trace, layers: int) -> int:
 
 
 def _has_all_logits(trace: Trace, outside: int) -> bool:
-    """Return True if logits or losses of all tokens are most of the `outside` bytes (activations outside of layers)."""
+    """Return True if logits or losses of all tokens take most of the `outside` bytes of activations outside of
+    layers."""
     _, embedded = _lookup(trace) or (None, ())
     vocabularies = {
         weight.shape[0] for weight in trace.weights if weight.kind == "embedding" and not weight.buffer

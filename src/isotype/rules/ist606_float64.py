@@ -76,7 +76,7 @@ def _scaler(trace: Trace) -> Finding:
 
 
 def _entries(call: Call) -> Iterator[Origin]:
-    """Yield the origins of float64 in a call: weights and inputs, or the call if only its result is float64."""
+    """Yield the weights and inputs from which a call gets float64, or the call if only its result is float64."""
     wide = [operand for operand in call.operands if operand.dtype == torch.float64]
     for operand in wide:
         origin = operand.origin

@@ -21,8 +21,8 @@ first forward.
 **What is not reported.** FSDP2 for a model with a precision policy, because isotype then puts the trained parameters of
 each dtype into a separate unit.
 
-**How safe is the fix?** FSDP2 changes no dtype. The report marks a cast of the adapters to 16 bits as unsafe,
-because 16-bit adapters lose small updates (IST801).
+**How safe is the fix?** The fix uses FSDP2, which changes no dtype. The report marks a cast of the adapters to 16 bits
+as unsafe, because 16-bit adapters lose small updates (IST801).
 
 **Seen in** huggingface/trl #1723; hiyouga/LlamaFactory #3853, #10346; IBM/activated-lora #13;
 bitsandbytes-foundation/bitsandbytes #1709; modelscope/twinkle #182; NVIDIA-NeMo/Automodel #1677.

@@ -16,7 +16,7 @@ different sizes, so the run hangs (NCCL) or crashes (gloo).
 
     batch = collate([*rows, row_with_an_image])               # for a batch without images: one more row, its labels -100
 
-`isotype sft` adds a row with an image and without labels automatically.
+`isotype sft` adds a row with an image, and without labels, to batches without images.
 
 The check runs the batches of two processes under FSDP2 with torch's fake process group, and compares every collective of
 their steps.
