@@ -148,7 +148,7 @@ UNUSABLE: Mapping[str, str] = {
 
 
 def require_usable(adapter: Adapter) -> None:
-    """Raise UsageError if the adapter's kind or initialisation is in `UNUSABLE`."""
+    """Raise UsageError if isotype cannot use the adapter's kind or initialisation (`UNUSABLE`)."""
     kind, start = kind_of_adapter(adapter.config), str(getattr(adapter.config, "init_lora_weights", None))
     for name in (kind, start):
         if name in UNUSABLE:
@@ -189,7 +189,7 @@ def load_base(
     model_class: Any = None,
     **arguments: Any,
 ) -> Any:
-    """Load the base model with the vocabulary size of the training. Default of `model_class`: as in training."""
+    """Load the base model with the training's vocabulary size and, if `model_class` is None, the training's class."""
     checkpoint = open_checkpoint(base, revision)
     head = model_class or _head(adapter, config_of(checkpoint))
     labels = _labels(adapter, config_of(checkpoint), policy, head)
@@ -285,7 +285,7 @@ def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
 
 
 def require_whole_weights(config: Any, policy: PrecisionPolicy) -> None:
-    """Raise CheckpointError if the base is quantized, and PEFT would decompose its weights to add the adapter."""
+    """Raise CheckpointError for a quantized base if the adapter's initialisation decomposes unquantized weights."""
     method = getattr(config, "init_lora_weights", None)
     if policy.quantized and isinstance(method, str) and method.startswith(_OF_WHOLE_WEIGHTS):
         conflict = f"a base in {policy.storage}, and an adapter that {method} initialised"
@@ -349,10 +349,10 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
 
 
 def _other_beginning(saved: Sequence[str], wanted: Sequence[str]) -> Problem | None:
-    """Return a problem if only one prefix, the same in all names, separates `saved` from `wanted`; else None."""
+    """Return a problem if replacing one prefix in all `saved` names results in the `wanted` names; else None."""
 
     def beginnings(name: str) -> tuple[str, str]:
-        """Return the parts of the first saved name and of `name` that come before their common ending."""
+        """Return (beginning of `saved[0]`, beginning of `name`): the parts before the common end of both names."""
         ours, theirs = saved[0].split("."), name.split(".")
         while ours and theirs and ours[-1] == theirs[-1]:
             ours, theirs = ours[:-1], theirs[:-1]

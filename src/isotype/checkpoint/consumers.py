@@ -48,7 +48,7 @@ class Consumer:
         refuses: options of adapter_config.json that the program refuses -> the reason.
         unplaced: result of loading a tensor for which the model has no module.
         other: result of loading a tensor that is not a LoRA matrix; None if the program applies the tensor.
-        stacked: (result, reason) for the adapter of a weight that contains all experts; None if the program applies it.
+        stacked: (result, reason) for adapters of weights that contain all experts; None if the program applies them.
         towers: True if the program applies adapters outside of the language model (towers and projectors).
         scale: function of (config's alpha, config's r, layer's r, is rsLoRA) that returns the scale; None for PEFT's scale.
         rank: largest rank that the program loads by default; 0 for no limit. flag: option that raises the limit.

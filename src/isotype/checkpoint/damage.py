@@ -40,7 +40,7 @@ _BLOCKS = 64  # this number of rows, of any width, fills whole 4-bit blocks
 
 
 class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
-    """`TorchDispatchMode` that reads weights when operators use them, but of embeddings only the rows in use."""
+    """`TorchDispatchMode` that reads a weight when an operator uses it; of an embedding only the used rows."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator_name(func).startswith("aten.embedding") and "backward" not in operator_name(func):
@@ -55,8 +55,8 @@ class Sums:
     """The sums that are measured for one linear layer.
 
     `damage` is in nats, and `error` is the squared error of the weight; both are dicts by format. `squares` `[columns]` is
-    Σ |g|² x² over `tokens` tokens, with a token's input x and output gradient g. The diagonal of the Fisher information
-    has an entry for each weight; `squares` contains the sum of each column's entries.
+    Σ |g|² x² over `tokens` tokens, with a token's input x and output gradient g. For the weight Wᵢⱼ, the diagonal of
+    the Fisher information has the entry Σ gᵢ² xⱼ²; `squares` is the sum over i.
     """
 
     rows: int = 0
@@ -68,7 +68,7 @@ class Sums:
 
     @property
     def moments(self) -> str:
-        """The moments of the input channels as a policy stores them; "" before the first call of `Layers.add`."""
+        """The moments of the input channels, as text for a policy; "" before the first call of `Layers.add`."""
         return "" if self.squares is None else write_moments(self.squares, self.tokens)
 
 
@@ -78,10 +78,10 @@ class Layers:
 
     Let f be ln p(y | x), with y sampled from the model. If the weights W change by D, the KL divergence between the
     outputs before and after the change is ½ E[<D, df/dW>²] to second order (the Fisher information). The backward
-    starts from the result of `_of_signs`, a gradient with the same second moments as the gradient of f. To the
-    estimate, a token with the input x and the output gradient g adds ½ Σ (g² xᵀ²) D² over all weights of the layer. The
-    estimate omits products of two weights, because their errors are nearly independent. It also omits products of two
-    tokens, because it would need hundreds of samples of y.
+    starts from the result of `_of_signs`, a gradient with the same second moments as the gradient of f. A token with
+    the input x and the output gradient g adds ½ Σ (g² xᵀ²) D², over all weights of the layer, to the estimate. The
+    estimate omits products of two weights' errors, because these are nearly independent. It also omits products of two
+    tokens' gradients: these products would need hundreds of samples of y.
 
     Attributes:
         wanted: names of the layers to measure.
@@ -210,10 +210,10 @@ def measure_quality(
 ) -> Damages:
     """Measure how rounding a linear layer to a format changes the next-token distribution, for each layer and format.
 
-    A forward and a backward in float32 estimate all layers at once (`isotype.checkpoint.damage.Layers`). For each format in
-    `exact`, another forward with all layers in this format measures the divergence from the float32 model. Each pass reads
-    a checkpoint block by block. A model in memory is not changed. The measurement of a checkpoint on the default texts is
-    cached.
+    One forward and one backward in float32 estimate the damage in all layers (`isotype.checkpoint.damage.Layers`). For
+    each format in `exact`, another forward with all layers in this format measures the divergence from the float32
+    model. Each pass reads a checkpoint block by block. A model in memory is not changed. The measurement of a
+    checkpoint on the default texts is cached.
 
     Args:
         model: a module that returns logits, or a checkpoint: a directory, a GGUF file, `embedded:NAME`, a hub id, or an
@@ -352,10 +352,10 @@ def _of_signs(
 ) -> torch.Tensor:
     """Return a gradient u of the logits such that E[u uᵀ] is the Fisher information of each next-token distribution p.
 
-    The function returns u = r ε - p (r · ε), with r = √p and independent random signs ε of ±1. Because E[ε εᵀ] = 1,
-    E[u uᵀ] = (diag r - p rᵀ)(diag r - r pᵀ) = diag p - p pᵀ. The gradient of ln p(y), with y sampled from p, has the
-    same second moments. The variance of this gradient is larger than that of u, because it is near 0 for most samples
-    and large for a few. The random signs are from Martens, Sutskever and Swersky, https://arxiv.org/abs/1206.6464.
+    The function returns u = r ε - p (r · ε), with r = √p and independent random signs ε of ±1. E[ε εᵀ] is the identity
+    matrix, so E[u uᵀ] = (diag r - p rᵀ)(diag r - r pᵀ) = diag p - p pᵀ. The gradient of ln p(y), with y sampled from p,
+    has the same second moments. But that gradient has a larger variance: it is near 0 for most samples and large for a
+    few. The random signs are from Martens, Sutskever and Swersky, https://arxiv.org/abs/1206.6464.
 
     Args:
         rows: log probabilities `[counted tokens, vocabulary]`, float32.
@@ -375,7 +375,7 @@ def _divergence(p: torch.Tensor, q: torch.Tensor) -> float:
     """Return Σ p (ln p - ln q) over all rows; the arguments `p` and `q` are the logarithms ln p and ln q.
 
     With d = ln p - ln q, the function computes Σ p (d + exp(-d) - 1). This is the same sum, because p and q each sum to
-    one. Its terms are of second order in d. The terms of Σ p d would cancel only up to float32 rounding errors.
+    one. Its terms are of second order in d. In Σ p d, first-order terms would cancel only up to rounding errors.
     """
     parts = zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True)
     differences = ((a, a - b) for a, b in parts)

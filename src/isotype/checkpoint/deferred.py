@@ -116,7 +116,7 @@ class DeferredBlocks:
                 yield name
 
     def dequantize(self, model: Any, dtype: torch.dtype) -> None:
-        """Replace quantized layers by dense layers in `dtype`; `read` later fills those of a deferred block."""
+        """Replace quantized layers by dense layers in `dtype`; `read` later fills the dense layers of a deferred block."""
         blocks = {block.name: block for block in self.blocks if self._wait}
 
         def later(weight: DenseWeight) -> bool:
@@ -204,7 +204,7 @@ def _held(block: Block, name: str) -> tuple[nn.Parameter, QuantizedStack | None]
 def _convert_like(
     name: str, owner: Any, parameter: nn.Parameter, blank: nn.Parameter, former: QuantizedStack | None
 ) -> None:
-    """Convert a weight from a file to the dtype and quantization state of `blank`, the parameter that it replaces."""
+    """Convert a weight from a file to the dtype and quantization state of `blank`, which the weight replaces."""
     stack, kind = quantized_stack(owner, name.rpartition(".")[2]), kind_of(owner)
     if stack is not None:
         stack.dtype = stack.dtype if former is None else former.dtype

@@ -47,10 +47,10 @@ class Placement:
         dtypes: dtype of each float tensor by name; for a quantized weight, the dtype before quantization.
         quantized: names of the weights of bitsandbytes layers.
         convert_gguf: function that converts a GGUF file's tensors; None for other files.
-        modules: name -> module, with the names before PEFT added adapters; empty if the model has no adapters.
+        modules: a module's name before PEFT added adapters -> module; empty if the model has no adapters.
         stacks: name of a quantized, stacked expert weight -> its quantization format.
         double_quant: True if the constants of `stacks` are quantized, too.
-        moments: weight name -> second moments of the layer's input channels, for the formats `FITTED`.
+        moments: weight name -> second moments of the layer's input channels; only formats in `FITTED` use moments.
     """
 
     dtypes: Mapping[str, torch.dtype]
@@ -149,7 +149,7 @@ def _mapped(sources: Sequence[Source], files: MappedFiles) -> Generator[tuple[So
 def _staged(
     sources: Sequence[Source], files: MappedFiles, placement: Placement, size: int, pinned: bool
 ) -> Generator[tuple[Source, Tensors], None, None]:
-    """Yield each source with its tensors: in a buffer that contains all of them, or else in the mapped files."""
+    """Yield (source, buffer with all tensors of the source); without such a buffer, yield (source, mapped files)."""
     # A weight that is saved quantized may use the tensor's memory without a copy, and a reused buffer would overwrite it.
     saved = {id(source) for source in sources if not pinned and _is_saved(source, placement)}
     work = [(source, () if id(source) in saved else tuple(_headers(source))) for source in sources]
@@ -322,7 +322,7 @@ def read_source(
     """Read the tensors of a source, convert them, and return the resulting dense tensors of the model by name.
 
     Args:
-        dtype: dtype of dequantized values; plain tensors have their stored dtype.
+        dtype: dtype for the values of quantized tensors; other tensors keep their stored dtype.
         convert_gguf: function that converts a GGUF file's tensors; None for other files.
     """
     values = {tensor.name: dense(tensor, files.tensor, dtype) for tensor, _ in source.tensors}
@@ -336,7 +336,7 @@ def rows_of(model: Any, source: Source, name: str, shape: torch.Size, start: int
     """Return the part of a source from which rows `start` to `stop` of the tensor `name` can be made.
 
     If each row is made from separate tensors (a row is an expert), the part contains the tensors of these rows.
-    Otherwise, the part contains these rows of every source tensor. Returns None if neither part is enough.
+    Otherwise, the part contains these rows of every source tensor. Returns None if neither part makes these rows.
     """
     rows = torch.Size((stop - start, *shape[1:]))
     by_pattern = grouped(source.tensors, lambda pair: pair[1]).values()

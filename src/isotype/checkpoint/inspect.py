@@ -195,8 +195,8 @@ def _natural_order(name: str) -> list[tuple[int, int, str]]:
 class PlanGroup:
     """Tensors that share a name (with `*` for layer and expert numbers) and are stored and converted in the same way.
 
-    All these tensors have the same `stored`, `storage`, `pinned` (see `PlannedTensor`) and conversion `how`. `shapes`:
-    shapes in the model, most frequent first; `sources`: number of source tensors; `bytes`: their size.
+    All these tensors have the same `stored`, `storage` and `pinned` (see `PlannedTensor`). `how`: their conversion.
+    `shapes`: shapes in the model, most frequent first; `sources`: number of source tensors; `bytes`: their size.
     """
 
     name: str

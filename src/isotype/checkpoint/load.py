@@ -144,9 +144,9 @@ def _class(
     headers: CheckpointHeaders | None,
     deferred: DeferredBlocks | None,
 ) -> Any:
-    """Return a subclass of `cls` whose `from_pretrained` reads the files of `headers`, or the files that transformers
-    finds. `from_pretrained` fills `broken` (name of a parameter that is not finite -> problem) and `lacking` (names of
-    tensors that no file contains).
+    """Return a subclass of `cls` whose `from_pretrained` reads the files of `headers`; if `headers` is None, the files
+    that transformers finds. `from_pretrained` fills `broken` (name of a parameter that is not finite -> problem) and
+    `lacking` (names of tensors that no file contains).
     """
 
     def read(model: Any, state_dict: Any, files: Any, settings: Any, theirs: Callable[[], Any]) -> Any:

@@ -43,7 +43,7 @@ class PlannedTensor:
 
     Attributes:
         sources: the tensors in the files from which this tensor is made, with their quantization constants.
-        stored, storage: dtype names or quantization formats: `stored` in the files, `storage` in the loaded model.
+        stored, storage: dtype name or quantization format, in the files and in the loaded model.
         conversion: conversion steps in order; empty if the tensor is used as stored.
         pinned: True if the model's author keeps the tensor in float32.
     """

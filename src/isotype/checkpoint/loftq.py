@@ -30,7 +30,7 @@ from isotype.model.walk import is_tuner_layer, kind_of, places
 
 _ADAPTER = "default"
 _TURNS = 4
-"""Number of power iterations for the singular vectors; fewer would leave errors of some percent in the last."""
+"""Number of power iterations for the singular vectors; fewer would leave errors of some percent in the last vectors."""
 
 
 @torch.no_grad()

@@ -91,7 +91,7 @@ _GENERATION = (
 
 
 def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) -> Iterator[Problem]:
-    """Yield a problem for each entry that is invalid, makes transformers run code, or hides a method of `kind`."""
+    """Yield a problem for each entry that is invalid, makes transformers run code, or is named like a method of `kind`."""
     yield from entry_problems(content, _ENTRIES, path)
     for value in content.values():
         if isinstance(value, dict):

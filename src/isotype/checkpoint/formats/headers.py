@@ -80,7 +80,7 @@ def read_headers(path: str | Path) -> CheckpointHeaders:
 def quantization_beside(weights: Path) -> Mapping[str, Any]:
     """Return the quantization settings in config.json or modelopt's hf_quant_config.json, or an empty mapping.
 
-    If the config has a float8 dtype but no quantization, `quant_method` is `cast`: all weights were cast to float8.
+    For a config with a float8 dtype but no quantization, returns the `quant_method` `cast`: weights cast to float8.
     """
     directory = weights if weights.is_dir() else weights.parent
     file = directory / "config.json"

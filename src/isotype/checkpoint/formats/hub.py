@@ -31,7 +31,7 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
 
 @contextmanager
 def _asking(headline: str, what: str, expected: str) -> Iterator[None]:
-    """Replace the hub's errors in the `with` block by CheckpointErrors with the arguments' texts and the reason."""
+    """Replace an error of the hub in the `with` block by a CheckpointError with the three texts and the error's reason."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HTTPError, StrictDataclassError
 

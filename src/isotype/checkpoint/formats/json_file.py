@@ -66,7 +66,7 @@ class Entry(NamedTuple):
 def entry_problems(
     content: Mapping[str, Any], entries: Sequence[Entry], path: Path, kinds: Mapping[str, Any] | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem for each invalid value, by the first matching `Entry`. `kinds[name]` replaces `kind=None`."""
+    """Yield a problem for each value that the first `Entry` for its key forbids. `kinds[name]` replaces `kind=None`."""
     for key, value in content.items():
         entry = next((entry for entry in entries if re.fullmatch(entry.names, key)), Entry(key))
         fits, words = _rule((kinds or {})[key] if entry.kind is None else entry.kind)
@@ -94,7 +94,7 @@ _PLAIN = {bool: "true or false", str: "text", types.NoneType: "null", dict: "an 
 
 @functools.cache
 def _rule(kind: Any) -> tuple[Callable[[Any], bool], str]:
-    """Return (function that returns True for a JSON value of the annotated type, the type in words)."""
+    """Return (function that checks if a JSON value has the type `kind`, the type in words)."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         # In a union of str and an enumeration, the text must be a value of the enumeration.

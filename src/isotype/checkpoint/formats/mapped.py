@@ -156,7 +156,7 @@ def staged(
 def _groups(
     work: Iterable[tuple[Work, Sequence[TensorHeader]]], size: int
 ) -> Iterator[list[tuple[Work, Sequence[TensorHeader] | None]]]:
-    """Yield groups of consecutive pieces that fit into one buffer. A piece that uses no buffer has None as headers."""
+    """Yield groups of consecutive items that fit into one buffer. Items that use no buffer have None as headers."""
     group: list[tuple[Work, Sequence[TensorHeader] | None]] = []
     room = size
     for piece, headers in work:

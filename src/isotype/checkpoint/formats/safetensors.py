@@ -109,7 +109,7 @@ def _tensor_or_problem(name: str, entry: object, path: Path, start: int) -> Tens
 
 @functools.lru_cache(maxsize=64)
 def _bits(dtype_name: str) -> int | None:
-    """Return the number of bits of an element. All dtype names of safetensors except BOOL contain it, as F8_E4M3."""
+    """Return an element's number of bits. All dtype names of safetensors except BOOL contain this number (F8_E4M3)."""
     if dtype_name == "BOOL":
         return 8
     match = re.match(r"(?:BF|F|I|U|C)(\d{1,3})(?:_|$)", dtype_name)

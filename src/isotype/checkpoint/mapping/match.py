@@ -40,7 +40,7 @@ _CACHE = re.compile(r"\.([kvq]|kv|output|prob)_(scale|zero_point)$")
 
 
 def _how_to_save(name: str) -> str:
-    """Return how to save a model without its adapter or wrapper if a tensor's name contains its prefix; else ""."""
+    """Return how to save a model without its adapter or wrapper, if `name` shows that the model has one; else ""."""
     if name.startswith("base_model.model.") or ".base_layer." in name:
         return (
             "the file has a base model and an adapter of PEFT: save the model that merge_and_unload() returns"
@@ -55,7 +55,7 @@ def unknown_quantization(quantization: QuantizationFacts | None) -> bool:
 
 @dataclass(frozen=True)
 class WrongShape:
-    """A tensor whose shape is `wanted` in the model but `stored` in the files, or whose conversion raised `failure`."""
+    """A tensor whose shape differs in the model (`wanted`) and files (`stored`), or whose conversion raised `failure`."""
 
     name: str
     wanted: tuple[int, ...]
@@ -71,7 +71,7 @@ class Match:
     Attributes:
         missing: names and shapes of the model's tensors that the checkpoint lacks.
         initialised: name -> reason, for each tensor that the checkpoint lacks and that transformers initialises.
-        tied: name of a tensor that shares another tensor's values -> the other tensor's name in the checkpoint.
+        tied: name of a tensor with tied values -> the name that these values have in the checkpoint.
         surplus: tensors of the checkpoint that the model neither has nor ignores.
         unused: tensors of `surplus` that no transformers class for the same config uses.
         unread: tensors whose values cannot be computed, each with the reason.
@@ -130,8 +130,8 @@ class Match:
 def match(model: Any, headers: CheckpointHeaders) -> Match:
     """Compare a dense model, which may be on the meta device, with a checkpoint by names and shapes.
 
-    A missing tensor is `initialised` in two cases: the model's author allows it (`_keys_to_ignore_on_load_missing`), or the
-    tensor belongs to a head, and the class that the checkpoint's config names has no such head.
+    A missing tensor is `initialised` if the model's author allows this (`_keys_to_ignore_on_load_missing`), or if the
+    tensor belongs to a head that the class in the checkpoint's config does not have.
     """
     weights = weight_map(model, headers)
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
@@ -209,8 +209,8 @@ def _unused(
 ) -> tuple[StoredTensor, ...]:
     """Return the surplus tensors that no transformers class for the model's config uses.
 
-    If the config names another class than the model's, only two kinds of tensors count as unused: tensors of the
-    model's modules, and tensors of layers beyond the model's last layer. Other tensors may belong to that class.
+    If the config names another class than the model's, the class in the config may use surplus tensors. Then only two
+    kinds of tensors count as unused: of the model's modules, and of layers beyond the model's last layer.
     """
     caches = any(str(key).startswith("kv_cache") and value for key, value in quantization.items())
     unused = [tensor for tensor in surplus if not (caches and _CACHE.search(tensor.name))]

@@ -20,7 +20,7 @@ AWQ = "awq"
 MODELOPT = "modelopt"
 COMPRESSED = "compressed-tensors"
 CAST = "cast"
-"""Method of a model whose config has a float8 dtype but no quantization: the stored codes are the values themselves."""
+"""Method of weights that were cast to float8 without scales: the config has a float8 dtype but no quantization."""
 READABLE = frozenset({*METHODS, CAST, ""})
 """Methods whose weights can be read; "" for a model that is not quantized."""
 
@@ -95,7 +95,7 @@ class Scheme:
 class _Options:
     """The `kinds` of codes and the `layouts` of scales that config.json allows for one weight.
 
-    A layout is (name, (rows, columns that share a scale)); 0 means all. `exponents` allows E8M0 scales.
+    A layout is (name, (rows, columns that share a scale)); 0: all rows or columns. `exponents` allows E8M0 scales.
     """
 
     layouts: tuple[tuple[str, tuple[int, int]], ...]
@@ -323,7 +323,7 @@ def _check_dtypes(scale: TensorHeader, second: TensorHeader | None, kind: Kind, 
 
 
 def _block(scale: TensorHeader, shape: tuple[int, ...], options: _Options) -> tuple[int, int]:
-    """Return how many rows and columns share a scale, by the first layout that fits the shape of the scales."""
+    """Return (rows, columns) that share a scale, from the first layout that fits the shape of the scales."""
     *lead, rows, columns = shape if len(shape) > 1 else (1, *shape)
     for layout, size in options.layouts:
         height, width = size[0] or rows or 1, size[1] or columns or 1

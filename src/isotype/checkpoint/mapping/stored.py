@@ -120,7 +120,7 @@ def stored_tensors(
 def _weight_of(
     name: str, names: Mapping[str, TensorHeader], quantization: Mapping[str, Any] | None
 ) -> tuple[str, str]:
-    """Return (name of the weight with this constant, format that the constant implies); ("", "") without a weight."""
+    """Return (name of the weight with this constant, format that the constant implies), or ("", "")."""
     if not name.endswith(_ENDINGS):
         return "", ""
     for endings, weight_ending, form in _CONSTANTS:

@@ -98,7 +98,7 @@ def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
 def _renaming(
     model: Any, headers: CheckpointHeaders
 ) -> tuple[Callable[[str], tuple[str, str, Any]], Callable[[str], Any]]:
-    """Return a function from a tensor's name to (model's name or "", matching pattern, conversion), and a sort key."""
+    """Return two functions of a tensor's name, to (model's name or "", matching pattern, conversion) and to a sort key."""
     wanted = model.state_dict()
     if not hasattr(model, "base_model_prefix"):
         return lambda name: (name if name in wanted else "", name, None), str
@@ -197,7 +197,7 @@ def converted(model: Any, source: Source, values: Mapping[str, torch.Tensor]) ->
 
 
 class _Shapes:
-    """Replaces the model as argument of a conversion that reads a dense weight's shape (`Transpose(check_dims=True)`).
+    """Replaces the model in a call of a conversion that reads a dense weight's shape (`Transpose(check_dims=True)`).
     The model's weight may have another shape: it may be quantized already, or have more rows than the part to convert.
     """
 

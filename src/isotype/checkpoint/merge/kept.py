@@ -4,8 +4,8 @@ Let p be the next-token distributions of the trained model (the base model of th
 
     kept = 1 - KL(p || merged) / KL(p || base)
 
-If the merged model has the outputs of the trained model, the value is 1; if it has the outputs of the base, the value is 0.
-If the texts are training rows, losses are compared, too: (base - merged) / (base - trained).
+If the merged model has the outputs of the trained model, `kept` is 1; with the outputs of the base, it is 0. If the
+texts are training rows, losses are compared, too: (base - merged) / (base - trained).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _IGNORED = -100  # `ignore_index` of `cross_entropy`
 
 
 def fitting(rows: Rows | None, tokenizer: Any, model: Any, tokens: int) -> Rows:
-    """Return `rows` (if None, isotype's texts), limited to the model's context length and to about `tokens` tokens."""
+    """Return isotype's texts for None; else about `tokens` tokens of `rows`, cut to the model's context length."""
     longest = min(_LENGTH, positions(model) or _LENGTH)
     if rows is None:
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has a tokenizer

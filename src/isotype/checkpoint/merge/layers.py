@@ -45,7 +45,7 @@ class Rounding:
         in_base: name -> dtype of each parameter that keeps its dtype from the base's files.
         written: the merged model, opened from its files to measure the weights' errors; None until the files exist.
         instead: command-line arguments that the error message for a float16 overflow recommends.
-        tied: names of the base's tied embeddings; equal values in both are rounded to equal values.
+        tied: names of the base's tied embeddings; their equal values are rounded to equal values.
     """
 
     target: torch.dtype
@@ -58,7 +58,7 @@ class Rounding:
     def loss(
         self, name: str, before: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor | None = None
     ) -> WeightLoss:
-        """Return a merged parameter's rounding loss, measured on `written` if it is not None, else on `stored`."""
+        """Return a merged parameter's rounding loss in the files of `written`; if `written` is None, in `stored`."""
         if self.written is None:
             stored = self._unbiased(name, merged) if stored is None else stored
             return rounding_loss(name, before, merged, stored, self.dtype(name))
@@ -253,7 +253,7 @@ def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
 
 
 def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapter:
-    """Change a quantized base as OLoRA's initialisation does; return the adapter with another initialisation."""
+    """Change a quantized base as OLoRA's initialisation does; return the adapter with PEFT's default initialisation."""
     if not policy.quantized or getattr(adapter.config, "init_lora_weights", None) != "olora":
         return adapter
     inject(model, adapter, policy).base_model.unload()
