@@ -96,7 +96,7 @@ def test_back_in_the_format_of_the_training_an_update_is_there_on_average(
     monkeypatch.setattr(merge, "LEAST", -torch.inf)  # updates below the step of 4-bit formats
     adapter = adapted(storage, scale=0.01)
     report = merge_adapter(adapter, tmp_path / "merged", stored=storage)
-    assert any("merged into the weights that the base's files store" in note for note in report.notes)
+    assert any("merged into the weights in the base's files" in note for note in report.notes)
     written = WrittenModel(transformers.LlamaForCausalLM, tmp_path / "merged", storage)
     live, _, _ = load_for_inference(adapter)
     part = whole = 0.0

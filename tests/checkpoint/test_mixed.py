@@ -147,7 +147,7 @@ def test_a_policy_for_other_layers_is_refused(saved: Callable[..., Path]) -> Non
     with pytest.raises(PrecisionError, match="other layers"):
         isotype.load(path, policy)
     model = isotype.load(path, mixed(path))
-    with pytest.raises(PrecisionError, match="other weights"):
+    with pytest.raises(PrecisionError, match="another format than the policy's storage"):
         isotype.enforce(model, replace(policy, layers=()))
 
 

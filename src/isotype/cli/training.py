@@ -79,7 +79,8 @@ def train(command: str, argv: Sequence[str], console: Console) -> int:
         if ran_out(error):
             say(console_of_failure(), advice(parsed))
         raise
-    show_outcome(console, outcome, settings)
+    if not console.quiet:  # of several processes, only the first one prints, when its adapter is written
+        show_outcome(console, outcome, settings)
     if outcome.record.status == "failed":
         print_error(console_of_failure(), outcome.record.error or "")
     if outcome.stopped_by is not None:
