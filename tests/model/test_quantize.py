@@ -6,7 +6,7 @@ import pytest
 import torch
 from bitsandbytes import functional
 from bitsandbytes.nn import Int8Params
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from isotype.model import quantize
@@ -134,6 +134,17 @@ def test_rows_narrower_than_a_block_keep_flat_blocks() -> None:
 
 
 @settings(max_examples=60)
+@example(
+    rows=26,
+    columns=27,
+    dtype=torch.bfloat16,
+    form="nf4",
+    blocksize=64,
+    exponent=7,
+    spread=7,
+    zeros=0.98,
+    seed=27,
+)
 @given(
     rows=st.integers(1, 40),
     columns=st.integers(1, 300),
@@ -163,11 +174,9 @@ def test_any_weight(
     largest = torch.finfo(dtype).max
     weight = weight.clamp(-largest, largest).to(dtype)
     same_4bit(weight, form, blocksize)
-    largest_in_rows = weight.abs().amax(dim=1)
-    usual = (largest_in_rows >= 2.0**-6) & (
-        largest_in_rows <= 65504
-    )  # bitsandbytes loses digits of the other rows
-    same_int8(weight[usual])
+    rows_largest = weight.abs().amax(dim=1).float()  # in bfloat16, 65504 is 65536
+    # bitsandbytes loses digits of the other rows.
+    same_int8(weight[(rows_largest >= 2.0**-6) & (rows_largest <= 65504)])
 
 
 @pairwise("dtype, shape", DTYPES, [(1, 1), (3, 7), (64, 64), (5, 70000), (700, 129)], strength=1)
