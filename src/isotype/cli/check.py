@@ -63,7 +63,7 @@ def _prints_text(options: Options) -> bool:
 
 
 def _next(options: Options, command: Command | None, report: Report) -> dict[str, tuple[str, ...]]:
-    """Return {description: command} for a training or a plan after this check; {} if the arguments allow neither."""
+    """Return {description: command} of the plan or the training to suggest after this check; {} if neither can run."""
     if command is None or (options.bare and report.trace.setup.profile.memory_bytes is None):
         return {}  # a plan for a device of unknown memory needs `--max-memory`
     if options.bare:

@@ -30,7 +30,7 @@ _OF_THE_PLAN = ("dtype", "quantization", "base_memory", "device")
 
 
 def options_of(command: str, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments of a command. Raise UsageError or PrecisionError if the command refuses a value, whatever the files are."""
+    """Parse the arguments of a command. Raise UsageError or PrecisionError for a value that is always wrong."""
     parser = Parser.of(command)
     options: argparse.Namespace = parser.parse_args(list(argv))
     if getattr(options, "dtype", "auto") != "auto":

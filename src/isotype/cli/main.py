@@ -43,7 +43,7 @@ _LAUNCHERS = {
     **{name: ["run"] for name in ("python", "python3")},
     **{name: ["run", name] for name in ("accelerate", "torchrun", "deepspeed")},
 }
-"""Maps `python` and launchers to the words between `isotype` and the script in the suggested command."""
+"""Maps `python` and launchers to words of the suggested command: for `python x.py`, `run` in `isotype run x.py`."""
 
 _OF_TRL = ("bco", "cpo", "gkd", "nash_md", "online_dpo", "orpo", "ppo", "prm", "simpo", "xpo")
 """Methods of TRL without a command in isotype. No similar command is suggested for these methods."""

@@ -91,8 +91,8 @@ def _problems() -> Iterator[Problem]:
 def first_to_fail() -> bool:
     """Return True on the first rank that reports a failure. The other ranks then print no message.
 
-    The ranks count failures in a `TCPStore` of torchrun's process, which ends after the ranks. Without a store, return
-    True. The result is cached, so that a second message of the first rank is also printed.
+    Ranks that fail increment a counter in torchrun's `TCPStore`. torchrun ends after its ranks. Without a store, return
+    True. The result is cached, so that the first rank to fail also prints its later messages.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True

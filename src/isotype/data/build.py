@@ -1,7 +1,7 @@
 """Check a local or hub data set, then build it in the format that a trainer takes.
 
-Every row is checked, and a problem names the line or the row in its file. Of a stream, only the first 1000 rows are
-checked. The same holds for token ids in parquet files and in data sets of `datasets`.
+Every row is checked, and a problem names the line or the row in its file. Of a stream, and of token ids in parquet
+files and data sets of `datasets`, only the first 1000 rows are checked.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _surveyed(
     word: str = "line",
     cells: bool = False,
 ) -> tuple[Reading, Survey]:
-    """Check the rows that `read` yields, and their images. Return the `Reading` that fits the rows, and results."""
+    """Check the rows that `read` yields, and their images. Return the fitting `Reading` and the `Survey` of the rows."""
 
     def results(reading: Reading, names: Counter[str], paths: dict[str, tuple[str, int]]) -> Survey:
         survey = Survey(METHODS[reading.method], reading.text_field, word, cells)
@@ -419,7 +419,7 @@ def undecoded(dataset: Any) -> Any:
 
 
 def _viewed(dataset: Any, features: Any) -> Any:
-    """Return the data set with the types `features`, which must have the Arrow types of the columns."""
+    """Return the data set with `features` as types of its columns. Their Arrow types must stay the same."""
     if features == dataset.features:
         return dataset
     if not hasattr(dataset, "__len__"):

@@ -19,7 +19,7 @@ _OTHERS = table(__file__, "names.json")
 OTHER_NAMES: Mapping[str, Mapping[str, list[str]]] = {
     kind: {name: others.split() for name, others in names.items()} for kind, names in _OTHERS.items()
 }
-"""For columns, methods and speakers of ShareGPT: {isotype's name: other names that users and data sets write}."""
+"""`columns`, `methods` and `speakers` (of ShareGPT) -> {isotype's name: other names that users and data sets write}."""
 
 REFILL = "fill in the column, or remove the example"
 
@@ -95,7 +95,7 @@ def _ids_fault(value: object) -> str | None:
 
 
 def _no(*kinds: type) -> Callable[[object], str | None]:
-    """Return a function that returns a value's fault, or None if the value's type is in `kinds`. A bool is no int."""
+    """Return a check: it returns the fault of a value, or None if the type is in `kinds`. A bool is no int."""
     return lambda value: None if type(value) in kinds else f"is {describe(value)}"
 
 
@@ -225,7 +225,7 @@ def left_out(message: Mapping[str, Any]) -> bool:
 
 
 def message_problems(row: Row, chats: Sequence[str], method: str, takes_pictures: bool) -> Iterator[Problem]:
-    """Yield problems of each message in a row: wrong values of the keys `MARKS`, and wrong parts of the content."""
+    """Yield problems of each message in a row: wrong values of keys in `MARKS` (loss or no loss), and wrong content."""
     for name in chats:
         for message in row[name] if isinstance(row[name], list) else ():
             yield from _mark_problems(name, message, method)

@@ -1,6 +1,6 @@
 """Columns that each trainer accepts, and checks of rows (dicts) against them.
 
-The columns are those of `_prepare_dataset` in TRL's trainers, which fails during tokenization and names no line.
+The columns are those of `_prepare_dataset` in TRL's trainers. TRL's errors about wrong columns name no line.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def matching(columns: Iterable[str], formats: Sequence[Format]) -> Format | None
 
 
 def near(wanted: str, columns: Sequence[str]) -> str | None:
-    """Return the column whose name is a synonym, a typing error or another case of `wanted`, or None."""
+    """Return the column whose name is `wanted` in other upper or lower case, a synonym or a typing error; else None."""
     by_lower = {name.lower(): name for name in columns}
     for candidate in (wanted, *NEAR_NAMES.get(wanted, ())):
         if candidate in by_lower:

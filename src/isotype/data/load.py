@@ -3,8 +3,8 @@
 `--dataset_name` is a local file or directory, `embedded:NAME` for a data set of the package, or a hub id. A name is not
 looked up on the hub if it is an existing path or cannot be a hub id. No code of a data set is executed.
 
-In a directory, the name of a file or of its folder contains the file's split (train, validation, test or a synonym). If
-only some file names contain a split, each other file becomes a split with the file's name.
+In a directory, a file's split (train, validation, test or a synonym) is read from the name of the file or its folder.
+If only some file names contain a split, each other file becomes a split with the file's name.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def load_training_data(
 
 
 _BUILDERS = re.compile("arrow|audiofolder|csv|imagefolder|json|pandas|parquet|text|webdataset|xml")
-"""Names of file formats. `datasets.load_dataset` of such a name reads files in the working folder, not the hub."""
+"""Names of file formats. For these names, `datasets.load_dataset` reads the working folder's files, not the hub."""
 
 
 def _hub_splits(name: str, config: str | None, streaming: bool) -> Mapping[str, Any]:

@@ -77,7 +77,7 @@ def embedded_root() -> Path:
 
 
 def looks_like_path(name: str) -> bool:
-    """Return True if a name that does not exist can only be a path, not a hub id (`owner/name`)."""
+    """Return True if `name`, which is not an existing path, can only be a path, not a hub id (`owner/name`)."""
     suffix = Path(name).suffix
     separators = name.count("/") + name.count("\\")
     return (

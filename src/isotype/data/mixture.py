@@ -156,10 +156,10 @@ def _aligned(parts: Sequence[_Part], reading: Reading, streaming: bool) -> list[
 
 
 def _typed(stream: Any) -> Any:
-    """Return a stream whose rows `datasets` converts to the types of its columns, even after `concatenate_datasets`.
-    After a concatenation, the first stream decides if `datasets` converts the rows of all streams or of no stream
-    (`is_typed` in https://github.com/huggingface/datasets/blob/5.2.0/src/datasets/iterable_dataset.py). Unconverted
-    messages are JSON texts.
+    """Return the stream with rows that `datasets` converts to the column types, even after `concatenate_datasets`. A
+    concatenation of streams converts all rows if the first stream does, else none (`is_typed` in
+    https://github.com/huggingface/datasets/blob/5.2.0/src/datasets/iterable_dataset.py). Unconverted messages are JSON
+    texts.
     """
     return stream if stream.features is None else undecoded(stream).map(dict, features=stream.features)
 

@@ -2,7 +2,7 @@
 
 The input has one of these formats:
 
-- TRL: a column of images, and these parts in messages. Without such parts, the images precede the first question.
+- TRL: a column of images, and image parts in messages. Without image parts, the images precede the first question.
 - OpenAI and axolotl: messages that contain the images.
 - LLaVA, LLaMA-Factory and ms-swift: a column of images, and `<image>` in texts.
 - A folder of images: a column of images, and captions as texts.
@@ -38,7 +38,7 @@ _FIX = 'write {"type": "image"} or <image> for each image in the column \'images
 
 
 def with_places(row: Row, folder: Path | None, *, pictured: bool) -> Row | Problem:
-    """Return the row with its images in `images` and a place for each image, or the problem with the row.
+    """Return the row with its images in `images` and an image part for each image, or the problem with the row.
 
     A row without images is returned unchanged. In a row with images, texts become messages, unless a text contains a
     model's image tokens, such as `<|image|>`.
@@ -80,9 +80,9 @@ def with_places(row: Row, folder: Path | None, *, pictured: bool) -> Row | Probl
 
 
 def _placed(turn: Mapping[str, Any], marked: bool, places: list[Row]) -> Mapping[str, Any]:
-    """Return a message with a place for each image. Append each place's image (or {} without an image) to `places`.
+    """Return a message with an image part for each image. Append the part's image to `places`, or {} if it has none.
 
-    If `marked` is True, `<image>` in a text is a place.
+    If `marked` is True, `<image>` in a text becomes an image part.
     """
     content = turn.get("content")
     if isinstance(content, str) and marked and "<image>" in content:

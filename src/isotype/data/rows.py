@@ -27,7 +27,7 @@ from isotype.data.reading import Reading
 Record = tuple[int, Any]
 
 LONGEST_LINE = 1 << 28
-"""Maximum bytes in a line. To tokenize a text, a tokenizer needs about a hundred times the text's bytes."""
+"""Maximum bytes in a line. To tokenize a text, a tokenizer needs about a hundred times as much memory as the text."""
 _FEW_NULS = 1 << 12
 _WHOLE = (".json",)  # suffixes of files whose lines are not examples
 _NO_TEXT_FIX = "save the file in UTF-8; to convert UTF-16 without a byte order mark: iconv -f UTF-16LE -t UTF-8 OLD > NEW"

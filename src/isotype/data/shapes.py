@@ -1,7 +1,7 @@
 """Types of JSON values, merged over all rows of a file into one schema that keeps the file's values.
 
 `datasets` would infer a schema from the first part of a file. `datasets` would also turn ISO dates into timestamps,
-digits in CSV into integers and "NA" into null. An object would get the keys that only other rows' objects have.
+digits in CSV into integers and "NA" into null. Each object would get all keys that the objects of other rows have.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
 
 
 def token_faults(rows: Any, size: int | None) -> Iterator[tuple[int, Problem]]:
-    """Yield (row number, problem) for each column's first unknown id, or for the first row with too few or many labels.
+    """Yield (row number, problem) for the first unknown id in each column, or for a row with too few or many labels.
 
     `rows` is a `datasets.Dataset`. `size` is the number of ids that the model has, or None if the number is unknown.
     """

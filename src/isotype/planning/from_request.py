@@ -168,7 +168,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
 
 
 def searches_of(request: PlanRequest, *, bounded: bool = False) -> tuple[list[Search], dict[str, str]]:
-    """Return a search for each group of devices with equal traces, and {device name: source of the device's rates}."""
+    """Group devices whose traces are equal. Return a search for each group, and {device name: source of its rates}."""
     defer_compiler()
     import_uncompiled("bitsandbytes")
     checkpoint = open_model(request.step.source, request.step.revision)
@@ -197,7 +197,7 @@ def is_out_of_reach(rows: Sequence[Row]) -> bool:
 
 
 def _devices_needed(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:
-    """Return the smallest count in `COUNTS` with which devices can train the sharded model; None if none is enough."""
+    """Return the smallest number of devices (in `COUNTS`) that can train the sharded model; None if none is enough."""
     least = min(rows, key=lambda row: row.peak, default=None)
     if not request.longest or least is None or profile.kind in ("cpu", "mps"):
         return None
@@ -319,7 +319,7 @@ def _notes(request: PlanRequest) -> tuple[str, ...]:
     if step.data_rows is None:
         data = f"trains on {EXAMPLE_DATA}" if step.method == "sft" else "names no data: add --dataset_name"
         named = {"dataset_name", "datasets"} & request.command.values.keys()
-        counted = "every row counts with the same length"
+        counted = "all rows are assumed to have the same length"
         notes.append(
             f"the data was not read: {counted}" if named else f"no --data: {counted}, and the command {data}"
         )
@@ -337,7 +337,7 @@ def _bounded_rows(request: PlanRequest) -> list[Row]:
 
 
 def fitting_lighter(request: PlanRequest, config: Any) -> tuple[str, PlanRequest, list[Row]] | None:
-    """Return the first (text, request) of `lighter` that fits, or else the last, with the request's rows.
+    """Return (dropped settings, request, rows) of the first request of `lighter` that fits, else of its last request.
 
     Return None if `lighter` yields nothing.
     """
@@ -406,7 +406,7 @@ def _with_targets(names: list[str], request: PlanRequest) -> PlanRequest:
 
 
 def _layers_beside_experts(request: PlanRequest, config: Any) -> list[str]:
-    """Return the names (last part) of linear layers with adapters; an empty list if no expert has an adapter."""
+    """Return the last parts of the names of linear layers with adapters; [] if the model's experts have no adapters."""
     import peft
 
     lora = request.step.lora
@@ -434,7 +434,7 @@ BATCH, LENGTH, STORAGE = PLANNED
 def resolve_auto(command: Command) -> tuple[Command, Row]:
     """Return the command with planned values in place of `auto`, and the chosen row. Raise UsageError if nothing fits."""
     if processes() > 1:
-        fix = f"isotype plan … --devices {processes()} prints the command for all of them"
+        fix = f"isotype plan … --devices {processes()} prints the command for all processes"
         what, expected = f"auto in {processes()} processes", "the same numbers in every process"
         raise UsageError.of("a training with several processes cannot plan", what, expected, fix)
     auto = command.planned

@@ -67,7 +67,7 @@ def _clause(search: Search, rows: Sequence[Row], given_up: Any = None) -> str:
         else:
             untraced.append(f"{format_bytes(row.peak)} in {storage}")
     if untraced:
-        tried.append(f"not traced, because weights and adapters alone exceed it: {', '.join(untraced)}")
+        tried.append(f"not traced: weights and adapters alone exceed the limit: {', '.join(untraced)}")
     if given_up is not None and given_up[2]:
         least = min(given_up[2], key=lambda row: row.peak)
         tried.append(f"{least.storage} without {given_up[0]} needs at least {format_bytes(least.peak)}")
@@ -109,7 +109,7 @@ _LIKE = (
 
 
 def _changes(command: Command, row: Row) -> str:
-    """Describe the arguments that the command of `row` changes, except the arguments in `_LIKE`; "" if there are none."""
+    """Return words for the arguments that the command of `row` changes, or "". Arguments in `_LIKE` are not listed."""
     changes = command.difference(row.command).items()
     changed = [f"{n} {after} instead of {before}" for n, (before, after) in changes if n not in _LIKE]
     return f", with {', '.join(changed)}" if changed else ""

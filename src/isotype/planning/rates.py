@@ -18,7 +18,7 @@ _SECONDS = 1.0
 
 
 class _Load(NamedTuple):
-    """Sizes of timed operations: bytes to copy (more than the caches have), random values, calls per synchronization."""
+    """Sizes of timed operations: bytes of a copy (more than all caches), random values, calls per synchronization."""
 
     copied: int
     drawn: int
@@ -39,14 +39,14 @@ def _load(device: torch.device) -> _Load:
 
 @dataclass(frozen=True)
 class Reached(StepRates):
-    """Shares of a GPU's data-sheet rates that trainings reach. `between` is from counted kernels; the rest is fitted.
+    """Shares of a GPU's data-sheet rates that trainings reach. `between` is from kernel counts; the rest was fitted.
 
     Attributes:
         products: share of the peak rate that matrix products reach on a GPU with a peak of 100 TFLOP/s.
         falling: on another GPU, `products` is multiplied by (100 TFLOP/s / peak rate) ** `falling`. Faster GPUs reach a
             smaller share.
-        ceiling: the largest share. GeForce GPUs and A10G reach it. Their 16-bit products are at most twice as fast as
-            float32 products, because they accumulate in float32 at half the rate.
+        ceiling: the largest share. GeForce GPUs and A10G reach it. On these GPUs, 16-bit products accumulate in float32
+            at half the rate. They are at most twice as fast as float32 products.
     """
 
     products: float
@@ -98,7 +98,7 @@ def _measured(profile: DeviceProfile) -> tuple[DeviceProfile, bool]:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Return how many bytes per second the fastest of several large copies reads and writes."""
+    """Return how many bytes per second a large copy reads and writes, in the fastest of several tries."""
     size = _load(device).copied
     source = torch.zeros(size // _ELEMENT, device=device)
     target = torch.empty_like(source)
@@ -106,7 +106,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def draw_rate(device: torch.device) -> float:
-    """Return the random values per second of the fastest of several dropout masks. A CPU draws in one thread."""
+    """Return random values per second of a dropout mask, in the fastest of several tries. A CPU draws in one thread."""
     count = _load(device).drawn
     mask = torch.empty(count, dtype=torch.uint8, device=device)
     generator = torch.Generator(device).manual_seed(0)  # torch's global generator stays unchanged

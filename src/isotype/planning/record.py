@@ -102,8 +102,7 @@ class Row:
         time: estimated time; None if the device's rates are unknown.
         longest: length in tokens of the longest row that fits; 0 if no row fits, None if it was not searched. The
             search uses micro-batches of one row, unless the user set `rows`.
-        longest_is_all: true if longer rows may fit but were not tried, or if `longest` is the model's number of
-            positions.
+        longest_is_all: true if the longest row that was tried fits, or if the model has only `longest` positions.
         work: the training on the data set; None without a data set.
         damage: KL divergence between the next-token distributions of the unquantized and the quantized model, in nats;
             None if unknown. For mixed storage, the damage is an estimate.
@@ -190,8 +189,8 @@ class Device:
         notes: warnings about dtypes on this device, such as slow emulation.
         chosen: the row that the goal picks; None if nothing fits.
         rows: rows of all settings, including rows that do not fit.
-        enough: smallest number of such devices on which the step with the least memory fits if it is sharded. None if
-            no number is enough or none was tried.
+        enough: smallest number of devices of this kind on which the sharded step with the least memory fits. None if no
+            number is enough or none was tried.
     """
 
     name: str
@@ -299,7 +298,7 @@ def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
 
 
 def _loss(row: Row) -> float:
-    """Return a rank of a row's storage: the more precise, the lower. The rank is not measured."""
+    """Return a rank of a row's storage by its format, not by measured losses: the more precise, the lower."""
     if row.storage in _CODES:
         return 8 + _CODES.index(row.storage)
     # Experts that stay in their stored format are not rounded.

@@ -177,7 +177,7 @@ def command_of(
 
 
 def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
-    """Return the command's arguments for the rows of a step: at least the requested rows."""
+    """Return the arguments with which a step has at least the requested rows."""
     rows, accumulation = row.rows, row.accumulation
     if request.step_rows is not None and rows * accumulation * request.count < request.step_rows:
         if accumulation == 1:
@@ -187,7 +187,7 @@ def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
 
 
 def _needs_length(request: PlanRequest, row: Row) -> bool:
-    """Return True if a training needs `--max_length` so that its rows have the length of the plan's row."""
+    """Return True if the training command needs `--max_length` to get rows as long as the plan's row."""
     limit, longest = request.command["max_length"], request.step.longest
     if "max_length" not in request.command.specs or row.length == limit:
         return False

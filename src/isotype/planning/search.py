@@ -34,7 +34,7 @@ from isotype.train.run import NotForeseenError, choose
 def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float | None]) -> Workload | None:
     """Return the work of a training on the data set with the settings of a plan's row; None without a data set.
 
-    `seconds` is a function (rows, tokens) -> seconds of a micro-batch, or None if unknown.
+    `seconds(rows, tokens)` returns the seconds of a micro-batch, or None if the time is unknown.
     """
     step = request.step
     if step.data_rows is None:
@@ -98,7 +98,7 @@ class Search:
     Attributes:
         rooms: memory limit of a step for each device name.
         step_rows: rows of an optimizer step on one device.
-        bounded: True to trace no step whose weights and adapters alone exceed the limit.
+        bounded: True to skip the trace of a step whose weights and adapters alone exceed the limit.
         refused: storages that cannot be trained, each with the reason.
     """
 
@@ -237,7 +237,7 @@ class Search:
                 yield mixed
 
     def _fitted_mixed_row(self, steps: Steps, row: Row, profile: DeviceProfile) -> Row | None:
-        """Return the most precise row with mixed storage that fits with the micro-batches of an nf4 row, or None.
+        """Return the most precise mixed storage that fits with the micro-batches of `row` (nf4), as a row; else None.
 
         Only a trace shows the temporary memory of 8-bit layers. Each try that does not fit gives the next try less
         memory for the weights.
@@ -260,7 +260,7 @@ class Search:
         return None
 
     def _mixed_step(self, plan: StepPlan, memory: int) -> PlannedStep | None:
-        """Return an nf4 plan's step with mixed storage of at most `memory` bytes; None if this is impossible."""
+        """Return the step of an nf4 plan with at most `memory` bytes of mixed storage instead; None if impossible."""
         base = self.request.step
         precision = replace(plan.precision, quantization=MIXED, base_memory=memory)
         try:
@@ -349,7 +349,7 @@ class Search:
         return max(rows for rows in range(1, most + 1) if self.step_rows % rows == 0)
 
     def _searches_longest(self, steps: Steps) -> bool:
-        """Return True if no other checkpointing needs less memory. Only such steps search the longest row, to save time."""
+        """Return True if no other checkpointing needs less memory. Only then, the longest row is searched."""
         every = self.request.step.auto and steps.arguments is None
         return not every or not getattr(steps.step.model(None)[0], "supports_gradient_checkpointing", True)
 

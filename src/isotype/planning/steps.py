@@ -105,7 +105,7 @@ def _traced(trace: Trace, profiles: tuple[DeviceProfile, ...], notes: tuple[str,
 
 
 _SECANTS, _ATTEMPTS = 5, 14
-"""Number of secant steps after which the search bisects, and maximum number of measurements."""
+"""`largest` bisects after `_SECANTS` secant steps, and measures at most `_ATTEMPTS` numbers between its limits."""
 
 
 def largest(

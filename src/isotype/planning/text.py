@@ -135,7 +135,7 @@ def _check(row: Row) -> tuple[str, ...]:
 def _print_table(
     console: Console, rows: Sequence[tuple[Mapping[str, str], Row | None]], chosen: Row | None, whole: bool
 ) -> None:
-    """Print a table. Each of `rows` is (texts of the first cells by column, row of the plan; None if nothing fits)."""
+    """Print a table. Each of `rows` has the first cells (column -> text), and a plan's row (None if nothing fits)."""
     lines = [
         {**cells, **({"fits": "no"} if row is None else cells_of(row, row == chosen))} for cells, row in rows
     ]

@@ -87,7 +87,7 @@ def in_library(source: str) -> bool:
 
 @dataclass(frozen=True)
 class RangeBoundaries:
-    """The value of an action of the kind `ranges`: a policy's decisions that depend on measured value ranges.
+    """A policy's decisions that depend on measured value ranges. An action of the kind `ranges` has them as its value.
 
     Attributes:
         compute: name of the matmuls' dtype.
@@ -100,7 +100,7 @@ class RangeBoundaries:
     exceptions: tuple[tuple[str, str, int], ...] = ()
 
     def action(self) -> Action:
-        """Return the action of a fix that sets these casts in a whole model."""
+        """Return the action that applies these decisions to a whole model."""
         return Action("ranges", "", json.dumps(asdict(self)))
 
     @classmethod
@@ -142,7 +142,7 @@ class Fix:
 
     @property
     def scope(self) -> Scope:
-        """The last of the actions' scopes, in the order of `SCOPES`: `setting` for a fix of a model and a setting."""
+        """The scope of an action that comes last in `SCOPES`: `setting` if the actions change a model and a setting."""
         return max((action.scope for action in self.actions), key=SCOPES.index, default="advice")
 
 
@@ -174,7 +174,7 @@ def by_preference(fixes: Iterable[Fix], *, unsafe: bool = False, command: bool =
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost in one step of a finding that raises no error.
+    """The cost of a finding that raises no error, in one step.
 
     Attributes:
         flops_share: fraction (0 to 1) of the step's FLOPs that the finding moves to a slower dtype.
@@ -201,7 +201,7 @@ class Finding:
         module: fully qualified name of the first module with the finding.
         op: the operator; "" if there is none.
         source: `file:line` of the code that called the operator.
-        cause: the module or source line that introduced the dtype, and how.
+        cause: how the finding's dtype was introduced, and by which module or source line.
         evidence: the dtype's path from its cause to the operator, one line per step.
         notes: further facts, such as the number of places or an assumption.
         fixes: fixes in order of preference, see `by_preference`.

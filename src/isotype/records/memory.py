@@ -13,7 +13,7 @@ Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "evaluate
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 BETWEEN_STEPS: tuple[Phase, ...] = ("evaluate", "rollout")
-"""Phases without gradients between steps. `StepRequest.evaluation` adds them; a trace has no calls in them."""
+"""Phases without gradients between steps (`StepRequest.evaluation`). A trace has their memory, but not their calls."""
 
 MemoryKind = Literal[
     "weights",
@@ -99,8 +99,8 @@ class StepTime:
     Attributes:
         seconds: minimum seconds of the products. The time of a product is the time of its compute or of its memory
             traffic, whichever is longer. Kernel fusion does not change this minimum.
-        traced_seconds: minimum seconds of all traced operators. With measured rates of steps (`DeviceProfile.steps`),
-            kernel fusion and launches are included.
+        traced_seconds: minimum seconds of all traced operators. If the device has rates of whole steps
+            (`DeviceProfile.steps`), kernel fusion and launches are included.
         products: dtype -> products.
         bytes: bytes that all operators read and write.
         bytes_per_second: the device's memory bandwidth.

@@ -58,7 +58,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The first operator with a non-finite result of finite operands, or of operands from outside of the step.
+    """The first operator with a non-finite result whose operands are finite or come from outside of the step.
 
     Attributes:
         op: name of the operator, such as `aten.mm.default`.
@@ -70,7 +70,7 @@ class NonFinite:
         culprit: the operand that was not finite before the operator ran; None if all operands were finite.
         exact: largest magnitude of the result in a wider dtype (float32 for 16 bits, else float64). None if this result
             is not finite, either, or if the operator does not support the wider dtype.
-        entries: operand values of an element-wise operator at the first non-finite element; empty for a masked row.
+        entries: operand values of an element-wise operator at the first non-finite element; empty for other operators.
         rows: indices of the batch's rows with a non-finite result; empty if the result has no such rows.
         batch: number of rows in the batch; 0 if unknown.
         scale: loss scale of the backward; None if there is none.

@@ -168,7 +168,7 @@ class Reach:
         labels: the labels in the loss; None if the model returns no logits.
         leaks: predictions that change with inputs that they must not depend on.
         unused: inputs and parameters that change no prediction.
-        undecided: clauses on dependences that were not measured, each with the reason.
+        undecided: reasons why dependences were not measured.
         matrix: the tokens that some predictions of one row depend on; None if not measured.
         skipped: modules with weights that run for the batches of some processes only.
         parting: the first place where processes call different collectives of FSDP; None if there is none or it was not

@@ -22,7 +22,7 @@ class LossOf:
     """A loss function (model, inputs) -> loss, and its inputs by name. A trace replaces the inputs by fake tensors.
 
     Attributes:
-        kept: in an evaluation, bytes of all kept predictions divided by the bytes of the returned ones; 0 for a loss.
+        kept: bytes of all predictions that an evaluation keeps, divided by the bytes of one batch's; 0 for a loss.
         generates: whether the function generates tokens, in the phase `rollout`.
     """
 
@@ -97,8 +97,8 @@ class StepRequest(StepSettings):
         reference: kind of the frozen reference copy that the loss uses (`weights` or `adapters`); None if there is
             none.
         accumulates: number of micro-batches in an optimizer step, or True for several.
-        wiring: True to measure which predictions depend on which inputs, on a small copy of the model; the inputs of
-            this measurement if a wrapper calls the model with other inputs than `inputs`.
+        wiring: True to measure, on a small copy of the model, which predictions depend on which inputs. If a wrapper
+            calls the model with other inputs than `inputs`: those other inputs, instead of True.
         others: batches that other processes get at the same time.
     """
 

@@ -31,7 +31,7 @@ CASTS = frozenset({"aten._to_copy.default", "aten.copy_.default", "prims.convert
 CAST_FUNCTIONS = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
 )
-"""Python names of `.to(dtype)` and similar calls. Autocast requests the casts of all other functions."""
+"""Python names of `.to(dtype)` and similar calls. A cast in any other Python function is due to autocast."""
 
 OriginKind = Literal[
     "parameter",  # `name` is its fully qualified name
@@ -76,7 +76,7 @@ class Origin:
         name: name of the parameter, buffer or argument; else the operator.
         module: fully qualified name of the module that set the dtype ("" is the model itself).
         source: `file:line` of the code; "" if there is none.
-        before: origin of a cast's operand; for a promotion or conversion, of the operand that already had the dtype.
+        before: origin of a cast's operand; for a promotion or conversion, origin of the operand that had `dtype`.
         like: origin of the tensor whose dtype a cast or new tensor gets (`x` in `y.to(x.dtype)`); None if the code names
             the dtype.
     """
@@ -126,13 +126,13 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """A contract that a call broke.
+    """An operator's requirement on operands (contract) that a call broke.
 
     Attributes:
         message: the real device's error message.
         assumed: whether the dtypes that the device accepts were assumed, not measured.
         converted: the dtype to which the recorder converted the operands to continue the trace; None if it did not.
-        consequence: whether this is a backward, and the call's forward broke a contract for the same cause.
+        consequence: whether the call is in the backward, and its forward call already broke a contract.
     """
 
     message: str
@@ -157,12 +157,12 @@ class Call:
         recomputed: whether gradient checkpointing runs this forward call again in the backward.
         off: error in radians of a sine's or cosine's argument after rounding to 16 bits; 0 if unknown.
         rounded_at: `file:line` where the argument of a sine or cosine was rounded, or the name of a 16-bit input.
-        emptied: number of finite rows that a cast turned into minus infinity; 0 if values are unknown.
+        emptied: number of a tensor's finite rows that a cast filled with minus infinity; 0 if values are unknown.
         numbers: names and values of Python float arguments: `(("min", 1e-12),)`.
         outside: (an index that is out of range, the size of the indexed table); None if there is none.
         undefined: number of results that are NaN with any weights: fully masked rows of a softmax, or a mean over zero
-            labels; -1 if the call is a sum over zero labels (the result is 0).
-        by_script: True if the script itself made this call (such as clipping) after the backward of a live step.
+            labels. A sum over zero labels, whose result is 0, counts as -1.
+        by_script: True if a traced script itself made this call (such as clipping) after the backward.
         by_default: True if the call creates a tensor without a dtype argument, in torch's default dtype.
     """
 
@@ -286,7 +286,7 @@ class Weight:
 
     @property
     def bytes(self) -> int:
-        """Bytes of a single tensor: `repeats` equal weights take more."""
+        """Bytes of one of the `repeats` equal weights."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -300,7 +300,7 @@ class Setup(StepSettings):
         updates: parameter -> (optimizer, learning rate); empty if `optimizer` and `learning_rate` apply to all.
         phases: the requested phases, in order.
         policy: the intended policy; None if the compute dtype was derived from the model.
-        compute: dtype to which the recorder converts mismatched operands, except in parts of the model with another
+        compute: dtype to which the trace converts mismatched operands, unless their part of the model has another
             dtype. It is the policy's dtype, autocast's dtype, or the dtype of most modules.
         gradient_checkpointing: arguments of the model's `gradient_checkpointing_enable`; None keeps the model's setting.
         checkpoint_dtype: dtype of the checkpoint according to the model's config; None if the config names none.
@@ -391,11 +391,11 @@ class Trace:
         unreached: trainable parameters that the forward uses and that get no gradient.
         without_effect: inputs on which the loss does not depend by any chain of operators.
         reach: dependence of predictions on inputs; None if not measured.
-        stale_casts: whether a forward used casts of weights that autocast had cached before an optimizer step.
+        stale_casts: whether a forward used old casts of weights: autocast cached them before an optimizer step.
         repeated: the lines of two optimizer steps with the same gradients and no backward between them; else None.
         scaled: whether the optimizer used gradients that were still multiplied by a loss scale.
         unscaled: whether a GradScaler divided gradients by the loss scale although the loss was not multiplied by it.
-        unmoved: 16-bit parameters with a gradient that the optimizer's step did not change.
+        unmoved: 16-bit parameters that have a gradient, but were not changed by the optimizer's step.
         spoiled: 16-bit parameters that became NaN or infinite in the optimizer's step.
         lost_terms: terms of the loss without a graph, as (line that drops the graph, line that adds the term).
         unheld: trainable parameters with a gradient that are in no optimizer of the script.
@@ -451,7 +451,7 @@ class Trace:
         return "\n".join(_lines(self))
 
     def untraced_parts(self) -> Iterator[str]:
-        """Yield a phrase with its reason for each part of the step that was not traced."""
+        """Yield the name of each part of the step that was not traced, with the reason."""
         return (f"{part}: {why}" if why else part for part, why in self.untraced.items())
 
     def breaches(self) -> Iterator[Call]:

@@ -83,7 +83,7 @@ def render_fit(fit: Fit, console: Console) -> None:
 
 
 def mismatch_lines(inspection: Inspection) -> list[str]:
-    """Return a line for each minority dtype in a group, each group in another dtype than most groups, and each note."""
+    """Return lines for each minority dtype in a group, each group in another dtype than the checkpoint, and each note."""
     lines = [
         f"mismatched: {listed([tensor.name for tensor in tensors], _NAMES_SHOWN)} {'is' if len(tensors) == 1 else 'are'} {dtype}, "
         f"the other {group.count - len(group.mismatched)} {group.dtype}"

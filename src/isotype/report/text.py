@@ -162,7 +162,7 @@ def width_of(console: Console) -> int | None:
 
 
 def wrapped(text: str, console: Console) -> str:
-    """Break lines that are too long for the console. The rest of a line begins below the first word after its label.
+    """Break lines that are too long for the console. Continued lines begin below the first word after the label.
 
     Lines break only at spaces. A command (indented by four spaces) stays valid in a shell. Text for a log file or a pipe
     is unchanged.

@@ -338,4 +338,4 @@ def test_a_plan_of_a_file_does_not_name_other_data(folder: Path) -> None:
     request, _ = parse_request(
         [written({**AXOLOTL, "datasets": [{"path": "a/b", "type": "alpaca"}]}), "--device", "t4"]
     )
-    assert "the data was not read: every row counts with the same length" in left_out(request)
+    assert "the data was not read: all rows are assumed to have the same length" in left_out(request)

@@ -133,7 +133,7 @@ def to_sarif(report: Record) -> str:
 
 
 def _rule(code: str, rule: Rule | None) -> dict[str, Any]:
-    """Describe a rule for SARIF by its `isotype explain` page; of another package's rule, return only the code."""
+    """Describe a rule for SARIF by its `isotype explain` page. For a rule of another package, return only the code."""
     described: dict[str, Any] = {"id": code}
     if rule is not None:
         page = rule.page.strip()

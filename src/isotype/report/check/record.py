@@ -131,7 +131,7 @@ class Record:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Operators whose operand dtypes break a rule for similar operators and were not measured on the device."""
+        """Operators that are assumed to refuse their operands: not they, but similar operators were measured."""
         breaches = ((call.op, call.breach) for call in self.trace.breaches())
         return tuple(sorted({op for op, breach in breaches if breach is not None and breach.assumed}))
 

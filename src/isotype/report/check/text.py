@@ -219,7 +219,7 @@ def sharding_notes(setup: Setup) -> Iterator[str]:
     if setup.fsdp and setup.devices == 1:
         yield "the number of devices: the memory figures are for one device with all weights; --devices N (devices=N) sets the number"
     elif setup.fsdp == 1:
-        yield "buffers that only FSDP1 needs and the memory figures, which are for FSDP2, do not contain"
+        yield "buffers that only FSDP1 needs: the memory figures are for FSDP2"
 
 
 def next_steps(report: Record, commands: bool = True) -> list[tuple[str, str]]:
@@ -256,7 +256,7 @@ _ORDERS_SHOWN = 3
 
 
 def _orders(findings: Sequence[Finding], commands: bool) -> list[str]:
-    """Return a line for each fix that the user has to apply, with the rule's code of the fix's first finding."""
+    """Return a line for each fix that the user has to apply. It begins with the rule code of the first finding."""
     orders: dict[str, str] = {}
     for finding in findings:
         fix = finding.fixes[0]
