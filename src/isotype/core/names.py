@@ -67,7 +67,7 @@ _PARAMETRIZED = re.compile(r"(?:^|(?<=\.))parametrizations\.(\w+)\.original(?=\.
 
 
 def base_name(name: str) -> str:
-    """Return the base model's name of a module or parameter in a PEFT model or adapter file."""
+    """Return the name that a module or parameter of a PEFT model or adapter file has in the base model."""
     return _COPIES.sub("", plain_name("" if name == "base_model" else name))
 
 
@@ -133,9 +133,9 @@ _NAMES = ("model.layers.0.self_attn.q_proj", "model.layers.11.mlp.gate_up_proj",
 def pattern_problems(
     patterns: Mapping[str, Iterable[str]], names: Collection[str] = _NAMES
 ) -> Iterator[Problem]:
-    """Yield a problem for each regular expression of an argument that is invalid or never stops matching.
+    """Yield a problem for each regular expression in `patterns` that is invalid or never stops matching.
 
-    Each expression is matched with all names and all their beginnings, and also with `!` after them: then the match
+    Each expression is matched with all names and their beginnings, alone and followed by `!`. With `!`, the match
     fails, which takes longest.
     """
     slow: dict[str, str] = {}

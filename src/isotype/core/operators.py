@@ -99,7 +99,7 @@ _OF_ONE_AXIS = frozenset(
 
 
 def numbers_in(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, float], ...]:
-    """Return (name, value) of each Python float argument of a call, and of the axis for operators in `_OF_ONE_AXIS`."""
+    """Return (name, value) of a call's Python float arguments; for an operator in `_OF_ONE_AXIS`, also of its axis."""
     kinds = [*map(type, args), *map(type, kwargs.values())]
     if float not in kinds and func not in _OF_ONE_AXIS:
         return ()  # most calls

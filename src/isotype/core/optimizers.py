@@ -91,10 +91,10 @@ _RANK = 128
 """Default rank of GaLore's and APOLLO's projections of gradients. The projection matrix takes memory, too."""
 
 _PAGED = 100_000
-"""The states of parameters with fewer elements are not paged."""
+"""Smallest number of elements of a parameter whose states are paged."""
 
 _SMALL = 4096
-"""The states of parameters with fewer elements are float32."""
+"""Parameters with fewer elements than this have float32 states."""
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -141,7 +141,7 @@ def _rate(group: Mapping[str, Any]) -> float:
 
 
 def updates_of(request: Any) -> dict[str, tuple[str, float]]:
-    """Return parameter name -> (optimizer class, learning rate), for optimizers that `names_instead` returned."""
+    """Return parameter name -> (optimizer class, learning rate). Only optimizers from `names_instead` have names."""
     return {
         name: (type(optimizer).__name__, _rate(group))
         for optimizer in optimizers_in(request)
@@ -174,7 +174,7 @@ _NAMES = "isotype's names"
 
 
 def kernels_of(request: Any) -> str:
-    """Return the name for `state_bytes` if an optimizer has its own kernels; "" if its step can be traced."""
+    """Return an optimizer's name in `state_bytes` if it has its own kernels; "" if its step can be traced."""
     if isinstance(request, str):
         return "" if request in OPTIMIZERS else request
     kind = type(request)

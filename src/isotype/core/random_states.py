@@ -22,7 +22,7 @@ class RandomStates:
 
     @classmethod
     def taken(cls, *devices: torch.device) -> RandomStates:
-        """Return the current random states of Python, of NumPy and torch if they are imported, and of `devices`."""
+        """Return the current random states of Python and `devices`, and of NumPy and torch if they are imported."""
         setters = [partial(random.setstate, random.getstate())]
         if "numpy" in sys.modules:
             import numpy

@@ -38,7 +38,7 @@ def is_library(filename: str) -> bool:
 def asking_frame() -> FrameType | None:
     """Return the frame that called the current operator: the innermost frame outside of torch and this package.
 
-    Return None if only torch's modules are between the operator and the call of the model in a check.
+    Return None if only torch's modules are between the operator and the code of a check that calls the model.
     """
     frame: FrameType | None = frame_above(2)
     while frame is not None and is_library(frame.f_code.co_filename):

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def table(module: str, name: str = "") -> Any:
-    """Return the content of the JSON file `name` in a module's folder, by default of the file with the module's name.
+    """Return the content of a JSON file in a module's folder: `name`, by default the module's name with `.json`.
 
     Args:
         module: the module's `__file__`.

@@ -136,7 +136,7 @@ def printed_command(tokens: Sequence[str], width: int | None = None, indent: int
 
 
 def _parts(words: Sequence[str], room: int) -> Iterator[str]:
-    """Yield the parts of a command that are not split further: a flag with its values, or one word of a long part."""
+    """Yield the parts of a command: each flag with its values, or each word if both are longer than `room`."""
     groups: list[list[str]] = []
     for word in words:
         if word.startswith("-") or not groups:

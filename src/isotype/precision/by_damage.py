@@ -32,7 +32,7 @@ class Option:
 def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) -> list[int] | None:
     """Choose an option for each layer: the least total damage within `room` bytes.
 
-    The function compares at most `sums` (at least 1) different sums of bytes. If there are more, it rounds sizes up.
+    At most `sums` (at least 1) different totals of bytes are compared. If more are possible, sizes are rounded up.
 
     Returns:
         The index of each layer's option; None if the smallest options do not fit.
@@ -96,7 +96,7 @@ def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionR
 
 
 def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
-    """Return `policy` with the second moments of layer inputs in `saved`, if both policies have the same layer formats.
+    """Return `policy` with the moments of layer inputs from the policy `saved`, if both have the same layer formats.
 
     The moments determine the 4-bit constants, which a resumed run must not change.
     """

@@ -39,7 +39,7 @@ _UNSEEN = (
 _SUBNORMAL = 2.0**-15
 """Weights with a smaller median magnitude lose digits: float16 numbers below 2^-14 have fewer significant bits."""
 _PRODUCTS = 64.0
-"""Accepted product of a layer's largest gradient and input, in units of 65504: they rarely have the same token."""
+"""Accepted product of a layer's largest gradient and input, in units of 65504. Both rarely belong to the same token."""
 
 
 @dataclass(frozen=True)

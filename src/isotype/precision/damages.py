@@ -40,7 +40,7 @@ class LayerDamage:
     Attributes:
         rows, columns: shape of the layer's dense weight, `[out, in]`.
         damage: format -> damage in nats per token. The damage is the Kullback-Leibler divergence between the next-token
-            distributions of the float32 model and of this model, to first order in the loss.
+            distributions of the float32 model and of the model with the format, to first order in the loss.
         error: format -> squared norm of the weight's error.
         moments: second moments of the layer's input channels, encoded by `policy.write_moments`.
     """
@@ -86,8 +86,8 @@ class Damages(Measurement):
     def estimate(self, storage: Mapping[str, str], otherwise: str) -> float:
         """Estimate the damage of mixed formats in nats per token.
 
-        A layer that is not in `storage` has the format `otherwise`. The estimate is the sum of the layers' damages
-        times a factor, so that it equals `total(otherwise)` if all layers have the format `otherwise`.
+        A layer that is not in `storage` has the format `otherwise`. The sum of the layers' damages is scaled, so that
+        the estimate equals `total(otherwise)` if all layers have the format `otherwise`.
         """
         mixed = self._sum((layer, storage.get(layer.module, otherwise)) for layer in self.layers)
         plain = self._sum((layer, otherwise) for layer in self.layers)

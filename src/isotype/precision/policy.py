@@ -94,7 +94,7 @@ class PrecisionPolicy:
         quant_storage: dtype of the packed 4-bit bytes; with FSDP it has to be the compute dtype.
         wide_residual: whether the residual stream is float32 while matmuls run in 16 bits.
         layers: linear layers whose format is not `storage` (a mixed base).
-        dense: names of modules that stay unquantized, unless the request quantizes them: those of images and audio.
+        dense: names of modules for images and audio. They stay unquantized, unless the request quantizes them.
         never_quantized: names of modules that always stay unquantized: the model uses their weights itself, or adapters train them whole.
         exceptions: modules whose values exceed the compute dtype's range.
         loss_scale: the initial loss scale of a GradScaler.
@@ -319,9 +319,9 @@ def is_pinned(name: str, patterns: Sequence[str]) -> bool:
 
 _LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _OCTAVE = 2
-"""Number of levels per factor of 2 in encoded moments. One level would be as good (benchmarks/quality.py)."""
+"""Number of encoded values per factor of 2 between moments. One would be accurate enough (benchmarks/quality.py)."""
 _PRIOR = 8
-"""The mean of all channels counts as this many tokens of each channel, because an expert may get few tokens."""
+"""The mean over all channels is added to each channel with the weight of this many tokens: an expert may get few."""
 
 
 def write_moments(squares: torch.Tensor, tokens: int) -> str:

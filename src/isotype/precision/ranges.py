@@ -124,7 +124,7 @@ class OperatorRange:
         flushed: share of the results' nonzero elements that float16 rounds to zero (magnitudes up to 2^-25), in the
             batch with the largest share. For a large result, evenly spaced elements are counted.
         source: `file:line` of the call; "" if there is none.
-        flushed_scaled: the same share after multiplication by 65536, the initial loss scale of a GradScaler.
+        flushed_scaled: like `flushed`, after multiplication by 65536, the initial loss scale of a GradScaler.
     """
 
     module: str
@@ -173,7 +173,7 @@ class Ranges(Measurement):
 
     Attributes:
         batches: number of batches or, if there is a single batch, its number of texts.
-        spread: largest ratio between a module's largest outputs in two batches (or two texts).
+        spread: largest factor between the maximum outputs of one module in two of the batches (or texts).
         modules: the modules that were called, in the order of their first call.
         operators: calls of operators with floating-point results, in the order in which they were first called.
         stream: names of the modules whose outputs are the residual stream: the embedding and the blocks, in order.

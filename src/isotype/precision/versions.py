@@ -73,7 +73,7 @@ def installed() -> dict[str, str | None]:
 def installed_requirements(versions: Mapping[str, str | None]) -> dict[str, list[str]]:
     """Return package -> requirement strings, from the metadata of isotype and of the packages in `versions`.
 
-    A package is left out if another version is installed, because only that version's metadata is here.
+    A package is left out if its installed version differs from `versions`: the metadata is the installed version's.
     """
     packages = {**versions, "isotype": _version("isotype")}
     matching = [package for package, version in packages.items() if version and version == _version(package)]

@@ -90,7 +90,7 @@ def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
 
 
 def _entry(holder: Any, step: str) -> tuple[Any, Any]:
-    """Return the dictionary or list that contains `holder`'s item or attribute `step`, and the key in it."""
+    """Return the dictionary or list in which `holder` stores its item or attribute `step`, and the key there."""
     if isinstance(holder, list):
         return holder, int(step)
     if not isinstance(holder, nn.Module):
@@ -179,7 +179,7 @@ def _with_boundary(module: nn.Module, settings: BoundarySettings) -> list[Undo]:
 
 
 def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
-    """Add the casts that `enforce_model` adds to modules whose values exceed float16's range."""
+    """Add the same casts as `enforce_model` to modules whose values exceed float16's range."""
     choice = RangeBoundaries.of(value)
     policy = PrecisionPolicy(
         parse_dtype(choice.compute),
@@ -204,7 +204,7 @@ def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
 
 
 def _exceptions(model: nn.Module, choice: RangeBoundaries) -> Iterable[ModuleException]:
-    """Return the exceptions. A traced layer that stands for equal layers gets the exceptions of all of them."""
+    """Return the exceptions. If only one of several equal layers is traced, it gets the exceptions of all of them."""
     present = dict.fromkeys(base_name(name) for name, _ in model.named_modules())
     standing = tuple(f"{base_name(name)}." for name, count in stands_for(model).items() if count > 1)
     excepted = {module for module, _, _ in choice.exceptions}

@@ -155,7 +155,7 @@ def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
 
 
 def _with_inputs(request: StepRequest, inputs: Any) -> StepRequest:
-    """Return a request with other inputs. The loss function of a request is kept for a new batch."""
+    """Return a request with other inputs. If these are a batch, the loss function of the request is kept."""
     if inputs is None:
         return request
     over = isinstance(request.inputs, LossOf) and isinstance(inputs, Mapping)
@@ -221,7 +221,7 @@ def _failed(text: str, doing: str, error: Exception) -> UsageError:
 
 
 def _line(error: Exception) -> str:
-    """Return a line with the innermost line of the user's code in the traceback; "" if there is none."""
+    """Return a text with the innermost line of the user's code in the traceback; "" if there is none."""
     if isinstance(error, SyntaxError):  # the message of a SyntaxError names the line
         return ""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]

@@ -84,7 +84,7 @@ def request_of_trainer(trainer: Any, inputs: Any = None, device: Any = None) -> 
 
 
 def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch. If the trainer passes `num_items_in_batch` to the model, add it, for two such batches.
+    """Return the batch. If the trainer passes `num_items_in_batch` to the model, add the number for two such batches.
 
     If TRL's fused head computes the loss, add `fused_lm_head`.
     """
@@ -97,7 +97,7 @@ def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _between_steps(trainer: Any, first: Any) -> LossOf | None:
-    """Return the loss over an evaluation batch; without evaluation, the rollout for prompts `first`, else None."""
+    """Return the loss over an evaluation batch, else the rollout for prompts `first`; None if `first` is a batch."""
     rows = getattr(trainer, "eval_dataset", None)
     if trainer.args.eval_strategy == "no" or rows is None:
         return None if isinstance(first, Mapping) else _rollout(trainer, first)
@@ -299,7 +299,7 @@ def _shadow(trainer: Any, twin: nn.Module) -> Any:
 # Errors of accelerate for a data stream without a batch, and of torch for an empty data set.
 _NO_DATA = ("does not contain any data", "num_samples should be a positive integer")
 _PROCESSES = 8
-"""Number of batches, of different processes or steps, that are compared if several processes train."""
+"""Number of batches to compare if several processes train: the batches of different processes or steps."""
 
 
 def _first_batches(trainer: Any, most: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""`isotype.repair`: applies fixes that another trace has verified to the real model."""
+"""`isotype.repair`: applies fixes to the real model. Another trace has verified them."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def _may_be_applied(fix: Fix, command: bool) -> bool:
 def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
     """Return whether a fix resolved the finding and the step has no more errors than before.
 
-    Return False if the trace ended early with the fix, but not without it, because later findings are unknown.
+    Also return False if only the trace with the fix ended early: its later findings are unknown.
     """
     if (finding.code, finding.cause) in faults(after):
         return False

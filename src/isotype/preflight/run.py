@@ -172,7 +172,7 @@ class _Step:
     ) -> tuple[Finding, ...] | None:
         """Return the findings of the step with `actions`; None if the actions cannot be applied or do not resolve `finding`.
 
-        The trace stops after a forward in which there is a new error, or still the error of `finding`: no fix.
+        The trace stops after a forward with a new error or with the error of `finding`: `actions` are then no fix.
         """
         if actions in self.tried:
             return self.tried[actions]
@@ -219,7 +219,7 @@ def _roots(
     """Return the findings. An error that another error causes becomes a note of the other error.
 
     Error A causes error B if B is later in the step, a fix of A resolves both, and no fix of B resolves A. Only fixes
-    of the model are considered, because a new argument or line may fix several causes at once.
+    of the model are considered, because a change of an argument or of the code may fix several causes at once.
     """
     errors = [finding for finding in findings if finding.severity == "error"]
     position = {finding.key: order.get(_place(finding), len(order)) for finding in errors}

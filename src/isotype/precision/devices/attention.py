@@ -31,7 +31,7 @@ _FLASH_HEAD = 256
 _CUDNN_MAJORS = (9, 10)
 _CUDNN_HEAD = 128
 _CUDNN_PAIRS: tuple[tuple[tuple[int, int], Release], ...] = (((192, 128), (2, 10)), ((256, 256), (2, 14)))
-"""Larger (query, value) head sizes that cuDNN's kernel supports, each with the first torch release for it."""
+"""(query, value) head sizes above `_CUDNN_HEAD` that cuDNN's kernel supports, each with its first torch release."""
 _GROUPED_EFFICIENT: Release = (2, 14)
 """First release with grouped heads in the memory-efficient kernel: https://github.com/pytorch/pytorch/pull/191085."""
 _ALIGNED = 16

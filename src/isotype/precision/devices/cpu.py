@@ -1,4 +1,4 @@
-"""The features of a CPU. They select the table of the dtypes that each operator accepts on this CPU.
+"""The features of a CPU. The features determine which table of accepted dtypes applies to the CPU.
 
 oneDNN runs convolutions, recurrent layers and 16-bit matmuls: bfloat16 with AVX512 or newer, and float16 with
 AVX512-FP16 or AMX. On other CPUs, torch's own kernels run, which accept other dtypes than oneDNN.

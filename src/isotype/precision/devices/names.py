@@ -56,7 +56,7 @@ def require_device(name: str) -> None:
 
 
 def apple_chip(name: str) -> tuple[str, ...]:
-    """Return the parts of an Apple chip's name (`M3 Max`: `m3`, `max`); () for another name or a chip with a record."""
+    """Return the parts of an Apple chip's name (`M3 Max`: `m3`, `max`); () for another name or a name in `names()`."""
     text = "".join(words_of(name))
     chip = None if text in names() else _APPLE.fullmatch(text)
     return tuple(part for part in chip.groups() if part) if chip else ()
@@ -65,7 +65,7 @@ def apple_chip(name: str) -> tuple[str, ...]:
 def card_of(name: str, number: str = " --devices {}") -> str:
     """Return the key of the record that `name` names. Raise PrecisionError if no record or several records match.
 
-    The error for `2x4090` suggests the command's argument for several devices: `number`, or "" if there is none.
+    The error for `2x4090` suggests `4090`, followed by `number`: the format of the argument for several devices.
     """
     cards = _cards(name)
     if len(cards) == 1:

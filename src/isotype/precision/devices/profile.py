@@ -43,7 +43,7 @@ class StepRates:
     """Rates of whole training steps on a device.
 
     Attributes:
-        between: the fraction of memory traffic and kernel launches outside of matmuls that kernel fusion leaves.
+        between: the fraction of memory traffic and kernel launches outside of matmuls that remains after kernel fusion.
         launch: host seconds per kernel launch.
         spread: factor by which a step may be faster or slower than the prediction.
     """
@@ -245,7 +245,7 @@ def this_cpu_emulates(dtype: torch.dtype) -> bool:
 
 
 def _this_memory() -> int | None:
-    """Return the bytes of the machine's memory, or of the container's lower limit; None if unknown."""
+    """Return the bytes of the machine's memory, or of the container's limit if that is lower; None if unknown."""
     names: Mapping[str, int] = getattr(os, "sysconf_names", {})  # missing on Windows
     if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= names.keys():
         return None

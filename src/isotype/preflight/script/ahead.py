@@ -1,4 +1,4 @@
-"""Builds the request for a script's step before the step runs. The check runs at once, or after a crash."""
+"""Builds the request for a script's step before the step runs. The check runs then, or after a crash."""
 
 from __future__ import annotations
 
