@@ -31,6 +31,7 @@ from tests.caches import own_cache
 from tests.pairwise import few
 from tests.parsed import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
+from tests.zoo import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 QUICK = ("--max_steps", 1, "--save_strategy", "no")
@@ -464,6 +465,15 @@ def test_a_rank_above_some_layers_is_a_note(model: Path) -> None:
     )
     check_module_names(network, peft.LoraConfig(r=32, target_modules=["q_proj", "k_proj"]))
     assert len(network.adapter_notes) == 1
+
+
+def test_names_that_peft_adds_to_the_targets_are_not_checked() -> None:
+    """For "all-linear", PEFT adds `gate.weight`, the router of most models that LongCat-Flash's conversion shares."""
+    network = ARCHITECTURES["longcat_flash"].build(torch.float32)
+    check_module_names(network, peft.LoraConfig(r=4, target_modules="all-linear"))
+    unknown = peft.LoraConfig(r=4, target_modules="all-linear", target_parameters=["gate.weights"])
+    with pytest.raises(UsageError, match=r"--lora_target_parameters gate\.weights"):
+        check_module_names(network, unknown)
 
 
 def test_a_preference_run_on_an_adapter_leaves_the_trained_one_alone(model, tmp_path):

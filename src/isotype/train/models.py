@@ -232,6 +232,8 @@ def check_module_names(model: Any, config: Any) -> None:
     with _adapter_arguments(), seen_dense(model):
         convert_peft_config_for_transformers(converted, model, None)  # names of stacked experts change
         parameters = [name for name, _ in model.named_parameters()]
+    # For "all-linear", PEFT adds a router `gate.weight`, which LongCat-Flash does not have.
+    given = config if isinstance(getattr(config, "target_modules", None), str) else converted
     modules = [name for name, _ in model.named_modules() if name]
     last = sorted({name.rsplit(".", 1)[-1] for name in modules if not name.rsplit(".", 1)[-1].isdigit()})
     ends = sorted({".".join(name.rsplit(".", 2)[-2:]) for name in parameters})
@@ -241,7 +243,7 @@ def check_module_names(model: Any, config: Any) -> None:
         ("modules_to_save", modules, "module", last),
         ("target_parameters", parameters, "parameter", ends),
     ):
-        wanted = getattr(converted, setting, None)
+        wanted = getattr(given, setting, None)
         for name in sorted(wanted) if isinstance(wanted, (list, tuple, set)) else ():
             if any(f".{path}".endswith(f".{name}") for path in existing):
                 continue

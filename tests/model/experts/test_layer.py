@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -288,6 +289,29 @@ def test_the_path_of_peft_is_right_on_quantized_experts() -> None:
         assert _error(model(*inputs), exact.double()) > 1e-3
     with pytest.raises(isotype.PrecisionError, match="cannot be merged into a quantized weight"):
         model.merge_adapter()
+
+
+def test_quantized_experts_with_a_forward_of_another_form_train_at_every_step(tmp_path: Path) -> None:
+    """JetMoE's experts get no forward of isotype, but their wrappers need the same repairs of PEFT."""
+    architecture = ARCHITECTURES["jetmoe"]
+    architecture.build(torch.float32).save_pretrained(tmp_path)
+    policy = isotype.resolve_precision(tmp_path, "float32", "nf4", "cpu")
+    model = isotype.load(tmp_path, policy)
+    stacks = [f"{name}.{leaf}" for name, _, leaf in stacked_weights(model)]
+    model = isotype.add_lora(model, policy, r=2, target_parameters=stacks, init_lora_weights=False).eval()
+    batch = architecture.batch()
+    first = model(**batch).loss
+    first.backward()
+    torch.testing.assert_close(model(**batch).loss, first, rtol=0, atol=0)
+    assert all(
+        p.grad is not None and p.grad.any()
+        for n, p in model.named_parameters()
+        if "experts" in n and p.requires_grad
+    )
+    for stack in stacks:
+        module, leaf = stack.rsplit(".", 1)
+        base = layer.base_of(model.base_model.model.get_submodule(module))
+        assert len(base.parametrizations[leaf]) == 1
 
 
 def test_a_file_of_a_quantized_base_is_named_as_plain_peft_names_it() -> None:

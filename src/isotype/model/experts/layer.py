@@ -197,6 +197,12 @@ def use_where_needed(model: nn.Module) -> None:
     for _, outer in outermost(model):
         if needs_function(outer) and why_not(outer) is None:
             put_in(outer)
+    for module in model.modules():
+        cls: Any = type(module)
+        # The swap also repairs PEFT's wrapper of a quantized stack whose experts keep their own forward.
+        wraps = _wraps(cls) and not isinstance(module, FusedExperts)
+        if wraps and quantized_stack(module.get_base_layer(), module.parameter_name) is not None:  # type: ignore[operator, arg-type]
+            swap(module, _swapped(cls))
 
 
 def _why_not_now(outer: Any, inputs: tuple[Any, ...]) -> str | None:
