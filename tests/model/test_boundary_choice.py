@@ -170,11 +170,14 @@ _WITH_IMAGES = [name for name, each in ARCHITECTURES.items() if each.family == "
 )
 def test_image_features_have_the_dtype_of_the_embeddings(name: str, trained: str, wide: bool) -> None:
     """SmolVLM casts them to `self.dtype`, not to the embeddings' dtype."""
+    trains_and_evaluates(name, trained, replace(WIDE, wide_residual=wide))
+
+
+def trains_and_evaluates(name: str, trained: str, policy: PrecisionPolicy, **settings: Any) -> None:
     model: Any = ARCHITECTURES[name].build(torch.float32)
     batch = ARCHITECTURES[name].batch()
     reference = model.eval()(**batch).loss.detach()
-    policy = replace(WIDE, wide_residual=wide)
-    model = isotype.add_lora(model, policy, r=2) if trained == "lora" else model
+    model = isotype.add_lora(model, policy, r=2, **settings) if trained == "lora" else model
     enforce_model(model, policy)
     for autocast in (True, False):
         with torch.autocast("cpu", FP16, enabled=autocast):
@@ -182,3 +185,25 @@ def test_image_features_have_the_dtype_of_the_embeddings(name: str, trained: str
         loss.backward()
         with torch.no_grad(), torch.autocast("cpu", FP16, enabled=autocast):
             torch.testing.assert_close(model.eval()(**batch).loss.float(), reference, rtol=5e-3, atol=0)
+
+
+_MAMBA = ["bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba2", "nemotron_h", "zamba", "zamba2"]
+
+
+@pytest.mark.parametrize(
+    "name", ["mamba", "jetmoe", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in _MAMBA)]
+)
+@pytest.mark.filterwarnings("ignore:adapters are on")
+def test_trained_biases_that_models_read_themselves(name: str) -> None:
+    """Mamba reads the bias and the frozen weight of its convolution; JetMoE's attention experts have no forward."""
+    trains_and_evaluates(name, "lora", replace(WIDE, wide_residual=False), bias="all")
+
+
+def test_shared_experts_take_float32_scores() -> None:
+    trains_and_evaluates("inkling_text", "lora", replace(WIDE, wide_residual=False, routers=True))
+
+
+@pytest.mark.parametrize("name", ["axk2", "roberta-prelayernorm"])
+def test_modules_with_layers_inside_are_no_norms(name: str) -> None:
+    """The names of their classes contain "norm"."""
+    trains_and_evaluates(name, "lora", WIDE)

@@ -143,6 +143,10 @@ def _forward_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
         return cast_floats(self.original.forward(self, *args, **kwargs), self.boundary_settings.returns)
 
 
+def _reduce_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return cast_floats(self.original.reduce(self, *args, **kwargs), self.boundary_settings.returns)
+
+
 def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
     bias = self.bias
     if bias is None or bias.dtype == self.boundary_settings.compute:
@@ -237,6 +241,8 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
 @cache
 def _boundary_class(base: Any, settings: BoundarySettings) -> Any:
     members = {"forward": _FORWARDS[settings.kind]} if settings.kind in _FORWARDS else {}
+    if settings.kind == "compute" and hasattr(base, "reduce"):
+        members["reduce"] = _reduce_compute  # JetMoeMoA, which has no forward, adds its bias there
     if hasattr(base, "init_8bit_state"):
         members["init_8bit_state"] = _init_8bit_state
     attributes = {"dtype": settings.returns} if settings.kind == "merger" else {}

@@ -148,6 +148,9 @@ def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
     if policy.plain == torch.float32:
         # Under autocast a pinned linear layer would compute in 16 bits.
         return "float32" if pinned and place.kind == "linear" else None
+    shared = type(place.module).__name__.endswith("InklingSharedExperts")
+    if shared and policy.routers and not policy.wide_residual:
+        return "compute"  # its last matmul has activations that are multiplied by the router's float32 scores
     high = [p for p in parameters.values() if p.dtype == torch.float32]
     if not high:
         return "float32" if place.kind == "norm" and returns_float32(place.module, policy.plain) else None

@@ -167,8 +167,9 @@ def _own_dtypes(
             wanted[parameter], pinned = torch.float32, True
         else:
             wanted[parameter] = policy.plain
-    # A norm's kernel needs weight and bias in one dtype. A pinned linear layer computes in float32.
-    alike = place.kind == "norm" or (place.kind == "linear" and pinned)
+    # A norm's kernel needs weight and bias in one dtype, and so does Mamba's convolution, which has no autocast in
+    # evaluation. A pinned linear layer computes in float32.
+    alike = place.kind == "norm" or isinstance(place.module, nn.Conv1d) or (place.kind == "linear" and pinned)
     by_range = computes_float32(by_ranges) and not policy.keep_frozen
     if by_range or (alike and torch.float32 in wanted.values()):
         return dict.fromkeys(wanted, torch.float32)

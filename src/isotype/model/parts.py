@@ -15,8 +15,6 @@ PARTS = (LANGUAGE, PROJECTOR, VISION, AUDIO)
 ALL = "all"
 _TOWERS = {VISION: "image", AUDIO: "audio"}
 """Tower -> name of the tower's input in transformers. The tower's config is `vision_config` or `audio_config`."""
-_FEATURES = ("input_features", "flattened_patches")
-"""Names of the main input of Whisper and Pix2Struct."""
 _MERGER = re.compile(r"(^|\.)\w*merger\w*(\.|$)")
 """Names of the projector behind the blocks of Qwen's and GLM's towers. Its output has the language model's width."""
 
@@ -81,14 +79,12 @@ def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
 def entrances(base: Any) -> Iterator[Any]:
     """Yield the modules that get a model's float inputs: its towers, and the encoders of Whisper, Pix2Struct and Chameleon."""
     yield from (tower for _, tower in towers_of(base))
-    vqmodel = getattr(getattr(base, "base_model", None), "vqmodel", None)
-    encoder = getattr(vqmodel, "encoder", None)
-    if encoder is not None:
-        yield encoder
-    if getattr(base, "main_input_name", "") in _FEATURES and hasattr(base, "get_encoder"):
+    encoder = getattr(getattr(getattr(base, "base_model", None), "vqmodel", None), "encoder", None)
+    features = getattr(base, "main_input_name", "") in ("input_features", "flattened_patches")
+    if features and hasattr(base, "get_encoder"):
         encoder = base.get_encoder()
-        if encoder is not base:
-            yield encoder
+    if encoder is not None and encoder is not base:
+        yield encoder
 
 
 def towers_of(base: Any) -> Iterator[tuple[str, Any]]:
