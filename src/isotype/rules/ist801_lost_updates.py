@@ -1,8 +1,8 @@
 """
 **What it means.** Trainable parameters have 16 bits, and their updates are too small. If an update is less than half of
-the distance to the next number of the dtype, the sum is rounded back to the old value. An Adam update is about as large
-as the learning rate. An SGD update is the learning rate times the gradient; the rule checks SGD only if the gradient
-was measured. Between 2^n and 2^(n+1), the distance to the next number is 2^(n-7) in bfloat16 and 2^(n-10) in float16.
+the distance to the dtype's next number, value plus update is rounded to the value. An Adam update is about as large as
+the learning rate. An SGD update is the learning rate times the gradient; the rule checks SGD only if the gradient was
+measured. Between 2^n and 2^(n+1), the distance to the next number is 2^(n-7) in bfloat16 and 2^(n-10) in float16.
 
 **Why it is bad.** Most weights do not change. Large weights lose their updates first, especially the weights of norms,
 which are near one. Weight decay subtracts an even smaller number: the learning rate times the decay times the weight.
@@ -108,7 +108,7 @@ def _update(weight: Weight, trace: Trace) -> float:
 
 
 def _measured(weight: Weight, trace: Trace, module: str | None = None) -> ModuleRange:
-    """Return the measured range of `module` (default: the weight's module); zeros if it was not measured."""
+    """Return the `ModuleRange` of `module` (default: the weight's module), with zeros if nothing was measured."""
     name = base_name(weight.module if module is None else module)
     measured = {} if trace.setup.ranges is None else trace.setup.ranges.by_module
     return measured.get(name, ModuleRange(name, weight.kind, 0.0, 0.0))
@@ -119,8 +119,8 @@ def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
 
     If the values of a DoRA magnitude are unknown, they are estimated. A magnitude is the norm of a row of the layer's
     weight (https://arxiv.org/abs/2402.09353, eq. 5). A row of `n` normally distributed values with the median magnitude
-    m has the norm sqrt(n) m / 0.6745. If m was not measured, the layer's weight is assumed to be new. The standard
-    deviation of a new weight is 0.02 in transformers and 1 / sqrt(3 n) in torch; the smaller number is used.
+    m has the norm sqrt(n) m / 0.6745. If m was not measured, the layer's weight is assumed to be untrained. Its
+    standard deviation is then 0.02 in transformers and 1 / sqrt(3 n) in torch; the smaller number is used.
     """
     if weight.median_magnitude is not None:
         return weight.median_magnitude, "values"

@@ -72,7 +72,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _angles(trace: Trace, reported: Collection[str]) -> Iterator[Finding]:
-    """Yield findings for sines and cosines of angles from rounded numbers, except in the modules of `reported`."""
+    """Yield findings for sines and cosines whose angle comes from rounded numbers. `reported`: modules to skip."""
     off = (c for c in trace.calls if c.off > _OFF and not c.recomputed and c.module not in reported)
     for at, calls in grouped(off, lambda call: call.rounded_at).items():
         first = max(calls, key=lambda call: call.off)

@@ -39,7 +39,7 @@ _LONG = 256
 """If an operator reduces fewer values, such as scores of experts or classes, the lost digits rarely matter."""
 
 _INACCURATE = 1 / 16
-"""Smallest reported relative error of a sum, if each addition rounds by half a unit in the last place."""
+"""A sum is reported from this relative error on, if each addition is wrong by half a unit in the last place."""
 
 
 def find(trace: Trace) -> Iterator[Finding]:

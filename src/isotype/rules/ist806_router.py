@@ -16,9 +16,9 @@ kernel. The balance loss and the routing weights use the same rounded numbers.
     scores = F.linear(hidden.float(), self.gate.weight.float())
     weights, chosen = scores.softmax(-1).topk(2)
 
-**How safe is the fix?** A float32 router only adds digits, and its product is small (tokens by experts). If a
-model was pretrained with a 16-bit router, a float32 router chooses other experts for a few tokens: compare
-with the model's reference code.
+**How safe is the fix?** A float32 router only adds digits, and the router's matmul is small (one score for each token
+and expert). If a model was pretrained with a 16-bit router, a float32 router chooses other experts for a few tokens:
+compare with the model's reference code.
 
 **Seen in** pytorch/torchtitan #2389; NVIDIA-NeMo/Automodel #3650.
 """

@@ -87,7 +87,7 @@ def _is_counter(call: Call) -> bool:
 
 
 def _counts(call: Call, before: Call | None) -> bool:
-    """Return whether a call is an `arange`, or casts the result of `before`, an `arange` on the same line."""
+    """Return whether a call is an `arange`, or a cast that follows an `arange` (`before`) on the same line."""
     casts = call.op.startswith("aten._to_copy.") and before is not None and call.source == before.source
     return (before if casts and before else call).op.startswith("aten.arange.")
 

@@ -75,12 +75,12 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _numbers(calls: Iterable[Call]) -> set[float]:
-    """Return the magnitudes of the numbers in the arguments of `calls`, in float32."""
+    """Return the absolute values of the Python numbers in the arguments of `calls`, rounded to float32."""
     return {abs(torch.tensor(value).item()) for call in calls for _, value in call.numbers}
 
 
 def _mask(beyond: Sequence[Held]) -> Finding:
-    """Return the finding for a constant in the code whose product becomes infinite, as in `(1 - mask) * -1e9`."""
+    """Return the finding for a number in the code that becomes infinite in float16, as in `(1 - mask) * -1e9`."""
     first = beyond[0]
     value, where = number(first.value), short(first.call.source)
     return finding_at(

@@ -20,8 +20,8 @@ loss is finite. With torch 2.15, a clamp passes no gradient at its bound.
 **What is not reported.** Lines in the code of published transformers models: their routers divide by sums of scores,
 which are never zero.
 
-**How safe is the fix?** Safe: float16 numbers below 6e-5 have fewer digits, so a divisor below the new epsilon is
-inexact anyway. A line that computes in float32 can keep its epsilon.
+**How safe is the fix?** Safe: the new epsilon is 6e-5. Smaller float16 numbers have fewer digits, so smaller divisors
+are inexact anyway. A line that computes in float32 can keep its epsilon.
 
 **Seen in** pytorch/pytorch #32137; kornia/kornia #3966, #4021; pyg-team/pytorch_geometric #2106;
 MinishLab/model2vec #368; fastino-ai/GLiNER2 #155; lightonai/pylate #239.
@@ -76,7 +76,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _lost(call: Call) -> float:
-    """Return the added epsilon or the clamp's bound that a call's dtype rounds to 0, 1 or -1; 0 for other calls."""
+    """Return the epsilon or the clamp's bound that a call's dtype rounds to a whole number; 0.0 for other calls."""
     if TRANSFORMERS in call.source or not call.results or call.results[0][0] not in HALVES:
         return 0.0
     numbers, dtype, name = dict(call.numbers), call.results[0][0], _name(call)

@@ -38,7 +38,7 @@ TITLE = "Gradients of attention that may be NaN on Hopper"
 KIND: Kind = "device"
 
 _KERNELS = ("cudnn_attention", "flash_attention_for_cpu")
-"""cuDNN's attention, and the CPU's, which a trace on fake tensors records in place of cuDNN's."""
+"""Names of cuDNN's attention, and of the CPU's attention that a trace on fake tensors records instead."""
 _MASKS = ("attn_mask", "attn_bias")
 _SWITCH = "torch.backends.cuda.enable_cudnn_sdp"
 

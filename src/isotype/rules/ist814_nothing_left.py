@@ -53,7 +53,7 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _empty_means(calls: Sequence[Call]) -> list[Call]:
-    """Return the calls that compute a mean of no values after the last operator that replaces NaN."""
+    """Return the calls that compute a mean of no values, if no later operator of the forward replaces NaN."""
     means: list[Call] = []
     for call in calls:
         name = call.op.removeprefix("aten.").partition(".")[0]

@@ -21,8 +21,8 @@ State-space, linear-attention and convolution layers need `seq_idx`, but many of
 **What is not reported.** Rows whose inputs mark no sequence boundaries: it is common to train on rows of several texts
 with only an end-of-text token between two texts.
 
-**How safe is the fix?** Safe: the step then computes the same as a batch with one row per sequence. The check measures
-the finding on a small copy of the model, and verifies the fix on the same copy.
+**How safe is the fix?** Safe: the step then computes the same as a batch with one row per sequence. The check finds the
+problem on a small copy of the model, and verifies the fix on the same copy.
 
 **Seen in** huggingface/transformers #46634; inclusionAI/AReaL #1442; axolotl-ai-cloud/axolotl #3796;
 modelscope/ms-swift #4439.

@@ -8,8 +8,8 @@ model may ignore `num_items_in_batch`. The loss is then the mean over a single m
 micro-batches are added up, not averaged.
 
 **Why it is bad.** The gradients are too large: they are multiplied by the number of micro-batches per step.
-Clipping hides the error, and Adam almost hides it. But weight decay that is added to gradients is relatively too weak,
-and the displayed loss is wrong. Micro-batches with few labels count as much as micro-batches with many labels.
+Clipping hides the error, and Adam almost hides it. But weight decay that is added to gradients is then too weak, and
+the displayed loss is wrong. Micro-batches with few labels count as much as micro-batches with many labels.
 
 **An example that fails**
 

@@ -1,4 +1,4 @@
-"""Possible fixes of a broken contract: casts of weights, buffers, inputs or outputs, changed lines, and autocast."""
+"""Possible fixes of wrong operand dtypes: casts of weights, buffers, inputs or outputs, changed lines, and autocast."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _OTHER_RESULTS = ("fft", "numpy")
 
 
 def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
-    """Yield the buffers and plain tensors in the module of a mismatched tensor, if they have the same dtype."""
+    """Yield the buffers and plain tensors that share the module and the dtype of a mismatched tensor."""
     homes = {cause.name.rpartition(".")[0] for cause in group.causes}
     dtypes = {weight.name: weight.dtype for weight in trace.weights if weight.buffer}
     for operand in (operand for call in trace.calls for operand in call.operands):
@@ -158,7 +158,7 @@ def _runs_in(group: Group, modules: Sequence[str]) -> bool:
 
 
 def _keeps_digits(weight: Weight, expected: str) -> bool:
-    """Return whether a frozen weight, which is not pinned to float32, keeps all values in a cast to `expected`."""
+    """Return whether a weight is frozen, is not pinned to float32, and keeps all values in a cast to `expected`."""
     if weight.trainable or weight.pinned:
         return False
     if expected == "float32" and weight.dtype.itemsize < 4:
@@ -209,7 +209,7 @@ def _modules(trace: Trace) -> Mapping[tuple[str, str], list[str]]:
 
 
 def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the weights' names in all layers with the same dtype; with `*` for the number if these are all layers."""
+    """Add the same weights of other layers with the same dtype; `*` replaces the number if these are all layers."""
 
     def written(name: str) -> Iterator[str]:
         weight = trace.owners.get(name)
@@ -224,7 +224,7 @@ def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def modules_meant(trace: Trace, modules: Iterable[str]) -> tuple[str, ...]:
-    """Return module names, with `*` for layer numbers if `modules` contains every traced layer's module."""
+    """Return module names, with `*` for the layer number if `modules` contains this module of every traced layer."""
     names = dict.fromkeys(modules)
     unknown = trace.failure is not None or any(weight.repeats > 1 for weight in trace.weights)
 

@@ -40,7 +40,7 @@ def group_findings(trace: Trace, code: str, headline: str) -> Iterator[tuple[Gro
 
 
 def settled(trace: Trace) -> frozenset[tuple[str, str]]:
-    """Return (code, cause) of the errors in a partial trace that a trace of the full step has, too."""
+    """Return (code, cause) of the errors in an unfinished trace that a trace of the full step also contains."""
     codes = {code for code, claim in all_claims() if claim.grouped and claim.settled}
     return frozenset(
         (group.code, cause_text(group.cause, trace.owners)) for group in groups(trace) if group.code in codes
@@ -73,7 +73,7 @@ def of_failure(trace: Trace, failure: Failure) -> Finding | None:
 
 
 def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
-    """Yield `cause`; for a weight, also the weights with its name, dtype and module class, which need the same fix."""
+    """Yield `cause`. If it is a weight, also yield weights of the same name and dtype in modules of the same class."""
     yield cause
     owner = owners.get(cause.name) if cause.kind == "parameter" else None
     if owner is None:

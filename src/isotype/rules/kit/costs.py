@@ -253,7 +253,7 @@ def step_time(trace: Trace) -> StepTime | None:
 
 
 def traffic_of(trace: Trace, call: Call) -> int:
-    """Return the bytes that a call moves. An optimizer's call includes the layers that are not traced."""
+    """Return the bytes that a call moves. For an optimizer's call, add the bytes of layers that are not traced."""
     size = bytes_moved(call)
     return round(size * _folded(trace)) if call.phase == "optimizer" else size
 
@@ -275,7 +275,7 @@ def fuses(call: Call) -> bool:
 
 
 def least_flops(call: Call) -> float:
-    """Return the FLOPs of `call` and the calls it represents. Attention counts half, as with a causal mask."""
+    """Return the FLOPs of `call` and the calls it represents. Attention has half the FLOPs, as with a causal mask."""
     count = call.flops * call.repeats
     return count / 2 if any(kernel in call.op for kernel in _ATTENTION) else count
 

@@ -29,7 +29,7 @@ Stage = Literal[
     "operand",  # the kind of weight
     "rest",
 ]
-"""The criterion of a claim. Claims are checked in this order; in a stage, in the order of the rules' codes."""
+"""The criterion of a claim. Claims are checked in this list's order, and then in the order of the rules' codes."""
 
 Refused = Literal["mixture", "dtype", "by the model"]
 """Kinds of refusal: the operands mix dtypes, the device refuses a dtype, or the model's own code refuses it."""
@@ -56,7 +56,7 @@ class Broken:
     def lacks_kernel(self) -> bool:
         """True if no kernel takes the dtype of `mismatched`, whatever the other float operands are.
 
-        Not so for an operator that autocast promotes: it raises an error for bfloat16 under float16 autocast, or the reverse.
+        False for an operator that autocast promotes: it refuses bfloat16 under float16 autocast, or the reverse.
         """
         alone = len(self.floats) < 2 and "autocast" not in self.message
         return alone or self.mismatched in _without_kernel(self.call)
@@ -77,7 +77,7 @@ class Claim:
     """Decides which broken contracts a rule reports. The file of the rule lists its claims in `CLAIMS`.
 
     Attributes:
-        stage: what `takes` looks at, such as the kind of operator. Claims of earlier stages are checked first.
+        stage: the criterion of `takes`, such as the kind of operator. Claims of earlier stages are checked first.
         takes: function that returns whether the rule reports a broken contract.
         refused: the kind of refusal, which decides the possible fixes.
         grouped: True if `contract_rule` creates the findings, False if the rule's `find` creates them.

@@ -32,7 +32,7 @@ def router_products(trace: Trace) -> Iterator[tuple[Call, Operand, torch.dtype]]
 
 
 def _weight(owners: Mapping[str, Weight], operand: Operand) -> Operand | None:
-    """Return `operand` with the weight as its origin if it is a matrix weight or the cast of one; else None."""
+    """If `operand` is a matrix weight or a cast of it, return `operand` with this weight as the origin; else None."""
     origin = next((step for step in operand.origin.path() if step.kind == "parameter"), operand.origin)
     owner = owners.get(origin.name)
     whole = owner is not None and not owner.buffer and math.prod(owner.shape) == math.prod(operand.shape)

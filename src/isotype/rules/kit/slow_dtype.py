@@ -56,7 +56,7 @@ def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _time_share(trace: Trace, dtype: torch.dtype) -> float:
-    """Return the share (0 to 1) of matmuls in `dtype` in all matmuls' time, or FLOPs if no rate was measured."""
+    """Return the share (0 to 1) of all matmuls' time that matmuls in `dtype` take; of the FLOPs if no rate is known."""
     speed = trace.setup.profile.speed
     times = {run_in: flops / speed.get(run_in, 1.0) for run_in, flops in trace.flops.items()}
     return times.get(dtype, 0.0) / max(1.0, sum(times.values()))

@@ -30,7 +30,7 @@ class Held:
     Attributes:
         call: the traced call. It may represent the same operator in several layers.
         operator: the measured ranges of the operator, in one of these layers.
-        at: position of the measured operator in the program, plus 0.5 for a cast of its result.
+        at: position of the measured operator in the program; 0.5 more for a cast of its result, the next operator.
         value: the largest magnitude of the call's float16 operands or results.
         takes: True if an operand has this magnitude, False if a result has it.
     """
@@ -43,7 +43,7 @@ class Held:
 
     @property
     def module(self) -> str:
-        """Name of the measured module; if `call` runs in it, with the parts that wrappers such as PEFT add."""
+        """Name of the measured module, with the parts that wrappers such as PEFT add if `call` runs in this module."""
         same = base_name(self.call.module) == self.operator.module
         return self.call.module if same else self.operator.module
 
@@ -150,14 +150,14 @@ def _casts(trace: Trace) -> dict[int, Call]:
 
 
 def _folded_away(trace: Trace, measured: Iterable[_Key]) -> Mapping[str, Sequence[str]]:
-    """Return name with `*` for layer numbers -> names, for the measured modules that were not traced."""
+    """Return the names of measured modules that were not traced, grouped by the name with `*` for layer numbers."""
     traced = {base_name(call.module) for call in trace.calls}
     names = dict.fromkeys(module for module, _, _ in measured)
     return grouped((name for name in names if name not in traced and starred(name) != name), starred)
 
 
 def _by_module(ranges: Ranges, module: str, call: Call) -> list[tuple[int, OperatorRange]]:
-    """Return a quantized layer's range as the range of the layer's kernel, which is not measured."""
+    """Return the measured range of a quantized layer for the layer's kernel, because kernels are not measured."""
     layer = ranges.by_module.get(module)
     kernel = call.op.startswith("bitsandbytes.") and "dequantize" not in call.op
     if layer is None or not kernel or call.phase != "forward":

@@ -57,7 +57,7 @@ def evidence(origin: Origin) -> tuple[str, ...]:
 
 
 def device_error(what: Call | str) -> tuple[str, ...]:
-    """Return a note with the device's error. `what` is the error's text or the call; () without an error."""
+    """Return a note with the device's error; () without an error. `what` is the error's text, or the call."""
     message = what if isinstance(what, str) else what.breach.message if what.breach is not None else ""
     return (f"the device raises: {message}",) if message else ()
 

@@ -41,7 +41,7 @@ _CPU_FILLS: Mapping[str, tuple[str, ...]] = {
 
 
 def numbers_of(name: str, kind: str) -> Sequence[str]:
-    """Return the names of an operator's arguments whose numbers must fit the tensor's dtype on this kind of device."""
+    """Return the arguments of an operator whose numbers must fit the dtype of its tensor on this kind of device."""
     return _FILLS.get(name) or (_CPU_FILLS.get(name, ()) if kind == "cpu" else ())
 
 
@@ -80,7 +80,7 @@ def with_tensors_in(
     kinds: Collection[torch.dtype] = FLOATS,
     cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = torch.Tensor.to,
 ) -> Any:
-    """Return nested values with each tensor whose dtype is in `kinds` cast to `dtype`."""
+    """Return nested values in which `cast` has changed the tensors with a dtype in `kinds` to `dtype`."""
 
     def convert(leaf: Any) -> Any:
         wrong = isinstance(leaf, torch.Tensor) and leaf.dtype in kinds and leaf.dtype != dtype

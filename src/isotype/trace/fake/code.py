@@ -37,7 +37,7 @@ def loss_function(inputs: Any) -> LossFunction:
 
 
 class LossOfOutput:
-    """Calls a model and returns the loss in its output. `partial`: the real loss may need more of the output."""
+    """Calls a model and returns the loss in its output. `partial`: True if the real loss may use more outputs."""
 
     partial = False
 

@@ -48,7 +48,7 @@ _PRODUCTS = frozenset({"mm", "spmm", "matmul", "__matmul__"})
 _PACKED = frozenset({"_pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu"})
 _LOWERED = FLOATS - {torch.float64}  # autocast keeps float64
 _HALF_TRANSFORMS = frozenset({"cuda", "xpu"})
-"""Kinds of devices with Fourier transforms in float16 (torch's `promote_type_fft`), on "cuda" only for powers of two."""
+"""Kinds of devices with float16 Fourier transforms (torch's `promote_type_fft`); on "cuda", sizes are powers of two."""
 _HALVES = {torch.float32: torch.float16, torch.complex64: torch.complex32}
 
 
@@ -122,7 +122,7 @@ class Functions(TorchFunctionMode):
             recorder.function, recorder.autocast, recorder.like = before
 
     def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
-        """Return an index within the rows of `tensor`. The trace assumes numbers of experts, which may be too large."""
+        """Return `index` modulo the rows of `tensor`: the trace assumes experts' indices, which may be too large."""
         value = self._recorder.values.of(index)
         if value is None or value.dim() or value.dtype in (torch.bool, torch.uint8) or not tensor.dim():
             return index
@@ -219,7 +219,7 @@ def name_of(func: Any) -> str:
 
 _OF_CPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 _LEAST_SHARE, _LEAST = 0.01, 1 << 20
-"""A note reports a layer's attention scores if they take this share of the step's peak memory and this many bytes."""
+"""Smallest share of the step's peak memory, and smallest number of bytes, of attention scores that a note reports."""
 
 
 class Attention:

@@ -141,7 +141,7 @@ class Kernels:
         return self._entry(result, [memory[id(tensor)] for tensor in tensors])
 
     def _entry(self, result: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return (function, recipes): the function combines the recipes' tensors; () if that is impossible.
+        """Return (function, recipes): a recipe creates a tensor, and the function combines them. () if impossible.
 
         `result` and its operands `tensors` are fake tensors, or the meta tensors of `_of_meta_kernel`.
         """

@@ -315,7 +315,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _keep(self, func: Any, tensors: Any, result: Any, value: Any) -> None:
-        """Store the values of an operator's results. If these are unknown, overwritten tensors lose their values."""
+        """Store the values of an operator's results. If `value` is None, forget the values of overwritten tensors."""
         if value is not None:
             for fake, real in zip(leaves(result), leaves(value), strict=True):
                 if isinstance(fake, torch.Tensor):
@@ -432,7 +432,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.note(f"torch.{name}", given_tensors(args, kwargs), breach)
 
     def launched(self, kernel: str, values: Any) -> None:
-        """Record a Triton kernel, which the trace does not run. All its tensors then depend on each other."""
+        """Record a Triton kernel, which the trace does not run. Each of its tensors may depend on all others."""
         tensors = given_tensors(values, {})
         self.note(f"triton.{kernel}", tensors)
         for _, tensor in tensors:
@@ -450,7 +450,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return (torch.zeros(tensor.shape, dtype=dtype) if value is None else value.to(dtype)).numpy()
 
     def listed(self, tensor: torch.Tensor) -> Any:
-        """Return the result of `tensor.tolist()`: known values or ones (True)."""
+        """Return the result of `tensor.tolist()`: the values if they are known, else ones (True for booleans)."""
         value = self.values.of(tensor)
         with unset_fake_temporarily():
             return (torch.ones(tensor.shape, dtype=tensor.dtype) if value is None else value).tolist()

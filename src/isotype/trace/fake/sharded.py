@@ -1,11 +1,11 @@
 """Memory of one process: shards, gathered weights and communication buffers under FSDP2 or DDP.
 
-The step runs on whole fake tensors. The ledger counts the share of one process. FSDP2's allocations have the order of
-torch 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py):
+The step runs on whole fake tensors. The ledger counts only the memory that one process holds, and FSDP2's allocations
+in the order of torch 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py):
 
 - A group's weights are gathered into one flat buffer, and copied out of this buffer. In the forward, the buffer is
-  freed after the copy of the next group's weights. In the backward, the buffer is freed right after this copy, but the
-  next group is gathered while this group still computes.
+  freed after the copy of the next group's weights. In the backward, the buffer is freed right after the copy of this
+  group's weights, but the next group is gathered while this group still computes.
 - The input of a group's reduce-scatter is freed when the next group reduces.
 
 DDP holds all weights, and a copy of every gradient in its buckets (torch/csrc/distributed/c10d/reducer.cpp, without
