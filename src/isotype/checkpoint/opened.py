@@ -170,7 +170,7 @@ def config_of(checkpoint: Checkpoint) -> Any:
 
 
 def require_complete_gguf(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a GGUF file lacks tensors that the model in its metadata needs."""
+    """Raise CheckpointError if a GGUF file lacks tensors of the model that the file's metadata describes."""
     if checkpoint.gguf and checkpoint.headers is not None:
         match(build_on_meta(config_of(checkpoint), checkpoint.name), checkpoint.headers).require_complete()
 
@@ -220,7 +220,7 @@ def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
     """Return the facts about a module, a config or a named checkpoint, without reading or allocating a weight.
 
     Raises CheckpointError if the checkpoint does not exist, is damaged or is incomplete, and PrecisionError if `model`
-    has another type.
+    is none of the three.
     """
     if isinstance(model, nn.Module):
         return facts_of_module(model)

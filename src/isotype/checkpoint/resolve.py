@@ -60,7 +60,7 @@ def resolve_precision(
         revision: branch, tag or commit of a hub id; ignored if `model` is no hub id.
         ranges: result of `isotype.measure_ranges`. For float16, these ranges decide the residual stream's dtype, the
             modules that compute in another dtype, and the first loss scale. The default is a cached measurement of the
-            same checkpoint. Else published facts about the model's family decide, or the model's training dtype.
+            same checkpoint. Without it, published facts about the model's family are used, or its training dtype.
         damages: result of `isotype.measure_quality`, for `"mixed"`; default: a cached measurement of the same checkpoint.
         **storage: keyword arguments:
 
@@ -101,7 +101,7 @@ def resolve_request(
     """Return (policy for a `PrecisionRequest`, value ranges that decided the policy or None).
 
     Args:
-        device, ranges, damages: as in `resolve_precision`, which also raises the same errors.
+        device, ranges, damages: as in `resolve_precision`. The errors are the same, too.
         checkpoint: checkpoint whose cached measurements are used; None for a model in memory or a config.
         measure: function that measures the checkpoint's ranges, which float16 needs. It is called if the
             weights are local and no ranges are cached.

@@ -23,8 +23,8 @@ from isotype.core.formats import MXFP4
 class StoredWeights:
     """Reads a checkpoint's tensors by their names in `model`.
 
-    The conversions of transformers (`transformers.core_model_loading`) rename, split, stack and transpose one tensor at
-    a time. Quantized tensors are dequantized.
+    When a tensor is read, transformers' conversions (`transformers.core_model_loading`) rename, split, stack or
+    transpose it. Quantized tensors are dequantized.
 
     Args:
         weights: result of `weight_map(model, headers)`, if it is known.
@@ -59,7 +59,7 @@ class StoredWeights:
         return {name: dtype for name, dtype in others.items() if dtype is not None and dtype.itemsize > 1}
 
     def stored(self, name: str) -> StoredTensor:
-        """Return the (first) tensor in the files from which the model's tensor `name` is made."""
+        """Return the first of the stored tensors from which the model's tensor `name` is made."""
         return self._sources[name].tensors[0][0]
 
     def read(self, name: str) -> torch.Tensor:

@@ -34,7 +34,7 @@ _PIECE = 1 << 19
 _GGUF_PIECE = 1 << 17
 """Elements dequantized at a time by gguf: with gguf's temporaries they fit into the CPU's caches."""
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
-"""AutoAWQ packs eight neighbouring columns into an int32 word: the position of each column in the word."""
+"""Position of each of eight neighbouring columns in the int32 word into which AutoAWQ packs them."""
 
 
 def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
@@ -128,8 +128,8 @@ def _unpacked(
 ) -> torch.Tensor:
     """Unpack codes from int32 words, and subtract half of the codes' range; return int8 of `shape`.
 
-    A code may continue in the next word. `order`: position in a word of each of the columns that share it. The number
-    of columns must be a multiple of its length.
+    A code may continue in the next word. `order`: for each column that shares a word, its position in the word. The
+    number of columns must be a multiple of `len(order)`.
     """
     begin = (torch.arange(0, shape[-1], len(order))[:, None] + torch.tensor(order)).flatten() * bits
     place, shift = begin // 32, begin % 32
@@ -224,7 +224,7 @@ class DenseWeight:
 def _of_stack(
     module: Any, name: str, codes: torch.Tensor, stack: QuantizedStack, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return dequantized values on the CPU: of the codes that the module has now, or of `codes` if it has no codes."""
+    """Return dequantized values on the CPU: of the module's codes, or of `codes` if the module has no stack now."""
     if quantized_stack(module, name) is not None:
         computes_in = stack.dtype
         codes, stack = take_stack(module, name)

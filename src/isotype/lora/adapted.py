@@ -168,7 +168,7 @@ class _Parts(NamedTuple):
     """The modules of a PEFT layer and of its active adapters.
 
     Attributes:
-        all: the `__dict__` of the layer and of each part whose children `Reading.holds` compares with earlier ones.
+        all: the `__dict__` of the layer and of each part. `Reading.holds` compares their children.
         called: the `__dict__` of every module that PEFT's forward calls: the base layer and the parts of active adapters.
         dropouts: the dropout modules that PEFT's forward calls.
     """
@@ -190,7 +190,7 @@ class _Parts(NamedTuple):
         return placed and any(HOOK in part and not only_places(part[HOOK]) for part in self.called)
 
     def hooked(self) -> bool:
-        """Return whether a module inside of the layer has hooks that may change values. (The layer's hooks always run.)"""
+        """Return whether a module inside of the layer has hooks that may change values; hooks of the layer always run."""
         hooks = filter(None, chain.from_iterable(map(_HOOKS, self.called)))
         return any(map(must_be_called, hooks)) or self.offloaded()
 

@@ -119,7 +119,7 @@ class FusionReport:
     Attributes:
         fused: names of the LoRA layers that are computed together with their adapters by one function.
         together: groups of fused layers that get the same input. One function computes all outputs of a group.
-        gated: name of a gated MLP -> its activation. The backward recomputes act(gate) * up.
+        gated: name of a gated MLP -> its activation. The backward recomputes the product act(gate) * up.
         norms: names of the RMSNorms that are computed by one function each.
         left: names of the LoRA layers that keep PEFT's forward, each with the reason.
         unseen: why the model could not run to find layers with the same input; "" if it could run.

@@ -8,7 +8,7 @@ For layers l with adapters a (`s` the scaling, `m` DoRA's magnitude, `‖·‖` 
 The function turns autocast off, and casts X, the adapters' weights and the gradients of these weights only once. The
 backward computes one gradient of X for all layers, and all gradients of A in one product. Base weights are frozen, so the
 function saves only X and the small X Aᵀ. If X is a gated product, its two factors are saved instead of X. The tensors are
-saved before Y is computed. Gradient checkpointing recomputes up to a block's last saved tensor, so not the last Y.
+saved before Y is computed. Gradient checkpointing recomputes only up to a block's last saved tensor, so not its last Y.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class _LayerTensors:
     """The tensors of one layer, and their positions in the call.
 
     Attributes:
-        start, first_pair: positions of the layer's first tensor and of its first A among all tensors of the call.
+        start: position of the layer's first tensor in all tensors of the call. first_pair: position of its first A.
         first_column: first column of the layer's adapters in X Aᵀ.
         scaled_up: s B of all adapters, concatenated to `[out, rank]` in the working dtype; None without adapters.
     """
@@ -402,7 +402,7 @@ def _through_down(
     d_down: torch.Tensor | None,
     gradients: list[torch.Tensor | None],
 ) -> None:
-    """Put the gradient of each A into `gradients`. If `d_down`, the gradient of all A, is None, compute each here."""
+    """Put the gradient of each A into `gradients`. `d_down`: gradient of all A, or None to compute each."""
     places = [layer.first_pair + 2 * index for layer in layers for index in range(len(layer.down))]
     if not places:
         return

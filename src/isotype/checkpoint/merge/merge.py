@@ -81,8 +81,8 @@ def merge_adapter(
         output: directory to write, which must be empty or not exist, or a GGUF file whose name ends in `.gguf`.
         base: another base model to merge into (path, GGUF file, hub id), such as the 16-bit original.
         dtype: dtype of the merged weights; `"auto"` is the compute dtype of the training if known, else the base's dtype.
-            With `"auto"`, a tensor keeps its dtype if it is not the most common one in the base's files. Parameters
-            that the model's author keeps in float32 stay float32.
+            With `"auto"`, tensors in another dtype than the most common one in the base's files keep their dtype.
+            Parameters that the model's author keeps in float32 stay float32.
         revision: branch, tag or commit of a base on the hub, instead of the commit that the adapter names.
         stored: None for dense safetensors, `"nf4"`, `"fp4"` or `"int8"` for bitsandbytes' format, a key of
             `isotype.core.dtypes.GGUF_TYPES` for a GGUF file. For a GGUF file, None means `"f16"` if `dtype` is float16,
@@ -186,7 +186,7 @@ def _unmergeable(adapter: Adapter, why: str) -> UsageError:
 
 
 def _check_parts(adapter: Adapter, stored: str | None, source: str, config: Any) -> None:
-    """Raise UsageError if the base lacks the adapter's biases, or the format `stored` has no stacked experts."""
+    """Raise UsageError if the base lacks the adapter's biases, or has stacked experts and `stored` is bitsandbytes'."""
     end = ".lora_B.bias"
     biased = [t.name.removesuffix(end) for t in adapter.headers.tensors if t.name.endswith(end)]
     if biased:
@@ -284,7 +284,7 @@ def _learned(
 ) -> tuple[Learned | None, Any, list[str], PrecisionPolicy | None]:
     """Run the adapter on the model of its training. Return (outputs or None, tokenizer, notes, that model's policy).
 
-    `policy` is None if the adapter is merged into another model. The model of the training may no longer exist.
+    `policy` is None if the adapter is merged into another model. Then the model of the training may be missing.
     """
     try:
         trained = policy or base_policy(adapter, "auto", None, "auto", revision)
@@ -331,7 +331,7 @@ def _formats_to_try(
 
 
 def _require_change(report: MergeReport, back: bool) -> None:
-    """Raise CheckpointError if no weight changes, or if a merge `back` into the training's format would lose too much."""
+    """Raise CheckpointError if no weight changes, or if a merge to the training's format (`back`) loses too much."""
     if not report.weights:
         what = f"the adapter {report.adapter} changes no weight of {report.base}"
         fix = "give an adapter that was trained; nothing was written"

@@ -64,7 +64,7 @@ class LogitsDifference:
 
     @property
     def kept(self) -> float | None:
-        """1 - KL(trained || merged) / KL(trained || base): kept learning; None for a change within rounding."""
+        """1 - KL(trained || merged) / KL(trained || base): kept learning; None if the base's outputs hardly change."""
         return 1 - self.mean_kl / self.base_kl if self.base_kl > _LEAST_KL else None
 
     @property
@@ -101,7 +101,7 @@ class MergeReport:
     Attributes:
         output: directory of the merged model, or its GGUF file.
         storage: storage of the base; a base in `"nf4"`, `"fp4"` or `"int8"` was dequantized.
-        dtype, dtype_reason: dtype to which weights are rounded before they are quantized to `stored`, and its reason.
+        dtype: dtype to which weights are rounded before they are quantized to `stored`. `dtype_reason`: why.
         weights: rounding loss of each weight that the adapter changed, measured on the files if they are quantized or GGUF.
         logits: comparison of the merged model with the trained model; None if they were not compared (see `notes`).
         notes: remarks about the written types, about differences from the base, and about the comparison.

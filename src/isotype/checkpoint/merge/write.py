@@ -199,7 +199,7 @@ def write_model(
 
 
 def without_adapters(model: Any) -> Any:
-    """Return a model without values whose parameters have the names of the base, if `model` has adapters; else `model`."""
+    """If `model` has adapters, return the same model without adapters and without values; else return `model`."""
     if not any(map(is_tuner_layer, model.modules())):
         return model
     blank = skeleton(model.config, torch.float32, model_class=original_class(model))
@@ -208,7 +208,7 @@ def without_adapters(model: Any) -> Any:
 
 
 def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Convert a model's tensors into tensors of a checkpoint: reverse the conversions of transformers on loading."""
+    """Convert a model's tensors into tensors of a checkpoint: reverse transformers' conversions on loading."""
     from transformers.core_model_loading import revert_weight_conversion
 
     reverted: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))

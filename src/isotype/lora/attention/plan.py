@@ -26,7 +26,7 @@ class Block:
     """The queries with the indices `rows`, and the keys to which they attend.
 
     Attributes:
-        masked: the keys that need a mask, because some queries do not attend to them or because they have a bias.
+        masked: the keys that need a mask: some queries do not attend to these keys, or their scores have a bias.
         tile: log2(e) times the mask of the keys in `masked`, as float32 `[1 or heads, rows, masked]`. Kernels multiply
             scores by log2(e), add the tile, and compute powers of 2.
     """
@@ -50,8 +50,8 @@ class Plan:
     """The keys to which each query of a batch attends.
 
     Attributes:
-        closed_finitely: True if the mask hides all keys from some query by finite numbers instead of -inf. In torch's
-            kernels such a query attends to all keys about equally. Blocks cannot compute this.
+        closed_finitely: True if the mask adds large negative, finite numbers (not -inf) to all scores of some query. In
+            torch's kernels such a query attends to all keys about equally. Blocks cannot compute this.
     """
 
     batch: int
@@ -83,7 +83,7 @@ class Plan:
 def block_rows(group: int) -> int:
     """Return the number of queries in a block. `group` is the number of query heads per key head.
 
-    A matrix product uses a core fully from about 200 rows (queries × `group`) on. More rows have more masked scores.
+    A matrix product uses a core fully from about 200 rows (queries × `group`) on. More rows compute more masked scores.
     """
     return max(32, min(128, 192 // group))
 
@@ -127,7 +127,7 @@ def _tile(count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Cached:
-    """A mask's cached plan. It is valid until the mask's memory or version changes, or (without a version) its values."""
+    """A mask's cached plan. It is valid until the mask's memory, version or (without a version) values change."""
 
     plan: Plan
     view: tuple[object, ...]

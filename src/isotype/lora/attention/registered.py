@@ -43,7 +43,7 @@ NAME, REPEATED, LENGTHS = "isotype", "isotype_repeated", "isotype_lengths"
 """Names of isotype's functions in transformers' registries, for `model.set_attn_implementation`."""
 
 _AMX_IS_FASTER = 1 << 16
-"""On CPUs with AMX, torch's kernel without a mask is faster from this keys × head size on (benchmarks/attention.py)."""
+"""From this keys × head size on, torch's kernel without a mask is faster on CPUs with AMX (benchmarks/attention.py)."""
 
 
 @dataclass

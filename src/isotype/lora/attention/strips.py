@@ -28,7 +28,7 @@ compiled_strips = cache(partial(loops_of, Path(__file__).with_suffix(".cpp"), *_
 """Returns the compiled loops. The first call on a machine compiles for some seconds."""
 _MATRICES = ("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v")
 _CALL = struct.Struct(f"=9qf4xq{4 * len(_MATRICES)}q3q")
-"""The struct `Call` of strips.cpp: sizes, the scale, the blocks' address, the matrices and three more addresses."""
+"""The struct `Call` of strips.cpp: sizes, scale, address of blocks, matrices, addresses of sums, packed and totals."""
 
 
 def attention_dtype(x: torch.Tensor) -> torch.dtype:
@@ -131,7 +131,7 @@ class _Attention(torch.autograd.Function):
 
 
 def traced(compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """Return `compute(*inputs)` in a trace, and allocate the float32 copies of the inputs that `attention` makes.
+    """Return `compute(*inputs)` in a trace; allocate float32 copies of the inputs, because `attention` does, too.
 
     Only the inputs are saved. The backward computes the result again.
     """

@@ -61,7 +61,7 @@ def is_used(dtype: torch.dtype, x: torch.Tensor) -> bool:
 
 @cache
 def _are_fast(dtype: torch.dtype) -> bool:
-    """Return whether the loops are as fast as torch: on x86 CPUs with AVX2. (Torch uses AMX for bfloat16, the loops do not.)"""
+    """Return whether the loops are as fast as torch: on x86 CPUs with AVX2, except for bfloat16 if torch uses AMX."""
     return bool(compiler_options()) and not (dtype == torch.bfloat16 and multiplies_by_amx())
 
 

@@ -143,7 +143,7 @@ class HeadChoice:
 
 
 def event_timer(device: torch.device) -> Timer:
-    """Return a timer that uses events in a GPU's stream. CPU time counts only while the GPU waits for the CPU."""
+    """Return a timer of a GPU's stream. Time on the CPU counts only while the GPU waits for the CPU."""
     backend = torch.get_device_module(device)
 
     def timed(call: Callable[[], object]) -> float:

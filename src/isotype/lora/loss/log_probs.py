@@ -6,9 +6,9 @@ With y = W h + b, cap(x) = softcap tanh(x / softcap), z = cap(scale y) / tempera
     d log p_t / d h = sum_j (1[j = t] - p_j) (dz_j / dy_j) W_j
 
 A token's log-probability depends only on its own hidden state. The forward already computes the hidden states' gradient,
-and the backward multiplies each row by the incoming gradient. If the entropy is differentiated or the head is trained,
-the backward recomputes the logits. A chunk has all logits of its tokens, so each hidden state's gradient is one matrix
-product, and is rounded once.
+and the backward multiplies each token's gradient by the incoming gradient. If the entropy is differentiated or the head
+is trained, the backward recomputes the logits. A chunk has all logits of its tokens, so each hidden state's gradient is
+one matrix product, and is rounded once.
 
 The target's logit is also computed in float32, because its rounding error would be an error of the log-probability. A
 logit of 20 has a rounding error up to 0.06 in bfloat16.
@@ -170,7 +170,7 @@ def _forward(
     *,
     ahead: bool,
 ) -> tuple[Mapping[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
-    """Return (results by name, None), or with `ahead` (results, (hidden states' gradients, factor of each row))."""
+    """Return (results by name, None); if `ahead`, return (results, (hidden states' gradients, factor of each row))."""
     tokens = hidden.shape[0]
     names = {"log_probs", "logsumexp", *call.outputs} | (call.gradients & {"entropy"})
     dtypes = {name: torch.bool if name == "is_top1" else torch.float32 for name in names}

@@ -76,7 +76,7 @@ class Buffers:
 
     Attributes:
         logits: `[chunk, V]` in the working dtype. Rows of gradients overwrite the logits.
-        values: a block's logits as float32 `[block, V]`, which other values overwrite.
+        values: a block's logits as float32 `[block, V]`; later values overwrite these logits.
         other, slope: exponentials and the soft cap's derivatives, float32 `[block, V]`; None if they are not needed.
     """
 
@@ -187,7 +187,7 @@ def scale_and_cap(call: Call, values: torch.Tensor, slope: torch.Tensor | None) 
 
 
 def add_outer(rows: torch.Tensor, x: torch.Tensor, factor: torch.Tensor, total: torch.Tensor) -> None:
-    """Add `rows^T (factor x)` to the float32 `total`. The product cannot overflow in x's dtype."""
+    """Add `rows^T (factor x)` to the float32 `total`. `factor x` is scaled, so it cannot overflow in x's dtype."""
     scaled = x.float() * factor[:, None]
     largest = scaled.abs().amax().clamp_min(1e-30)
     scaled = (scaled / largest).to(x.dtype)
