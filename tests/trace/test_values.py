@@ -64,6 +64,16 @@ READS: dict[str, Program] = {
 }
 
 
+def test_a_mask_that_is_expanded_over_hidden_values_selects_as_many_as_it_has() -> None:
+    hidden = torch.zeros(2, 3, LIMIT)
+
+    def program(x: torch.Tensor) -> tuple[int, int]:
+        mask = (x > 4).unsqueeze(-1).expand_as(hidden)
+        return hidden[mask].numel(), hidden.masked_select(mask).numel()
+
+    assert followed(program, {"x": X}) == (2 * LIMIT, 2 * LIMIT)
+
+
 @pytest.mark.parametrize("name", READS)
 def test_values_that_follow_from_the_inputs_are_real(name: str) -> None:
     assert followed(READS[name], {"x": X}) == READS[name](x=X)

@@ -37,6 +37,7 @@ LIMIT = 1 << 14
 
 _GUESSED = "_isotype_guessed"
 _LARGE = "_isotype_large"
+_EXPANDED = "_isotype_expanded"
 _EXACT = "_isotype_exact"
 _STAND_IN_ROWS = 4
 _MOST_EXPERTS = 1024
@@ -82,13 +83,15 @@ class Values:
         self.numbers = Numbers()
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor, counted: bool = False) -> None:
-        """Store the value of a fake tensor. A value with more than `LIMIT` elements needs `counted=True`."""
+        """Store the value of a fake tensor. A value with more than `LIMIT` elements needs `counted=True`, or is an expanded mask."""
         if value.layout != torch.strided or value.device.type != "cpu":
             return
         if value.numel() <= LIMIT:
             setattr(tensor, VALUE, value)
         elif counted or hasattr(value, _LARGE):
             setattr(tensor, _LARGE, value)
+        elif value.dtype == torch.bool and 0 in value.stride():
+            setattr(tensor, _EXPANDED, value)  # of a token's hidden values; only counted
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the value of a fake tensor; None if it is unknown."""
@@ -116,7 +119,7 @@ class Values:
     def compute(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
         """Return the real result of an operator with known operands; None if an operand is unknown."""
         packet = operator_packet(func)
-        counted, shape_only = packet in _COUNTED, packet in _SHAPE_ONLY
+        counted, shape_only = _LARGE if packet in _COUNTED else "", packet in _SHAPE_ONLY
         values = [self._read(tensor, counted) for _, tensor in tensors]
         if packet not in _UNREAD and any(value is None for value in values):
             return _guess(tensors) if packet in _COMPARISONS else None
@@ -155,8 +158,8 @@ class Values:
                 setattr(result, _LARGE, None)
             return map_leaves(_as_guessed, result) if guessed else result
 
-    def _read(self, tensor: torch.Tensor, counted: bool) -> torch.Tensor | None:
-        large: torch.Tensor | None = getattr(tensor, _LARGE, None) if counted else None
+    def _read(self, tensor: torch.Tensor, counted: str) -> torch.Tensor | None:
+        large: torch.Tensor | None = getattr(tensor, counted, None) if counted else None
         return self.of(tensor) if large is None or storage_of(large) in self._unknown else large
 
     # ------------------------------------------------------------------------------------------------- rounding
@@ -255,11 +258,12 @@ class Values:
         return min(mask.numel(), _STAND_IN_ROWS)
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
-        known = self.of(mask)
+        known = self._read(mask, _EXPANDED)
         if known is not None:
             with unset_fake_temporarily():
-                places = known.nonzero()
-            return torch.zeros(places.shape, dtype=torch.long)
+                once = known[tuple(slice(None if stride else 1) for stride in known.stride())]
+                count = int(once.count_nonzero()) * (known.numel() // max(1, once.numel()))
+            return torch.zeros((count, known.dim()), dtype=torch.long)
         rows = self.rows(mask)
         if mask.dim() == 1 and rows == mask.numel():
             places = torch.arange(rows).unsqueeze(1)
