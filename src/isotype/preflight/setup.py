@@ -125,7 +125,7 @@ def _checkpointing_words(request: StepRequest) -> str:
 
 
 def _padding_words(inputs: Any) -> Iterator[str]:
-    """Yield a clause if more than a tenth of all columns are padding in every row."""
+    """Yield a clause if more than a tenth of all columns contain only padding."""
     mask = named_inputs(inputs).get("attention_mask")
     if type(mask) is torch.Tensor and mask.ndim == 2 and not mask.is_meta:
         empty = int((mask == 0).all(0).sum())
@@ -134,5 +134,5 @@ def _padding_words(inputs: Any) -> Iterator[str]:
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of most modules' weights; if dtypes have equally many modules, the dtype of more elements."""
+    """Return the dtype of most modules' weights; of dtypes with equally many, the dtype of more elements."""
     return whole(tallies(unread_weights(model))) or torch.float32

@@ -88,7 +88,7 @@ def positions(model: nn.Module) -> int | None:
 
 
 def _learned(model: nn.Module) -> list[int]:
-    """Return the size of each table of learned positions. OPT begins at 2, RoBERTa at the padding index + 1."""
+    """Return the usable rows of each position table. OPT's first position is row 2, RoBERTa's is padding index + 1."""
     limits = []
     for name, table in model.named_modules():
         if _LEARNED.search(name) and not _PICTURES.search(name) and isinstance(table, nn.Embedding):
@@ -274,7 +274,7 @@ def measure(
     dtype: torch.dtype | None = None,
     progress: bool = True,
 ) -> Ranges:
-    """Run forward and backward of the mean loss, and record the largest magnitude of each value.
+    """Run forward and backward of the mean loss, and record the largest magnitude in each tensor.
 
     The model runs in float32 in evaluation mode, without autocast and without the casts of a policy. Only one block at
     a time is cast to float32, and the backward computes each block's forward again. The model stays unchanged.

@@ -100,7 +100,7 @@ def _by_processor(processor: Any, sizes: Sequence[Size]) -> Pictures:
 
 
 def picture_place(processor: Any) -> str:
-    """Return the chat template's text for an image, by comparing the texts for two images and for one image."""
+    """Return the chat template's text for an image: the text that a second image adds to a chat with one image."""
     chats = ([{"role": "user", "content": [{"type": "image"}] * count}] for count in (1, 2))
     single, double = (str(render_chat(processor, chat, tokenize=False)) for chat in chats)
     longer = len(double) - len(single)
@@ -143,7 +143,7 @@ def by_config(config: Any, sizes: Sequence[Size] | None = None) -> Pictures | No
 
 
 Counted = tuple[Sequence[bool], dict[str, torch.Tensor]]
-"""A pair: for each token, whether it represents an image; and the model's inputs."""
+"""(True for each token that represents an image, else False; the model's inputs)."""
 
 
 def _fixed(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted | None:
@@ -181,14 +181,14 @@ def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _wasted(size: Size, into: Size) -> tuple[float, float]:
-    """Scale an image to fit into a rectangle. Return a sort key: (minus the image's new pixels, pixels of padding)."""
+    """Scale an image to fit into a rectangle. Return a sort key: (-pixels of the image, pixels of padding)."""
     scale = min(into[0] / size[0], into[1] / size[1])
     pixels = min(int(size[0] * scale) * int(size[1] * scale), size[0] * size[1])
     return -pixels, into[0] * into[1] - pixels
 
 
 def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Qwen-VL resizes images within the processor's limits of pixels. Sides are multiples of a merged patch's side."""
+    """Qwen-VL resizes images within the processor's limits of pixels. Both sides are multiples of `factor`."""
     patch, merge = vision.patch_size, vision.spatial_merge_size
     least, most = _PIXELS.get(config.model_type, _PIXELS["qwen3_vl"])
     factor, grids = patch * merge, []

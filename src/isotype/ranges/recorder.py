@@ -212,7 +212,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def _checked(
         self, output: torch.Tensor, operands: Sequence[Magnitude], fills: bool, func: Any
     ) -> Magnitude:
-        """Return a result's magnitude: infinity if the result, but no operand, is as large as masks' fill values."""
+        """Return a result's magnitude: infinity if the result is as large as masks' fill values, and no operand is."""
         size = magnitude(output)
         if size.filled and not fills:
             size = remember(output, Magnitude(math.inf))

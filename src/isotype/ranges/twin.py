@@ -48,7 +48,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Twin:
-    """A model's copy for a measurement. `names`: module's id -> plain name; `blocks`: names in each list of blocks."""
+    """A model's copy for a measurement. `names`: module's id -> plain name; `blocks`: lists of names of blocks."""
 
     model: nn.Module
     names: dict[int, str]
@@ -115,7 +115,7 @@ def twin_of(
 
 
 class _Memo(dict[int, Any]):
-    """A memo for `deepcopy` with casts of parameters in plain attributes, such as recurrent layers' flat weights."""
+    """A memo for `deepcopy` that casts parameters in plain attributes, such as the flat weights of recurrent layers."""
 
     def __init__(self, model: nn.Module, weights: Weights) -> None:
         super().__init__()

@@ -92,7 +92,7 @@ def flushed_shares(tensor: torch.Tensor) -> tuple[float, float]:
 
 
 def median(tensor: torch.Tensor) -> float:
-    """Return the median magnitude of a float tensor's nonzero values; for a large tensor, of evenly spaced values."""
+    """Return the median magnitude of the nonzero values of a float tensor (of `sampled` values of a large tensor)."""
     values = sampled(tensor).float().abs()
     nonzero = values[values > 0]
     return float(nonzero.median()) if nonzero.numel() else 0.0
@@ -191,7 +191,7 @@ class Weights:
         return value, inverse
 
     def _note(self, weight: Weight, stored: torch.Tensor, value: torch.Tensor) -> None:
-        """Record the magnitudes of `stored` once. Its part `value` gets the same largest magnitude."""
+        """Record the magnitudes of `stored` once. The largest also counts for `value`, a part of `stored`."""
         if self.records:
             if weight.key not in self._sizes:
                 self._sizes[weight.key] = (magnitude(stored).value, median(stored))

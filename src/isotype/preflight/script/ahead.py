@@ -74,7 +74,7 @@ def request_of_script(
     Args:
         loss: (model, inputs) -> loss.
         device: the device profile to simulate, or None for the model's device.
-        phases: the phases of the step; only `"generate"` for a forward without gradients.
+        phases: the phases of the step. For a forward without gradients, the only phase is `"generate"`.
     """
     model = unwrapped(beginning.model)
     here = device_of(model)
@@ -154,7 +154,7 @@ def _helpers(model: nn.Module) -> tuple[list[torch.optim.Optimizer], bool]:
 
 
 def _has_masters(model: nn.Module) -> bool:
-    """Return whether some trainable parameters have 16 bits, and an optimizer of this process has copies of all of them."""
+    """Return whether trainable parameters have 16 bits, and an optimizer has as many elements as all of these."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     elements = sum(parameter.numel() for parameter in trained)
     held = (sum(p.numel() for p in parameters_of(optimizer)) for optimizer in living(torch.optim.Optimizer))

@@ -146,7 +146,7 @@ class Diagnosis:
             self._numbers.attach(beginning.model, beginning.args, beginning.kwargs)
 
     def _evaluates(self, beginning: Beginning) -> None:
-        """Before the first training step, store a forward's request, to trace the forward again after an error."""
+        """Before the first training step, store the settings of a forward, which is traced again after an error."""
         self._request = without_tensors(self._request_of(beginning, ("generate",)))
 
     def _request_of(self, beginning: Beginning, *phases: Sequence[str]) -> StepRequest:
@@ -235,7 +235,7 @@ class Diagnosis:
             self._averages.stepped(self.watch.roots)
 
     def _trace(self, setup: Setup) -> Trace:
-        """Return the trace of the step that has just run, with `no_autocast` if it ran without an expected autocast."""
+        """Return the trace of the last step. `no_autocast` says why a step without autocast is unexpected."""
         recorder = self.watch.recorder
         assert recorder is not None
         asked, products, why = mixed_precision(), recorder.products(), ""
@@ -252,12 +252,12 @@ class Diagnosis:
         return self.watch.trace(setup, no_autocast=why)
 
     def _between(self, rule: ModuleType, calls: tuple[Call, ...] = (), **seen: Any) -> None:
-        """Report, between two recorded steps, a rule's findings in a trace with these `calls` and fields (`seen`)."""
+        """Report a rule's findings between two recorded steps, from a trace with `calls` and the fields `seen`."""
         if self._setup_seen is not None and self._speaks:
             self._say_late(_of(judge(Trace(self._setup_seen, calls, (), {}, Memory({}), **seen)), rule))
 
     def _say_late(self, findings: Sequence[Finding]) -> None:
-        """Report findings of the real step, unless their code was reported with the same severity or as an error."""
+        """Report findings of the real step. Skip finding codes already reported with this severity or as an error."""
         known = {(finding.code, finding.severity) for finding in (*self._findings(), *self._late)}
         if new := [f for f in findings if not known & {(f.code, "error"), (f.code, f.severity)}]:
             self._late += tuple(new)
@@ -488,7 +488,7 @@ class Diagnosis:
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
-    """Return the report, with the finding first that explains `call` or is in `live`; None without such a finding."""
+    """Return the report, beginning with the finding that explains `call` or is in `live`; None if there is none."""
     if report is None:
         return None
     codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}

@@ -36,7 +36,7 @@ class MissingGpu:
 
     Attributes:
         kind: device type of the device for which the step is checked.
-        stands: autocast dtype of the CPU -> autocast dtype of the device, if the script uses the default.
+        stands: autocast dtype on the CPU -> autocast dtype on the device. They may differ if the script sets no dtype.
         questions: each `file:line` where the script asks for a GPU, in order.
     """
 
@@ -73,7 +73,7 @@ class MissingGpu:
 
     @property
     def sentence(self) -> str:
-        """A sentence: the CPU replaces the GPU. It is "" if the script has not named the GPU, or runs on a GPU."""
+        """The statement that the CPU replaces the GPU; "" if the script has not named the GPU, or runs on a GPU."""
         if self._profile is None or not self._named:
             return ""
         return f"this machine has no {self._profile.title}: the script's GPU code runs on the CPU"
@@ -94,7 +94,7 @@ class MissingGpu:
         return f"{place} needs a real {self._profile.title}: the CPU, on which the script runs, cannot replace the GPU here"
 
     def _answered(self, error: BaseException) -> bool:
-        """Return whether the script raised the error because it asked for a GPU, such as for the `type` of no accelerator."""
+        """Return whether the script raised the error because it looked for a GPU, for example read `None.type`."""
         place = line_of(error)
         noticed = isinstance(error, AttributeError) and place in self.questions
         return self._profile is None and (noticed or _ASKING.search(condition_at(place)) is not None)

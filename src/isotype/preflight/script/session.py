@@ -214,12 +214,12 @@ def _is(entry: _Entry, file: str, name: str) -> bool:
 
 
 def _leads_to_modes(entry: _Entry) -> bool:
-    """Return whether a frame belongs to torch's compiler, which wraps the handlers of dispatch modes."""
+    """Return whether a frame belongs to torch's compiler, through which torch calls handlers of dispatch modes."""
     return _is(entry, "torch/_compile.py", "inner") or _is(entry, "torch/_dynamo/eval_frame.py", "_fn")
 
 
 def _is_bare(frame: FrameType) -> bool:
-    """Return whether the frame's module has no hooks, so that torch calls its function `inner` only for the watch."""
+    """Return whether the frame's module has no hooks. Then torch calls `inner` only for hooks of the watch."""
     # Imported here, because a script without torch must not import torch. Such a script has no frames of modules.
     from isotype.compat.torch import ALL_HOOKS
 
@@ -228,7 +228,7 @@ def _is_bare(frame: FrameType) -> bool:
 
 
 def _at_plain_call(entry: _Entry) -> _Entry:
-    """Return the entry of `Module._call_impl` as without hooks: at the line that calls the forward directly."""
+    """Return an entry of `Module._call_impl`, moved to its line that calls the forward of a module without hooks."""
     frame = entry[0]
     place = _plain_call(frame.f_code)
     return entry if place is None else (frame, *place)

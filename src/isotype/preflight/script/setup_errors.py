@@ -19,7 +19,7 @@ from isotype.preflight.script.outside import Outside
 from isotype.records.finding import in_library
 
 _KNOWN: list[dict[str, str]] = table(__file__)
-"""(Pattern of an error, the weights that cause it ("meta": without values, "codes": packed, or ""), cause, help)."""
+"""Known errors. `weights` is "meta" if weights without values cause the error, "codes" for packed weights, else ""."""
 _ADVICE: dict[str, str] = table(__file__, "old_arguments.json")
 """Argument that a library no longer has -> advice."""
 _UNKNOWN = re.compile(
@@ -67,7 +67,7 @@ def _called(error: BaseException, name: str) -> Any:
 
 
 def line_of_script(error: BaseException) -> str:
-    """Return `file:line` of the innermost frame in a file outside of installed packages; `line_of` the error without one."""
+    """Return `file:line` of the innermost frame outside of installed packages; if there is none, `line_of(error)`."""
     places = (f"{frame.f_code.co_filename}:{line}" for frame, line in walk_tb(error.__traceback__))
     files = (place for place in reversed([*places]) if not place.startswith("<"))
     return next((place for place in files if not in_library(place)), line_of(error))
