@@ -66,9 +66,9 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     Args:
         policy: by default, the model's policy. If the model has no policy, each run derives one from the model's dtypes
             and the trainer's arguments (`fp16`, `bf16`). A derived policy casts no frozen weight.
-        check: `"error"` raises PrecisionError if the preflight finds an error, or if the GradScaler, the optimizer state's
-            dtype or the resumed values contradict the policy. `"warning"` logs the error, and None skips the preflight
-            and these comparisons. An error about operand dtypes that were not measured on the device is only logged.
+        check: `"error"` raises PrecisionError if the preflight finds an error, or if the GradScaler, the dtype of the
+            optimizer state or resumed values do not fit the policy. `"warning"` logs the error. None skips these
+            checks. Errors about operand dtypes that were not measured on the device are only logged.
         watch: if True, the training ends when the loss or the gradient norm is not finite.
         ranges: measured value ranges for the preflight, or None if they are unknown. By default, the ranges of a float16
             step are measured on the first batch. The measurement takes additional memory.
@@ -177,7 +177,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._policy.save(directory)
 
     def _report(self, report: Report, logs: bool, whole: bool) -> None:
-        """Raise or log the preflight's errors. Log the warnings, except kinds that `policy.warnings` has."""
+        """Raise or log the preflight's errors. Log the warnings, but not the kinds that `policy.warnings` covers."""
         # An error in stored values is only logged: the loss of every step is checked in any case.
         assumed = [f for f in report.errors if f.phase == "load" or is_assumed(f, report.trace)]
         covered = ("device", "memory", "versions")  # the policy's own warnings are of these kinds
@@ -225,8 +225,8 @@ def before_first_step(
 
     Args:
         handle_report: is called with the preflight's report. An exception that `handle_report` raises ends the training.
-        outermost: the module that the trainer calls. If `torch.compile` has compiled it, the preflight's hook is
-            registered on it: hooks of submodules would become part of the graph.
+        outermost: the module that the trainer calls. If it is a module compiled by `torch.compile`, it gets the
+            preflight's hook. A hook of the model inside would become part of the compiled graph.
     """
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -251,7 +251,7 @@ def before_first_step(
 
 
 def is_assumed(finding: Finding, trace: Trace) -> bool:
-    """Return True if a finding is about operand dtypes that no measurement of operators on the device has tried."""
+    """Return True if a finding is assumed, because its operand dtypes were not measured on the device."""
     broken = [call for call in trace.breaches() if call.module in finding.places and call.op == finding.op]
     return any(call.breach is not None and call.breach.assumed for call in broken)
 
@@ -323,7 +323,7 @@ def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | Non
 
 
 def raise_optimizer_state(optimizer: Any, master: torch.dtype) -> None:
-    """Cast the optimizer state of `master` parameters to `master`: `optimizer.step` requires equal dtypes."""
+    """Cast the state of parameters in the dtype `master` to `master`: `optimizer.step` requires equal dtypes."""
     for parameter, state in optimizer.state.items():
         for name, tensor in state.items():
             if _is_moment(name, tensor) and tensor.dtype != master and parameter.dtype == master:

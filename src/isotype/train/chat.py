@@ -31,7 +31,7 @@ Message = dict[str, Any]
 """A turn of a conversation: `role` and `content` (a text, or a list of parts if the turn has images)."""
 _UNUSED = "penalty_alpha dola_layers num_beam_groups force_words_ids constraints stop_strings"
 PLAIN = {**dict.fromkeys(_UNUSED.split()), "num_beams": 1}
-"""These values replace generation settings of a checkpoint that need code from the hub or prevent streaming."""
+"""Values instead of a checkpoint's for generation settings that need code from the hub or prevent streaming."""
 Prompt = str | Sequence[Message]
 """A text that the model continues, or a conversation."""
 LONGEST = 200
@@ -301,8 +301,8 @@ def _fitting(
 ) -> tuple[list[Message], int]:
     """Drop the oldest turns until the answer fits into the context. Return the kept messages and the answer's token limit.
 
-    If `max_new_tokens` is None, turns are dropped until `LONGEST` tokens or half of the context, whichever is less, is
-    free. A question without earlier turns needs only one free token.
+    If `max_new_tokens` is None, the answer needs room for `LONGEST` tokens or half of the context, whichever is less.
+    Without earlier turns, room for one token is enough.
 
     Raises:
         UsageError: the question alone does not fit.

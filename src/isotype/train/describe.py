@@ -167,7 +167,7 @@ def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
 
 
 def model_notes(model: Any) -> tuple[str, ...]:
-    """Return the model's `adapter_notes`, and a note if the model is quantized except for stacked experts."""
+    """Return the model's `adapter_notes`, and a note if stacked experts of a quantized model are not quantized."""
     notes: tuple[str, ...] = tuple(getattr(model, "adapter_notes", ()))
     formats = [name for name, _ in weight_bytes(model) if name in FORMATS]
     matrices = ((n, p) for n, p in model.named_parameters() if p.ndim == 3 and p.is_floating_point())
@@ -189,7 +189,7 @@ _PICTURED = 4
 
 
 def sample_questions(settings: Settings, data: Any) -> list[tuple[Sample, Prompt]]:
-    """Return (sample, prompt) pairs for `--ask`, else for the test split's first prompt (first four with images)."""
+    """Return (sample, prompt) of `--ask`, or else of the test split's first row (first four rows with images)."""
     if settings.ask:
         asked = as_typed(settings.ask)
         return [(Sample(asked, None, None, None), [{"role": "user", "content": asked}])]

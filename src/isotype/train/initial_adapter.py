@@ -134,8 +134,8 @@ OF_FLOATS = ("orthogonal", "olora", "pissa")
 PART_OF_BASE = ("olora", "pissa")
 """Initialisations that move a part of each base weight into the adapter, by a QR or singular value decomposition.
 
-The base weight without this part is not saved but computed again whenever the adapter is attached. The recomputed
-weight is the same up to rounding, even if the new decomposition has other signs.
+The rest of the base weight is not saved but computed again whenever the adapter is attached. The recomputed weight is
+the same up to rounding, even if the new decomposition has other signs.
 """
 
 LOFTQ = "loftq"
@@ -229,7 +229,7 @@ def part_of_base_problems(settings: Settings, name: object, adapter: Path | None
 
 
 def is_its_own_reference(settings: Settings) -> bool:
-    """Return True if the base model is the loss's reference (new adapter, unchanged base weights, no sharding)."""
+    """Return True if the base model can serve as reference model: new adapter, unchanged base, no sharding."""
     new = settings.start is None and settings.init_lora_weights in (None, *DRAWN)
     return new and settings.sharding is None
 

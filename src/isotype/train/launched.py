@@ -33,7 +33,7 @@ class Sharding:
     Attributes:
         reshard: if True, a block's gathered weights are freed after its forward and gathered again for its backward.
         offload: True if the user requests weights in CPU memory. Offloading is not supported.
-        source: name of the argument that sets `version`.
+        source: name of the argument that sets the FSDP `version`.
     """
 
     reshard: bool = True

@@ -28,7 +28,7 @@ LAST_TESTED = {
 
 
 def require_fitting_libraries() -> None:
-    """Log libraries that are newer than tested. Raise UsageError if transformers or TRL lacks a needed function."""
+    """Log libraries newer than `LAST_TESTED`. Raise UsageError if transformers or TRL lacks a needed function."""
     import trl.trainer.utils
     from transformers import Trainer
 

@@ -60,7 +60,7 @@ _DECIDED = (
 def adapted_model(
     settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, *, adapt: Adapt | None = None
 ) -> tuple[Any, Any]:
-    """Load `checkpoint`, add the adapter to the parts of the model in `adapt`, and return (model, no peft_config).
+    """Load `checkpoint`, add the adapter to the model's parts that `adapt` names, and return (model, None).
 
     If the chat template adds tokens, return (model without an adapter, PEFT config). The trainer then adds the adapter.
     """
@@ -258,7 +258,7 @@ def check_module_names(model: Any, config: Any) -> None:
 
 
 def _check_rank(model: Any, config: Any) -> None:
-    """Raise UsageError if every adapted layer is narrower (smaller side) than the rank. Add a note if some layers are narrower."""
+    """Raise UsageError if the smaller side of every adapted layer is below the rank. Add a note if some are."""
     rank, targets = getattr(config, "r", None), getattr(config, "target_modules", None)
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # heads that are trained, without an adapter
     without = layers_read(model) if str(targets).lower() == "all-linear" else {}
@@ -342,7 +342,7 @@ def weightless_model(
     Args:
         lora: a `peft.LoraConfig` or its arguments, or None for no adapters.
         fold: True to fold equal layers into one (see `isotype.model.fold`). If the policy, the quantizer or the
-            adapters' config selects layers by number, the layers are folded after adapters are added, otherwise before.
+            adapters' config selects layers by number, adapters are added before the layers are folded, else afterwards.
         **settings: arguments of `skeleton` (a model class, and values for fields of the config).
 
     Raises:

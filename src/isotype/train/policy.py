@@ -1,4 +1,4 @@
-"""Decides a run's policy, for float16 from measured value ranges, and enforces the policy on a trainer."""
+"""Decides a run's policy and enforces it on a trainer. Measured value ranges decide a float16 policy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Result = TypeVar("Result", bound=Ranges | Damages)
 def policy_by_ranges(
     checkpoint: Checkpoint, request: PrecisionRequest, device: str, *, when: str = "measure"
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Return (the policy, the value ranges that decided the policy or None).
+    """Return the policy, and the value ranges that decided it (None if no ranges did).
 
     With `when="measure"`, the ranges of a local checkpoint are read from the cache or measured. With `when="known"`, only
     cached ranges are used.
@@ -96,7 +96,7 @@ def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tenso
 
 
 def _measured(measure: Callable[..., Result], checkpoint: Checkpoint, profile: DeviceProfile) -> Result:
-    """Measure block by block on the training's GPU; without a GPU, or if its memory is too small, on the CPU."""
+    """Measure block by block on the training's GPU. Without a GPU or enough GPU memory, measure on the CPU."""
     if not profile.present or profile.kind not in ("cuda", "rocm", "xpu"):
         return measure(checkpoint)
     device = torch.device(profile.name)

@@ -1,4 +1,4 @@
-"""A training run: `Run` has the decisions made before a weight is read, and `Built` has the objects built afterwards."""
+"""A training run: `Run` has decisions made before weights are read, and `Built` has objects built after that."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from isotype.train.command.settings import Settings
 from isotype.train.rows.lengths import Lengths
 
 SPARSEST = 4
-"""Largest `every_n_layers`. With larger numbers, the saving is smaller than the error of the memory estimate."""
+"""Largest `every_n_layers`. With larger numbers, less memory is saved than the error of the memory estimate."""
 
 Foresee = Callable[[Mapping[str, Any] | None], int]
 
@@ -112,7 +112,7 @@ class Built:
     """The objects that a run has built for training.
 
     Attributes:
-        asked: pairs of a sample question and its prompt. The model answers before and after the training.
+        asked: (sample, prompt) of each question that the model answers before and after the training.
         fusion: the report on the fused layers, or None if nothing was fused.
     """
 

@@ -250,7 +250,7 @@ def _build(run: Run, console: Console) -> Built:
         )
     if counts := Counter(change.what for change in enforce_trainer(trainer, policy, masters)):
         places = ", ".join(f"{what} ({count} places)" for what, count in counts.items())
-        console.print(f"changes by TRL, undone: {places}", style="dim", highlight=False, markup=False)
+        console.print(f"undone changes by TRL: {places}", style="dim", highlight=False, markup=False)
     fusion = _compiled_or_fused(trainer, settings, console)
     packing = keep_rows(trainer)
     learn_no_pictures(trainer, settings.training)
@@ -422,7 +422,7 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
     try:
         samples = answers_after(trainer, built.asked, console)
     except KeyboardInterrupt:
-        console.print("interrupted: the model is saved, but was not asked after training")
+        console.print("interrupted: the model is saved, but did not answer the sample questions again")
     if early := (stopping and stopping.description(trainer.state, trainer.args.metric_for_best_model)) or "":
         say(console, early)
     return ended(record_of(samples, "finished"), early, adapter=root)

@@ -57,7 +57,7 @@ def checked_settings(command: Command, bare: bool = False) -> Settings:
 
 
 def check_settings(settings: Settings) -> None:
-    """Check the arguments, then optimizer and hub, then files. Raise UsageError for the first group that fails."""
+    """Check arguments, then optimizer and hub, then files. Raise UsageError after the first of the three that fails."""
     problems = [*argument_problems(settings), *machine_problems(settings)]
     if problems := problems or [*optimizer_problems(settings), *_hub(settings)] or [*_read_later(settings)]:
         raise UsageError("invalid arguments", problems)

@@ -51,7 +51,7 @@ class Argument:
     Attributes:
         group: heading above the argument in the short help, or "" if the short help leaves the argument out.
         example, text: an example value and a short description for the short help.
-        losses: methods with these losses (`Method.loss`) list the argument in the short help; empty for all methods.
+        losses: the short help of methods with these losses (`Method.loss`) lists the argument; () for all methods.
         choices_of: dotted name of an enumeration or registry of valid names in another library. `choices_of` is set
             only if the other library checks names after the model is loaded.
         more: valid names that are not in `choices_of`.

@@ -119,7 +119,7 @@ class Spec:
 
 
 _SCALED = {"true": "group", "false": "none"}
-"""A boolean `scale_rewards` in lower case -> the name that TRL has for it."""
+"""The text of a boolean for `--scale_rewards`, in lower case -> TRL's name of this value."""
 
 
 @cache
@@ -321,7 +321,7 @@ def with_dtype(command: Command, dtype: str | None) -> Command:
 def with_storage(command: Command, storage: str | None, memory: int | None = None) -> Command:
     """Set `--quantization` and remove other arguments for storage. With None, weights are stored in the compute dtype.
 
-    `memory` (bytes) sets `--quantization mixed` and `--base_memory`.
+    With `memory` (bytes), the storage is `mixed` and `--base_memory` is `memory`.
     """
     others = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
     typed = str(command["base_memory"])

@@ -114,7 +114,7 @@ def _model_among(
 
 
 def _argument_before(word: str, typed: Mapping[str, Any], *, trains: bool) -> str:
-    """Return the flag that the user left out before the value `word`; "" if no flag fits or `typed` has it."""
+    """Return the flag that the user left out before the value `word`; "" if no flag fits or `typed` has the flag."""
     name = ""
     if is_data_file(Path(word)) or word.lower().endswith(".arrow"):
         name = "dataset_name"

@@ -50,7 +50,7 @@ def refuse_program(words: Sequence[str]) -> None:
 
 
 def _kept(line: Sequence[str], at: int, program: str) -> tuple[int, tuple[str, ...]]:
-    """Return (number of words before the arguments of `program`, words to keep for isotype: a method or a file)."""
+    """Return (number of words before arguments of `program`, words kept for isotype's command: a method or file)."""
     word = "".join(line[at : at + 1])
     if program in _NAMING:
         at += word == "train"

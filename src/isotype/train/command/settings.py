@@ -37,8 +37,8 @@ class Settings:
     Attributes:
         sharding: how the model is sharded over processes, or None if it is not sharded.
         start: the adapter to train further, or None for a new adapter. `model` has the name of this adapter's base model.
-        auto_checkpointing: True if isotype turns gradient checkpointing on or off by the step's estimated memory. Before
-            this decision, gradient checkpointing is on in `training`.
+        auto_checkpointing: True if isotype turns gradient checkpointing on or off by the step's estimated memory. Until
+            then, the field `training` has it on.
         decided: values that the run has decided, by argument name. Decided values replace values of the command.
     """
 
@@ -116,7 +116,7 @@ def _incomplete(command: Command) -> Iterator[Problem]:
 
 
 def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return name -> value for all arguments: values of the command, decided values, and values that others imply."""
+    """Return name -> value for all arguments: values of the command, decided values, and values implied by these."""
     values: dict[str, Any] = {
         name: command[name] for name in ("dtype", "use_peft", "lora_target_modules", "lora_task_type")
     }
@@ -239,7 +239,7 @@ def _works(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any], *
 
 
 def _whole_groups(command: Command, works: Callable[..., bool]) -> Iterator[str]:
-    """Yield arguments for a smaller group or a larger batch, so that each batch contains only whole groups."""
+    """Yield arguments for fewer completions per prompt or a larger batch, so that a batch has only whole groups."""
     rows, group = command["per_device_train_batch_size"], command["num_generations"]
     larger = range(rows + 1, rows + group + 1)
     choices = {"num_generations": range(group - 1, 1, -1), "per_device_train_batch_size": larger}

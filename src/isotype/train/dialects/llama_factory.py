@@ -128,7 +128,7 @@ def _data_set(reader: Reader, name: str, about: Any, root: Path) -> list[Rows]:
 def _columns(
     reader: Reader, columns: dict[str, str], shared: bool, ranking: bool
 ) -> dict[str, list[str]] | None:
-    """Return isotype's name -> columns of the data set, or None if the method cannot train on these columns."""
+    """Return {isotype's column: columns of the data set}, or None if the method cannot train on these columns."""
 
     def of(*names: str) -> list[str]:
         return [columns[name] for name in names if columns.get(name)]

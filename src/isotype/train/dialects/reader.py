@@ -21,7 +21,7 @@ from isotype.data.reading import PRESETS
 from isotype.data.sharegpt import CALL, SPEAKERS
 
 OFF = "off or empty"
-"""The note on an argument of the other program whose value turns a feature of that program off."""
+"""The note on an argument whose value turns off a feature of the other program."""
 NOT_HERE = "not read, because {} is not on this machine; all rows are assumed to have the maximum length"
 Kind = Literal["a number above 0", "a list", "names with values", "text"]
 _KINDS: Mapping[Kind, Any] = {
@@ -54,8 +54,8 @@ class Reader:
     Attributes:
         given: the values in the file by name. A name in a group is written `group.name`.
         values: the translated values by isotype's names.
-        used: maps a translated name to isotype's names. No name: isotype always does what is requested.
-        notes: maps a text about the consequences to the names that were left out with these consequences.
+        used: maps a translated name to isotype's names, or to none if isotype always does what is requested.
+        notes: maps a sentence to the names that were left out. The sentence says what isotype does instead.
         trains: True if the data sets must be on this machine, because a training reads them.
     """
 
@@ -283,7 +283,7 @@ class Rows:
 
 
 def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> None:
-    """Translate `names` into the data sets `rows`. `whole` is the other program's argument for loss on prompts."""
+    """Translate the arguments `names` into `rows` (data sets). `whole`: the file's argument for loss on prompts."""
     paths = {row.path for row in rows if looks_like_path(row.path)}
     absent = sorted(path for path in paths if not Path(path).expanduser().exists())
     if absent and not reader.trains:
@@ -318,7 +318,7 @@ def _pairs(columns: Mapping[str, list[str]]) -> str | None:
 
 
 def same_roles(roles: Mapping[str, Any]) -> bool:
-    """Return True if isotype maps the names in `roles` (role -> its names in the rows) to the roles in `roles`."""
+    """Return True if isotype maps the names of speakers to the same roles as `roles` does (role -> names)."""
     return all(
         SPEAKERS.get(str(name).lower(), "").replace(CALL, "assistant") == role
         for role, names in roles.items()

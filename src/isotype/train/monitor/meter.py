@@ -26,7 +26,7 @@ from isotype.train.monitor.memory import MemoryMeter
 from isotype.train.monitor.step import MicroBatch, Step
 
 Replay = NonFinite | str
-"""Result of a repeated step: the first value that is not finite, why it is unknown, or "" if all values are finite."""
+"""Result of a repeated step: the first value that is not finite, the reason if unknown, or "" if all are finite."""
 
 
 @dataclass
@@ -35,8 +35,8 @@ class StepMeter:
 
     Args:
         together: True if all processes combine their values in every step (a collective operation). If False (in a script),
-            tokens are not counted, and losses are combined only if the gradient norm is not finite. This norm is equal in
-            all processes, so that all processes combine their losses in the same step.
+            tokens are not counted, and processes combine losses only if the gradient norm is not finite. This norm is
+            equal in all processes, so that all processes combine their losses in the same step.
         signals: the stop signals (SIGINT, SIGTERM) that this process has received so far.
 
     Attributes:

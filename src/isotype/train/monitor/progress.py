@@ -31,7 +31,7 @@ _WIDEST = 130  # columns from which the line also shows learning rate and gradie
 
 @dataclass(frozen=True)
 class _Inset:
-    """Leaves room for the ^C that a terminal prints after the live line: `inner` is narrower than the console."""
+    """Prints `inner` narrower than the console: a terminal prints ^C after the live line."""
 
     inner: RenderableType
 
@@ -47,7 +47,7 @@ class _Bar(Progress):
 class ProgressView:
     """Context manager that shows loss, learning rate, gradient norm, tokens per second and remaining time of a run.
 
-    If `console` is a terminal, a live bar shows every step. Otherwise, a line is printed every `every` steps.
+    If `console` is a terminal, a live bar shows every step. Otherwise, one in `every` steps prints a line.
     """
 
     def __init__(self, console: Console, every: int = 1) -> None:

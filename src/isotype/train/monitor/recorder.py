@@ -32,7 +32,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     All processes make these records, so that all processes end a run at the same step. Only rank 0 shows the progress. If
     the optimizer can skip updates on the device (`isotype.train.monitor.step`), a step is checked and recorded while
-    the next step runs. The trainer saves, logs or evaluates only afterwards.
+    the next step runs. The trainer saves, logs or evaluates only after the record.
 
     Args:
         view: shows the progress, or None to show nothing.
@@ -109,7 +109,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             self._record(step)
 
     def record_unread(self) -> str:
-        """After an exception, record the step whose values were not read. Return "", or why it has no record."""
+        """After an exception, record the step whose values were not read. Return "", or why the step has no record."""
         step, self._unread = self._unread, None
         if step is None:
             return ""

@@ -44,7 +44,7 @@ RESULT_FILES = {
 
 
 def write_manifest(directory: Path) -> None:
-    """Write a checkpoint's manifest: sizes, checksums, and the time of saving (copied files can have other times)."""
+    """Write a checkpoint's manifest: sizes, checksums, and the time of saving, which copied files may lose."""
     files = {
         path.relative_to(directory).as_posix(): path
         for path in sorted(directory.rglob("*"))
@@ -201,7 +201,7 @@ class Order:
 
 
 def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int) -> Order | None:
-    """Restore or record random states that determine the order of rows. Return None if seed and epoch determine it.
+    """Restore or record random states that determine the order of rows. Return None if seed and epoch do.
 
     Args:
         checkpoint: the checkpoint that is resumed in this epoch, or None if the epoch begins with its first batch.

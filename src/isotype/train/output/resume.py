@@ -179,7 +179,7 @@ def decided_before(resume: Path | None) -> Mapping[str, Any]:
 
 
 def template_date(resume: Path | None) -> date | None:
-    """Return the date for chat templates that a checkpoint records, or None if the checkpoint records no date."""
+    """Return the date (for chat templates) in the records of a checkpoint, or None if there is no date."""
     try:
         return date.fromisoformat(decided_before(resume)[TEMPLATE_DATE])
     except (KeyError, TypeError, ValueError):
@@ -217,7 +217,7 @@ _DECISIVE, _INDECISIVE = _NAMES["decisive"].split(), _NAMES["indecisive"].split(
 _POLICY: Mapping[str, str | None] = _NAMES["policy"]
 """Maps a field of the policy to the argument that sets it, or to None."""
 _PARTS = {True: "language", False: "all"}
-"""Maps "the policy's `dense` names modules" (True or False) to the value of `--quantized_parts`."""
+"""True if the policy's `dense` names modules, else False -> the value of `--quantized_parts`."""
 _BATCH = "rows in an optimizer step"
 _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("dataset_name", "dataset_config")}
 

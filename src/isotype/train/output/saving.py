@@ -152,7 +152,7 @@ class WholeCheckpoints(Sharded):
             discard(path)
 
     def save_final(self: Any, directory: Path) -> None:
-        """Save the model into `directory`. After a kill, the next run's `recover` leaves only old or only new files."""
+        """Save the model into `directory`. If killed, the next run's `recover` leaves only old or only new files."""
         self._check_trained()
         with self._staged(directory, "trained model") as staging:
             self.save_model(str(staging / "model"), _internal_call=True)

@@ -75,7 +75,7 @@ class StepPlan:
         generations: number of batches for which completions are generated together; 0 means all batches of an optimizer
             step. None if completions are not generated on this device.
         reference: True if every step runs the reference model.
-        copied: `weights` or `adapters` if the reference model is a frozen copy of the weights or adapters, or None.
+        copied: part of the model that the reference model copies (`weights` or `adapters`), or None without a copy.
         packed: True if rows have several documents that are separated by position ids.
         ranges: `measure` to measure value ranges, `known` to use only cached ranges (see `policy_by_ranges`).
         data: description of the data set's rows, or "" if no data set was opened.
@@ -178,7 +178,7 @@ def repaired_command(
     present: bool = True,
     remaining: Callable[[Command], Sequence[tuple[Finding, str]]] | None = None,
 ) -> Repaired:
-    """Apply the fixes to a training command. The text of the result describes fixes that no argument can make.
+    """Apply the fixes to a training command. The text of the result describes the fixes for which no argument exists.
 
     Args:
         unresolved: findings of the traced step that have no fix, each with the reason.
@@ -203,7 +203,7 @@ def repaired_command(
 
 
 _ARGUMENTS = {"autocast": "dtype", "compute": "dtype", "optimizer": "optim", "learning_rate": "learning_rate"}
-"""Kind of an action in a fix -> the argument that the action changes. For the kind `setting`, the key is the target."""
+"""Kind of an action in a fix -> the argument that the action changes. For `setting`, the key is the action's target."""
 
 
 def _argument(action: Action) -> str | None:

@@ -201,7 +201,7 @@ _TRIED = 8
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
-    """Return a sample's encoded images with the most pixel values, or None for a stream or without a processor."""
+    """Return the encoded images with the most pixel values of a row in a sample; None for a stream or no processor."""
     if not hasattr(rows, "__len__") or not len(rows):
         return None
     if not picture_columns(rows):

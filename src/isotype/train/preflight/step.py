@@ -63,7 +63,7 @@ _MXFP4_BYTES = (4 + 8 / 32) / 8
 """Bytes per MXFP4 value: 4 bits, and an 8-bit scale for 32 values (OCP MX specification 1.0, section 5.2)."""
 
 _PART_OF_ROOM = 0.25
-"""If a step without recomputation needs less than this share of the allowed memory, `alternative` returns ""."""
+"""Share of the allowed memory. If a step without recomputation needs less than this, `alternative` returns ""."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class PlannedStep:
     def mixed(self) -> bool:
         """True if the documents of a packed row would attend to each other. A training then unpacks the documents.
 
-        Documents are separated if a line in `lines_separating_documents()` has called a traced operator.
+        Documents are separated if a traced operator was called from a source line in `lines_separating_documents()`.
         """
         plan = self.plan
         if not plan.packed:
@@ -165,7 +165,7 @@ class PlannedStep:
         )
 
     def _between_steps(self, model: Any, rows: int, tokens: int) -> Any:
-        """Return the `rollout` for completions, or `_evaluation(…)` if completions are not generated on the device."""
+        """Return the `rollout` that generates completions, or `_evaluation(…)` if the device generates none."""
         plan = self.plan
         if plan.generations is None or tokens <= plan.completion:
             return self._evaluation(model, rows, tokens)
@@ -231,7 +231,7 @@ class PlannedStep:
         return {kind: kinds.get(kind, 0) for kind in ("weights", "adapters", "buffers")}
 
     def traced(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> Trace:
-        """Trace the step again each time. Raise NotForeseenError if the step cannot be traced."""
+        """Trace the step, without a cache. Raise NotForeseenError if the step cannot be traced."""
         trace = trace_of(self.request(arguments, rows, tokens))
         if trace.failure is not None:
             raise NotForeseenError(f"the step could not be traced ({trace.failure.error})")

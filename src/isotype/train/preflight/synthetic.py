@@ -26,8 +26,8 @@ def synthetic_batch(
     """Return a batch for a transformers model, like the batches of TRL's collators.
 
     Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`). Each row has
-    `pictures`. If None, each row has one image if the config gives an image's tokens. Image tokens have no loss. If an
-    adapter takes effect only with certain tokens, these tokens are at the beginning of each row, after the images.
+    `pictures`. None: one image if the config gives the number of an image's tokens, else no image. Image tokens have no
+    loss. If the model's adapter works only with certain tokens, each row begins with these tokens, after the images.
 
     Raises:
         UsageError: the model's input is not token ids, or `length` is too small for the tokens of the images.

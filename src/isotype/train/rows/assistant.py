@@ -1,8 +1,8 @@
-"""Finds the tokens with loss if TRL cannot: with `--assistant_only_loss`, and in conversations with excluded turns.
+"""Finds the tokens with loss for `--assistant_only_loss` and conversations with excluded turns, if TRL cannot.
 
 TRL finds the assistant's tokens only by `{% generation %}` markers in the chat template, and has templates with markers
-for some models. For other templates, isotype renders a conversation twice for each assistant turn: once without the turn
-and later turns, and once with the turn. The tokens that only the longer text has are the turn's tokens.
+for some models. For other templates, isotype renders a conversation twice for each assistant turn: once with the
+earlier turns, and once with this turn, too. The tokens that only the longer text has are the turn's tokens.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _TRIED = 64
 def training_data(
     settings: Settings, say: Callable[[str], object], *, evaluates: bool | None = None
 ) -> DatasetDict | IterableDatasetDict:
-    """Read the data, without `hold_back`. If `evaluates` (default: if evaluation is on), require a test split."""
+    """Read the data, but hold no rows back. Require a test split if `evaluates` (default: evaluation is on) is True."""
     evaluates = settings.eval_strategy != "no" if evaluates is None else evaluates
     return load_training_data(
         settings.script,
@@ -102,7 +102,7 @@ def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> A
 
 
 def lists_in(features: Mapping[str, Any], names: Collection[str], wanted: Callable[[Any], bool]) -> list[str]:
-    """Return columns in `names` with lists whose items have an unknown type or a type for which `wanted` is True."""
+    """Return columns of `names` that have lists. The type of the items is unknown or satisfies `wanted`."""
     items = {name: getattr(features[name], "feature", None) for name in features if name in names}
     lists = {name: item for name, item in items.items() if item is not None}
     return [name for name, item in lists.items() if not isinstance(item, Mapping) or wanted(item)]

@@ -35,7 +35,7 @@ class Lengths:
     """Numbers of tokens in the rows of a data set.
 
     Attributes:
-        tokens: number of tokens in each tokenized row; for a preference pair, in the prompt and the longer answer.
+        tokens: number of tokens in each tokenized row. In a preference pair, the shorter answer does not count.
         rows: number of rows in the data set.
         doubled: number of tokenized rows that begin with two beginning-of-text tokens.
         prompt: number of tokens in the shortest prompt. Prompts have no loss.
@@ -58,7 +58,7 @@ class Lengths:
         return f"{rows} begin with the beginning-of-text token, which the tokenizer adds again; remove it from the rows"
 
     def cut(self, limit: int | None, whole: bool = False) -> str | None:
-        """Describe the rows of more than `limit` tokens (cut, or left out if `whole`), or return None without such rows."""
+        """Describe rows of more than `limit` tokens; None without any. `whole`: these rows are left out, not cut."""
         over = [length - limit for length in self.tokens if limit is not None and length > limit]
         if not over:
             return None
@@ -197,9 +197,9 @@ def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] |
 
 
 def longest_of_batches(tokens: Sequence[int], rows: int) -> float:
-    """Return the expected length in tokens of the longest of `rows` rows drawn without replacement.
+    """Return the expected number of tokens in the longest row of a batch of `rows` rows, drawn without replacement.
 
-    There are C(n, r) draws of r rows out of n. In C(k - 1, r - 1) draws, row k in the order of lengths is the longest.
+    There are C(n, r) draws of r rows out of n. In C(k - 1, r - 1) draws, the longest is row k (by length).
     """
     ordered, count = sorted(tokens), len(tokens)
     rows = min(rows, count)
@@ -218,7 +218,7 @@ def padding_share(tokens: Sequence[int], rows: int) -> float:
 
 
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
-    """Return (documents, longest length) of the largest padded batch that `rows` packed rows can be unpacked to."""
+    """Unpack `rows` packed rows to a row for each document. Return (rows, length) of the largest padded batch."""
     largest: tuple[int, int] = (0, 0)
     # Rows are visited in the order of their longest document. In the largest batch with such a row, the other rows are the
     # earlier rows with the most documents.

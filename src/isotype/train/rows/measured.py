@@ -64,7 +64,7 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
 
 
 def spread(count: int) -> Iterator[int]:
-    """Yield each number below `count` once. A few numbers at the beginning are already spread over the range."""
+    """Yield each number below `count` once. The first few numbers are already spread over the range."""
     strides = range(max(1, round(count * 0.618)), count + 2)
     stride = next(number for number in strides if math.gcd(number, count) == 1)
     return (turn * stride % count for turn in range(count))

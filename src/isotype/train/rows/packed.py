@@ -70,7 +70,7 @@ def keep_rows(trainer: Any) -> str | None:
 
 
 def seen_as_joined(trainer: Any, batch: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Return a context in which a hook on the embeddings gets one row. NEFTune's hook adds noise by a row's length."""
+    """Return a context in which hooks on embeddings get a batch as one row. NEFTune scales noise by a row's length."""
     if not isinstance(trainer.data_collator, Rows):
         return nullcontext()
     return hooks_see_one_row(trainer.accelerator.unwrap_model(trainer.model), batch["attention_mask"])

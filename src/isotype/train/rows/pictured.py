@@ -257,7 +257,7 @@ def _turns(messages: Sequence[Mapping[str, Any]], pictures: int) -> list[Any]:
 
 
 def _moved_spans(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
-    """Return (spans with loss, spans of images) of the text in which image tokens have replaced placeholders."""
+    """Return (spans with loss, spans of images) in the text after image tokens have replaced placeholders."""
     ends = [place["span"][1] for place in replaced]
     gains = [0, *(place["new_span"][1] - place["span"][1] for place in replaced)]
     spans = [
