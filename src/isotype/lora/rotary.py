@@ -25,13 +25,13 @@ from isotype.model.modes import is_close, result_of
 NAME = "apply_rotary_pos_emb"
 
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}
-"""Tolerances for numbers up to about ten that are rounded after every product and sum."""
+"""Tolerated errors of rotated numbers up to about ten, if each product and sum is rounded."""
 _first_seen: dict[FunctionType, FunctionType] = {}
 """Maps a forward to the `apply_rotary_pos_emb` that its Python module had when `rotates` was called."""
 
 
 def rotates(forward: Any) -> bool:
-    """Return whether `with_loops` supports the function by which a class's forward applies rotary positions."""
+    """Return whether `with_loops` can replace the function that applies rotary positions in a class's forward."""
     rotate = _rotation_of(forward)
     if rotate is None:
         return False

@@ -66,8 +66,8 @@ class Spec:
 
     Attributes:
         working: dtype of the products: the compute dtype, or float32 if the device emulates the compute dtype.
-        gate: the gate, if X is a gated product of two tensors; else None.
-        keep: True if a backward may follow; False if packed 4-bit weights can be multiplied without dequantization.
+        gate: computes X if X is a gated product of two tensors; else None.
+        keep: True if a backward may follow. If False, packed 4-bit weights may be multiplied without dequantization.
         compiled: True if compiled loops compute the products, see `isotype.lora.loops.products`.
     """
 

@@ -85,12 +85,12 @@ _LEAST_SHARE = 0.05
 MOST_TOKENS = 8192
 """Maximum tokens of a batch without padding if attention needs a mask: the mask has a byte for each pair of tokens."""
 _TOLERANCES = {"right": 0.05, "left": 0.25}
-"""Side of padding -> tolerated difference, as a share of the difference that attention to earlier rows makes.
+"""Side of padding -> tolerated difference, divided by the difference if rows attend to earlier rows.
 
 Left padding shifts rotary positions, and so changes rounding.
 """
 _NEIGHBOURS = 1e-4
-"""Tolerated relative change of a document's states, by rounding in experts, if the document before it changes."""
+"""Tolerated relative change of a document's states if the document before it changes: rounding in experts differs."""
 _LENGTH, _SHORT = 16, 3
 """Lengths of the trial's rows. Left padding shifts the short row far enough to reveal absolute positions."""
 
@@ -225,7 +225,7 @@ def _is_hooked(model: Any) -> bool:
 
 
 def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, bool, set[str]]:
-    """Return (tokens in each row, number of positions in `read`, padding is in `read` or between tokens, padded sides)."""
+    """Return (tokens per row, positions in `read`, True if padding is in `read` or between tokens, padded sides)."""
     lengths, some = present.sum(1), present.any(1)
     begins = present.int().diff(dim=1, prepend=present.new_zeros(len(present), 1).int()) == 1
     flags = [
@@ -250,8 +250,8 @@ class Trial:
 def tried(model: Any) -> Trial:
     """Return the sides of a row on which padding can be removed without changing a model's results.
 
-    The trial runs the model on a few padded rows, and again on these rows concatenated without padding. A third run
-    lets rows attend to earlier rows. The tolerance is a small part of the difference that this makes.
+    The trial runs the model on a few padded rows, and again on these rows concatenated without padding. In a third run,
+    rows attend to earlier rows. The tolerance is a share (`_TOLERANCES`) of that run's difference.
     """
     from transformers import PreTrainedModel
 

@@ -94,7 +94,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def exponent_by_ranges(module: nn.Module) -> int | None:
-    """Return a `"scale"` boundary's exponent; 0 if value ranges are why the module runs in float32; else None."""
+    """Return a `"scale"` boundary's exponent, or 0 for a module in float32 because of value ranges; else None."""
     match boundary_of(module):
         case BoundarySettings("scale", exponent=exponent):
             return exponent

@@ -23,7 +23,7 @@ from isotype.precision.policy import ModuleException, PrecisionPolicy, is_pinned
 
 _PLAIN = (bool, int, float, str, torch.dtype)
 _ANSWERS: dict[Hashable, bool] = {}
-"""Cache of `returns_float32`: a model has a hundred norms with the same key."""
+"""Cache of `returns_float32`: a hundred norms of a model have the same key (class, settings, shapes, dtype)."""
 
 
 def range_boundaries(
@@ -90,7 +90,7 @@ def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
 
 
 def _kind_in_stream(place: Place, block: bool, root: bool, inside_block: bool) -> str | None:
-    """Return the kind of boundary that a module needs in a float32 residual stream; None if the module needs none."""
+    """Return the kind of boundary that a module needs if the residual stream is float32; None if it needs none."""
     if place.tuner:
         return None
     if root:

@@ -143,7 +143,7 @@ def _wanted_dtypes(
     *,
     frozen: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype of each unquantized float parameter: float32 if one of the modules that share it needs float32."""
+    """Return the dtype of each unquantized float parameter: float32 if any module with the parameter needs float32."""
     wanted: dict[nn.Parameter, torch.dtype] = {}
     for place in all_places:
         for parameter, dtype in _own_dtypes(place, policy, by_ranges.get(place.name), frozen).items():

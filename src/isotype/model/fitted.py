@@ -3,9 +3,9 @@
 In bitsandbytes, a block's constant is its largest magnitude, but dequantization works with any constant. In most
 language models, a few input channels are much larger than the others, and the errors of their weights dominate the
 output's error. If a block's inputs x are nearly independent, weight errors d cause the output error E[(x · d)²] = Σ
-E[x²] d². For codes c with the values v(c), the best constant is s = Σ E[x²] w v(c) / Σ E[x²] v(c)². The codes nearest
-to w / s are at least as good as c. AWQ searches such constants on a grid (https://arxiv.org/abs/2306.00978, section
-3.2).
+E[x²] d². For weights w with codes c and the codes' values v(c), the best constant is s = Σ E[x²] w v(c) / Σ E[x²]
+v(c)². With this constant, the codes nearest to w / s have at most the error of c. AWQ searches such constants on a grid
+(https://arxiv.org/abs/2306.00978, section 3.2).
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def quantize_fitted(
     """Quantize a weight like `isotype.model.quantize.quantize_4bit`, with constants that are fitted to the layer's inputs.
 
     Args:
-        weight: a layer's weight or a part of the weight, flat; float32, bfloat16 or float16 of any shape.
+        weight: a layer's weight or a contiguous part of its values; float32, bfloat16 or float16 of any shape.
         moments: E[x²] of each input channel, times any common factor; `[in]`.
         first: the column, in the layer's weight, of the first element of `weight`.
 
     Returns:
-        Packed codes and the `QuantState`. As in bitsandbytes, the codes are nearest for the float32 constants, which
-        double quantization rounds afterwards.
+        Packed codes and the `QuantState`. As in bitsandbytes, each code is the nearest with the float32 constants,
+        which double quantization rounds afterwards.
     """
     flat = weight.detach().reshape(-1)
     count = math.ceil(flat.numel() / blocksize)
@@ -100,7 +100,7 @@ def nearest_values(
 def _blocks(
     flat: torch.Tensor, blocksize: int, moments: torch.Tensor | None, first: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-    """Yield pieces as (first block's index, values, moments); float32 `[blocks, blocksize]`, padded with zeros."""
+    """Yield (first block's index, values, moments); both tensors: float32 `[blocks, blocksize]`, padded with zeros."""
     columns = 1 if moments is None else moments.numel()
     repeated = None
     if moments is not None:  # repeated, because a piece can begin at any column

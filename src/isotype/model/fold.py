@@ -31,7 +31,7 @@ _FEWEST = 4  # for up to 3 equal layers folding saves little
 _POSITION = re.compile(r"(^|_)(idx|layer|(layer|block|depth)_?(idx|id|index|number|num|i))$")
 _COUNT = re.compile(r"^(n|num)_.*(layers?|blocks?)$|^(encoder|decoder)_layers$|^(depth|n_layer|num_layers)$")
 _ALL = re.compile(r"^[\s\w.]*(n|num)_(hidden_)?layers?\s*$")
-"""Source code of the end in `layers[start:end]` if this slice takes every layer."""
+"""Matches the source code of `end` in `layers[start:end]` if `end` is the number of layers."""
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 _NUMBERS_OF_LAYERS = re.compile(r"layers$|indexes$|indices$|_idxs?$")
 _TOKENS = re.compile(r"token_ids?$")
@@ -39,7 +39,7 @@ _TOKENS = re.compile(r"token_ids?$")
 _NOT_FOLDED = ("hidden_size_per_layer_input",)
 
 calls_represented: ContextVar[int] = ContextVar("calls_represented", default=1)
-"""Number of equal calls that one call represents in a trace, in addition to the layers that its layer represents."""
+"""Number of equal calls that one call of a layer represents in a trace. The layer may represent several layers, too."""
 
 
 @contextmanager
@@ -59,7 +59,7 @@ class _Fold:
     Attributes:
         kept: the original numbers of the layers that stay.
         stands_for: for each layer that stays, the number of layers for which it stands.
-        represents: for each original layer, the position in the folded list of the layer that stands for it.
+        represents: for each original layer, the index (in the folded list) of the layer that stands for it.
     """
 
     kept: tuple[int, ...]

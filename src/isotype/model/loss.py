@@ -32,7 +32,7 @@ def find_loss(output: Any) -> torch.Tensor | None:
 
     A scalar is the loss if it depends on all parameters that the output depends on. The loss in nanoGPT's output
     `(logits, loss)` is such a scalar; CLIP's temperature is not. A detector's output is a mapping with several losses.
-    If its scalars depend on these parameters only together, return the sum of the scalars.
+    If no scalar depends on all these parameters, but the scalars together do, return their sum.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
@@ -54,7 +54,7 @@ def find_loss(output: Any) -> torch.Tensor | None:
 
 
 def ends_behind(tensor: torch.Tensor, visited: set[int]) -> Iterator[Any]:
-    """Yield the nodes at the ends of the autograd graph of `tensor`, which accumulate parameters' gradients.
+    """Yield the nodes that accumulate parameters' gradients: the ends of the autograd graph of `tensor`.
 
     Nodes with numbers in `visited` are left out. The numbers of inner nodes are added to `visited`.
     """

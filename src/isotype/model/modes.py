@@ -44,7 +44,7 @@ class NoDraws(TorchFunctionMode):
 
 
 class KeepsValues(TorchFunctionMode):
-    """Mode in which `Tensor.to("meta")` does not move tensors with values: PEFT would move the adapters of a meta model."""
+    """Mode in which `to("meta")` does not move tensors with values: PEFT would move new adapters of a meta model."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -59,7 +59,7 @@ class KeepsValues(TorchFunctionMode):
 _CONTAINERS = (dict, OrderedDict, list, set)
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _NUMBERS = (_ITEM, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default)
-"""Operators that return a Python number. A tensor without memory has no number."""
+"""Operators that return a Python number. A meta tensor has no values to return."""
 _PLACED = (PARAMETERS, CHILDREN)
 """Attributes that are not restored: a forward of FSDP2 changes them together with the state of its hooks."""
 

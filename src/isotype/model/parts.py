@@ -88,7 +88,7 @@ def entrances(base: Any) -> Iterator[Any]:
 
 
 def towers_of(base: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (part, module) of each tower of a transformers model. Text models and towers have no towers."""
+    """Yield (part, module) of each tower of a transformers model. A text model or a tower itself has none."""
     config = getattr(base, "config", None)
     for part, modality in _TOWERS.items():
         if getattr(config, f"{part}_config", None) is None or not hasattr(base, "get_encoder"):

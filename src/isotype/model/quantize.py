@@ -118,7 +118,7 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _into_float16(absmax: torch.Tensor) -> torch.Tensor:
-    """Return float32 powers of two by which to multiply rows with these largest magnitudes: 1 for usual rows."""
+    """Return float32 powers of two as factors of rows with these largest magnitudes; 1 if a row needs no scaling."""
     absmax = absmax.float()
     factors = torch.exp2(-torch.frexp(absmax).exponent.clamp(min=-126).float())
     return torch.where((absmax >= 2.0**-6) & (absmax <= 65504) | (absmax == 0), 1.0, factors)

@@ -14,11 +14,11 @@ from isotype.compat.peft import without_peft
 from isotype.records.request import LossOf
 
 CACHES = ("cache", "past_key_values")
-"""Names of the model's argument and output with keys and values: `cache` from transformers 5.24 on."""
+"""Names of the argument (and output) for the cache of keys and values: `cache` from transformers 5.24 on."""
 
 
 def rollout(prompts: Mapping[str, torch.Tensor], completion: int) -> LossOf:
-    """Return the part of `generate` that needs the most memory, for these prompts and `completion` tokens in each row.
+    """Return a call of the part of `generate` that needs the most memory. Each row gets `completion` new tokens.
 
     TRL generates all rows of an optimizer step at once.
     """
@@ -48,7 +48,7 @@ def _generate(model: Any, batch: Mapping[str, torch.Tensor], completion: int) ->
 def _standing_for(tokens: int, cache: Any) -> Iterator[None]:
     """In the `with` block, the keys and values of one token take the memory of `tokens` tokens.
 
-    In a layer with a sliding window, they take at most the memory of the tokens that still fit into the window.
+    In a layer with a sliding window, they take at most the memory of as many tokens as still fit into the window.
     """
     update, mask_sizes = cache.update, cache.get_mask_sizes
 

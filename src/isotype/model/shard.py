@@ -58,7 +58,7 @@ def gathering(model: nn.Module) -> dict[str, tuple[str, torch.dtype | None]]:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free gathered parameters that some groups keep after a forward without a backward."""
+    """Free gathered parameters: some FSDP2 groups keep them after a forward without a backward."""
     for module in filter(is_gathered, model.modules()):
         module.reshard()  # type: ignore[operator]
 

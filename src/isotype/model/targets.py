@@ -75,7 +75,7 @@ def remember_drawn(model: Any, names: Collection[str]) -> None:
 def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
     """Add modules whose weights are in no checkpoint file to `modules_to_save`. Return a sentence on these modules.
 
-    Raise UsageError if such a module also has weights from files, or if adapters of this kind cannot save modules.
+    Raise UsageError if a weight is in no module of only such weights, or if adapters of this type cannot save modules.
     """
     drawn = getattr(model, "drawn_parameters", ())
     saved = list(getattr(config, "modules_to_save", None) or ())
@@ -102,7 +102,7 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
 
 
 def _module_of(model: Any, name: str, drawn: set[str]) -> str:
-    """Return the name of the largest module that contains `name` and only parameters in `drawn`; "" if there is none."""
+    """Return the name of the largest module with the parameter `name` whose parameters are all in `drawn`; else ""."""
     path, best = name.rpartition(".")[0], ""
     while path:
         module = model.get_submodule(path)
@@ -125,7 +125,7 @@ class Targets:
 
     Attributes:
         wide: True if the config's targets are `all-linear`.
-        unable: settings of the config that PEFT does not support for stacked experts; empty without such targets.
+        unable: settings of the config that PEFT does not support for stacked experts; empty if no target is stacked.
         reads: layer without an adapter -> the class that uses its weight without calling it.
         excluded: layer in a part of the model without adapters -> the reason.
     """
@@ -422,7 +422,7 @@ _RESULTS = (
     "unsqueeze",
     "clamp",
 )
-"""A tensor's attributes and methods that return a tensor with the same values, or with those in a range."""
+"""A tensor's attributes and methods that return the same values, or (`clamp`) the values limited to a range."""
 _QUERIES = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|_tie")
 
 
@@ -459,7 +459,7 @@ def unquantizable(base: Any) -> tuple[str, ...]:
 
 
 def trained_heads(base: Any) -> tuple[str, ...]:
-    """Return the linear layers that PEFT trains whole with every adapter of the model's task."""
+    """Return the linear layers that PEFT trains whole if an adapter has the model's task type."""
     heads = TRAINED_WHOLE.get(task_type_of(base) or "", ())
     linear = (name for name, module in base.named_modules() if type(module) is nn.Linear)
     return tuple(name for name in linear if _is_in(name, heads))

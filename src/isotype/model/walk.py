@@ -139,7 +139,7 @@ def _is_block(layer: nn.Module) -> bool:
 
 
 def name_in_process(parameter: nn.Parameter) -> str:
-    """Return the longest name of a parameter in a module of this process; "" if no module has it in a child module."""
+    """Return a parameter's longest name in any module of this process; "" if it is in no child of a module."""
     modules = [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]
     held = (item for module in modules for item in module.named_parameters(remove_duplicate=False))
     return max((name for name, value in held if value is parameter and "." in name), key=len, default="")

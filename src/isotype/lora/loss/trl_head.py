@@ -54,8 +54,8 @@ class _HeadRequest:
         gradients: names of results that the trainer may differentiate.
         autocast: function that returns the context in which the head runs. If accelerate has wrapped the model's
             forward in autocast, the context is this autocast.
-        result: class of the forward's result. Trainers need TRL's class. A preflight uses `_Output`, because importing
-            TRL takes seconds.
+        result: class of the forward's result. Trainers need TRL's class. Checks without a trainer use `_Output`,
+            because importing TRL takes seconds.
         faster: True if isotype's head was measured to be faster than TRL's, see `own_is_better`.
     """
 
@@ -118,7 +118,7 @@ def take_packed_rows(trainer: Any) -> bool:
     """Let a trainer's models accept packed rows (several documents) that come with positions and a padding mask.
 
     transformers uses positions to separate documents only if there is no mask. isotype's forward uses the mask only for a
-    router's loss, and to count tokens. Returns False without any change if another forward computes the loss.
+    router's loss, and to count tokens. Returns False without any change if isotype's forward does not compute the loss.
     """
     models = list(_models(trainer))
     heads = [getattr(getattr(model.forward, "__func__", None), _HEAD, None) for model in models]
@@ -216,7 +216,7 @@ def _models(trainer: Any) -> Iterator[Any]:
 
 
 def _trl_head(forward: Any) -> tuple[bool, dict[str, Any]] | None:
-    """Return (True for TRL's head, False for a wrapper of the head; its arguments); None without TRL's head."""
+    """Return (True if `forward` is TRL's head, False if it wraps the head; the head's arguments); else None."""
     function = inspect.unwrap(forward, stop=is_fused_forward)
     function = getattr(function, "__func__", function)
     outermost = getattr(forward, "__func__", forward) is function

@@ -77,7 +77,7 @@ class Experts:
         up, down: `up` is the product with the gate and up weights, `down` the product with the down weights.
         gate: the activation or gated product, a function of h `[rows, …]`.
         working: dtype in which products are computed.
-        normed: a norm of the experts' outputs `[rows, out]`, which are then multiplied by the routing weights; or None.
+        normed: norm of the experts' outputs `[rows, out]` before these are multiplied by routing weights; or None.
     """
 
     up: Product
@@ -122,8 +122,8 @@ def experts_output(
 class _Group:
     """The experts `first` to `stop - 1`, with their rows `begin` to `end - 1`; all rows are sorted by expert.
 
-    `offsets` (int32) are the ends of the experts' rows, counted from `begin`; None for a single expert. In a trace with
-    fake tensors, the group represents `times` groups of its size.
+    `offsets` (int32) are the ends of the experts' rows, counted from `begin`; None for a single expert. In a trace, the
+    group represents `times` groups of equal size.
     """
 
     first: int
@@ -151,7 +151,7 @@ class _Group:
             out[self.first] = left.t() @ right
 
     def each_row(self, per_expert: torch.Tensor) -> torch.Tensor:
-        """Return the expert's vector in `per_expert` for each row, `[n, out]`; `[1, out]` for a single expert."""
+        """Return each row's vector in `per_expert`, by its expert: `[n, out]`; `[1, out]` for a single expert."""
         vectors = per_expert[self.first : self.stop]
         if self.offsets is None:
             return vectors
@@ -176,7 +176,7 @@ def _sorted(
 
 
 def _representatives(groups: Sequence[_Group]) -> Iterator[_Group]:
-    """Yield the first group. Of the others, yield the first of each run with equal numbers of experts and rows."""
+    """Yield the first group. Of successive later groups with equal numbers of experts and rows, yield one."""
     yield from groups[:1]
     for _, run in groupby(groups[1:], lambda group: (group.stop - group.first, group.end - group.begin)):
         same = list(run)
@@ -432,7 +432,7 @@ def _through_down(
     weight: torch.Tensor | None,
     gradients: list[torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of g(h), the down product's input, and of the routing weights. `d_y`: gradient of w y."""
+    """Return the gradients of g(h), the down product's input, and of the routing weights. `d_y`: gradient of w · y."""
     matrices = spec.down.matrices(group.first, group.stop, spec.working)
     d_a = group.product(d_y, matrices.transpose(1, 2))
     for low, hidden in zip(downs, small, strict=True):

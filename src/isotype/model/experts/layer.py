@@ -62,7 +62,7 @@ def layout_of(module: nn.Module) -> Layout | None:
 
 
 def _wraps(cls: Any) -> bool:
-    """Return whether a class has the name of PEFT's `ParamWrapper` or a subclass, without importing PEFT."""
+    """Return whether a class or one of its bases is named `ParamWrapper`, as in PEFT. PEFT is not imported."""
     return any(base.__name__ == "ParamWrapper" for base in cls.__mro__)
 
 

@@ -110,7 +110,7 @@ class QuantizedStack(UncastBuffers):
         return state
 
     def _nested_state(self, first: int, last: int | None) -> Any:
-        """Return bitsandbytes' `QuantState` for the 8-bit constants of blocks `first` to `last - 1`."""
+        """Return bitsandbytes' `QuantState` of the constants (quantized to 8 bits) of blocks `first` to `last - 1`."""
         from bitsandbytes.functional import QuantState
 
         constants: Any = self
@@ -355,7 +355,7 @@ def seen_dense(model: nn.Module) -> Iterator[None]:
     """In the `with` block, dense parameters without memory replace a model's quantized stacks.
 
     PEFT (0.21) nests wrappers of parametrized weights in another order than wrappers of parameters
-    (`_inject_parameters`). The other order would change the names in an adapter's file.
+    (`_inject_parameters`). With the order of parametrized weights, names in an adapter's file would change.
     """
     held: list[tuple[nn.Module, Any, Any]] = []
     for module in list(model.modules()):
