@@ -134,17 +134,13 @@ def _forward_float32(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _forward_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-    compute = self.boundary_settings.compute
+    compute, forward = self.boundary_settings.compute, getattr(self.original, "reduce", self.original.forward)
     if compute == torch.float32:  # autocast does not cast to float32
         twin = sharing(self, cast_floats(own_parameters(self), compute))
         with torch.autocast(_device_type(self), enabled=False):
-            return self.original.forward(twin, *cast_floats(args, compute), **cast_floats(kwargs, compute))
+            return forward(twin, *cast_floats(args, compute), **cast_floats(kwargs, compute))
     with torch.autocast(_device_type(self), dtype=compute):
-        return cast_floats(self.original.forward(self, *args, **kwargs), self.boundary_settings.returns)
-
-
-def _reduce_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return cast_floats(self.original.reduce(self, *args, **kwargs), self.boundary_settings.returns)
+        return cast_floats(forward(self, *args, **kwargs), self.boundary_settings.returns)
 
 
 def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -240,9 +236,9 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
 
 @cache
 def _boundary_class(base: Any, settings: BoundarySettings) -> Any:
-    members = {"forward": _FORWARDS[settings.kind]} if settings.kind in _FORWARDS else {}
-    if settings.kind == "compute" and hasattr(base, "reduce"):
-        members["reduce"] = _reduce_compute  # JetMoeMoA, which has no forward, adds its bias there
+    # JetMoeMoA has no forward. It adds its bias in `reduce`.
+    name = "reduce" if settings.kind == "compute" and hasattr(base, "reduce") else "forward"
+    members = {name: _FORWARDS[settings.kind]} if settings.kind in _FORWARDS else {}
     if hasattr(base, "init_8bit_state"):
         members["init_8bit_state"] = _init_8bit_state
     attributes = {"dtype": settings.returns} if settings.kind == "merger" else {}
