@@ -28,7 +28,7 @@ def _known(func: Any) -> tuple[Callable[[Any, Any], int] | None, Any]:
 
 
 def _grouped_mm(args: Any, result: Any) -> int:
-    """Return the FLOPs of a grouped matmul of [m, k] by [k, n], whose groups divide m or k: 2 m k n."""
+    """Return the FLOPs of a matmul of [m, k] by [k, n] whose m or k is divided into groups: 2 m k n."""
     groups = result.shape[0] if args[0].ndim == args[1].ndim == 2 else 1
     return 2 * int(args[0].shape[-1]) * int(prod(result.shape)) // int(groups)
 

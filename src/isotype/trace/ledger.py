@@ -22,8 +22,8 @@ class Ledger:
 
     A traced module can represent several equal modules (`multiply`). The activations that its forward saves are then
     counted for each of these modules. The bytes of the modules that are not traced are called surplus. A storage and
-    its surplus are usually freed together. But a storage that the traced module's backward frees keeps its surplus
-    until the end of this backward, because the backwards of the other modules follow.
+    its surplus are usually freed together. But if the traced module's backward frees a storage, its surplus is freed at
+    the end of this backward, because the backwards of the other modules follow.
 
     Attributes:
         total: bytes of all live storages.
@@ -136,7 +136,7 @@ class Ledger:
         self._layers += times
 
     def keep(self, module: str, since: int, times: int, outputs: Sequence[torch.Tensor]) -> None:
-        """Count the memory that a forward without a backward leaves (caches, but not `outputs`) `times` times."""
+        """Multiply by `times` the memory that a forward without a backward leaves: caches, but not `outputs`."""
         passed = {storage_of(output) for output in outputs}
         kept = {
             key: size * (times - 1)
@@ -238,7 +238,7 @@ class Ledger:
         self._note_point()
 
     def _note_point(self) -> None:
-        """Add one point to the timeline for every `_stride` changes: the point with the highest total."""
+        """For every `_stride` changes of memory, add one point to the timeline: the highest total of these changes."""
         self._changes += 1
         if self._changes >= self._stride:
             self._close_point()

@@ -176,7 +176,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def enter(
         self, name: str, repeats: int = 1, returns: Origin | None = None, module: nn.Module | None = None
     ) -> None:
-        """Record the start of a module's forward. `returns`: the input's origin if the output is cast back."""
+        """Record the start of a module's forward. `returns`: the input's origin if the output gets its dtype."""
         self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns, module))
 
     @listening
@@ -269,7 +269,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def cast_origin(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
         """Return the origin of the tensor from which the function `name` takes a dtype (`x` in `y.to(x.dtype)`).
 
-        Return None if the code names the dtype itself. Call this method at the Python call of the function.
+        Return None if the code names the dtype itself. Call this method when Python code calls the function.
         """
         if name in _TAKE_FROM:
             like = kwargs.get("other", next(iter(args[_TAKE_FROM[name] :]), None))
@@ -435,8 +435,8 @@ def _is_layer(module: str) -> bool:
 def _rank(operand: Operand) -> int:
     """Return a rank: the result takes its dtype from the operand with the lowest rank.
 
-    Weights and computed values have the lowest rank. Users cast inputs of the step to the weights' dtype. A gradient
-    has the dtype of the forward's value. Python code chooses the dtype of an empty or filled tensor (the highest rank).
+    Weights and computed values have the rank 0; inputs of the step 1, because users cast them to the weights' dtype;
+    gradients 2, because they have the dtype of the forward's value; empty or filled tensors of Python code 3.
     """
     kinds = {step.kind for step in operand.origin.path()}
     cause = operand.origin.cause.kind

@@ -111,10 +111,9 @@ class Sides:
         """Return the dtype of most modules in the part of the model around a call in `module`.
 
         The part contains `module` and the modules in `causes`, the origins of the operands' dtypes. If a cause is in a
-        list of layers, the part contains the whole list. If a cause is outside of the modules (an input), the part
-        contains modules in two of the causes' dtypes. A larger part replaces a part with one module, or with equally
-        many modules in two dtypes. `whole` decides for the whole model. A model without weights has the dtype
-        `compute`.
+        list of layers, the part contains the whole list. If a cause is outside of the modules (an input), the part must
+        contain modules in two of the causes' dtypes. If a part has one module, or equally many modules in two dtypes, a
+        larger part is used; at last the whole model (`whole`). A model without weights has the dtype `compute`.
         """
         if self.decided:
             return self.compute
@@ -139,8 +138,8 @@ def sides_of(setup: Setup, weights: Iterable[Weight], input_dtypes: Collection[t
 def whole(parts: Tallies, input_dtypes: Collection[torch.dtype] = ()) -> torch.dtype | None:
     """Return the dtype of most modules of a model; None for a model without weights.
 
-    Users choose the dtype of 16-bit inputs, so this dtype gets the count of one more module. If dtypes have equally
-    many modules, the inputs' dtype wins, or else the dtype of more elements.
+    A 16-bit dtype of the inputs counts as one more module, because users choose this dtype. If dtypes have equally many
+    modules, the inputs' dtype wins, or else the dtype of more elements.
     """
     tally = parts.get("", Tally())
     chosen = [dtype for dtype in HALVES if dtype in input_dtypes and dtype in tally.modules]

@@ -1,7 +1,7 @@
 """Finds the tensor from which a cast reads its dtype: `x` for `y.to(x.dtype)`, none for `y.to(torch.float32)`.
 
-Each read of `Tensor.dtype` is recorded with the current instruction of the function and of each caller. A cast's read
-is searched in the cast's arguments, then in their variables, attributes and parameters (`ctx.dtype`).
+Each read of `Tensor.dtype` is recorded with the current instruction of the function and of each caller. The read for a
+cast is searched in the cast's arguments, then in the variables, attributes and parameters there (`ctx.dtype`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from isotype.core.source import is_library
 from isotype.records.trace import Origin
 
 DTYPE = torch.Tensor.dtype
-"""In a function mode, a read of `tensor.dtype` is a call of `__get__`; the `__self__` of this method is `DTYPE`."""
+"""A function mode sees a read of `tensor.dtype` as a call of the method `DTYPE.__get__`."""
 
 _MOST_FRAMES = 8
 # Number of callers in which the value of a function's parameter is looked up.
@@ -256,7 +256,7 @@ def _stores(code: CodeType) -> tuple[tuple[int, int, str], ...]:
 
 
 def _is_stored(code: CodeType, at: int, name: str) -> bool:
-    """Return whether the code stores the value that the instruction at byte `at` reads in the variable `name`."""
+    """Return whether the code stores in the variable `name` the value that the instruction at byte `at` reads."""
     span = position(code, at)
     return span is not None and any(
         store > at and line <= span[0] and stored == name for store, line, stored in _stores(code)

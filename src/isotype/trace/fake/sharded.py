@@ -67,7 +67,7 @@ class _Gathering:
 
 
 class ProcessMemory:
-    """Adjusts the counts of a ledger to the share of one process while a step runs on the twin.
+    """Adjusts the memory counts in `ledger` to the share of one process while a step runs on `twin`, the fake model.
 
     With one device, nothing changes. `repeats` maps the `id` of a parameter to the number of equal parameters that it
     represents.
@@ -124,7 +124,7 @@ class ProcessMemory:
             yield module.register_forward_hook(leave)
 
     def gradient(self, parameter: torch.Tensor, repeats: int, module: str) -> None:
-        """Count a new gradient of a parameter: whole for the traced layer, and one shard for each represented layer."""
+        """Count a new gradient: whole for the traced layer, and one shard for each layer that it represents."""
         assert parameter.grad is not None
         before = self._ledger.alive("gradients")
         self._ledger.count(parameter.grad, "gradients")
@@ -185,7 +185,7 @@ class ProcessMemory:
     # ------------------------------------------------------------------------------------------------ backward
 
     def _prepare(self, gathering: _Gathering) -> None:
-        """Before a group's backward, gather its parameters, and the flat buffer of the group whose backward is next."""
+        """Before a group's backward, gather its parameters, and count the flat buffer for the next group's backward."""
         if gathering.is_reduced or gathering not in self._forwards:
             return
         for follower in gathering.followers:  # hooks of one tensor run in the order of the forward

@@ -93,7 +93,7 @@ def trace_step(
         deadline: latest end of the step by `time.monotonic`, in seconds. The step fails at its first operator after the
             deadline.
         untouched: the saved state outside of the twin, if several traces share it; None to save the state here.
-        enough: function that is called with the unfinished trace after a forward or backward that broke a contract. The
+        enough: function that is called with the unfinished trace after a forward or backward with wrong dtypes. The
             trace ends if the function returns True.
     """
     model, untouched = code.model, untouched or code.reached()
@@ -383,7 +383,8 @@ class _Step:
             ledger.add("gradients", -ledger.alive("gradients"))
 
     def _step_of(self, request: Any, named: Sequence[tuple[str, torch.Tensor]]) -> Any:
-        """Run an optimizer's step and return the optimizer. If it has its own kernels, only count its states."""
+        """Run an optimizer's step and return the optimizer. Of an optimizer with custom kernels, only count the
+        states."""
         ledger, states = self.recorder.ledger, self.states
         if members := updates_of(request):
             named = [(name, parameter) for name, parameter in named if name in members]

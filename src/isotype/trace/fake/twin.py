@@ -42,7 +42,7 @@ _CPU = torch.device("cpu")
 def fake_mode(profile: DeviceProfile | None = None) -> FakeTensorMode:
     """Return a mode that replaces the real tensors of an operator by fakes.
 
-    If the profile describes a CPU, isotype's kernels are simulated with the dtypes in which that CPU multiplies.
+    If the profile describes a CPU, the fakes of isotype's kernels use the dtypes in which that CPU multiplies.
     """
     mode = SimulatedMode(profile)
     # The fake kernels have a cache in `isotype.trace.fake.kernels`. A second cache would only take time.

@@ -95,7 +95,7 @@ class Numbers:
         return number if tensor.is_floating_point() else int(number)
 
     def untraced(self) -> dict[str, str]:
-        """Return (part of the step that was not traced) -> reason: the later rounds of loops."""
+        """Return untraced part of the step -> reason. The parts are the later rounds of loops."""
         places = (short(f"{file}:{line}") for file, line in self._loops)
         return {f"later rounds of the loop at {place}": "its end depends on values" for place in places}
 
@@ -131,7 +131,7 @@ def use_in(frame: FrameType) -> tuple[Use | None, FrameType]:
 
 @lru_cache(maxsize=4096)
 def _use(code: CodeType, at: int, order: Order) -> Use | Order | None:
-    """Return how code uses the number that is read at byte `at`; the path to the number if the function returns it."""
+    """Return how code uses the number read by the instruction at byte `at`; an `Order` if the function returns it."""
     parents = _parents(code.co_filename)
     node = _expression(code, at)
     if node is None:
@@ -171,7 +171,7 @@ def _of_test(place: ast.AST, order: Order, parents: dict[ast.AST, ast.AST]) -> U
 
 
 def _upwards(node: ast.expr, order: Order, parents: dict[ast.AST, ast.AST]) -> tuple[Order, ast.AST]:
-    """Return the order of an expression, and the statement or `… if … else …` that contains the expression."""
+    """Return the `Order` of an expression, and the statement or `… if … else …` that contains the expression."""
     part: ast.AST = node
     while not isinstance(place := parents[part], ast.stmt):
         match place:
@@ -204,7 +204,7 @@ def _readers(place: ast.stmt, variable: str, parents: dict[ast.AST, ast.AST]) ->
 
 
 def _around(node: ast.AST, parents: dict[ast.AST, ast.AST], kinds: tuple[type[ast.AST], ...]) -> Any:
-    """Return the innermost node around `node` whose type is in `kinds`; None if its function has none."""
+    """Return the innermost node around `node` whose type is in `kinds`; None if there is none in the same function."""
     while (parent := parents.get(node)) is not None and not isinstance(parent, kinds):
         if isinstance(parent, _SCOPES):
             return None

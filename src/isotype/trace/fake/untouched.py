@@ -26,7 +26,7 @@ from isotype.compat.standard import source_of
 from isotype.compat.torch import CHILDREN, HELD, FakeTensor, without_function_subclasses
 
 _LIMIT = 20_000
-"""Maximum number of visited objects except modules, in about 0.1 s. The nearest objects are visited first."""
+"""Maximum number of visited objects (modules do not count), for about 0.1 s. The nearest objects are visited first."""
 _FUNCTIONS = 500
 """Maximum number of functions whose globals are visited. The nearest functions are visited first."""
 _MOST_REFERENTS = 200
@@ -362,7 +362,7 @@ def beside_twin(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _is_opened(module: str) -> bool:
-    """Return whether the search visits the attributes of objects of classes from the Python module `module`."""
+    """Return whether the search visits the attributes of an object whose class the Python module `module` defines."""
     return module.startswith(_OPENED) or _is_code_opened(module)
 
 

@@ -182,7 +182,7 @@ class Values:
     def follow_rounding(
         self, func: Any, args: Any, kwargs: Any, tensors: Any, value: Any, source: str
     ) -> None:
-        """Compute an operator's result from operands that were not rounded to 16 bits, and attach it to `value`."""
+        """Compute an operator's result without rounding to 16 bits, and store it as an attribute of `value`."""
         exact_operands = (getattr(self.of(tensor), _EXACT, None) for _, tensor in tensors)
         rounded = [exact[1] for exact in exact_operands if exact is not None]
         cast = func is aten._to_copy.default and value.dtype in HALVES
@@ -216,7 +216,7 @@ class Values:
         return off, source
 
     def emptied(self, source: torch.Tensor, result: torch.Tensor) -> int:
-        """Return how many rows of finite numbers in `source` are only minus infinity in the float16 cast `result`."""
+        """Return the number of rows that are finite in `source`, but minus infinity in the float16 cast `result`."""
         value = self.of(source)
         if value is None or result.dtype != torch.float16 or value.dtype in (result.dtype, torch.bool):
             return 0
@@ -307,7 +307,7 @@ def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
     """Return an assumed result of a comparison: every second element is True, so the mask and its inverse select
     elements.
 
-    Return None for operands that are not floats, and for vectors: the result may select the experts that get tokens.
+    Return None for operands that are not floats, and for vectors, because code may select experts by such a result.
     """
     if not all(tensor.is_floating_point() for _, tensor in tensors):
         return None

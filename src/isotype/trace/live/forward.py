@@ -101,7 +101,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
     """Detects that the script averages trained weights into a 16-bit copy, between an optimizer step and the next
     forward. A frozen weight of the same model can be the copy.
 
-    `report` gets the first call that adds to a copy. No attributes are set on tensors, because scripts save tensors.
+    `report` gets the first call that adds to a copy. No attributes are set on tensors, because `torch.save` saves them.
     """
 
     def __init__(self, report: Callable[[Call], None]) -> None:

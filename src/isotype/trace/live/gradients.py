@@ -135,7 +135,7 @@ def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) ->
 def after_step(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> dict[str, tuple[str, ...]]:
     """Compare parameters with their values before the step. Return the fields `unmoved` and `spoiled` of a `Trace`.
 
-    A flat copy (named "") counts as `unmoved` if half of its values are unchanged: small values can change.
+    A flat copy (named "") counts as `unmoved` if half of its values are unchanged, because small values still change.
     """
     # Some optimizers keep the rounding errors of 16-bit parameters, and add them in a later step.
     keys = {str(key) for state in optimizer.state.values() for key in state}

@@ -59,8 +59,8 @@ class LiveRecorder(Recorder):
         device: device type of the step.
         limit: maximum number of recorded calls.
         seconds: time limit of the recorder's own work.
-        kind: kind of the simulated device. For a step on a CPU, the calls are recorded as this device's autocast runs
-            them.
+        kind: kind of the simulated device. For a step on a CPU, the calls are recorded as the simulated device's
+            autocast runs them.
 
     Attributes:
         contracts: contracts of the device, for the diagnosis of an error.
@@ -208,7 +208,7 @@ class LiveRecorder(Recorder):
             self._book(lambda: self.reads.note(self.origin(tensor)))
 
     def cast_origin(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-        """Return the origin that `Recorder.cast_origin` finds. An error ends the recording, not the script."""
+        """Return the origin of a cast's dtype, as in `Recorder`. An error ends the recording, not the script."""
         if self.fault:
             return None
         origins: list[Origin | None] = []
@@ -444,7 +444,7 @@ class _Terms:
     def _sources(self, value: Any) -> set[str]:
         """Return the lines where `value` lost its graph.
 
-        If code multiplied a loss by a factor, the float divided by the loss is this factor, which has few digits.
+        If a float divided by a recorded loss has few digits, code has multiplied this loss by a factor.
         """
         if isinstance(value, torch.Tensor):
             return self._cut.get(id(value), set())

@@ -1,8 +1,8 @@
 """Records the first steps of an unchanged script: global hooks start and end the recording, then remove themselves.
 
 The hooks are torch's global hooks for modules and optimizers. The first training forward calls `before`, and then
-pushes the live recorder, which sees operators after the script's modes. After the requested number of steps, hooks,
-modes and references to the script's tensors are removed, so modules are as fast as before.
+pushes the live recorder under the script's modes, so it records the operators that these modes run. After the requested
+number of steps, hooks, modes and references to the script's tensors are removed, so modules are as fast as before.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Watch:
         skipped: number of steps that the GradScaler has skipped.
         skipping: True while `after` is called for a skipped step.
         kind: kind of the simulated device.
-        stands: dtypes of the step -> dtypes of the same step on the simulated device.
+        stands: autocast dtype of the recorded step -> autocast dtype of the simulated device.
         evaluation: calls that were recorded before the first training forward, for example of a reference model.
         transformed: True if a transform of `torch.func` has called a module. These calls are not recorded.
     """
@@ -303,7 +303,7 @@ class Watch:
         self._enter_modes()
 
     def _may_evaluate(self, module: nn.Module) -> bool:
-        """Return whether to record a forward without training: only each model's first few, and no compiled model."""
+        """Return whether to record a forward without training: only the first forwards of each uncompiled model."""
         full = self.recorder is not None and len(self.recorder.calls) >= _EVALUATION_CALLS
         if full or self._evaluations.get(module) == _EVALUATIONS or self._evaluated == _EVALUATIONS_IN_ALL:
             return False
@@ -387,7 +387,7 @@ class Watch:
         return None
 
     def _closed(self, closure: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
-        """Call an optimizer's closure, which computes new gradients, and record them before the optimizer's update."""
+        """Call an optimizer's closure, which computes new gradients, and record the gradients before the update."""
         if self.recorder is not None and self.recorder.phase == "optimizer":
             self.recorder.turn_to("forward")
         result = closure()

@@ -57,7 +57,7 @@ def first_nonfinite(
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Set `grad` to None for a block; then restore gradients, buffers, training modes and random states."""
+    """Set `grad` to None in a `with` block; then restore gradients, buffers, training modes and random states."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     held = ((m, name, b) for m in model.modules() for name, b in own_buffers(m).items() if b is not None)
     buffers = [(m, name, buffer, buffer.detach().clone()) for m, name, buffer in held if not buffer.is_meta]

@@ -1,4 +1,4 @@
-"""The part of a batch on which reach is measured: the tokens near the borders of sequences and padding."""
+"""The tokens near borders of sequences and padding, whose reach (effect on predictions) is measured."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _numbered(values: torch.Tensor) -> torch.Tensor:
 
 
 def _window(batch: Batch) -> dict[str, Any]:
-    """Return the inputs with only the tokens around a border of sequences or padding, up to the next label."""
+    """Return the inputs for the tokens from before a border of sequences or padding to after the next label."""
     rows, tokens = batch.ids.shape
     inputs = dict(batch.inputs)
     if tokens <= FEW_TOKENS or _in_pieces(inputs) or any(name in inputs for name in _STARTS):
@@ -190,7 +190,7 @@ def _border(batch: Batch) -> tuple[int, int, int]:
 
 
 def renumbered(batch: Batch, tokens: Mapping[int, int] | None) -> Batch:
-    """Return the batch with the ids of a small copy. `tokens` maps the model's token ids to the copy's; None if the ids
+    """Return the batch with the token ids of a smaller model. `tokens` maps the model's ids to them; None if the ids
     are equal."""
     if tokens is None:
         return batch

@@ -34,8 +34,8 @@ def _leak(
 ) -> Leak | None:
     """Return a leak if other inputs change a prediction that must stay the same; else None.
 
-    `at` is a mask of the predictions with a label (`probe.learned`): those that must stay the same. `guarded` is a mask
-    of the tokens whose hidden states must stay the same, `[rows, tokens]`.
+    `at` is a mask of the predictions with a label (`probe.learned`), True if a prediction must stay the same. `guarded`
+    is a mask of the tokens whose hidden states must stay the same, `[rows, tokens]`.
     """
     if not probe.of_rows:
         # A padding token attends to no token or to all tokens, so its prediction has no meaning.
@@ -67,7 +67,7 @@ def _neighbours(probe: Probe) -> Leak | None:
 
 
 def _cure(probe: Probe, other: torch.Tensor, at: torch.Tensor) -> str:
-    """Return "attention_mask" if a packed row has no leak without this input; else ""."""
+    """Return "attention_mask" if a packed row has no leak when this input is removed; else ""."""
     batch = probe.batch
     has_positions = isinstance(batch.inputs.get("position_ids"), torch.Tensor)
     if not has_positions or "attention_mask" not in batch.inputs or batch.packed_by == "attention_mask":
@@ -101,7 +101,7 @@ def _padding(probe: Probe) -> Leak | None:
 def _embeddings_reach(probe: Probe, where: torch.Tensor) -> bool:
     """Return whether the logits change if only the embeddings at `where` change, not the token ids.
 
-    A classifier searches a row's ids for padding, so its logits can change with the ids even if embeddings do not.
+    A classifier searches a row's ids for padding, so other ids can change the logits even if embeddings cannot.
     """
     table = getattr(probe.copy.model, "get_input_embeddings", lambda: None)()
     if not isinstance(table, nn.Module):

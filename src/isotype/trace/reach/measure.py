@@ -132,7 +132,7 @@ def _labels(probe: Probe) -> Labels:
 
 
 def _matrix(probe: Probe, row: int) -> Matrix | None:
-    """For some predictions of a row, return the tokens whose embeddings get a gradient; None if that is unknown."""
+    """For some predictions of a row, return the tokens whose embeddings get a gradient; None without gradients."""
     table = getattr(probe.copy.model, "get_input_embeddings", lambda: None)()
     learned, ids = probe.learned, probe.batch.ids
     places = (learned.rows == row).nonzero()[:, 0].tolist()

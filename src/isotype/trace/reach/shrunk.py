@@ -15,7 +15,7 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads")
 
 
 def _fields(sizes: Mapping[str, float]) -> Mapping[str, Any]:
-    """Split each key, such as "hidden_size d_model", into names of fields with the same size."""
+    """Split each key, such as "hidden_size d_model", into field names, and give each field the size of the key."""
     return {name: size for names, size in sizes.items() for name in names.split()}
 
 

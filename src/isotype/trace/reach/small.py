@@ -22,7 +22,7 @@ from isotype.model.walk import empty_copies, fill_copies, kind_of, lists_of_bloc
 from isotype.trace.reach.shrunk import of_few_layers, shrunk_config, special_tokens
 
 MOST_WEIGHTS = 8_000_000
-"""Maximum number of weight elements (without embeddings) in a copy of the model's modules; 256 tokens take 0.25 s."""
+"""Maximum number of weight elements (without embeddings) in a copy of the modules: 256 tokens then take 0.25 s."""
 MOST_WEIGHTS_OF_CLASS = 32_000_000
 """Maximum number of weight elements in a smaller model of the same class."""
 _JITTER = 0.05
@@ -188,7 +188,7 @@ def _values(parameter: nn.Parameter, generator: torch.Generator, dtype: torch.dt
 
 
 def _scale(shape: torch.Size) -> float:
-    """Return a standard deviation of a weight with which a matmul's outputs are about as large as its inputs."""
+    """Return a weight's standard deviation for which the outputs of its matmul are about as large as the inputs."""
     inputs = math.prod(shape[1:]) if len(shape) < 3 else shape[-1]
     return 1 / math.sqrt(max(inputs, 1))
 
