@@ -137,7 +137,7 @@ def test_tiny_weights_are_float32_if_no_value_is_large(
     storage: str, unquantized: tuple[str, ...], wide: bool
 ) -> None:
     ranges = measured(weight=1e-9, median=3e-10)
-    decision = decide_by_ranges(FACTS, T4, torch.float16, storage, ranges, unquantized)
+    decision = decided(ranges, storage, replace(FACTS, dense=unquantized))
     assert decision.wide is wide
     assert [each.module for each in decision.exceptions] == [f"{LAYER}.mlp.down_proj"] * wide
     reason = "mlp.down_proj is in float32: its weights are near 3e-10, where float16 has few digits"

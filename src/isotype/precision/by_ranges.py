@@ -59,18 +59,13 @@ class RangeDecision:
 
 
 def decide_by_ranges(
-    facts: ModelFacts,
-    profile: DeviceProfile,
-    compute: torch.dtype,
-    storage: str,
-    ranges: Ranges | None,
-    unquantized: Collection[str] = (),
+    facts: ModelFacts, profile: DeviceProfile, compute: torch.dtype, storage: str, ranges: Ranges | None
 ) -> RangeDecision:
     """Return the decisions that keep all values within the range of the dtype `compute`.
 
     float32 and bfloat16 need no exceptions. In float16, a module with large values is scaled or runs in float32; the
     speed of the device decides between the two. A module with weights that float16 cannot hold runs in float32.
-    `ranges` is None if nothing was measured. `unquantized` are the modules that a quantized `storage` leaves out.
+    `ranges` is None if nothing was measured.
     """
     if compute != torch.float16:
         why = "as everything else" if compute == torch.float32 else "as the weights"
@@ -79,24 +74,23 @@ def decide_by_ranges(
         return _without_measurement(facts)
     scale, why_scale = _loss_scale(ranges)
     exceptions = {exception.module: exception for exception in _adapters(ranges, scale)}
+    # If no value is large, these are modules with weights that float16 cannot hold. Their results may be as small.
+    dense = (*facts.dense, *facts.never_quantized, *facts.kept)
+    others = {each.module: each for each in _exceptions(ranges, profile, storage, dense)}
+    first = next(iter(others.values()), None)
     module, largest = _largest(ranges)
     reached = f"values reach {number(largest)} ({module or 'the model'}, measured {ranges.when[:10]})"
-    wide = not largest <= LIMIT  # also for NaN
-    weights = tuple(_by_weights(ranges, storage, unquantized))
-    if wide:
-        exceptions |= {exception.module: exception for exception in _exceptions(ranges, profile, storage)}
+    if not largest <= LIMIT:  # also for NaN
         why = f"{reached}: more than half of float16's 65504; hidden states take twice the bytes of float16"
-    elif weights:
-        first = weights[0]
+    elif first is not None:
         why = f"{first.module} is in float32: {first.reason}; hidden states take twice the bytes of float16"
     elif largest:
         why = f"as the weights: {reached}, headroom {FLOAT16_LARGEST / largest:.2g}"
     else:
         why = "as the weights; no measured value comes near float16's 65504"
+    wide = bool(others) or not largest <= LIMIT
     reasons = {"residual": "; ".join((why, *ranges.notes)), "loss_scaling": why_scale}
-    exceptions |= {exception.module: exception for exception in weights}
-    # The results of such a module may be too small for a float16 residual stream.
-    return RangeDecision(wide or bool(weights), tuple(exceptions.values()), scale, reasons)
+    return RangeDecision(wide, tuple((exceptions | others).values()), scale, reasons)
 
 
 def with_ranges_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
@@ -173,39 +167,22 @@ def _forward_operators(ranges: Ranges) -> Iterator[tuple[OperatorRange, float]]:
             yield operator, max((0.0, *values))
 
 
-def _in_stream(ranges: Ranges) -> set[str]:
-    """Return the names of the modules that only pass on the residual stream: blocks and all their parents."""
-    paths = [name.split(".") for name in ranges.stream]
-    return {"", *(".".join(path[: end + 1]) for path in paths for end in range(len(path)))}
-
-
-def _by_weights(ranges: Ranges, storage: str, unquantized: Collection[str]) -> Iterator[ModuleException]:
-    """Yield a `ModuleException` for each module with weights that float16 cannot hold."""
-    stream = _in_stream(ranges)
-    for module in ranges.modules:
-        linear = module.kind == "linear"
-        # The rows of int8 have float32 scales. Autocast rounds the weights of float32 matmuls, and no others.
-        dense = any(f".{name}." in f".{module.name}." for name in unquantized)
-        fits = (storage == "int8" and not dense) if linear else storage == "float32"
-        if fits or (module.kind == "other" and module.name in stream):
-            continue
-        if module.weight > FLOAT16_LARGEST:
-            reason = f"its weights reach {number(module.weight)}"
-            yield ModuleException(module.name, "float32", reason=reason)
-        elif 0 < module.median_weight < _SUBNORMAL:
-            reason = f"its weights are near {number(module.median_weight)}, where float16 has few digits"
-            yield ModuleException(module.name, "float32", reason=reason)
-
-
-def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterator[ModuleException]:
+def _exceptions(
+    ranges: Ranges, profile: DeviceProfile, storage: str, dense: Collection[str]
+) -> Iterator[ModuleException]:
     """Yield a `ModuleException` for each module that cannot run in float16, even with a float32 residual stream."""
-    stream = _in_stream(ranges)
+    # Blocks and all their parents only pass on the residual stream.
+    paths = [name.split(".") for name in ranges.stream]
+    stream = {"", *(".".join(path[: end + 1]) for path in paths for end in range(len(path)))}
     worst: dict[str, tuple[OperatorRange, float]] = {}
     for operator, value in _forward_operators(ranges):
         if value > worst.get(operator.module, (operator, LIMIT))[1]:
             worst[operator.module] = operator, value
     for module in ranges.modules:
-        if module.kind == "linear":
+        in_stream = module.kind == "other" and module.name in stream
+        if not in_stream and (reason := _of_weights(module, storage, dense)):
+            yield ModuleException(module.name, "float32", reason=reason)
+        elif module.kind == "linear":
             exception = _linear(module, profile, storage)
             if exception is not None:
                 yield exception
@@ -216,11 +193,25 @@ def _exceptions(ranges: Ranges, profile: DeviceProfile, storage: str) -> Iterato
         elif module.kind == "norm" and storage == "float32" and module.output > LIMIT:
             # Float weights in float32 have no boundaries for the residual stream: a norm returns its input's dtype, float16.
             yield ModuleException(module.name, "float32", reason=f"its results reach {number(module.output)}")
-        elif module.kind == "other" and module.name in worst and module.name not in stream:
+        elif module.kind == "other" and module.name in worst and not in_stream:
             operator, value = worst[module.name]
             op = operator.op.split(".")[1] if "." in operator.op else operator.op
             reason = f"the operands of {op} reach {number(value)}"
             yield ModuleException(module.name, "float32", reason=reason)
+
+
+def _of_weights(module: ModuleRange, storage: str, dense: Collection[str]) -> str:
+    """Return why float16 cannot hold a module's weights; "" if it can."""
+    quantized = not any(f".{name}." in f".{module.name}." for name in dense)
+    # The rows of int8 have float32 scales. Autocast rounds the weights of float32 matmuls, and no others.
+    if storage == "int8" and quantized if module.kind == "linear" else storage == "float32":
+        return ""
+    if module.weight > FLOAT16_LARGEST:
+        return f"its weights reach {number(module.weight)}"
+    small = 0 < module.median_weight < _SUBNORMAL
+    return (
+        f"its weights are near {number(module.median_weight)}, where float16 has few digits" if small else ""
+    )
 
 
 def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> ModuleException | None:

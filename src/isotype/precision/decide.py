@@ -92,7 +92,7 @@ def decide(
         reasons["routers"] = (
             "routers choose experts by score: rounding changes the order of the scores and sends tokens to other experts"
         )
-    by_ranges = decide_by_ranges(facts, profile, compute, storage, ranges, (*dense, *read, *facts.kept))
+    by_ranges = decide_by_ranges(replace(facts, dense=dense), profile, compute, storage, ranges)
     reasons |= by_ranges.reasons
     if dense:
         reasons["storage"] += _DENSE.format(dtype_name(plain))
