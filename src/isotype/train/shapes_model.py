@@ -34,7 +34,7 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _NAMES = ((*NUMBERS,), (*COLOURS,), tuple(f"{form}s" for form in FORMS))
-"""Words whose embeddings image tokens learn. Three successive tokens are for the number, the colour and the form."""
+"""Image tokens learn the embeddings of these words: three successive tokens for number, colour and form."""
 
 
 def make_shapes_model(folder: Path, say: Callable[[str], object]) -> Path:

@@ -21,7 +21,7 @@ from isotype.core.names import plural
 from isotype.train.command.settings import Settings
 
 _ECHO_SECONDS = 2.0
-"""Number of seconds after a signal in which a launcher may send the same signal again."""
+"""A launcher may repeat a signal within this number of seconds."""
 
 
 @contextmanager

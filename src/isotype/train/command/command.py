@@ -262,7 +262,7 @@ class Command:
         return (*config, *(token for name, value in written.items() for token in self._written(name, value)))
 
     def _taken_back(self) -> dict[str, Value] | None:
-        """Return the defaults of arguments that only the file sets, to follow `--config`; None if one has no text."""
+        """Return defaults to write after `--config` for arguments that only the file sets; None if one has no text."""
         assert self.file is not None
         missing = [name for name in self.file.values if name not in self.values]
         defaults = {name: self.specs[name].default for name in missing}

@@ -216,7 +216,7 @@ def _built(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
 
 _NAMES = frozenset(name for method in METHODS for name in specs(method))
 _COMPLETED = frozenset({"bf16", "fp16", "mixed_precision"})
-"""Attributes set by `PrecisionPolicy` after TrainingArguments is built: its constructor may refuse bf16."""
+"""Attributes that `PrecisionPolicy` sets later, because the constructor of TrainingArguments may refuse bf16."""
 
 
 def _constructed(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:

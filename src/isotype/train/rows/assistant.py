@@ -104,7 +104,7 @@ def _check_rows(columns: Mapping[str, Any]) -> None:
 
 
 def _with_template(tokenizer: Any, path: str | None) -> Any:
-    """Return the tokenizer with the template from `path`; None if TRL finds the assistant's tokens by the template."""
+    """Return the tokenizer with the template from `path`, or None if TRL then finds the assistant's tokens itself."""
     if path is None:
         return tokenizer
     templated = copy.deepcopy(tokenizer)

@@ -179,7 +179,7 @@ def has_pictures(settings: Settings, data: Any) -> bool:
 
 
 def uncut(settings: Settings, data: Any) -> Settings:
-    """Return `settings`, without a length limit if the rows have images, because rows with images are not cut."""
+    """If rows have images, return `settings` without a length limit, because such rows are not cut."""
     return settings.but(max_length=None) if has_pictures(settings, data) else settings
 
 
