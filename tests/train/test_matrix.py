@@ -39,7 +39,7 @@ STACKED_EXPERTS = {
 }
 """Weights that cannot be quantized, by model: they lie in the compute dtype under every quantization."""
 
-PLAIN_LORA_ONLY = ("qwen3-moe",)
+PLAIN_LORA_ONLY = ("qwen3-moe", "gpt-oss")
 """Models whose experts PEFT adapts by reparametrization, which has no DoRA: its DoRA goes on the other layers."""
 
 

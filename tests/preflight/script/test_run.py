@@ -40,6 +40,9 @@ _NOTHING_SEEN = (
 def _as_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lines of one width; warnings as a script has them; accelerate's state goes with the script."""
     monkeypatch.setenv("COLUMNS", "120")
+    # Caches by class (`model/walk.py`) keep the classes of earlier scripts alive, and with them the scripts' variables.
+    for scaler in living(torch.amp.GradScaler):
+        monkeypatch.setattr(scaler, "_enabled", False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -747,15 +750,8 @@ _F16 = "with torch.autocast('cpu', torch.float16):"
     ],
 )
 def test_a_step_on_a_cpu_is_judged_by_the_autocast_of_the_device_that_is_asked_for(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    step: str,
-    codes: list[str],
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, step: str, codes: list[str]
 ) -> None:
-    # Caches by class (`model/walk.py`) keep the classes of earlier scripts alive, and with them the scripts' variables.
-    for scaler in living(torch.amp.GradScaler):
-        monkeypatch.setattr(scaler, "_enabled", False)
     script = tmp_path / "loop.py"
     script.write_text(
         "import torch\nfrom torch.nn import functional as F\nmodel, x = torch.nn.Linear(8, 8), torch.ones(4, 8)\n"
