@@ -1,8 +1,8 @@
 """
 **What it means.** An epsilon should keep a divisor above zero, but is zero in float16, whose smallest positive number
 is 6e-8. Examples are `x / (norm + 1e-8)`, `log(p.clamp(min=1e-12))`, and `F.normalize` with its default epsilon, 1e-12.
-Or a clamp should keep values below 1, as in `log(1 - p.clamp(max=1 - 1e-6))`, but its bound is 1 in 16 bits: the
-largest number below 1 is 0.9995 in float16, and 0.996 in bfloat16.
+Another example is a clamp that should keep values below 1, as in `log(1 - p.clamp(max=1 - 1e-6))`. In 16 bits, its
+bound is rounded to 1: the largest number below 1 is 0.9995 in float16, and 0.996 in bfloat16.
 
 **Why it is bad.** For a row of zeros (padding, an empty span, squares that float16 rounds to zero), the line computes 0
 / 0 or log(0), and the loss of the step is NaN. Steps without a zero row are not affected. In bfloat16, the sigmoid of a

@@ -300,7 +300,8 @@ def _is_target(name: str, targets: Any) -> bool:
 def tokenizer_here(model: str, revision: str | None) -> tuple[Path | str, Any]:
     """Return (local directory, tokenizer) for a directory, GGUF file, `embedded:NAME` or downloaded hub id.
 
-    Return (model, None) if this machine has no tokenizer. For a GGUF file, the directory is in isotype's cache.
+    Return (model, None) if this machine has no tokenizer. The tokenizer of a GGUF file is written into a directory of
+    isotype's cache.
     """
     source = local_path(model) or local_snapshot(model, revision)
     if source is None:

@@ -95,7 +95,7 @@ _KNOWN: dict[tuple[Path, str], Times] = {}
 
 
 def times_file(card: str) -> Path:
-    """Return the file for the times on a GPU of this name with this torch version."""
+    """Return the file of the measured times of the loss on a GPU of this name with this torch version."""
     key = json.dumps([REVISION, card, torch.__version__])
     return default_cache_dir() / "heads" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 

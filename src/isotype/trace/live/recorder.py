@@ -199,7 +199,7 @@ class LiveRecorder(Recorder):
             self._book(self.terms.backward, tensors, sums)
 
     def add_up(self, note: Callable[..., None], *args: Any) -> None:
-        """Call a method of `terms`, unless the recorder has stopped."""
+        """Call `note`, a method of `self.terms`, unless the recorder has stopped or records gradients."""
         if not self.fault and not self.of_gradients:
             self._book(note, *args)
 

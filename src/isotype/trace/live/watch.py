@@ -1,8 +1,9 @@
 """Records the first steps of an unchanged script: global hooks start and end the recording, then remove themselves.
 
 The hooks are torch's global hooks for modules and optimizers. The first training forward calls `before`, and then
-pushes the live recorder under the script's modes, so it records the operators that these modes run. After the requested
-number of steps, hooks, modes and references to the script's tensors are removed, so modules are as fast as before.
+starts the live recorder. If the script has dispatch modes, they handle an operator first, and the recorder records the
+operators that these modes call. After the requested number of steps, hooks, modes and references to the script's
+tensors are removed, so modules are as fast as before.
 """
 
 from __future__ import annotations

@@ -143,7 +143,10 @@ class Reader:
                 self.use(names, **ours)
 
     def finish(self) -> None:
-        """Translate, note or refuse all remaining names by the table. Drop values that the method has no argument for."""
+        """Translate, ignore with a note, or refuse the file's names that are left, as tables.yaml says.
+
+        Drop values that the method has no argument for.
+        """
         for name in self._open(" ".join(self.given)):
             self._settle(name, self.given[name])
         self.values = tables()[self.table]["defaults"] | self.values

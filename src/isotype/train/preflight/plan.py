@@ -61,7 +61,7 @@ class StepPlan:
         length: length of a row, or None for the default.
         checkpointing: arguments of `gradient_checkpointing_enable`, or None if gradient checkpointing is off.
         auto: True if the memory of the step decides `checkpointing`.
-        longest: length of the longest possible row in the training, or None if `length` is the longest.
+        longest: length of the training's longest possible row, or None if no row can be longer than `length`.
         unforeseen: a clause that says why tracing the step cannot show its memory, or "" if the trace can show it.
         lora: a `peft.LoraConfig` or its arguments, or None if every weight is trained.
         fsdp: version of FSDP, or 0 for no FSDP.
