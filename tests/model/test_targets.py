@@ -15,7 +15,8 @@ from torch import nn
 import isotype
 from isotype.checkpoint.load_plan import quantized_weights
 from isotype.core.names import stacked
-from isotype.model.targets import choose_targets, task_type_of, unquantizable
+from isotype.model.read_weights import unquantizable
+from isotype.model.targets import choose_targets, task_type_of
 from isotype.model.walk import places
 from tests.models import quiet
 from tests.pairwise import few

@@ -22,7 +22,8 @@ from isotype.core.formats import MXFP4
 from isotype.model.experts.stack import held_stack
 from isotype.model.parts import Parts
 from isotype.model.quantized import constant_bytes, is_int8
-from isotype.model.targets import trained_heads, unquantizable
+from isotype.model.read_weights import unquantizable
+from isotype.model.targets import trained_heads
 from isotype.model.walk import is_router
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 

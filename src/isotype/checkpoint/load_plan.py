@@ -21,7 +21,7 @@ from isotype.core.errors import CheckpointError
 from isotype.core.formats import METHODS, QUANTIZATIONS
 from isotype.core.names import alternatives
 from isotype.model.experts.quantize import formats_of_stacks
-from isotype.model.targets import unquantizable
+from isotype.model.read_weights import unquantizable
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 # A word for each operation of transformers' conversions.

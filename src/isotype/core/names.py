@@ -82,6 +82,11 @@ def in_module(name: str, module: str) -> bool:
     return f"{name}.".startswith(f"{module}.")
 
 
+def names_one_of(name: str, modules: Iterable[str]) -> bool:
+    """Return whether `name` has one of `modules` (names or their ends) as a part, as `modules_to_save` of PEFT does."""
+    return any(f".{module}." in f".{name}." for module in modules)
+
+
 def named(module: str) -> str:
     """Return a module's fully qualified name, or `the model` for the root."""
     return module or "the model"

@@ -7,14 +7,11 @@ user names get adapters.
 
 from __future__ import annotations
 
-import ast
 import copy
 import inspect
-import re
-import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,13 +20,23 @@ from torch import nn
 from isotype.compat.peft import all_linear, without_peft
 from isotype.compat.torch import runs_without_gradients
 from isotype.core.errors import UsageError
-from isotype.core.names import EXPERT, grouped, in_module, listed, plain_name, plural, with_parents
+from isotype.core.names import (
+    EXPERT,
+    grouped,
+    in_module,
+    listed,
+    names_one_of,
+    plain_name,
+    plural,
+    with_parents,
+)
 from isotype.model.boundary import original_class, sharing
 from isotype.model.experts.layer import DOWN, is_experts_wrapper, layout_of, outermost
 from isotype.model.experts.stack import held_stack, quantized_stack, seen_dense
 from isotype.model.fold import repeats_of
 from isotype.model.modes import result_of
 from isotype.model.parts import LANGUAGE, PARTS, Parts, unread_layers
+from isotype.model.read_weights import layers_read
 from isotype.model.walk import is_tuner_layer, kind_of, places
 
 _ENDS = {
@@ -83,7 +90,7 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
     new, stuck = [], []
     for name in drawn:
         path = _module_of(model, name, set(drawn))
-        if _is_in(path, saved):
+        if names_one_of(path, saved):
             continue
         if path and hasattr(config, "modules_to_save"):
             new.append(path)
@@ -406,112 +413,23 @@ def _counts(block: Any) -> set[int]:
     return counts | {stack.shape[0] for stack in quantized if stack is not None}
 
 
-# ------------------------------------------------------------------------------ weights that the model reads itself
-
-_RESULTS = (
-    "t",
-    "T",
-    "mT",
-    "type",
-    "to",
-    "float",
-    "view",
-    "reshape",
-    "transpose",
-    "squeeze",
-    "unsqueeze",
-    "clamp",
-)
-"""A tensor's attributes and methods that return the same values, or (`clamp`) the values limited to a range."""
-_QUERIES = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|_tie")
-
-
-def layers_read(base: Any, *, packed: bool = False) -> dict[str, str]:
-    """Return layer name -> parent's class, for linear layers whose weight a method of a parent reads.
-
-    With `packed`, also for linear layers whose weight a method changes in place (Gemma 3n), or to whose weight's dtype it
-    casts (SigLIP 2 casts pixels): packed codes cannot be changed, and have another dtype.
-    """
-    reads, modules = {}, dict(base.named_modules(remove_duplicate=False))
-    for name, module in base.named_modules():
-        cls: Any = type(module)
-        for path in _read_by(cls, packed):
-            full = f"{name}.{path}".lstrip(".")
-            layer = modules.get(full)
-            if isinstance(layer, nn.Linear) or (layer is not None and is_tuner_layer(layer)):
-                reads[full] = cls.__name__
-    return reads
-
-
-def unquantizable(base: Any) -> tuple[str, ...]:
-    """Return the layers whose weight a method of a parent reads or changes, as names for `llm_int8_skip_modules`.
-
-    `mixer.dt_proj` names all layers with this ending.
-    """
-    read = layers_read(base, packed=True)
-    linear = [name for name, module in base.named_modules() if read and type(module) is nn.Linear]
-    names: dict[str, None] = {}
-    for name in linear:
-        if name in read:
-            end = ".".join(name.split(".")[-2:])
-            names[end if all(other in read for other in linear if other.endswith(end)) else name] = None
-    return tuple(sorted(names))
-
-
 def trained_heads(base: Any) -> tuple[str, ...]:
     """Return the linear layers that PEFT trains whole if an adapter has the model's task type."""
     heads = TRAINED_WHOLE.get(task_type_of(base) or "", ())
     linear = (name for name, module in base.named_modules() if type(module) is nn.Linear)
-    return tuple(name for name in linear if _is_in(name, heads))
+    return tuple(name for name in linear if names_one_of(name, heads))
 
 
 def refuse_quantized(model: Any, config: Any) -> None:
     """Raise UsageError if an adapter with this config trains a quantized layer whole."""
     whole = [*(getattr(config, "modules_to_save", None) or ()), *TRAINED_WHOLE.get(task_of(config) or "", ())]
     layers = [
-        p.name for p in places(model) if p.kind in ("linear4bit", "linear8bit") and _is_in(p.name, whole)
+        p.name
+        for p in places(model)
+        if p.kind in ("linear4bit", "linear8bit") and names_one_of(p.name, whole)
     ]
     if layers:
         what = f"{listed(layers)}: quantized, and trained whole (modules_to_save, or the head of the adapter's task)"
         expected = "a layer with float weights, because packed codes cannot be trained"
         fix = "load the model with isotype.load from float weights, and give the layer an adapter, or leave it out"
         raise UsageError.of("quantized layers cannot be trained whole", what, expected, fix)
-
-
-def _is_in(name: str, modules: Collection[str]) -> bool:
-    return any(f".{module}." in f".{name}." for module in modules)
-
-
-@cache
-def _read_by(cls: Any, packed: bool) -> frozenset[str]:
-    paths: set[str] = set()
-    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        for name, method in vars(base).items():
-            method = inspect.unwrap(method) if callable(method) else method
-            code = getattr(method, "__code__", None)
-            if not callable(method) or code is None or "weight" not in code.co_names or _QUERIES.search(name):
-                continue
-            try:
-                tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-            except (OSError, SyntaxError):
-                continue
-            paths |= set(_paths(tree, packed))
-    return frozenset(paths)
-
-
-def _paths(tree: ast.AST, packed: bool) -> Iterator[str]:
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    for node, parent in parents.items():
-        text = ast.unparse(node) if isinstance(node, ast.Attribute) and node.attr == "weight" else ""
-        path = re.fullmatch(r"self\.([\w.]+)\.weight", text)
-        computes = isinstance(parent, (ast.keyword, ast.BinOp, ast.List))
-        if isinstance(parent, ast.Attribute):
-            method = parents[parent]
-            changes = (
-                parent.attr == "data" and isinstance(method, ast.Attribute) and method.attr.endswith("_")
-            )
-            computes = parent.attr in _RESULTS or (packed and (changes or parent.attr == "dtype"))
-        elif isinstance(parent, ast.Call):
-            computes = node in parent.args and not _QUERIES.search(ast.unparse(parent.func))
-        if path and computes:
-            yield path[1]

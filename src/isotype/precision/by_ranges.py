@@ -12,6 +12,7 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.formats import QUANTIZATIONS
+from isotype.core.names import names_one_of
 from isotype.core.tables import table
 from isotype.precision.policy import DEFAULT_LOSS_SCALE, ModuleException, PrecisionPolicy
 from isotype.precision.ranges import (
@@ -76,7 +77,7 @@ def decide_by_ranges(
     exceptions = {exception.module: exception for exception in _adapters(ranges, scale)}
     # If no value is large, these are modules with weights that float16 cannot hold. Their results may be as small.
     dense = (*facts.dense, *facts.never_quantized, *facts.kept)
-    others = {each.module: each for each in _exceptions(ranges, profile, storage, dense)}
+    others = {other.module: other for other in _exceptions(ranges, profile, storage, dense)}
     first = next(iter(others.values()), None)
     module, largest = _largest(ranges)
     reached = f"values reach {number(largest)} ({module or 'the model'}, measured {ranges.when[:10]})"
@@ -202,7 +203,7 @@ def _exceptions(
 
 def _of_weights(module: ModuleRange, storage: str, dense: Collection[str]) -> str:
     """Return why float16 cannot hold a module's weights; "" if it can."""
-    quantized = not any(f".{name}." in f".{module.name}." for name in dense)
+    quantized = not names_one_of(module.name, dense)
     # The rows of int8 have float32 scales. Autocast rounds the weights of float32 matmuls, and no others.
     if storage == "int8" and quantized if module.kind == "linear" else storage == "float32":
         return ""

@@ -35,15 +35,8 @@ from isotype.model.experts.stack import seen_dense
 from isotype.model.fold import fold as fold_layers
 from isotype.model.modes import NoDraws
 from isotype.model.parts import LANGUAGE, read_parts
-from isotype.model.targets import (
-    TRAINED_WHOLE,
-    Adapt,
-    choose_targets,
-    layers_read,
-    save_drawn,
-    task_of,
-    task_type_of,
-)
+from isotype.model.read_weights import layers_read
+from isotype.model.targets import TRAINED_WHOLE, Adapt, choose_targets, save_drawn, task_of, task_type_of
 from isotype.model.walk import is_tuner_layer
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings
@@ -233,7 +226,7 @@ def check_module_names(model: Any, config: Any) -> None:
         convert_peft_config_for_transformers(converted, model, None)  # names of stacked experts change
         parameters = [name for name, _ in model.named_parameters()]
     # For "all-linear", PEFT adds a router `gate.weight`, which LongCat-Flash does not have.
-    given = config if isinstance(getattr(config, "target_modules", None), str) else converted
+    checked = config if isinstance(getattr(config, "target_modules", None), str) else converted
     modules = [name for name, _ in model.named_modules() if name]
     last = sorted({name.rsplit(".", 1)[-1] for name in modules if not name.rsplit(".", 1)[-1].isdigit()})
     ends = sorted({".".join(name.rsplit(".", 2)[-2:]) for name in parameters})
@@ -243,7 +236,7 @@ def check_module_names(model: Any, config: Any) -> None:
         ("modules_to_save", modules, "module", last),
         ("target_parameters", parameters, "parameter", ends),
     ):
-        wanted = getattr(given, setting, None)
+        wanted = getattr(checked, setting, None)
         for name in sorted(wanted) if isinstance(wanted, (list, tuple, set)) else ():
             if any(f".{path}".endswith(f".{name}") for path in existing):
                 continue
