@@ -193,7 +193,7 @@ class _OnCPU(TorchFunctionMode):
             self._named()
         func, args, kwargs = on_cpu(func, args, kwargs, self._names)
         name = getattr(func, "__name__", "")
-        if name not in _PROMOTED | _IN_FLOAT32 or not torch.is_autocast_enabled("cpu"):
+        if (name not in _PROMOTED and name not in _IN_FLOAT32) or not torch.is_autocast_enabled("cpu"):
             return func(*args, **kwargs)
         if name in _IN_FLOAT32:
             args = tuple(map(_widened, args))

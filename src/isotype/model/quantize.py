@@ -107,9 +107,10 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     step = max(1, _PIECE // max(1, columns))
     for begin in range(0, rows if columns else 0, step):
         part = slice(begin, begin + step)
-        factors = _into_float16(weight[part].abs().amax(dim=1, keepdim=True))
+        absmax = weight[part].abs().amax(dim=1, keepdim=True)
+        factors = _into_float16(absmax)
         values = (weight[part] * factors).to(torch.float16).float()
-        largest = values.abs().amax(dim=1, keepdim=True)
+        largest = (absmax * factors).to(torch.float16).float()
         codes[part] = (
             values.mul_(127.0 / largest).round_().nan_to_num_()
         )  # in rows of zeros, 0 x (127 / 0) is NaN
