@@ -86,7 +86,7 @@ def test_experts_whose_files_have_another_shape(tmp_path: Path) -> None:
     merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype="float32")
     plain = type(base).from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     with torch.no_grad():
-        result, expected = (each(**architecture.batch()).logits for each in (plain, model))
+        result, expected = (merged(**architecture.batch()).logits for merged in (plain, model))
     torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
 
 

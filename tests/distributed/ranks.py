@@ -76,7 +76,7 @@ def _dtypes(changes: dict[str, Any]) -> dict[str, Any]:
 _MADE: dict[str, Callable[[Any], Any]] = {
     "pinned": tuple,
     "layers": lambda layers: tuple(LayerStorage(name, *each) for name, each in layers.items()),
-    "exceptions": lambda modules: tuple(ModuleException(name, *each) for name, each in modules.items()),
+    "exceptions": lambda modules: tuple(ModuleException(name, *options) for name, options in modules.items()),
 }
 
 

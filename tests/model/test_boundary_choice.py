@@ -156,7 +156,7 @@ def test_another_policy_takes_the_boundaries_away() -> None:
     assert not any(isinstance(module, Boundary) for module in wide.modules())
 
 
-_WITH_IMAGES = [name for name, each in ARCHITECTURES.items() if each.family == "vision-language"]
+_WITH_IMAGES = [name for name, model in ARCHITECTURES.items() if model.family == "vision-language"]
 
 
 @pytest.mark.parametrize("wide", [True, False])

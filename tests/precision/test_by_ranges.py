@@ -139,7 +139,7 @@ def test_tiny_weights_are_float32_if_no_value_is_large(
     ranges = measured(weight=1e-9, median=3e-10)
     decision = decided(ranges, storage, replace(FACTS, dense=unquantized))
     assert decision.wide is wide
-    assert [each.module for each in decision.exceptions] == [f"{LAYER}.mlp.down_proj"] * wide
+    assert [exception.module for exception in decision.exceptions] == [f"{LAYER}.mlp.down_proj"] * wide
     reason = "mlp.down_proj is in float32: its weights are near 3e-10, where float16 has few digits"
     assert (reason in decision.reasons["residual"]) is wide
 

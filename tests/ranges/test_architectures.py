@@ -135,7 +135,7 @@ def test_float16_trains_as_float32(name: str, storage: str, method: str, device:
     wide = isotype.resolve_precision(tmp_path / "base", "float32", quantization, device="cpu")
     if quantization is not None:
         # Experts whose values exceed float16's range are not quantized: neither may those of the reference be.
-        experts = tuple(each for each in policy.exceptions if each.module.endswith(".experts"))
+        experts = tuple(exception for exception in policy.exceptions if exception.module.endswith(".experts"))
         wide = replace(wide, exceptions=experts)
     dora = method == "dora"
     expected = trained(tmp_path / "base", wide, spot, dora)

@@ -99,7 +99,7 @@ def test_a_fill_value_beyond_float16_is_one_finding_with_a_proven_fix() -> None:
         ("fill a float32 tensor", True),
         ("write torch.finfo(tensor.dtype).min, where `tensor` is the filled tensor", False),
     ]
-    assert [(each.description.partition(" at ")[0], each.verified) for each in finding.fixes] == fixes
+    assert [(fix.description.partition(" at ")[0], fix.verified) for fix in finding.fixes] == fixes
 
 
 def test_no_fix_casts_float16_to_float16() -> None:

@@ -201,8 +201,8 @@ def test_arrays_of_tensors_without_values() -> None:
 
 def test_other_libraries_take_tensors_without_values_as_arrays() -> None:
     """DETR's matcher calls scipy, which makes an array of the costs."""
-    made = under("cpu", lambda x: (numpy.asarray(x @ x), numpy.asarray(x, "f8")), None, x=torch.ones(2, 2))
-    assert [(array.shape, str(array.dtype)) for array in made] == [((2, 2), "float32"), ((2, 2), "float64")]
+    arrays = under("cpu", lambda x: (numpy.asarray(x @ x), numpy.asarray(x, "f8")), None, x=torch.ones(2, 2))
+    assert [(array.shape, str(array.dtype)) for array in arrays] == [((2, 2), "float32"), ((2, 2), "float64")]
 
 
 def test_the_name_of_the_function_is_told_and_taken_back() -> None:

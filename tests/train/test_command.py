@@ -171,11 +171,11 @@ def test_names_that_only_trls_trainers_compare(name: str) -> None:
     assert choices
     assert all(re.search(rf"['\"`]{choice}['\"`]", trainer + config) for choice in choices)
     assert specs("grpo")[name].default in choices
-    given = ("--model_name_or_path", "m", f"--{name}")
+    words = ("--model_name_or_path", "m", f"--{name}")
     with pytest.raises(UsageError, match=f"--{name} nothing\n    expected  one of {', '.join(choices)}"):
-        parse_command("grpo", [*given, "nothing"])
+        parse_command("grpo", [*words, "nothing"])
     for choice in choices:
-        assert parse_command("grpo", [*given, choice])[0][name] == choice
+        assert parse_command("grpo", [*words, choice])[0][name] == choice
 
 
 @pytest.mark.parametrize(

@@ -43,15 +43,15 @@ def test_it_stops_says_so_and_counts_on_after_a_resume(path: Path, tmp_path: Pat
     outcome, text = train(path, tmp_path / "once", *patience, "--save_steps", 4)
     # The first evaluation is the best there is; the second and the third are no better by a thousand.
     assert (outcome.record.status, len(outcome.record.steps)) == ("finished", 6)
-    said = "stopped early at step 6 of 12: 2 evaluations did not improve the loss (best: "
-    assert said in text
-    assert any(said in note for note in outcome.record.notes)
+    stopped = "stopped early at step 6 of 12: 2 evaluations did not improve the loss (best: "
+    assert stopped in text
+    assert any(stopped in note for note in outcome.record.notes)
     assert "early stopping saves the model of its last step; --load_best_model_at_end True" in text
     again, text = train(
         path, tmp_path / "once", *patience, "--resume_from_checkpoint", tmp_path / "once" / "checkpoint-4"
     )
     assert len(again.record.steps) == 6
-    assert said in text
+    assert stopped in text
 
 
 def test_the_best_model_is_taken_where_it_is_asked_for(path: Path, tmp_path: Path) -> None:

@@ -39,12 +39,6 @@ CRASHED = 1
 _LASTING = [[name] for name in (*METHODS, "demo", "merge")]
 """Commands that write files. These commands continue if standard output is closed."""
 
-_LAUNCHERS = {
-    **{name: ["run"] for name in ("python", "python3")},
-    **{name: ["run", name] for name in ("accelerate", "torchrun", "deepspeed")},
-}
-"""Maps `python` and launchers to words of the suggested command: for `python x.py`, `run` in `isotype run x.py`."""
-
 _OF_TRL = ("bco", "cpo", "gkd", "nash_md", "online_dpo", "orpo", "ppo", "prm", "simpo", "xpo")
 """Methods of TRL without a command in isotype. No similar command is suggested for these methods."""
 
@@ -195,7 +189,7 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
 
         return demo
     if command not in COMMANDS:
-        from isotype.train.command.programs import TRAINERS
+        from isotype.train.command.programs import LAUNCHERS, TRAINERS
 
         known = (*METHODS, "demo", *COMMANDS)
         similar, shown = () if command in _OF_TRL else known, "isotype {}".format
@@ -208,8 +202,8 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
             line = ["run", command]
         elif not same and ("/" in command or Path(command).exists()):
             line = ["check", command]
-        elif command in _LAUNCHERS:
-            line = _LAUNCHERS[command]
+        elif command in LAUNCHERS:
+            line = ["run"] if command.startswith("python") else ["run", command]
         elif command in TRAINERS:
             line = ["check", command]
         near = line[:1] or near

@@ -44,6 +44,8 @@ class Place:
         return f"{self.name}.{name}" if self.name else name
 
 
+Kind = TypeVar("Kind")
+
 LINEAR_KINDS = ("linear", "linear4bit", "linear8bit")
 
 _TUNER = "BaseTunerLayer"  # PEFT's base class of layers that wrap another one
@@ -138,11 +140,16 @@ def _is_block(layer: nn.Module) -> bool:
     return any(_BLOCK_PARTS.search(name) or _BLOCK_PARTS.search(kind) for name, kind in parts)
 
 
+def living(kind: type[Kind]) -> Iterator[Kind]:
+    """Yield all objects of a type, and of its subclasses, in this process."""
+    # `isinstance` would read an attribute and load a lazy object of the script.
+    yield from (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
+
+
 def name_in_process(parameter: nn.Parameter) -> str:
     """Return a parameter's longest name in any module of this process; "" if it is in no child of a module."""
-    modules = [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]
-    held = (item for module in modules for item in module.named_parameters(remove_duplicate=False))
-    return max((name for name, value in held if value is parameter and "." in name), key=len, default="")
+    pairs = (pair for module in living(nn.Module) for pair in module.named_parameters(remove_duplicate=False))
+    return max((name for name, value in pairs if value is parameter and "." in name), key=len, default="")
 
 
 def places(model: nn.Module) -> Iterator[Place]:

@@ -61,11 +61,11 @@ def request_of_trainer(trainer: Any, inputs: Any = None, device: Any = None) -> 
         mapped = isinstance(batch, Mapping)
         wiring = _with_count(trainer, batch) if mapped else _prompts_and_completions(trainer)
     request = _request(trainer.model, loss, trainer.args)
-    own = getattr(trainer, "optimizer", None)
-    own = getattr(own, "optimizer", own)  # accelerate wraps the optimizer in a training
+    optimizer = getattr(trainer, "optimizer", None)
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer in a training
     # The state, class and rates of this optimizer count, and not the name in the arguments.
-    if isinstance(own, torch.optim.Optimizer):
-        request = replace(request, optimizer=own, learning_rate=None)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        request = replace(request, optimizer=optimizer, learning_rate=None)
     if not isinstance(batch, Mapping) and isinstance(loss, LossOf) and not trainer.args.use_vllm:
         token = partial(_generate, ids=loss.inputs["input_ids"][:, :1])
         request = replace(request, phases=(*request.phases, "generate"), generate=token)

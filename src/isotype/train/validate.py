@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +50,22 @@ def checked_settings(command: Command, bare: bool = False) -> Settings:
     """
     settings = start_of(settings_of(command))
     here = device_profile(settings.device).present and not bare
-    problems = [*argument_problems(settings), *(machine_problems(settings) if here else ())]
-    if problems := problems or (list(optimizer_problems(settings)) if here else []):
-        raise UsageError("invalid arguments", problems)
+    _refuse_first(
+        [*argument_problems(settings), *(machine_problems(settings) if here else ())],
+        optimizer_problems(settings) if here else (),
+    )
     return settings
 
 
 def check_settings(settings: Settings) -> None:
     """Check arguments, then optimizer and hub, then files. Raise UsageError after the first of the three that fails."""
-    problems = [*argument_problems(settings), *machine_problems(settings)]
-    if problems := problems or [*optimizer_problems(settings), *_hub(settings)] or [*_read_later(settings)]:
+    first = [*argument_problems(settings), *machine_problems(settings)]
+    _refuse_first(first, chain(optimizer_problems(settings), _hub(settings)), _read_later(settings))
+
+
+def _refuse_first(*groups: Iterable[Problem]) -> None:
+    """Raise UsageError with all problems of the first group that has any. Later groups are not read."""
+    if problems := next(filter(None, map(list, groups)), None):
         raise UsageError("invalid arguments", problems)
 
 

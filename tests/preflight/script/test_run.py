@@ -22,11 +22,11 @@ from rich.console import Console
 import isotype
 from isotype.cli.run import parse, run
 from isotype.core.errors import UsageError
+from isotype.model.walk import living
 from isotype.preflight.script.ahead import autocast_of
 from isotype.preflight.script.diagnosis import Diagnosis
 from isotype.preflight.script.family import Family, Options
 from isotype.preflight.script.session import cleaned
-from isotype.trace.live.forward import living
 from tests.processes import run_code
 from tests.train.tiny import save_chat_model
 

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 
 from isotype.cli.run import run
+from isotype.model.walk import living
 from isotype.preflight.script.diagnosis import Diagnosis
-from isotype.trace.live.forward import living
 
 MODEL = """\
 import sys

@@ -154,8 +154,8 @@ def constants_4bit(state: Any, experts: int) -> dict[str, torch.Tensor]:
 
 
 def _stack_of(state: Any, shape: torch.Size, dtype: torch.dtype, module: nn.Module) -> QuantizedStack:
-    held, size, transposed = constants_4bit(state, shape[0]), state.blocksize, is_transposed(module)
-    return QuantizedStack(state.quant_type, shape, dtype, held, blocksize=size, transposed=transposed)
+    constants, size, transposed = constants_4bit(state, shape[0]), state.blocksize, is_transposed(module)
+    return QuantizedStack(state.quant_type, shape, dtype, constants, blocksize=size, transposed=transposed)
 
 
 # ------------------------------------------------------------------------------------------- stacks in a module

@@ -22,6 +22,7 @@ from isotype.compat.torch import fake_errors_unlogged, no_modes, tree_map
 from isotype.core.dtypes import autocast_dtype
 from isotype.core.optimizers import names_instead, parameters_of
 from isotype.model.loss import find_loss, loss_of
+from isotype.model.walk import living
 from isotype.preflight.run import run
 from isotype.ranges.twin import unwrapped
 from isotype.records.request import DEFAULT_PHASES, LossOf, StepRequest
@@ -29,7 +30,6 @@ from isotype.records.trace import HALVES
 from isotype.report.check.report import Report
 from isotype.trace.fake.code import LossOfOutput
 from isotype.trace.fake.twin import fake_mode
-from isotype.trace.live.forward import living
 from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import Beginning
 

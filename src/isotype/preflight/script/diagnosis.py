@@ -168,10 +168,10 @@ class Diagnosis:
         self._loss_traced = all(self._returned.get() for _ in range(self._returned.qsize()))
         # `_say_ahead` reports the error that ended the trace. A finding that only repeats this error is left out.
         raised = "" if report.trace.failure is None else report.trace.failure.error
-        explaining = tuple(f for f in report.findings if f.kind != "untraced" or raised not in f.cause)
-        # The step shows whether the script uses its GradScaler.
-        explaining = tuple(f for f in explaining if f not in _of(explaining, ist302_scaler_bfloat16))
-        report = replace(report, findings=explaining)
+        repeats = [f for f in report.findings if f.kind == "untraced" and raised in f.cause]
+        # Only the real step shows whether the script uses its GradScaler.
+        left_out = [*repeats, *_of(report.findings, ist302_scaler_bfloat16)]
+        report = replace(report, findings=tuple(f for f in report.findings if f not in left_out))
         self._say_ahead(report, time.perf_counter() - started)
         return report
 
@@ -202,10 +202,10 @@ class Diagnosis:
         elif setup is not None and self._speaks:
             trace = self._trace(setup)
             ahead = {call.module for call in self.report.trace.calls} if self.report is not None else set()
-            # As a module that the script's loss calls.
-            ran_since = {call.module for call in trace.calls} - ahead
             traced = {*dict(self.watch.roots[0].named_modules())} - {part.module for part in trace.unreached}
-            traced -= ran_since
+            traced -= {
+                call.module for call in trace.calls
+            } - ahead  # such as a module that the script's loss calls
             by_script = trace.unheld or trace.scaled or trace.no_autocast or trace.lost_terms
             if not self._loss_traced or setup.scaler or by_script:
                 traced.discard("")  # the script's own code, which computes the loss and clips gradients

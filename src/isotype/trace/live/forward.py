@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +18,6 @@ from isotype.core.operators import ADDS_IN_PLACE, operator_name, tensors_of
 from isotype.core.source import asking_line, is_called_by, shown
 from isotype.records.trace import COPY_OF_WEIGHT, HALVES, Call, Operand, Origin
 
-Kind = TypeVar("Kind")
-
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -29,12 +26,6 @@ def trains(module: nn.Module) -> bool:
     if not torch.is_grad_enabled() or is_called_by("torch.nn.utils.parametrize"):
         return False
     return any(p.requires_grad and not p.is_meta for p in module.parameters())
-
-
-def living(kind: type[Kind]) -> Iterator[Kind]:
-    """Yield all objects of a type, and of its subclasses, in this process."""
-    # `isinstance` would read an attribute and load a lazy object of the script.
-    yield from (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
 
 
 def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from isotype.compat.torch import last_node_number, no_modes, node_number, versio
 from isotype.compat.torch_scaler import stored_scale
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import asking_line, shown
+from isotype.model.walk import living
 from isotype.records.reach import Unreached
 from isotype.records.trace import HALVES, Origin
-from isotype.trace.live.forward import living
 from isotype.trace.live.recorder import LiveRecorder, summands
 from isotype.trace.recorder import ORIGIN
 

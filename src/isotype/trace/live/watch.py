@@ -1,9 +1,8 @@
 """Records the first steps of an unchanged script: global hooks start and end the recording, then remove themselves.
 
-The hooks are torch's global hooks for modules and optimizers. The first training forward calls `before`, and then
-starts the live recorder. If the script has dispatch modes, they handle an operator first, and the recorder records the
-operators that these modes call. After the requested number of steps, hooks, modes and references to the script's
-tensors are removed, so modules are as fast as before.
+The hooks are torch's global hooks for modules and optimizers. The first training forward calls `before`, and starts the
+live recorder. It records the operators that the script's dispatch modes call, not the operators that these modes get.
+After the requested number of steps, hooks, modes and references to the script's tensors are removed.
 """
 
 from __future__ import annotations

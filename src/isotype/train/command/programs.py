@@ -11,7 +11,8 @@ from isotype.core.arguments import separated
 from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import METHODS, SAME_METHODS
 
-_LAUNCHERS = ("python", "python3", "accelerate", "torchrun", "deepspeed")
+LAUNCHERS = ("python", "python3", "accelerate", "torchrun", "deepspeed")
+"""Commands that start a Python script."""
 TRAINERS = ("axolotl", "llamafactory-cli", "swift", "trl")
 """Commands of other programs that train."""
 _MODULES = {"llamafactory": "llamafactory-cli"} | {name: name for name in (*TRAINERS, "isotype")}
@@ -25,7 +26,7 @@ def refuse_program(words: Sequence[str]) -> None:
     line = separated(words)
     start = next((at for at, word in enumerate(line) if not re.match(r"[A-Z_]+=", word)), len(line))
     named = line[start] if line[start + 1 :] else ""  # a single word may be a model
-    if named not in (*_LAUNCHERS, *TRAINERS, "isotype"):
+    if named not in (*LAUNCHERS, *TRAINERS, "isotype"):
         return
     expected = "MODEL, or a training command of isotype"
     problem = Problem(named, expected, "begin with the method; isotype run starts a Python script")
@@ -40,7 +41,7 @@ def refuse_program(words: Sequence[str]) -> None:
             swap = (tuple(line[:end]), (*kept, *devices)) if kept or trains in _NAMING else None
             problem = Problem(" ".join(line[:end]), expected, fix, swap)
             break
-        if named in _LAUNCHERS and (module or after.endswith(".py")):
+        if named in LAUNCHERS and (module or after.endswith(".py")):
             end = at + (word != "-m") if named.startswith("python") else start
             problem = Problem(
                 named, expected, "isotype run starts a Python script", (("check", *line[:end]), ("run",))
