@@ -150,7 +150,6 @@ class Peer:
         self.own = name.startswith("isotype")
         self.policy: Any = None
         self.masters: Any = None
-        self.head: str | None = None
         began = time.perf_counter()
         self.model = self._isotype_model() if self.own else self._plain_model()
         _settle(request.device)
@@ -239,7 +238,6 @@ class Peer:
         from trl import SFTConfig, SFTTrainer
 
         import isotype
-        from isotype.lora.loss.trl_head import HEAD_CHOICE
         from isotype.train.policy import enforce_trainer
         from isotype.train.trainer import policy_trainer
 
@@ -266,7 +264,6 @@ class Peer:
         if self.own:
             enforce_trainer(trainer, self.policy, self.masters)
             print(isotype.fuse(trainer.model).summary, file=sys.stderr)
-            self.head = vars(trainer).get(HEAD_CHOICE)
         self.model = trainer.model
         trainer.add_callback(steps.callback())
         trainer.train()
@@ -301,7 +298,7 @@ def rows_of(name: str, storage: str, request: Request) -> Iterator[dict[str, Any
         except torch.OutOfMemoryError as error:
             yield {**row, "failed": str(error)[:300], "text": f"{title}: out of memory"}
             continue
-        row |= measures(steps, setting, request, layers_of(request)) | {"head": peer.head}
+        row |= measures(steps, setting, request, layers_of(request))
         peak = (
             ""
             if row["peak"] is None

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from isotype.lora.fuse import fuse
-from isotype.lora.loss.head_choice import head_of
 from isotype.lora.loss.log_probs import log_probs
+from isotype.lora.loss.logits import head_of
 from tests.adapters import adapted
 from tests.lora.test_fuse import VARIANTS, under
 from tests.models import tiny_model

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from trl.trainer.utils import add_fused_lm_head
 
 import isotype
 import isotype.lora.loss.trl_head
@@ -129,34 +128,12 @@ def test_a_step_is_that_of_the_padded_batch(
     assert_same(result, reference)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_trls_own_head_does_without_padding_too(
-    side: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, batch = adapted(tiny_model("llama")).train(), padded(side)
-    reference = of_float64(model, batch)
-    add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
-    put_head(model)
-    monkeypatch.setattr(isotype.lora.loss.trl_head, "own_is_better", lambda model, **_: False)
-    on_gpu(model)
-    calls.clear()
-    result = step(model, batch)
-    assert calls
-    assert_same(result, reference)
-
-
-@pytest.mark.parametrize("own", [True, False], ids=["isotype's head", "TRL's head"])
-def test_packed_rows_go_by_what_the_collator_says(
-    own: bool, calls: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_rows_go_by_what_the_collator_says(calls: list[Any]) -> None:
     model = adapted(tiny_model("mistral")).train()
     ids = torch.randint(3, 118, (1, 23), generator=torch.Generator().manual_seed(1))
     places = torch.cat([torch.arange(11), torch.arange(4), torch.arange(8)])[None]
     batch = {"input_ids": ids, "position_ids": places, "labels": ids.masked_fill(places == 0, -100)}
     reference = of_float64(model, batch)
-    if not own:
-        add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
-        monkeypatch.setattr(isotype.lora.loss.trl_head, "own_is_better", lambda model, **_: False)
     put_head(model)
     on_gpu(model)
     calls.clear()

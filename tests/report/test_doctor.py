@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 
 from isotype.lora import kernels
-from isotype.lora.loss.head_choice import Times, times_file
 from isotype.precision.devices import machine
 from isotype.precision.devices.machine import (
     BitsandbytesStatus,
@@ -367,17 +366,9 @@ def test_the_kernels_of_a_gpu_are_named_with_what_was_not_taken(monkeypatch: pyt
         return kernels.Kernel("torch" if reasons else "aten", None, reasons)
 
     monkeypatch.setattr(kernels, "chosen", chosen)
-    times: dict[str, Times] = {}
-    monkeypatch.setattr("isotype.report.doctor.card_name", lambda device: f"card {device.index}")
-    stored = {times_file("card 0"): times}
-    monkeypatch.setattr("isotype.report.doctor.stored_times", lambda file: stored.get(file, {}))
     card = device_profile("t4")
     here = replace(card, present=True, name="cuda:0")
-    head = "language-model head"
-    assert dict(kernel_rows(here))[head] == "isotype's head or TRL's, whichever is faster"
-    times["256 tokens"] = Times({"TRL's": 2.0, "isotype's": 1.5}, 1.333)
     rows = dict(kernel_rows(here))
-    assert rows[head] == "isotype's 1.5 ms, TRL's 2 ms (256 tokens)"
     assert rows["rms norm"] == "aten"
     assert rows["gated"] == "torch (triton: Triton is not installed)"
     assert kernel_rows(card)  # foreseen

@@ -18,7 +18,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 import isotype.lora.loss.trl_head
 import isotype.train.trainer
 from isotype.data.methods import METHODS
-from isotype.lora.loss.head_choice import head_of
+from isotype.lora.loss.logits import head_of
 from isotype.lora.loss.trl_head import put_head, use_own_head
 from isotype.records.request import LossOf
 from isotype.train import training

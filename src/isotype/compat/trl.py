@@ -31,7 +31,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "trl.trainer.sft_trainer": ("DataCollatorForVisionLanguageModeling",),
     "trl.rewards": ("accuracy_reward",),  # one of the names of --reward_funcs
 }
-"""Module of TRL -> names that a training uses, except names that are only used on a GPU (`trl.kernels`)."""
+"""Module of TRL -> names that a training uses."""
 
 
 def is_fused_forward(function: Any) -> bool:

@@ -18,7 +18,6 @@ from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name
 from isotype.core.json_records import encoded
 from isotype.core.names import format_bytes, grouped
 from isotype.lora import kernels
-from isotype.lora.loss.head_choice import card_name, stored_times, times_file, times_text
 from isotype.precision.devices.machine import BitsandbytesStatus, DoctorReport
 from isotype.precision.devices.probe import MatmulRate
 from isotype.precision.devices.profile import DeviceProfile
@@ -121,10 +120,6 @@ def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
             kernel = kernels.foreseen(operation, kind)
         why = f" ({'; '.join(kernel.reasons)})" if kernel.reasons else ""
         rows.append((operation.replace("_", " "), f"{kernel.name}{why}"))
-    if profile.present:
-        times = stored_times(times_file(card_name(torch.device(profile.name))))
-        known = "; ".join(f"{times_text(head)} ({shape})" for shape, head in times.items())
-        rows.append(("language-model head", known or "isotype's head or TRL's, whichever is faster"))
     return rows
 
 

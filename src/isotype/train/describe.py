@@ -24,7 +24,6 @@ from isotype.core.optimizers import state_of
 from isotype.core.terminal import as_typed, lost_output, printed_command
 from isotype.data.pictures import data_url, pictures_in
 from isotype.lora.fuse import FusionReport
-from isotype.lora.loss.trl_head import HEAD_CHOICE
 from isotype.model.parts import PARTS, Parts
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.versions import installed
@@ -256,7 +255,6 @@ def record(
             *_hyperparameters(settings),
             *([] if allocator is None else [("allocator", allocator)]),
             *_kernel_rows(built.fusion),
-            *head_rows(trainer),
         ),
         steps=tuple(recorder.steps),
         evals=tuple(recorder.evals),
@@ -288,9 +286,3 @@ def _kernel_rows(fusion: FusionReport | None) -> list[tuple[str, str]]:
         return []
     rows = [("fused", fusion.summary.removeprefix("fused: ")), ("attention", str(fusion.attention))]
     return rows + [("kernels", line) for line in (*fusion.kernel_lines, *fusion.fallbacks)]
-
-
-def head_rows(trainer: Any) -> list[tuple[str, str]]:
-    """Return the report's row on the faster of two language-model heads, or no row if neither was measured."""
-    text = vars(trainer).get(HEAD_CHOICE)
-    return [] if text is None else [("language-model head", text)]

@@ -254,8 +254,6 @@ def _build(run: Run, console: Console) -> Built:
     fusion = _compiled_or_fused(trainer, settings, console)
     packing = keep_rows(trainer)
     learn_no_pictures(trainer, settings.training)
-    for name, text in describe.head_rows(trainer):
-        say(console, f"{name}: {text}")
     dropped = dropped_examples(settings, rows[train_split], trainer.train_dataset)
     # A reward trainer leaves long rows out, and `dropped` names their number.
     cut = lengths and settings.method.loss != "reward" and lengths.cut(settings.max_length)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from isotype.compat.torch import FakeTensor
 from isotype.lora.loops.products import Sum, is_used, write_sums
-from isotype.lora.weights import total_memory
+from isotype.lora.weights import dense, total_memory
+from isotype.model.quantized import quantization_state
+from isotype.model.walk import kind_of
 
 SCRATCH = 64 << 20
 """Maximum bytes of a chunk's logits on a CPU, or on a GPU whose memory is not known."""
@@ -40,6 +44,50 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
+
+
+def head_of(model: Any, temperature: float = 1.0) -> Head:
+    """Return the head of a causal language model, with a dense weight even if the model's weight is quantized or sharded.
+
+    Args:
+        model: a transformers model with output embeddings, without PEFT's wrapper.
+
+    Raises:
+        ValueError: the head has a LoRA adapter.
+    """
+    config, module = model.config.get_text_config(), model.get_output_embeddings()
+    if hasattr(module, "lora_A"):
+        fix = "train it with modules_to_save"
+        raise ValueError(f"a LoRA adapter on the language-model head is not supported; {fix}")
+    weight, bias = _dense(module), getattr(module, "bias", None)
+    if isinstance(weight, DTensor):
+        weight = weight.full_tensor()
+        bias = bias.full_tensor() if isinstance(bias, DTensor) else bias
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return Head(weight, bias, _scale(config), softcap, temperature)
+
+
+def _scale(config: Any) -> float:
+    # Names of Cohere and MPT (may be None), of Muse Glimmer, and of Falcon-H1.
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        scale = getattr(config, name, None)
+        if scale is not None:
+            return float(scale)
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling is None:
+        return 1.0
+    # Granite and MiniCPM3 divide by it; HyperCLOVA X multiplies.
+    return float(scaling) if config.model_type == "hyperclovax" else 1 / float(scaling)
+
+
+def _dense(module: Any) -> torch.Tensor:
+    kind = kind_of(module)
+    if kind == "linear4bit":
+        return dense(module, quantization_state(module).dtype)
+    if kind == "linear8bit":
+        return dense(module, torch.float32)
+    weight: torch.Tensor = module.weight
+    return weight
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""Replaces TRL's fused language-model head by isotype's, if `own_is_better` returns True.
+"""Replaces TRL's fused language-model head by isotype's.
 
 `add_fused_lm_head` of TRL 1.16 replaces a model's forward. With `fused_lm_head=True` the new forward returns
-log-probabilities instead of logits. SFT, DPO, KTO, GRPO and RLOO call this forward for every batch. Without Triton,
-isotype's loss is five times as fast as TRL's (`benchmarks/loss.py`). isotype's forward also returns a
+log-probabilities instead of logits. SFT, DPO, KTO, GRPO and RLOO call this forward for every batch. On a CPU, isotype's
+loss is five times as fast as TRL's (`benchmarks/loss.py`). On a GPU, TRL's Triton kernel computes three products of the
+head's weight and isotype two, and TRL's kernel rounds logits to 16 bits. TRL's head reads no quantized weight, and its
+results are wrong if a model's own head does more than a projection. isotype's forward also returns a
 `FusedCausalLMOutput`, and passes calls without `fused_lm_head=True` on to the model's forward.
 """
 
@@ -11,9 +13,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, make_dataclass, replace
+from dataclasses import dataclass, make_dataclass
 from functools import wraps
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,12 +24,12 @@ from transformers.utils import ModelOutput
 from isotype.compat.peft import without_peft
 from isotype.compat.torch import FakeTensor
 from isotype.compat.transformers import attention_of
-from isotype.compat.trl import former_forward, head_arguments, headless_forward, is_fused_forward, put_forward
+from isotype.compat.trl import head_arguments, headless_forward, is_fused_forward, put_forward
 from isotype.core.dtypes import autocast_dtype
 from isotype.lora.attention.lengths import why_not_lengths
 from isotype.lora.attention.registered import NAME, REPEATED, packed_by_lengths, without_padding
-from isotype.lora.loss.head_choice import HeadChoice, HeadShape, choose, head_of, token_class
 from isotype.lora.loss.log_probs import PerToken, log_probs, log_probs_of_logits
+from isotype.lora.loss.logits import head_of
 from isotype.lora.unpadded import Unpadded, in_one_row, with_sequences
 from isotype.model.enforce import policy_of
 from isotype.precision.devices.profile import DeviceProfile
@@ -36,9 +38,6 @@ from isotype.precision.devices.simulated import has_value, working_dtype
 _PACKED = "_isotype_packed_rows"
 _HEAD = "_isotype_head"
 """Attribute of isotype's forward that contains the `_HeadRequest`."""
-HEAD_CHOICE = "_isotype_head_choice"
-"""Attribute of a trainer with one line about the choice of the head; missing if nothing was measured."""
-
 
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 _NAMES = ("loss", *_PER_TOKEN, "label_mask", "aux_loss")
@@ -56,7 +55,6 @@ class _HeadRequest:
             forward in autocast, the context is this autocast.
         result: class of the forward's result. Trainers need TRL's class. Checks without a trainer use `_Output`,
             because importing TRL takes seconds.
-        faster: True if isotype's head was measured to be faster than TRL's, see `own_is_better`.
     """
 
     temperature: float
@@ -66,13 +64,18 @@ class _HeadRequest:
     smoothing: float = 0.0
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     result: Callable[..., Any] = _Output
-    faster: bool = False
 
 
 def use_own_head(trainer: Any) -> None:
-    """Replace TRL's head by isotype's in each model of a new TRL trainer that has TRL's head."""
+    """Replace TRL's head by isotype's in each model of a new TRL trainer that has TRL's head.
+
+    Under DeepSpeed's ZeRO-3, TRL's head stays, because it gathers the shards of the head's weight.
+    """
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from trl.trainer.utils import FusedCausalLMOutput
 
+    if is_deepspeed_zero3_enabled():
+        return
     smoothing = _smoothing(trainer)
     # GRPO's entropy bonus is fixed or adaptive.
     bonus = any(getattr(trainer.args, name, False) for name in ("entropy_coef", "use_adaptive_entropy"))
@@ -92,10 +95,6 @@ def use_own_head(trainer: Any) -> None:
             autocast=autocast,
             result=FusedCausalLMOutput,
         )
-        choice = _choice(trainer, model, request)
-        if choice is not None:
-            trainer.__dict__[HEAD_CHOICE] = choice.text
-            request = replace(request, faster=choice.isotype)
         put_forward(model, _forward_of(type(model), request))
         if smoothing:
             trainer.label_smoother = None
@@ -121,13 +120,7 @@ def take_packed_rows(trainer: Any) -> bool:
     router's loss, and to count tokens. Returns False without any change if isotype's forward does not compute the loss.
     """
     models = list(_models(trainer))
-    heads = [getattr(getattr(model.forward, "__func__", None), _HEAD, None) for model in models]
-    routed = any(getattr(model.config.get_text_config(), "output_router_logits", False) for model in models)
-    packed = all(
-        head is not None
-        and (not routed or own_is_better(model, smoothing=head.smoothing > 0, faster=head.faster))
-        for model, head in zip(models, heads, strict=True)
-    )
+    packed = all(hasattr(getattr(model.forward, "__func__", None), _HEAD) for model in models)
     for model in models if packed else ():
         model.__dict__[_PACKED] = True
     return packed
@@ -145,54 +138,6 @@ def put_head(model: Any) -> None:
     base = without_peft(model)
     request = _HeadRequest(1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy", "is_top1"))
     put_forward(base, _forward_of(type(base), request))
-
-
-def own_is_better(model: Any, *, smoothing: bool = False, faster: bool = False) -> bool:
-    """Return True if isotype's head should compute the log-probabilities, False if TRL's head should.
-
-    On CUDA and XPU with Triton, return `faster`, a measured result (`isotype.lora.loss.head_choice`). TRL's head has no
-    label smoothing and reads no quantized weight. TRL's results are wrong if a model's own head does more than a projection.
-    """
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-    from transformers.utils import is_triton_available
-
-    if is_deepspeed_zero3_enabled():
-        return False  # TRL gathers the head's shards
-    if smoothing or not _projects(model):
-        return True
-    weight = model.get_output_embeddings().weight
-    triton = weight.device.type in ("cuda", "xpu") and is_triton_available()
-    return faster or not triton or not weight.is_floating_point()
-
-
-def _choice(trainer: Any, model: Any, request: _HeadRequest) -> HeadChoice | None:
-    """Return the faster head. Rank 0 measures for all ranks. Return None if `own_is_better` needs no measurement."""
-    smoothing = request.smoothing > 0
-    if own_is_better(model, smoothing=smoothing) == own_is_better(model, smoothing=smoothing, faster=True):
-        return None
-    head, args = model.get_output_embeddings(), trainer.args
-    bias = getattr(head, "bias", None)
-    low = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else head.weight.dtype
-    length = getattr(args, "max_length", None) or getattr(args, "max_completion_length", None) or 1024
-    vocabulary, hidden = head.weight.shape
-    shape = HeadShape(
-        vocabulary,
-        hidden,
-        token_class(args.per_device_train_batch_size * length),
-        head.weight.dtype,
-        torch.float32 if request.cast_lm_head_to_fp32 else low,
-        tuple(name for name in request.outputs if name != "log_probs"),
-        request.gradients,
-        head.weight.requires_grad,
-        getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None,
-    )
-    accelerator = trainer.accelerator
-    if accelerator.num_processes == 1:
-        return choose(head.weight, bias, shape)
-    from accelerate.utils import broadcast_object_list
-
-    choices = [choose(head.weight, bias, shape) if accelerator.is_main_process else None]
-    return cast("HeadChoice", broadcast_object_list(choices)[0])
 
 
 # Model types whose forward changes the logits in a way that the config does not show: it masks some logits, divides by a
@@ -225,11 +170,9 @@ def _trl_head(forward: Any) -> tuple[bool, dict[str, Any]] | None:
 
 def _smoothing(trainer: Any) -> float:
     """Return the label smoothing of an SFT trainer that computes the default loss; 0 for other trainers."""
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
     smoother = getattr(trainer, "label_smoother", None)
     usual = getattr(trainer.args, "loss_type", None) == "nll" and trainer.compute_loss_func is None
-    return float(smoother.epsilon) if smoother and usual and not is_deepspeed_zero3_enabled() else 0.0
+    return float(smoother.epsilon) if smoother and usual else 0.0
 
 
 def _forward_of(cls: type, request: _HeadRequest) -> Callable[..., Any]:
@@ -248,8 +191,6 @@ def _forward_of(cls: type, request: _HeadRequest) -> Callable[..., Any]:
         present = kwargs.pop("attention_mask", None) if documents else None
         if not fused_lm_head:
             return headless_forward(self)(*args, **_not_none(named), **kwargs)
-        if not own_is_better(self, smoothing=request.smoothing > 0, faster=request.faster):
-            return _by_trl(self, named, args, kwargs)
         with request.autocast():
             return _fused(self, request, named, args, kwargs, present)
 
@@ -276,30 +217,6 @@ def _not_none(named: dict[str, Any]) -> dict[str, Any]:
 def _labels(named: dict[str, Any]) -> torch.Tensor:
     shifted: torch.Tensor | None = named["shift_labels"]
     return nn.functional.pad(named["labels"][:, 1:], (0, 1), value=-100) if shifted is None else shifted
-
-
-def _by_trl(model: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    theirs = former_forward(model)
-    labels = _labels(named)
-    bare = None if args or not _projects(model) else without_padding(model, kwargs, labels != -100)
-    if bare is None:
-        with with_sequences(packed_by_lengths(model, kwargs)):
-            return theirs(*args, fused_lm_head=True, **_not_none(named), **kwargs)
-    shifted = labels.flatten().index_select(0, bare.tokens)[None]
-    more = _not_none({**named, "labels": None, "shift_labels": shifted})
-    with in_one_row(model, bare):
-        outputs = theirs(fused_lm_head=True, **more, **bare.inputs)
-    # Bring the results into the shape of the padded batch. A token without a label gets zero. Each row's last token has
-    # no result, because it predicts no token.
-    last = labels.shape[1] - (named["shift_labels"] is None)
-    mask = labels[:, :last] != -100
-    place = bare.place[:, :last].flatten()
-    for name in _PER_TOKEN:
-        if name in outputs:
-            rows = outputs[name][0].index_select(0, place).view(mask.shape)
-            outputs[name] = torch.where(mask, rows, torch.zeros_like(rows))
-    outputs["label_mask"] = mask
-    return outputs
 
 
 def _fused(
