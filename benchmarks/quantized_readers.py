@@ -1,15 +1,16 @@
-"""Values of quantized weights against the libraries that write them: AutoAWQ and transformers.
+"""Values of quantized weights against the libraries that write them: compressed-tensors, modelopt, AutoAWQ and transformers.
 
 Run: python benchmarks/quantized_readers.py. Each library compresses random weights of even and odd shapes in each of its
 schemes, and decompresses them again; isotype reads the same tensors from a file with the config that belongs to them. Prints
 for each scheme how many weights agree, how many are refused, and the largest difference in units of the weight's largest value.
-A library that is not installed is left out: pip install --no-deps autoawq.
+A library that is not installed is left out: pip install --no-deps compressed-tensors loguru nvidia-modelopt autoawq.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import random
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -41,6 +42,131 @@ def ours(tensors: Mapping[str, torch.Tensor], quantization: Mapping[str, Any]) -
         if weight.problem is not None or len(stored) > 1:
             return weight.problem.given if weight.problem else f"{len(stored)} tensors"
         return dense(weight, MappedFiles().tensor, torch.float32).clone()
+
+
+def compressed_tensors() -> Iterator[Case]:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    def case(
+        form: str, settings: dict[str, Any], shape: tuple[int, int], scale: torch.Tensor, **more: Any
+    ) -> Case:
+        args = {"dynamic": False, **settings}
+        scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args))
+        library = BaseCompressor.get_value_from_registry(form)
+        state = library.compress({"weight": torch.randn(shape), "weight_scale": scale, **more}, scheme)
+        wanted = library.decompress(state, scheme)["weight"].float()
+        config = {
+            "quant_method": "compressed-tensors",
+            "format": form,
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": args}},
+        }
+        name = f"{form} {settings['num_bits']} bits {settings['strategy']} {'' if settings.get('symmetric', True) else 'a'}symmetric"
+        return name, state, config, wanted, 2**-8 if "fp4" in form else 0.0
+
+    for shape, strategy, symmetric in itertools.product(
+        SHAPES, ("tensor", "channel", "group", "block"), (True, False)
+    ):
+        rows, columns = shape
+        size = {
+            "tensor": (1, 1),
+            "channel": (rows, 1),
+            "group": (rows, columns // 32),
+            "block": (-(-rows // 24), -(-columns // 40)),
+        }
+        sizes: dict[str, dict[str, Any]] = {
+            "group": {"group_size": 32},
+            "block": {"block_structure": [24, 40]},
+        }
+        more = sizes.get(strategy, {})
+        if strategy == "group" and columns % 32:
+            continue  # the library refuses it
+        for form, bits in [
+            *(("pack-quantized", bits) for bits in range(2, 9) if strategy != "block"),
+            *((form, 8) for form in ("int-quantized", "naive-quantized")),
+            *(("naive-quantized", bits) for bits in (4, 6)),
+            ("float-quantized", 8),
+        ]:
+            if (
+                strategy == "block"
+                and (rows % 24 or columns % 40)
+                and form != "naive-quantized"
+                and form != "float-quantized"
+            ):
+                continue
+            numeric = "float" if form == "float-quantized" else "int"
+            if numeric == "float" and not symmetric:
+                continue
+            half = 1 << (bits - 1)
+            scale = torch.rand(size[strategy]) * (0.01 if numeric == "float" else 3 / half) + 1e-3
+            zeros = torch.randint(-half, half, scale.shape, dtype=torch.int8)
+            settings: dict[str, Any] = {
+                "num_bits": bits,
+                "type": numeric,
+                "strategy": strategy,
+                "symmetric": symmetric,
+                **more,
+            }
+            if not symmetric and form == "pack-quantized" and (rows == 1 or scale.shape == (1, 1)):
+                continue  # the library cannot view what it has packed (0.20), or does not pack it
+            yield case(form, settings, shape, scale, **({} if symmetric else {"weight_zero_point": zeros}))
+        if strategy == "group" and symmetric:
+            mx = {"type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+            powers = torch.exp2(torch.randint(-9, 2, size["group"]).float())
+            yield case("mxfp4-pack-quantized", mx | {"num_bits": 4}, shape, powers)
+            yield case("mxfp8-quantized", mx | {"num_bits": 8}, shape, powers / 256)
+            nv = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+            scale = (torch.rand(rows, columns // 16) * 300 + 2).to(torch.float8_e4m3fn).float()
+            yield case("nvfp4-pack-quantized", nv, shape, scale, weight_global_scale=torch.tensor([700.0]))
+
+
+def modelopt() -> Iterator[Case]:
+    from modelopt.torch.export.quant_utils import from_quantized_weight, to_quantized_weight
+    from modelopt.torch.quantization.qtensor import MXFP8QTensor, NVFP4QTensor
+
+    for shape in SHAPES:
+        weight = torch.randn(shape)
+        scale = weight.abs().amax() / 448
+        codes = to_quantized_weight(weight, scale, "fp8")
+        wanted = from_quantized_weight(codes, scale, "fp8", torch.float32)
+        yield (
+            "FP8",
+            {"weight": codes, "weight_scale": scale, "input_scale": torch.ones(())},
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+            wanted,
+            0.0,
+        )
+        rows = weight.abs().amax(1) / 448
+        codes = to_quantized_weight(weight, rows, "fp8_pc_pt")
+        wanted = from_quantized_weight(codes, rows[:, None], "fp8", torch.float32)
+        yield (
+            "FP8 by rows",
+            {"weight": codes, "weight_scale": rows},
+            {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+            wanted,
+            0.0,
+        )
+        if shape[1] % 16 == 0:
+            packed, scale, double = NVFP4QTensor.quantize(weight, 16)
+            wanted = packed.dequantize(torch.float32, scale=scale, double_scale=double, block_sizes={-1: 16})
+            tensors = {"weight": packed._quantized_data, "weight_scale": scale, "weight_scale_2": double}
+            yield (
+                "NVFP4",
+                tensors,
+                {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+                wanted,
+                1e-6,
+            )
+        if shape[1] % 32 == 0:
+            packed, scale = MXFP8QTensor.quantize(weight)
+            wanted = packed.dequantize(torch.float32, scale=scale)
+            yield (
+                "MXFP8",
+                {"weight": packed._quantized_data, "weight_scale": scale},
+                {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+                wanted,
+                0.0,
+            )
 
 
 def autoawq() -> Iterator[Case]:
@@ -107,10 +233,59 @@ def transformers_fp8() -> Iterator[Case]:
             )
 
 
+def groups() -> tuple[int, int]:
+    """Random config_groups over a tiny model: (modules, those for which compressed-tensors and isotype choose another group)."""
+    from compressed_tensors.utils.match import match_named_modules, match_targets
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from isotype.checkpoint.mapping.schemes import UnreadableError, group_of
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=2))
+    pool = [
+        "Linear",
+        "Embedding",
+        "Module",
+        "re:.*mlp.*",
+        "re:.*q_proj",
+        r"re:model\.layers\.1.*",
+        "model.layers.0.self_attn.q_proj",
+        "lm_head",
+        "re:.*[kv]_proj$",
+        "LlamaMLP",
+    ]
+    different = count = 0
+    for _ in range(200):
+        chosen = random.sample(pool, random.randint(1, 5))
+        config: dict[str, Any] = {"config_groups": {}, "ignore": random.sample(pool, random.randint(0, 2))}
+        for at, target in enumerate(chosen):
+            group = config["config_groups"].setdefault(
+                f"group_{at % 3}", {"targets": [], "weights": {"num_bits": 2 + at % 3}}
+            )
+            group["targets"].append(target)
+        by_target = {
+            target: group for group in config["config_groups"].values() for target in group["targets"]
+        }
+        theirs = {
+            name: by_target[match_targets(name, module, by_target)[0]]
+            for name, module in match_named_modules(model, by_target, config["ignore"])
+        }
+        for name, module in model.named_modules():
+            if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+                try:
+                    chosen_group = group_of(config, [name], [each.__name__ for each in type(module).__mro__])
+                except UnreadableError:
+                    chosen_group = None
+                count += 1
+                different += chosen_group != theirs.get(name)
+    return count, different
+
+
 def main() -> None:
     """Compare and print."""
     torch.manual_seed(0)
-    for library in (autoawq, transformers_fp8):
+    random.seed(0)
+    for library in (compressed_tensors, modelopt, autoawq, transformers_fp8):
         totals: dict[str, list[Any]] = defaultdict(lambda: [0, 0, 0.0, ""])
         try:
             for name, tensors, config, wanted, tolerance in library():
@@ -131,6 +306,12 @@ def main() -> None:
             continue
         for name, (count, agree, far, refused) in totals.items():
             print(f"{library.__name__:20} {name:45} {agree}/{count} agree, {far:.1e} apart {refused}")
+    try:
+        print(
+            "config_groups: {} modules, {} in another group than compressed-tensors chooses".format(*groups())
+        )
+    except ImportError as error:
+        print(f"config_groups: left out ({error})")
 
 
 if __name__ == "__main__":

@@ -358,6 +358,65 @@ def test_fp8_becomes_nf4(tmp_path: Path) -> None:
     assert torch.equal(model.get_parameter(key).quant_state.absmax, state.absmax)
 
 
+def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack signed codes into int32 words like compressed-tensors: offset by half of their range, lowest bits first."""
+    per = 32 // bits
+    rows, columns = codes.shape
+    padded = torch.zeros(rows, -(-columns // per) * per, dtype=torch.int64)
+    padded[:, :columns] = codes.long() + (1 << (bits - 1))
+    words = sum(padded[:, at::per] << (bits * at) for at in range(per))
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("form", "bits", "group"),
+    [
+        ("pack-quantized", 4, 32),
+        ("pack-quantized", 8, 64),
+        ("float-quantized", 8, 0),
+        ("int-quantized", 8, 0),
+    ],
+)
+def test_compressed_tensors(saved: Saved, tmp_path: Path, form: str, bits: int, group: int) -> None:
+    directory = shutil.copytree(saved("llama"), tmp_path / "model")
+    weights = load_file(directory / "model.safetensors")
+    dense = {}
+    for key in [key for key in weights if key.endswith("_proj.weight")]:
+        weight = weights.pop(key).float()
+        rows, columns = weight.shape
+        wide = group or columns
+        blocks = torch.nn.functional.pad(weight, (0, -columns % wide)).view(rows, -1, wide)
+        most = 448 if form == "float-quantized" else (1 << (bits - 1)) - 1
+        scales = (blocks.abs().amax(-1, keepdim=True) / most).to(torch.bfloat16)
+        codes = blocks / scales.float()
+        codes = (
+            codes.to(torch.float8_e4m3fn) if form == "float-quantized" else codes.round().clamp(-most, most)
+        )
+        dense[key] = (codes.float() * scales.float()).view(rows, -1)[:, :columns]
+        flat = codes.float().view(rows, -1)[:, :columns]
+        if form == "pack-quantized":
+            weights[f"{key}_packed"] = packed(flat, bits)
+            weights[f"{key}_shape"] = torch.tensor([rows, columns])
+        else:
+            weights[key] = flat.to(torch.float8_e4m3fn if form == "float-quantized" else torch.int8)
+        weights[f"{key}_scale"] = scales.squeeze(-1).contiguous()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    settings = {"num_bits": bits, "symmetric": True, "group_size": group or None}
+    settings["type"] = "float" if form == "float-quantized" else "int"
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": settings}},
+    }
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    policy = isotype.resolve_precision(directory, "bfloat16", device="cpu")
+    model = isotype.load(directory, policy)
+    assert_policy_holds(model, policy)
+    for key, value in dense.items():
+        assert torch.equal(model.get_parameter(key), value.to(torch.bfloat16)), key
+
+
 @pytest.mark.parametrize("dtype", LOW)
 def test_a_gguf_file_has_the_values_that_transformers_reads(tmp_path: Path, dtype: str) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", kind=gguf.GGMLQuantizationType.Q4_0)

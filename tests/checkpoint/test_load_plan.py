@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -346,3 +347,51 @@ def test_fp8_with_block_scales_is_dequantized(tmp_path):
     experts = {tensor.how for tensor in plan.tensors if ".experts.gate_up_proj" in tensor.name}
     assert experts == {"dequantized, stacked, joined"}
     assert {tensor.how for tensor in plan.tensors if tensor.name.endswith("o_proj.weight")} == {"dequantized"}
+
+
+def packed_checkpoint(model: str, directory: Path, name: str, shape: list[int]) -> Path:
+    config = json.loads((changed(model, directory, packed(name, shape)) / "config.json").read_text())
+    settings = {"num_bits": 4, "strategy": "group", "group_size": 32}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": settings}},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def packed(name: str, shape: list[int]) -> Change:
+    """Pack a weight like compressed-tensors: eight 4-bit integers per int32, scales, and its shape."""
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        rows, columns = weights.pop(name).shape
+        weights[f"{name}_packed"] = torch.zeros(rows, columns // 8, dtype=torch.int32)
+        weights[f"{name}_scale"] = torch.ones(rows, columns // 32, dtype=torch.bfloat16)
+        weights[f"{name}_shape"] = torch.tensor(shape)
+
+    return change
+
+
+def test_packed_integers_have_the_shape_that_is_written_beside_them(tmp_path):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    plan = compared(packed_checkpoint("llama", tmp_path / "whole", name, [64, 64]))
+    plan.match.require_complete()
+    (query,) = [tensor for tensor in plan.tensors if tensor.name == name]
+    assert (query.stored, query.how, len(query.sources)) == ("compressed-tensors", "dequantized", 3)
+    for shape in ([64, 32], [-1, 2**62], [64, 72]):
+        text = refused(compared(packed_checkpoint("llama", tmp_path / str(shape), name, shape)))
+        assert (
+            f"{name}_packed: [64, 8] int32 words, but weight_shape declares {shape} integers of 4 bits"
+            in text
+        )
+    text = refused(compared(packed_checkpoint("llama", tmp_path / "vector", name, [64])))
+    assert f"{name}_packed: packed without a weight_shape of int64" in text
+
+
+def test_a_damaged_shape_of_a_packed_expert_is_refused(tmp_path):
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    text = refused(compared(packed_checkpoint("qwen3-moe", tmp_path, name, [-3, 64])))
+    assert (
+        f"{name}_packed: [32, 8] int32 words, but weight_shape declares [-3, 64] integers of 4 bits" in text
+    )

@@ -1,10 +1,11 @@
 """Quantized checkpoints: each value equals the library's code x scale, here in float64, or the load is refused by name.
 
-`benchmarks/quantized_readers.py` compares with AutoAWQ and transformers themselves.
+`benchmarks/quantized_readers.py` compares with compressed-tensors, modelopt and transformers themselves.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -52,6 +53,13 @@ def spread(scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int])
     return scales.double()[rows][:, columns]
 
 
+def group(**weights: Any) -> dict[str, Any]:
+    """Return a compressed-tensors config with one group for all linear layers."""
+    form = weights.pop("format", "pack-quantized")
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+
+
 def stored(directory: Path, tensors: Mapping[str, torch.Tensor], config: Any) -> StoredTensor:
     named = {f"model.layers.0.mlp.up_proj.{name}": value.contiguous() for name, value in tensors.items()}
     save_file(named, directory / "model.safetensors")
@@ -73,16 +81,71 @@ def agrees(values: torch.Tensor, wanted: torch.Tensor) -> None:
     assert ((values.double() - wanted).abs() <= 2.0**-22 * wanted.abs()).all()
 
 
+@pairwise("shape, bits, strategy", SHAPES, range(1, 9), ["tensor", "channel", "group"])
+def test_packed_integers(tmp_path: Path, shape: tuple[int, int], bits: int, strategy: str) -> None:
+    rows, columns = shape
+    half, size = 1 << (bits - 1), 32 if strategy == "group" else None
+    block = {"tensor": shape, "channel": (1, columns), "group": (1, 32)}[strategy]
+    codes = torch.randint(-half, half, shape)
+    scales = torch.rand(-(-rows // block[0]), -(-columns // block[1])) + 0.1
+    zeros = torch.randint(-half, half, scales.shape)
+    tensors = {
+        "weight_packed": words(codes, bits),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(shape),
+    }
+    config = group(num_bits=bits, type="int", strategy=strategy, group_size=size)
+    agrees(read(tmp_path, tensors, config), codes * spread(scales, shape, block))
+    # Zero points are packed along the rows; the zero point of a whole tensor is not packed.
+    held = zeros.to(torch.int8) if strategy == "tensor" else words(zeros.T, bits).T
+    config = group(num_bits=bits, type="int", strategy=strategy, group_size=size, symmetric=False)
+    wanted = (codes - spread(zeros, shape, block)) * spread(scales, shape, block)
+    agrees(read(tmp_path, tensors | {"weight_zero_point": held}, config), wanted)
+
+
+@pairwise("shape, numeric, strategy", SHAPES, ["int", "float"], ["tensor", "channel", "group", "block"])
+def test_codes_of_eight_bits(tmp_path: Path, shape: tuple[int, int], numeric: str, strategy: str) -> None:
+    block = {"tensor": shape, "channel": (1, shape[1]), "group": (1, 16), "block": (24, 40)}[strategy]
+    more = {"group": {"group_size": 16}, "block": {"block_structure": [24, 40]}}.get(strategy, {})
+    codes = torch.randint(-127, 128, shape).to(torch.int8 if numeric == "int" else FP8)
+    scales = torch.rand(*(-(-size // side) for size, side in zip(shape, block, strict=True)))
+    form = f"{numeric}-quantized"
+    config = group(format=form, num_bits=8, type=numeric, strategy=strategy, **more)
+    tensors = {"weight": codes, "weight_scale": scales, "input_scale": torch.ones(1)}
+    agrees(read(tmp_path, tensors, config), codes.double() * spread(scales, shape, block))
+    if numeric == "int":
+        zeros = torch.randint(-127, 128, scales.shape).to(torch.int8)
+        config["config_groups"]["group_0"]["weights"]["symmetric"] = False
+        wanted = (codes.double() - spread(zeros, shape, block)) * spread(scales, shape, block)
+        agrees(read(tmp_path, tensors | {"weight_zero_point": zeros}, config), wanted)
+        assert "no zero points, although config.json declares them" in str(
+            stored(tmp_path, tensors, config).problem
+        )
+
+
 @pytest.mark.parametrize("shape", [(64, 96), (33, 64), (1, 32)])
-def test_pairs_of_four_bit_numbers_in_experts_of_deepseek(tmp_path: Path, shape: tuple[int, int]) -> None:
+def test_pairs_of_four_bit_numbers(tmp_path: Path, shape: tuple[int, int]) -> None:
     rows, columns = shape
     codes = torch.randint(0, 16, shape)
     packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
     values = torch.tensor(E2M1, dtype=torch.float64)[codes]
     exponents = torch.randint(100, 130, (rows, columns // 32), dtype=torch.uint8)
     factors = spread(torch.exp2(exponents.double() - 127), shape, (1, 32))
+    config = group(format="mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32)
+    agrees(read(tmp_path, {"weight_packed": packed, "weight_scale": exponents}, config), values * factors)
     experts = {"quant_method": "fp8", "expert_dtype": "fp4"}
     agrees(read(tmp_path, {"weight": packed.view(torch.int8), "scale": exponents}, experts), values * factors)
+    scales = (torch.rand(rows, columns // 16) * 400 + 1).to(FP8)
+    factors = spread(scales, shape, (1, 16))
+    config = group(
+        format="nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16
+    )
+    tensors = {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": torch.tensor([700.0])}
+    # compressed-tensors divides by its global scale, modelopt multiplies by its second scale.
+    agrees(read(tmp_path, tensors, config), values * factors / 700)
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    tensors = {"weight": packed, "weight_scale": scales, "weight_scale_2": torch.tensor(0.25)}
+    agrees(read(tmp_path, tensors, config), values * factors * 0.25)
 
 
 @pairwise(
@@ -147,8 +210,24 @@ def test_a_word_of_awq(tmp_path: Path) -> None:
     assert values.tolist() == [[float(column), 15.0] for column in range(8)]
 
 
+def test_what_a_library_writes_beside_config_json(tmp_path: Path) -> None:
+    """modelopt writes a separate file, which transformers does not read."""
+    codes = torch.randint(-127, 128, (8, 16)).to(FP8)
+    tensors = {"weight": codes, "weight_scale": torch.tensor(0.5), "input_scale": torch.tensor(2.0)}
+    written = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None},
+    }
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(written))
+    agrees(read(tmp_path, tensors, None), codes.double() * 0.5)
+    written["quantization"] = {"quant_algo": "W4A8_AWQ"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(written))
+    assert "quantized by modelopt as W4A8_AWQ" in str(stored(tmp_path, tensors, None).problem)
+
+
 # Whole checkpoints
 
+NAMES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.down_proj")
 Change = Callable[[dict[str, torch.Tensor]], None]
 
 
@@ -168,6 +247,77 @@ def checkpoint(
     )
     (directory / "config.json").write_text(json.dumps(content))
     return directory
+
+
+MIXED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "mixed-precision",
+    "ignore": ["lm_head", "re:.*o_proj", "re:.*k_proj", "re:.*up_proj"],
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group"}, "format": "pack-quantized"},
+        "group_1": {"targets": ["re:.*v_proj"], "weights": {"num_bits": 3, "type": "int", "strategy": "channel", "symmetric": False}, "format": "pack-quantized"},
+        "group_2": {"targets": ["re:.*gate_proj"], "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}, "format": "float-quantized"},
+        "group_3": {"targets": ["re:.*layers.1.*down_proj"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}, "format": "int-quantized"},
+    },
+}  # fmt: skip
+
+
+def mixed(wanted: dict[str, torch.Tensor]) -> Change:
+    """Quantize a model in four groups with different numbers of bits, group sizes and symmetry."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for layer, name in itertools.product(range(2), NAMES):
+            key = f"model.layers.{layer}.{name}.weight"
+            rows, columns = shape = tuple(tensors[key].shape)
+            if name == "mlp.gate_proj":
+                tensors[key] = torch.randint(-127, 128, shape).to(FP8)
+                tensors[f"{key}_scale"], tensors[f"{key[:-6]}input_scale"] = (
+                    torch.tensor([0.01]),
+                    torch.ones(1),
+                )
+                wanted[key] = tensors[key].double() * torch.tensor([0.01]).double()
+                continue
+            if (layer, name) == (1, "mlp.down_proj"):
+                tensors[key] = torch.randint(-127, 128, shape).to(torch.int8)
+                tensors[f"{key}_scale"] = torch.rand(rows, 1)
+                wanted[key] = tensors[key].double() * tensors[f"{key}_scale"].double()
+                continue
+            bits, side = (3, columns) if name == "self_attn.v_proj" else (4, 32)
+            codes = torch.randint(-(1 << (bits - 1)), 1 << (bits - 1), shape)
+            scales = torch.rand(rows, columns // side)
+            del tensors[key]
+            tensors |= {
+                f"{key}_packed": words(codes, bits),
+                f"{key}_scale": scales,
+                f"{key}_shape": torch.tensor(shape),
+            }
+            zeros = torch.zeros(scales.shape, dtype=torch.int64)
+            if bits == 3:
+                zeros = torch.randint(-4, 4, scales.shape)
+                tensors[f"{key}_zero_point"] = words(zeros.T, bits).T
+            wanted[key] = (codes - spread(zeros, shape, (1, side))) * spread(scales, shape, (1, side))
+
+    return change
+
+
+def test_each_layer_is_read_by_its_own_group(tmp_path: Path) -> None:
+    wanted: dict[str, torch.Tensor] = {}
+    path = checkpoint(tmp_path, mixed(wanted), MIXED)
+    model = isotype.load(path, isotype.resolve_precision(path, "float32", device="cpu"))
+    assert len(wanted) == 8
+    for name, value in wanted.items():
+        agrees(model.get_parameter(name).detach(), value)
+    assert main(["inspect", str(path)]) == 0
+
+
+def test_its_int8_layers_are_not_those_of_bitsandbytes(tmp_path: Path) -> None:
+    wanted: dict[str, torch.Tensor] = {}
+    path = checkpoint(tmp_path, mixed(wanted), MIXED)
+    model = isotype.load(path, isotype.resolve_precision(path, "float32", "int8", device="cpu"))
+    layer: Any = model.get_submodule("model.layers.1.mlp.down_proj")
+    codes, scales = quantize_int8(wanted["model.layers.1.mlp.down_proj.weight"].float())
+    assert torch.equal(layer.weight, codes)
+    assert torch.equal(layer.state.SCB, scales)
 
 
 def in_awq(size: int, wanted: dict[str, torch.Tensor], leave: tuple[str, ...] = ()) -> Change:
@@ -218,11 +368,6 @@ def refused_with_and_without_weights(path: Path, text: str, capsys: Any) -> None
         (path / "model.safetensors").unlink(missing_ok=True)
 
 
-def test_a_config_of_fp8_alone_is_refused_as_its_weights_are(tmp_path: Path, capsys: Any) -> None:
-    path = checkpoint(tmp_path, fp8(("weight_scale", ONE)), BLOCKS | {"weight_block_size": 128})
-    refused_with_and_without_weights(path, "blocks of 128 in config.json", capsys)
-
-
 @pytest.mark.parametrize("said", [{"bits": 3}, {"version": "GEMV"}, {"backend": "llm-awq"}])
 def test_awq_that_is_not_read_is_refused_without_weights(
     tmp_path: Path, said: Mapping[str, Any], capsys: Any
@@ -266,6 +411,7 @@ def fp8(*scales: tuple[str, Any], dtype: torch.dtype = FP8) -> Change:
 
 ONE, ROWS = torch.ones(1), torch.ones(3, 1)
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+COMPRESSED = group(format="float-quantized", num_bits=8, type="float", strategy="tensor")
 REFUSED: dict[str, tuple[Change, dict[str, Any] | None, str]] = {
     "no scale": (fp8(), BLOCKS, "float8_e4m3fn codes without a scale"),
     "no scale, no config": (fp8(), None, "float8_e4m3fn codes without a scale"),
@@ -277,12 +423,28 @@ REFUSED: dict[str, tuple[Change, dict[str, Any] | None, str]] = {
     "two scales": (fp8(("weight_scale", ONE), ("weight_scale_inv", ONE)), BLOCKS, "weight_scale, weight_scale_inv: one scale is expected"),
     "another shape": (fp8(("weight_scale", ROWS)), BLOCKS, "weight_scale of shape [3, 1] for a weight of shape [64, 96]; by config.json, the weight has one scale per block 128x128 or row or tensor"),
     "blocks of no config": (fp8(("weight_scale_inv", torch.ones(4, 4))), None, "weight_scale_inv of shape [4, 4] for a weight of shape [64, 96]; by config.json, the weight has one scale per row or tensor"),
-    "a scale of int8": (fp8(("weight_scale", torch.ones(1, dtype=torch.int8))), BLOCKS, "weight_scale of I8, which is not a dtype of scales for F8_E4M3 codes"),
-    "zero points of FP8": (fp8(("weight_scale", ONE), ("weight_zero_point", ONE)), BLOCKS, "weight_zero_point (2 tensors) of shape [1]"),
-    "an input scale alone": (fp8(("input_scale", ONE), dtype=torch.bfloat16), BLOCKS, "stored in BF16, where float8 codes are expected"),
-    "a scale of a dense weight": (fp8(("weight_scale", ONE), dtype=torch.bfloat16), BLOCKS, "stored in BF16, where float8 codes are expected"),
+    "a scale of int8": (fp8(("weight_scale", torch.ones(1, dtype=torch.int8))), BLOCKS, "weight_scale of I8, which is not a dtype of scales for floats"),
+    "zero points of FP8": (fp8(("weight_scale", ONE), ("weight_zero_point", ONE)), COMPRESSED, "weight_zero_point of shape [1] F32 for scales [1]"),
+    "an order of columns": (fp8(("weight_scale", ONE), ("weight_g_idx", ONE)), COMPRESSED, "weight_g_idx, which is not used to read floats"),
+    "a global scale": (fp8(("weight_scale", ONE), ("weight_global_scale", ONE)), COMPRESSED, "weight_global_scale, which is not used to read floats"),
+    "an input scale alone": (fp8(("input_scale", ONE), dtype=torch.bfloat16), BLOCKS, "stored in BF16, where config.json has floats of 8 bits"),
+    "a scale of a dense weight": (fp8(("weight_scale", ONE), dtype=torch.bfloat16), COMPRESSED, "stored in BF16, where config.json has floats of 8 bits"),
     "int8 without a scale": (fp8(dtype=torch.int8), None, "int8 codes without a scale"),
-    "int8 without a config": (fp8(("weight_scale", ONE), dtype=torch.int8), None, "stored in I8, where float8 codes are expected"),
+    "int8 without a config": (fp8(("weight_scale", ONE), dtype=torch.int8), None, "stored in I8, where config.json has floats of 8 bits"),
+    "no group": (fp8(("weight_scale", ONE)), COMPRESSED | {"ignore": ["re:.*"]}, "no group covers this weight in the config_groups Linear"),
+    "no regular expression": (fp8(("weight_scale", ONE)), COMPRESSED | {"ignore": ["re:("]}, "target re:( is not a regular expression"),
+    "order of activations": (fp8(("weight_scale", ONE)), group(num_bits=8, type="float", actorder="group", format="float-quantized"), "columns in the order of activations (actorder: group)"),
+    "another type": (fp8(("weight_scale", ONE)), group(num_bits=8, type="int", format="int-quantized"), "stored in F8_E4M3, where config.json has integers of 8 bits"),
+    "another format": (fp8(("weight_scale", ONE)), COMPRESSED | {"format": "pack-quantized"}, "stored in F8_E4M3, where config.json has nothing of 8 bits"),
+    **{
+        form: (fp8(("weight_scale", ONE)), COMPRESSED | {"format": form}, f"stored in compressed-tensors' format {form}")
+        for form in ("marlin-24", "sparse-24-bitmask", "sparse-bitmask", "mxfp6-pack-quantized", "dense")
+    },
+    "sparse": (fp8(("weight_scale", ONE)), COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config with format sparse-24-bitmask"),
+    "turned": (fp8(("weight_scale", ONE)), COMPRESSED | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config with config_groups {'R1': {}}"),
+    "bits that are none": (fp8(("weight_scale", ONE)), group(num_bits="8", format="float-quantized"), "num_bits '8' in config.json"),
+    "groups that are none": (fp8(("weight_scale", ONE)), COMPRESSED | {"config_groups": {"W8A8": ["Linear"]}}, "config_groups.W8A8 without targets"),
+    "no groups": (fp8(("weight_scale", ONE)), {"quant_method": "compressed-tensors"}, "config_groups None in config.json"),
     "bitsandbytes without a config": (fp8(("SCB", ONE), dtype=torch.int8), None, "int8 with SCB, while config.json does not name bitsandbytes"),
     "bitsandbytes of another kind": (fp8(("weight.absmax", ONE), ("weight.quant_map", ONE), ("weight.quant_state.bitsandbytes__nf4", ONE), dtype=torch.uint8), {"quant_method": "bitsandbytes", "load_in_4bit": True}, "where config.json has fp4"),
     "bitsandbytes, not complete": (fp8(("weight.absmax", ONE), ("weight.quant_state.bitsandbytes__nf4", ONE), dtype=torch.uint8), {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4 without quant_map"),
@@ -297,7 +459,7 @@ REFUSED: dict[str, tuple[Change, dict[str, Any] | None, str]] = {
     "awq in bits that are none": (in_awq(32, {}), AWQ | {"bits": "4"}, "awq of '4' bits in version gemm"),
     "awq with other tensors": (fp8(("weight_scale", ONE)), AWQ, "F8_E4M3 with weight_scale: a matrix of I32 with scales and qzeros is expected"),
     "awq of activations": (lambda tensors: (in_awq(32, {})(tensors), tensors.update({"model.layers.0.mlp.act_fn.scales": ONE}))[1], AWQ, "act_fn.scales of shape [1] in model.safetensors, which LlamaForCausalLM does not use"),
-    "a scale before quantization": (fp8(("weight_scale", ONE), ("pre_quant_scale", ONE)), BLOCKS, "pre_quant_scale (2 tensors) of shape [1]"),
+    "a scale before quantization": (fp8(("weight_scale", ONE), ("pre_quant_scale", ONE)), {"quant_method": "modelopt", "quant_algo": "FP8"}, "pre_quant_scale (2 tensors) of shape [1]"),
 }  # fmt: skip
 
 
@@ -315,20 +477,39 @@ def test_what_is_not_read_is_refused_before_it_is_loaded(tmp_path: Path, case: s
 
 
 @pytest.mark.parametrize(
-    "method",
+    ("config", "text"),
     [
-        "compressed-tensors",
-        "modelopt",
-        "gptq",
-        "quanto",
-        "hqq",
-        "torchao",
-        "fbgemm_fp8",
-        "aqlm",
-        "eetq",
-        "vptq",
-        "spqr",
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quantized by modelopt as W4A8_AWQ"),
+        (COMPRESSED | {"format": "marlin-24"}, "stored in compressed-tensors' format marlin-24"),
+        (BLOCKS | {"weight_block_size": 128}, "blocks of 128 in config.json"),
     ],
+)
+def test_a_config_alone_is_refused_as_its_weights_are(
+    tmp_path: Path, config: dict[str, Any], text: str, capsys: Any
+) -> None:
+    path = checkpoint(tmp_path, fp8(("weight_scale", ONE)), config)
+    refused_with_and_without_weights(path, text, capsys)
+
+
+def test_a_config_alone_is_read_where_one_group_is(tmp_path: Path) -> None:
+    """Only the headers show which layers belong to a group."""
+    path = checkpoint(tmp_path, lambda tensors: None, MIXED)
+    (path / "model.safetensors").unlink()
+    groups = MIXED["config_groups"] | {"other": {"targets": ["none"], "format": "marlin-24"}}
+    (path / "config.json").write_text(
+        (path / "config.json").read_text().replace(json.dumps(MIXED["config_groups"]), json.dumps(groups))
+    )
+    assert '"marlin-24"' in (path / "config.json").read_text()
+    assert main(["check", str(path), "--device", "cpu"]) == 0
+
+
+def test_weights_that_are_plain_are_read_whatever_the_config_says(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, lambda tensors: None, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"})
+    assert main(["inspect", str(path), "--plan", "--device", "cpu"]) == 0
+
+
+@pytest.mark.parametrize(
+    "method", ["gptq", "quanto", "hqq", "torchao", "fbgemm_fp8", "aqlm", "eetq", "vptq", "spqr"]
 )
 def test_other_libraries_formats_are_refused_by_name(tmp_path: Path, method: str, capsys: Any) -> None:
     path = checkpoint(tmp_path, fp8(("weight_scale", ONE)), {"quant_method": method, "bits": 4})

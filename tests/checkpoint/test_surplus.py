@@ -146,7 +146,7 @@ def test_layers_that_predict_ahead_are_those_that_the_config_names(tmp_path: Pat
 
 def test_scales_of_a_cache_are_known_where_the_config_has_one(tmp_path: Path) -> None:
     names = [f"model.layers.{layer}.self_attn.{kind}_scale" for layer in range(2) for kind in "kv"]
-    config = {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}
+    config = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}
     open_checkpoint(checkpoint(tmp_path / "named", added(*names), config))
     text = refused(
         CheckpointError,

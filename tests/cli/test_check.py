@@ -12,6 +12,7 @@ import datasets
 import pytest
 import torch
 
+from isotype.cli import check as check_command
 from isotype.cli.check import exit_status
 from isotype.cli.main import main
 from isotype.core.errors import UsageError
@@ -120,13 +121,28 @@ def test_a_plan_is_named_only_where_the_memory_of_the_device_is_known(capsys, co
 
 
 @few("quantization", [(), ("--quantization", "nf4"), ("--quantization", "int8")], ("--quantization", "nf4"))
-def test_a_config_alone_is_enough_and_html_is_written(capsys, config, quantization, tmp_path):
+def test_a_config_alone_is_enough_and_sarif_and_html_are_written(
+    capsys, config, quantization, tmp_path, monkeypatch
+):
+    reports = []
+    shown = check_command._show
+
+    def show(report, *rest):
+        reports.append(report)
+        shown(report, *rest)
+
+    monkeypatch.setattr(check_command, "_show", show)
     argv = (config / "config.json", "--device", "h100", "--length", 16, *quantization)
-    status, out, err = run(capsys, *argv, "--html", tmp_path / "a.html")
+    status, out, err = run(capsys, *argv, "--sarif", tmp_path / "a.sarif", "--html", tmp_path / "a.html")
     assert (status, err) == (0, "")
     assert "1 row of 16 tokens, " in out
     assert "runs clean on NVIDIA H100" in out
+    assert json.loads((tmp_path / "a.sarif").read_text(encoding="utf-8"))["version"] == "2.1.0"
     assert (tmp_path / "a.html").read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html>")
+    (report,) = reports
+    monkeypatch.setattr(check_command, "_check_plan", lambda *_: (report, None))
+    status, out, _ = run(capsys, *argv, "--sarif", "-")
+    assert json.loads(out)["version"] == "2.1.0"
 
 
 def test_a_device_that_is_not_here_its_dtype_and_generation_as_a_phase_more(capsys, config):

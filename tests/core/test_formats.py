@@ -15,7 +15,7 @@ def test_what_follows_from_the_records() -> None:
     assert QUANTIZATIONS == ("nf4", "fp4", "int8")
     assert FOUR_BITS == ("nf4", "fp4")
     assert FITTED == ("nf4-fitted", "nf4-32-fitted")
-    assert DEQUANTIZED == ("mxfp4", "fp8", "awq")
+    assert DEQUANTIZED == ("mxfp4", "fp8", "compressed-tensors", "modelopt", "awq")
     assert all(form.block or form.bits == 8 for form in FORMATS.values())
 
 
@@ -25,7 +25,7 @@ def test_no_other_file_lists_formats() -> None:
     listing = {
         file.relative_to(SOURCE).as_posix()
         for file in SOURCE.rglob("*.py")
-        if any(f'"{name}"' in (text := file.read_text(encoding="utf-8")) for name in ("fp4", "awq"))
+        if any(f'"{name}"' in (text := file.read_text(encoding="utf-8")) for name in ("fp4", "modelopt"))
         for node in ast.walk(ast.parse(text))
         if isinstance(node, (ast.Tuple, ast.List, ast.Set))
         and len({each.value for each in node.elts if isinstance(each, ast.Constant)} & names) > 1

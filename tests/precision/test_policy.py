@@ -103,7 +103,7 @@ def test_full_training_stores_the_weights_as_masters():
     assert (policy.storage, policy.compute, policy.autocast) == ("float32", BF16, BF16)
 
 
-@pytest.mark.parametrize("method", ["mxfp4", "fp8", "awq"])
+@pytest.mark.parametrize("method", ["mxfp4", "fp8", "compressed-tensors", "awq"])
 def test_some_quantized_weights_are_dequantized_and_may_be_quantized_again(method):
     facts = replace(LLAMA, quantization=QuantizationFacts(method, method))
     policy = decide(facts, A100, PrecisionRequest())

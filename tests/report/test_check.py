@@ -278,6 +278,7 @@ def test_what_only_the_caller_can_do_is_not_counted_as_repaired() -> None:
     page = unescape(to_html(report))
     assert all(order in page for order in orders)
     assert "in a library's code" in page
+    assert "in a library's code" in report.to_sarif()
 
 
 def test_unverified_fixes_are_offered_as_such() -> None:

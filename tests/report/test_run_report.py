@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from isotype.core.errors import IsotypeError, SaveError
 from isotype.core.names import format_bytes
 from isotype.report.run import html as page
+from isotype.report.run.headroom import Headroom, HeadroomSample, by_block, in_words
 from isotype.report.run.html import charts_of, to_html
 from isotype.report.run.record import (
     SCHEMA_VERSION,
@@ -149,6 +150,17 @@ def realistic(**changes: Any) -> RunRecord:
     return replace(record, **changes)
 
 
+def sampled(dtype: str = "float16", growth: float = 1.0) -> Headroom:
+    """Twelve samples of four blocks; the third comes closest to the end of float16, and one batch holds a spike."""
+    samples = []
+    for number in range(12):
+        scale = growth ** (number / 11) * (1 + 0.02 * (number % 3))
+        largest = [120.0, 3000.0, 25600.0, 900.0]
+        samples.append(HeadroomSample(1 + 50 * number, tuple(scale * each for each in largest)))
+    samples[4] = replace(samples[4], largest=(120.0, math.inf, 65000.0, 900.0))
+    return Headroom(tuple(f"model.layers.{number}" for number in range(4)), dtype, tuple(samples))
+
+
 def losses(*values: float) -> tuple[StepRecord, ...]:
     template = step_records(1)[0]
     return tuple(replace(template, step=i + 1, loss=value) for i, value in enumerate(values))
@@ -203,6 +215,17 @@ records = st.builds(
     ).map(tuple),
     notes=texts,
     resumed_from=st.none() | counts,
+    headroom=st.none()
+    | st.builds(
+        Headroom,
+        st.just(("a", "b")),
+        text,
+        st.lists(
+            st.builds(HeadroomSample, step_numbers, st.tuples(st.floats(0), st.floats(0))),
+            min_size=1,
+            max_size=9,
+        ).map(tuple),
+    ),
 )
 
 
@@ -213,7 +236,7 @@ def refuse(name: str) -> None:
 def test_non_finite_numbers_are_strings() -> None:
     written = json.loads(to_json(realistic(steps=losses(math.nan, math.inf, -math.inf))))
     assert [step["loss"] for step in written["steps"]] == ["NaN", "Infinity", "-Infinity"]
-    assert written["schema_version"] == SCHEMA_VERSION == 3
+    assert written["schema_version"] == SCHEMA_VERSION == 2
 
 
 def plain(value: Any) -> Any:
@@ -771,6 +794,47 @@ def test_what_is_in_a_cell_stays_in_it() -> None:
     card = model_card(realistic(settings=(("a|b", "c\nd"),), dataset=str(Path(__file__))))
     assert "| a\\|b | c d |" in card
     assert "datasets:" not in card  # a file of this machine is nothing that the hub knows
+
+
+# --- headroom ---------------------------------------------------------------------------------------------
+
+
+def test_headroom_is_that_of_nine_samples_in_ten() -> None:
+    blocks = by_block(sampled())
+    third = blocks[2]
+    assert (third.name, third.high) == ("model.layers.2", pytest.approx(25600 * 1.04))
+    assert third.headroom == pytest.approx(65504 / (25600 * 1.04))
+    assert third.change == pytest.approx(1.0, abs=0.05)
+    assert blocks[1].high == pytest.approx(3120)  # one infinite sample of twelve
+
+
+def test_headroom_in_words() -> None:
+    closest = (
+        "model.layers.2 has the largest outputs: up to 26,624 in nine of ten micro-batches (12 sampled). "
+        "float16's largest number, 65,504, is 2.46 times as large."
+    )
+    assert in_words(sampled()) == closest
+    overflown = replace(
+        sampled(), samples=tuple(HeadroomSample(step, (1.0, math.inf, 2.0, 3.0)) for step in (1, 2))
+    )
+    assert in_words(overflown) == (
+        "model.layers.1 passes 65,504, float16's largest number, in more than one of ten micro-batches (2 sampled)."
+    )
+    grown = in_words(sampled(growth=4.0))
+    assert grown.endswith(
+        "Other batches may exceed float16's range. bfloat16 or a float32 residual stream has more headroom. "
+        "The block's outputs grew by a factor of 2.69 over the run."
+    )
+    assert in_words(sampled("float32")) == (
+        f"{closest} The blocks return their outputs in float32, which can hold far larger values."
+    )
+
+
+def test_headroom_has_a_section() -> None:
+    page = to_html(realistic(headroom=sampled()))
+    assert "<h2>Headroom of float16</h2>" in page
+    assert page.count('<svg class="range"') == 4
+    assert "Headroom" not in to_html(realistic())
 
 
 _JS = """

@@ -41,7 +41,7 @@ def test_text_is_escaped_and_fit_for_xml_wherever_a_template_shows_it() -> None:
 def test_a_report_in_a_terminal_loads_no_templates() -> None:
     code = (
         "import sys; from tests.report.check_samples import crash; from isotype.report.check.html import to_html;"
-        "report = crash(); str(report), report.to_json(); print('jinja2' in sys.modules);"
+        "report = crash(); str(report), report.to_json(), report.to_sarif(); print('jinja2' in sys.modules);"
         "to_html(report); print('jinja2' in sys.modules)"
     )
     assert printed(code).split() == ["False", "True"]

@@ -376,9 +376,15 @@ def _sliced(source: Source, rows: int, start: int, stop: int) -> Source | None:
             return None
         scheme = tensor.scheme
         if scheme is not None:
-            if scheme.kind == "words":  # rows of the weight are columns in the file
+            if scheme.transposed:  # rows of the weight are columns in the file
                 return None
-            scheme = replace(scheme, shape=(stop - start, *scheme.shape[1:]), scale=cut(scheme.scale))
+            scheme = replace(
+                scheme,
+                shape=(stop - start, *scheme.shape[1:]),
+                scale=cut(scheme.scale),
+                zero=scheme.zero and cut(scheme.zero),
+                second=scheme.second and cut(scheme.second),
+            )
         constants = tuple(map(cut, tensor.constants))
         part = replace(tensor, weight=cut(tensor.weight), constants=constants, scheme=scheme)
         tensors.append((part, pattern))

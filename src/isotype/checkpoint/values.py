@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -53,13 +53,23 @@ def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
         return mxfp4.unpack(codes, scales, dtype, True)
     # uint8 scales are exponents of two (E8M0).
     factors = mxfp4.powers(scales) if scales.dtype == torch.uint8 else scales.to(torch.float32)
-    if scheme.zero is not None:
-        codes, zeros = _unpacked(codes), _unpacked(read(scheme.zero))
+    if scheme.second is not None:
+        second = read(scheme.second).to(torch.float32)
+        factors = factors / second if scheme.divides else factors * second
+    zeros = None if scheme.zero is None else read(scheme.zero)
+    if scheme.transposed and zeros is not None:
+        codes = _unpacked(codes, scheme.bits, scheme.shape[::-1], _AWQ)
+        zeros = _unpacked(zeros, scheme.bits, scales.shape, _AWQ)
         return _scaled(codes, factors, dtype, scheme.block[::-1], zeros).T.contiguous()
-    if scheme.kind == "E2M1":
+    if zeros is not None and zeros.dtype == torch.int32 and scheme.kind == "words":
+        rows = (*scheme.shape[:-2], scales.shape[-1], scheme.shape[-2])
+        zeros = _unpacked(zeros.transpose(-1, -2), scheme.bits, rows).transpose(-1, -2)
+    if scheme.kind == "words":
+        codes = _unpacked(codes, scheme.bits, scheme.shape)
+    elif scheme.kind == "E2M1":
         codes = torch.stack([codes.view(torch.uint8) & 15, codes.view(torch.uint8) >> 4], dim=-1).flatten(-2)
         return _scaled(codes, factors, dtype, scheme.block, table=mxfp4.E2M1)
-    return _scaled(codes, factors, dtype, scheme.block)
+    return _scaled(codes, factors, dtype, scheme.block, zeros)
 
 
 def _scaled(
@@ -113,12 +123,25 @@ def _table(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32)
 
 
-def _unpacked(words: torch.Tensor) -> torch.Tensor:
-    """Unpack AutoAWQ's 4-bit codes: int32 words [rows, columns / 8] to int8 codes [rows, columns]."""
-    codes = torch.empty(len(words), words.shape[1], 8, dtype=torch.int8)
-    for column, place in enumerate(_AWQ):
-        codes[..., column] = words >> 4 * place & 15
-    return codes.flatten(1)
+def _unpacked(
+    words: torch.Tensor, bits: int, shape: Sequence[int], order: Sequence[int] = (0,)
+) -> torch.Tensor:
+    """Unpack codes from int32 words, and subtract half of the codes' range; return int8 of `shape`.
+
+    A code may continue in the next word. `order`: for each column that shares a word, its position in the word. The
+    number of columns must be a multiple of `len(order)`.
+    """
+    begin = (torch.arange(0, shape[-1], len(order))[:, None] + torch.tensor(order)).flatten() * bits
+    place, shift = begin // 32, begin % 32
+    codes = torch.empty(math.prod(shape[:-1]), shape[-1], dtype=torch.int8)
+    step = max(1, _PIECE // max(1, shape[-1]))
+    flat = words.reshape(-1, words.shape[-1])
+    for first in range(0, len(flat), step):
+        wide = flat[first : first + step].to(torch.int64) & 0xFFFFFFFF
+        wide = torch.nn.functional.pad(wide, (0, 1))
+        pair = wide.index_select(-1, place) | wide.index_select(-1, place + 1) << 32
+        codes[first : first + step] = (pair >> shift & (1 << bits) - 1) - (1 << bits - 1)
+    return codes.view(*shape)
 
 
 ConvertGguf = Callable[[Source, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -38,12 +39,12 @@ def run(argv: Sequence[str], console: Console) -> int:
             from isotype.planning.from_request import resolve_auto, words_of
 
             command, row = resolve_auto(command)
-            if not options.json:
+            if _prints_text(options):
                 say(console, words_of(row))
         report, repaired = _check_plan(plan_of(options, command), options, command)
     _show(report, options, console, repaired)
     status = exit_status(report, options.fail_on)
-    if not options.json:
+    if _prints_text(options):
         if repaired is not None:
             say(console, repaired.text)
         elif status == 0:
@@ -55,6 +56,10 @@ def names_function(argv: Sequence[str]) -> bool:
     """Return whether `isotype check` checks a function (`package.module:function`)."""
     named = argv and re.fullmatch(r"\w+(\.\w+)*:\w+", argv[0])
     return bool(named) and not argv[0].startswith("embedded:")
+
+
+def _prints_text(options: Options) -> bool:
+    return not options.json and options.sarif != "-"
 
 
 def _next(options: Options, command: Command | None, report: Report) -> dict[str, tuple[str, ...]]:
@@ -135,11 +140,17 @@ def _check_function(options: Options, function: str, device: str | None) -> tupl
 def _show(report: Report, options: Options, console: Console, repaired: Repaired | None) -> None:
     if options.html is not None:
         report.to_html(options.html)
+    if options.sarif not in (None, "-"):
+        from isotype.report.html import write_report
+
+        write_report(Path(str(options.sarif)), report.to_sarif())
     if options.json:
         content = json.loads(report.to_json())
         if repaired is not None:
             content["repair"] = repaired.content()
         print(json.dumps(content, indent=1, allow_nan=False))
+    elif options.sarif == "-":
+        print(report.to_sarif())
     else:
         from isotype.report.check.text import render
 

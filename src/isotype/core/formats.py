@@ -89,6 +89,8 @@ _METHODS = (
     Method("bitsandbytes", dequantized=False),
     Method(MXFP4, in_memory=True),
     Method("fp8"),
+    Method("compressed-tensors"),
+    Method("modelopt"),
     Method("awq"),
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in _METHODS}

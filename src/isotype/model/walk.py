@@ -118,9 +118,9 @@ def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, 
                 yield owner, child
 
 
-def blocks_in(model: nn.Module) -> list[nn.Module]:
-    """Return all blocks in lists of blocks, also in lists inside of other blocks."""
-    return [block for _, layers in lists_of_blocks(model, 1) for block in layers.children()]
+def blocks_in(model: nn.Module, fewest: int = 1) -> list[nn.Module]:
+    """Return all blocks in lists of at least `fewest` blocks, also in lists inside of other blocks."""
+    return [block for _, layers in lists_of_blocks(model, fewest) for block in layers.children()]
 
 
 def outermost_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -262,6 +262,7 @@ def record(
         notes=(*notes, *built.notes, *lost_output()),
         resumed_from=recorder.resumed_from,
         data=data_summary(trainer, built.lengths),
+        headroom=recorder.headroom(),
         earlier_seconds=0.0 if run.earlier is None else summarize(run.earlier).seconds,
     )
 

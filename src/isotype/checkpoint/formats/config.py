@@ -55,7 +55,7 @@ def read_config(directory: Path) -> Any:
         raise CheckpointError.of("unknown model", what, expected, fix)
     for key in ("dtype", "torch_dtype"):
         torch_dtype(content.get(key), f"{key} in {path}")
-    quantization_beside(directory)  # raises CheckpointError for settings that are not an object
+    quantization = quantization_beside(directory)
     if problems := [*_problems(content, path, CONFIG_MAPPING[model_type]), *_generation_problems(directory)]:
         raise CheckpointError(f"invalid settings of {directory}", problems)
     try:
@@ -63,6 +63,8 @@ def read_config(directory: Path) -> Any:
     except (*BUILD_ERRORS, OSError, StrictDataclassError) as error:
         what, expected = f"{path}: {error}", f"a config of a {model_type} model"
         raise CheckpointError.of("config.json cannot be read", what, expected, AGAIN) from error
+    if quantization.get("quant_method") == "modelopt":  # perhaps from hf_quant_config.json
+        config.quantization_config = dict(quantization)
     return config
 
 

@@ -78,7 +78,7 @@ def read_headers(path: str | Path) -> CheckpointHeaders:
 
 
 def quantization_beside(weights: Path) -> Mapping[str, Any]:
-    """Return the quantization settings in config.json, or an empty mapping.
+    """Return the quantization settings in config.json or modelopt's hf_quant_config.json, or an empty mapping.
 
     For a config with a float8 dtype but no quantization, returns the `quant_method` `cast`: weights cast to float8.
     """
@@ -92,6 +92,10 @@ def quantization_beside(weights: Path) -> Mapping[str, Any]:
         what = f"{file}: quantization_config is {options!r:.80}"
         expected = "an object that has a quant_method"
         raise CheckpointError.of("config.json cannot be read", what, expected, DAMAGED)
+    file = directory / "hf_quant_config.json"
+    options = read_json(file).get("quantization") if file.is_file() else None
+    if isinstance(options, dict):
+        return {"quant_method": "modelopt", **options}
     return {"quant_method": "cast"} if any("float8" in dtype for dtype in dtypes_named(config)) else {}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from isotype.checkpoint.mapping.schemes import (
     UnreadableError,
     method_of,
     scheme_of,
+    written_shape,
 )
 from isotype.core.errors import Problem
 from isotype.core.formats import FOUR_BITS, STORED, is_float
@@ -36,15 +37,19 @@ _CONSTANTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ((".SCB", ".weight_format"), ".weight", "int8"),
     ((".SCB",), "", "int8"),  # of stacked experts
     (("_scales",), "_blocks", "mxfp4"),  # gpt-oss
+    # compressed-tensors
+    (("_scale", "_shape", "_zero_point", "_g_idx", "_global_scale"), "_packed", "packed"),
     ((".scales", ".qzeros", ".g_idx"), ".qweight", "packed"),  # GPTQ and AWQ
-    (("_scale", "_scale_inv"), "", ""),  # FP8
+    (("_scale_2",), "", "nvfp4"),  # modelopt
+    (("_scale", "_scale_inv", "_zero_point", "_g_idx", "_global_scale"), "", ""),  # FP8 and 8-bit integers
     ((".scale", ".qscale_weight"), ".weight", FP8),
     (ACTIVATIONS, ".weight", ""),
+    (ACTIVATIONS, ".weight_packed", "packed"),
 )
 # Tried first: a large checkpoint has 10^5 tensors, and most of them are not constants.
 _ENDINGS = tuple(ending for endings, _, _ in _CONSTANTS for ending in endings)
 # (regular expression, replacement) that change a weight's name in the file to its name in the model.
-_NAMES = {"mxfp4": (r"_blocks$", ""), "packed": (r"(?<=\.)q(?=weight$)", "")}
+_NAMES = {"mxfp4": (r"_blocks$", ""), "packed": (r"_packed$|(?<=\.)q(?=weight$)", "")}
 _BITS = {"mxfp4": 4, **dict.fromkeys(FOUR_BITS, 4)}
 
 
@@ -56,7 +61,7 @@ class StoredTensor:
         name: name of the dense weight (`experts.gate_up_proj` for `experts.gate_up_proj_blocks`).
         form: name of a dtype or a quantization format (`nf4`, `mxfp4`, `Q4_K`), or `packed` if only config.json names
             the format.
-        constants: headers of the tensors with the weight's scales and code books.
+        constants: headers of the tensors with the weight's scales, code books and shape.
         scheme: how the values are computed; None for plain weights, bitsandbytes' formats and GGUF blocks.
         problem: why the values cannot be computed, or None.
     """
@@ -108,7 +113,7 @@ def stored_tensors(
         form = forms.get(header.name) or STORED.get(header.dtype_name, header.dtype_name)
         name = re.sub(*_NAMES[form], header.name) if form in _NAMES else header.name
         stored = StoredTensor(name, form, header, tuple(constants.get(header.name, ())))
-        tensors.append(_with_scheme(stored, quantization))
+        tensors.append(with_scheme(stored, quantization))
     return tuple(tensors)
 
 
@@ -131,12 +136,18 @@ def _weight_of(
     return "", ""
 
 
-def _with_scheme(tensor: StoredTensor, quantization: Mapping[str, Any] | None) -> StoredTensor:
-    """Return a copy of the tensor with `scheme` or `problem` set."""
+def with_scheme(
+    tensor: StoredTensor,
+    quantization: Mapping[str, Any] | None,
+    target: str = "",
+    classes: Sequence[str] = ("Linear",),
+) -> StoredTensor:
+    """Return a copy of the tensor with `scheme` or `problem` set. `target` is the tensor's name in the model, or ""."""
     if tensor.plain and tensor.weight.dtype_name not in CODES:
         return tensor
+    modules = [name.rpartition(".")[0] for name in (tensor.name, target) if name]
     try:
-        scheme = scheme_of(tensor.weight, tensor.constants, tensor.form, quantization or {})
+        scheme = scheme_of(tensor.weight, tensor.constants, tensor.form, quantization or {}, modules, classes)
     except UnreadableError as error:
         return replace(tensor, scheme=None, problem=Problem(f"{tensor.weight.name}: {error}", *EXPECTED))
     return replace(tensor, scheme=scheme, problem=None)
@@ -146,7 +157,9 @@ def dense_shape(tensor: StoredTensor) -> tuple[int, ...] | None:
     """Return the shape of a stored tensor after dequantization, or None if the headers do not contain it."""
     if tensor.scheme is not None:
         return tensor.scheme.shape
-    return None if tensor.form in FOUR_BITS or tensor.form == "packed" else tensor.weight.shape
+    if tensor.form in FOUR_BITS:
+        return None
+    return written_shape(tensor.constants) if tensor.form == "packed" else tensor.weight.shape
 
 
 def main_form(tensors: Iterable[StoredTensor]) -> str | None:

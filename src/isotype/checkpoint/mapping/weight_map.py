@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.formats.headers import CheckpointHeaders
-from isotype.checkpoint.mapping.stored import StoredTensor, blank_tensors, dense_shape, stored_tensors
+from isotype.checkpoint.mapping.stored import (
+    StoredTensor,
+    blank_tensors,
+    dense_shape,
+    stored_tensors,
+    with_scheme,
+)
 from isotype.model.experts.stack import shape_of
 
 FROM_GGUF = "by transformers' `TensorProcessor` for GGUF files"
@@ -69,6 +75,11 @@ def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
     rename, in_order = _renaming(model, headers)
     for tensor in sorted(stored, key=lambda tensor: in_order(tensor.name)):
         target, pattern, conversion = rename(tensor.name)
+        if tensor.quantized and target:
+            path, _, leaf = target.rpartition(".")
+            # A stacked weight is made of linear layers' weights.
+            classes = type(model.get_submodule(path)).__mro__ if leaf == "weight" else (nn.Linear,)
+            tensor = with_scheme(tensor, headers.quantization, target, [cls.__name__ for cls in classes])
         if not target:
             surplus.append(tensor)
         elif target not in gathered:

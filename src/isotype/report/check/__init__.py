@@ -1,1 +1,1 @@
-"""The report of a check as data, and as text, JSON and HTML."""
+"""The report of a check as data, and as text, JSON, SARIF and HTML."""

@@ -1,12 +1,18 @@
-"""The report of a check as JSON. `python -m tools.schemas` writes `schema.json`."""
+"""The report of a check as JSON and SARIF. `python -m tools.schemas` writes `schema.json`."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+from urllib.parse import quote
 
 from isotype.contracts.contract import doubts, judged_by
 from isotype.core import VERSION
+from isotype.core.dtypes import dtype_name
 from isotype.core.json_records import Names, text_of
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
@@ -14,7 +20,8 @@ from isotype.records.finding import Finding, Fix
 from isotype.records.memory import Products, StepTime
 from isotype.records.trace import Failure, Origin, Setup
 from isotype.report.check.record import Outlook, Record, repair_outlook
-from isotype.report.check.text import sharding_notes, verdict
+from isotype.report.check.text import cost_clauses, fix_standing, sharding_notes, verdict
+from isotype.rules import Rule, all_rules
 
 SCHEMA_VERSION = 1
 """Version of the JSON format. The version increases when a program for the old format would misread the new format."""
@@ -99,3 +106,104 @@ NAMES: Names = {
 def to_json(report: Record) -> str:
     """Return the result of a check as strict JSON with a `schema_version`. Numbers are not rounded."""
     return text_of(Check(report.trace, report.findings, report.seconds), SCHEMA_VERSION, NAMES)
+
+
+SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_SOURCE = re.compile(r"(?P<path>.+):(?P<line>[1-9]\d*)")
+
+
+def to_sarif(report: Record) -> str:
+    """Return a check as a SARIF log with one run: the findings, their rules, and the error that ended the trace."""
+    known = {rule.code: rule for rule in all_rules()}
+    codes = sorted({finding.code for finding in report.findings})
+    index = {code: position for position, code in enumerate(codes)}
+    driver = {
+        "name": "isotype",
+        "semanticVersion": VERSION,
+        "rules": [_rule(code, known.get(code)) for code in codes],
+    }
+    run = {
+        "tool": {"driver": driver},
+        "invocations": [_invocation(report)],
+        "results": [_result(finding, index, report) for finding in report.findings],
+        "properties": {"model": report.trace.model, "verdict": verdict(report), "status": report.status},
+    }
+    log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
+    return json.dumps(log, indent=1, allow_nan=False) + "\n"
+
+
+def _rule(code: str, rule: Rule | None) -> dict[str, Any]:
+    """Describe a rule for SARIF by its `isotype explain` page. For a rule of another package, return only the code."""
+    described: dict[str, Any] = {"id": code}
+    if rule is not None:
+        page = rule.page.strip()
+        plain = f"{rule.title}. Run `isotype explain {code}` for the whole page."
+        described |= {
+            "shortDescription": {"text": rule.title},
+            "fullDescription": {"text": page.split("\n\n")[0].replace("\n", " ") or rule.title},
+            "help": {"text": plain, "markdown": page or plain},
+        }
+    return described
+
+
+def _invocation(report: Record) -> dict[str, Any]:
+    failure = report.trace.failure
+    texts = (*(f"not traced: {part}" for part in report.trace.untraced_parts()), *report.trace.notes)
+    notices = [{"level": "note", "message": {"text": text}} for text in texts]
+    if failure is not None:
+        at = f"{failure.phase} {failure.module}".rstrip()
+        text = f"the step was traced only up to {at}: {failure.error}"
+        notices.append({"level": "error", "message": {"text": text}})
+    invocation: dict[str, Any] = {"executionSuccessful": report.complete}
+    return invocation | ({"toolExecutionNotifications": notices} if notices else {})
+
+
+def _result(finding: Finding, index: Mapping[str, int], report: Record) -> dict[str, Any]:
+    cost = cost_clauses(finding.cost, report.trace.setup.profile.title) if finding.cost is not None else []
+    properties: dict[str, Any] = {
+        "op": finding.op,
+        "phase": finding.phase,
+        "cause": finding.cause,
+        "evidence": list(finding.evidence),
+        "places": list(finding.places),
+        "operands": [f"{o.role} {dtype_name(o.dtype)} {list(o.shape)}" for o in finding.operands],
+        "fixes": [f"{fix.text} ({fix_standing(fix)})" for fix in finding.fixes],
+    }
+    lines = [
+        finding.message,
+        *([f"Cause: {finding.cause}"] if finding.cause else []),
+        *([f"Cost: {'; '.join(cost)}"] if cost else []),
+        *finding.notes,
+        *(f"Fix: {text}" for text in properties["fixes"]),
+    ]
+    return {
+        "ruleId": finding.code,
+        "ruleIndex": index[finding.code],
+        "level": finding.severity,
+        "message": {"text": "\n".join(lines)},
+        "locations": [_location(finding)],
+        # Code scanning matches findings of two commits by this key. Lines move, but cause and place stay.
+        "partialFingerprints": {"isotype/v1": "|".join(finding.key)},
+        "properties": properties,
+    }
+
+
+def _location(finding: Finding) -> dict[str, Any]:
+    name = finding.module or "model"
+    logical = {"fullyQualifiedName": name, "name": name.rpartition(".")[2], "kind": "module"}
+    location: dict[str, Any] = {"logicalLocations": [logical]}
+    match = _SOURCE.fullmatch(finding.source)
+    if match:
+        location["physicalLocation"] = {
+            "artifactLocation": {"uri": _uri(match["path"])},
+            "region": {"startLine": int(match["line"])},
+        }
+    return location
+
+
+def _uri(path: str) -> str:
+    """Return a path as a URI reference. Absolute paths get the scheme `file:`, and relative paths get no scheme."""
+    windows = PureWindowsPath(path)
+    if windows.drive:
+        return windows.as_uri()
+    return PurePosixPath(path).as_uri() if path.startswith("/") else quote(path)

@@ -1,4 +1,4 @@
-"""The result of a check as data, which other modules write as text, JSON and HTML."""
+"""The result of a check as data, which other modules write as text, JSON, SARIF and HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public report of a check: its data, also as text, JSON and HTML."""
+"""The public report of a check: its data, also as text, JSON, SARIF and HTML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from isotype.core.errors import PrecisionError, Problem
 from isotype.records.finding import Finding, marked
 from isotype.records.trace import Setup
 from isotype.report.check.html import to_html
-from isotype.report.check.json import to_json
+from isotype.report.check.json import to_json, to_sarif
 from isotype.report.check.record import Record
 from isotype.report.check.text import to_text, verdict
 from isotype.report.html import write_report
@@ -40,6 +40,10 @@ class Report(Record):
     def to_json(self) -> str:
         """Return the report as strict JSON with a `schema_version`. Bytes, FLOPs, shares and seconds are not rounded."""
         return to_json(self)
+
+    def to_sarif(self) -> str:
+        """Return the report as a SARIF 2.1.0 log, which code scanning services and editors can read."""
+        return to_sarif(self)
 
     def to_html(self, path: str | Path) -> Path:
         """Write the report atomically as one self-contained HTML file, and return its path.

@@ -19,6 +19,8 @@ from isotype.core.json_records import encoded
 from isotype.core.names import format_bytes, plural
 from isotype.core.tables import table
 from isotype.report.html import format_number, package_file, palette_css, render, stacked
+from isotype.report.run.headroom import by_block
+from isotype.report.run.headroom import in_words as headroom_in_words
 from isotype.report.run.record import (
     JSON_NAME,
     DataSummary,
@@ -66,6 +68,7 @@ def to_html(record: RunRecord) -> str:
         charts=[(chart, in_words(chart, record)) for chart in charts],
         policy=[(row.role, row.dtype, row.reason) for row in record.policy],
         weights=_weights(record),
+        headroom=_headroom(record),
         settings=[
             ("model", record.model),
             ("dataset", record.dataset),
@@ -115,6 +118,25 @@ def _weights(record: RunRecord) -> dict[str, object] | None:
         "rows": [
             (name, format_bytes(amount), f"{amount:,} B", _share(amount, total))
             for name, amount in record.weight_bytes
+        ],
+    }
+
+
+def _headroom(record: RunRecord) -> dict[str, object] | None:
+    if record.headroom is None:
+        return None
+    return {
+        "sentence": headroom_in_words(record.headroom),
+        "rows": [
+            (
+                block.name,
+                format_number(block.median, 4),
+                format_number(block.high, 4),
+                format_number(block.headroom, 3),
+                "" if block.change is None else f"× {format_number(block.change, 3)}",
+                block.used,
+            )
+            for block in by_block(record.headroom)
         ],
     }
 

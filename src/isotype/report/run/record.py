@@ -14,9 +14,10 @@ from isotype.core.errors import IsotypeError, Problem
 from isotype.core.json_records import record_of, text_of
 from isotype.core.names import plural
 from isotype.report.html import format_number
+from isotype.report.run.headroom import Headroom
 from isotype.report.text import format_share
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 2
 """Version of the JSON format. The version increases when a program for the old format would misread the new format."""
 
 HTML_NAME = "run_report.html"
@@ -152,6 +153,7 @@ class RunRecord:
         settings: names and values of the hyperparameters.
         resumed_from: step of the checkpoint at which the run was resumed; None for a new run.
         data: the training data; None if unknown.
+        headroom: the blocks' largest output values in a float16 run; None in another dtype.
         earlier_seconds: total duration, in seconds, of the earlier commands of a resumed run.
 
     Raises:
@@ -181,6 +183,7 @@ class RunRecord:
     notes: tuple[str, ...]
     resumed_from: int | None
     data: DataSummary | None = None
+    headroom: Headroom | None = None
     earlier_seconds: float = 0.0
 
     def __post_init__(self) -> None:

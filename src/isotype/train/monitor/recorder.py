@@ -12,7 +12,9 @@ from transformers import TrainerCallback
 
 from isotype.core.errors import SaveError, first_line
 from isotype.data.pictures import picture_columns
+from isotype.report.run.headroom import Headroom
 from isotype.report.run.record import EvalRecord, RunRecord, StepRecord
+from isotype.train.monitor.memory import HeadroomMeter
 from isotype.train.monitor.meter import stopped
 from isotype.train.monitor.progress import ProgressView
 from isotype.train.monitor.step import Step, skipping_optimizer
@@ -47,15 +49,27 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         self.trainer, self.view = trainer, view
         self.steps: list[StepRecord] = [] if earlier is None else list(earlier.steps)
         self.evals: list[EvalRecord] = [] if earlier is None else list(earlier.evals)
+        self._earlier = earlier
         self._steps_before = len(self.steps)
         self.resumed_from: int | None = None
+        self._headroom: HeadroomMeter | None = None
         self._skipping: Any = None  # the optimizer of this step, if it skips updates by itself
         self._unread: Step | None = None  # the last step, if its values are still on the device
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The checkpoint, which has this step in its name, may be deleted before the end.
         self.resumed_from = state.global_step or None
+        if getattr(args, "fp16", False):
+            self._headroom = HeadroomMeter(self.trainer.model, state.max_steps)
         self._show(state, None)
+
+    def headroom(self) -> Headroom | None:
+        """Return the largest output values of each block so far in a float16 run, or None in another dtype."""
+        measured = None if self._headroom is None else self._headroom.record()
+        before = None if self._earlier is None else self._earlier.headroom
+        if measured is None or before is None or measured.blocks != before.blocks:
+            return measured or before
+        return replace(measured, samples=(*before.samples, *measured.samples))
 
     @property
     def made_steps(self) -> bool:
@@ -66,6 +80,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         number = state.global_step + 1
+        if self._headroom is not None:
+            self._headroom.begin_step(number)
         self.trainer.steps.begin(number, float(kwargs["lr_scheduler"].get_last_lr()[0]))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -113,14 +129,20 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         if what is None:
             return
         if not step.seconds:  # the step ends without its update
-            meter.end()
+            self._end(step.number)
         self.steps.append(step.record())
         replay, checkpoint = meter.replay(step), self.trainer.last_checkpoint()
         pictures = bool(picture_columns(self.trainer.train_dataset))
         raise stopped(what, self.trainer.args, step, checkpoint, replay, pictures=pictures)
 
+    def _end(self, number: int) -> Step:
+        if self._headroom is not None:
+            self._headroom.end_step(number)
+        ended: Step = self.trainer.steps.end()
+        return ended
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        step = self.trainer.steps.end()
+        step = self._end(state.global_step)
         if not step.waits:
             self._record(self.trainer.steps.read())
             return

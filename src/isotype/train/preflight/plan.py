@@ -43,6 +43,7 @@ class Options:
     fsdp: int | None = None
     devices: int | None = None
     json: bool = False
+    sarif: str | None = None
     html: Path | None = None
     fix: bool = False
     fail_on: str = "error"
