@@ -179,6 +179,10 @@ TOO_LONG = "it does not exist" if sys.version_info >= (3, 14) else "File name to
         ("check SFT --model_name_or_path chat", ["did you mean isotype check sft?"]),
         ("check sft --model_name_or_path chat --max_steps -5 --lora_r 0", ["--max_steps -5", "--lora_r 0"]),
         ("check bad_build.py", ["isotype check bad_build:FUNCTION", "isotype run bad_build.py"]),
+        (
+            "check axolotl train no.yml",
+            ["fix write no.yml instead", "--config no.yml: No such file or directory"],
+        ),
         ("check bad_build.py:raises", ["fix isotype check bad_build:raises"]),
         ("check bad_build:raises", ["KeyError: 'model'", 'bad_build.py:7 return settings["model"]']),
         ("check bad_build:needs", ["missing a required argument: 'size'"]),
@@ -259,15 +263,21 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
         ("check -m chat --dtype int8", "check --model_name_or_path chat --quantization int8"),
         ("check chat --device h100,t4", "plan chat --device h100,t4"),
         ("check train chat", "check sft chat"),
-        ("check trl sft chat --device t4", "check sft chat --device t4"),
-        ("trl sft chat --device t4", "check sft chat --device t4"),
-        ("plan trl dpo --model chat", "plan dpo --model_name_or_path chat"),
+        ("check trl sft chat --device t4", "check sft --use_peft False chat --device t4"),
+        ("trl sft chat --use-peft --device t4", "check sft chat --use-peft --device t4"),
+        ("plan trl dpo --model chat", "plan dpo --use_peft False --model_name_or_path chat"),
         ("check torchrun --nproc_per_node=2 -m isotype sft chat", "check sft --devices 2 chat"),
         (
             "check accelerate launch --config_file f.yaml --num_processes 8 /usr/bin/trl kto chat --device t4",
-            "check kto --devices 8 chat --device t4",
+            "check kto --devices 8 --use_peft False chat --device t4",
         ),
         ("check python bad_build.py --epochs 2", "run bad_build.py --epochs 2"),
+        ("check bad_build.py --device t4 --epochs 2", "run --device t4 bad_build.py --epochs 2"),
+        (
+            "check env NPROC_PER_NODE=8 swift sft --model chat",
+            "check sft --devices 8 --model_name_or_path chat",
+        ),
+        ("check swift --model chat", "check sft --model_name_or_path chat"),
         ("check WANDB_MODE=offline python -u bad_build.py --epochs 2", "run bad_build.py --epochs 2"),
         ("check python -m json.tool a.json", "run -m json.tool a.json"),
         ("check axolotl train axolotl.yml --device t4", "check axolotl.yml --device t4"),
@@ -336,6 +346,13 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
 def test_the_corrected_command(capsys, folder, monkeypatch, command, corrected):
     message = said(capsys, folder, monkeypatch, command)
     assert message.endswith(f" the corrected command: isotype {corrected}")
+
+
+def test_the_number_of_processes_of_a_launcher_in_the_environment(capsys, folder, monkeypatch):
+    monkeypatch.setenv("NPROC_PER_NODE", "4")
+    assert said(capsys, folder, monkeypatch, "check swift sft chat").endswith(
+        "isotype check sft --devices 4 chat"
+    )
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,21 @@ def test_an_object_is_the_same_from_a_file_and_from_a_flag(tmp_path: Path) -> No
         assert of_file.same_settings(parse_command("grpo", [f"--{name}", '{"a": 1}'])[0]), name
 
 
+@pytest.mark.parametrize("name", ["parallelism_config", "deepspeed"])
+def test_an_object_of_a_file_is_an_object_in_the_printed_command(name: str, tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(f"{name}: {{a: 1}}", encoding="utf-8")
+    of_file = dataclasses.replace(parse_command("sft", ["--config", str(config)])[0], file=None)
+    assert round_trip(of_file)[name] == {"a": 1}
+
+
+def test_an_object_for_an_argument_that_takes_a_text(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("output_dir: {a: 1}", encoding="utf-8")
+    with pytest.raises(UsageError, match=r'--output_dir \{"a": 1\} \(.*c.yaml:1\)\n    expected  a text'):
+        parse_command("sft", ["--config", str(config)])
+
+
 def test_a_command_that_leaves_its_file_keeps_what_the_file_sets_in_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,9 @@ def test_a_bad_yaml_file_is_named(tmp_path):
         "    expected  a known name: model_name_or_path\n"
         "    fix       did you mean model_name_or_path?"
     )
+    path.write_text("train_type: full\n")
+    assert "  - train_type full\n" in (refused := message("--config", str(path), base=()))
+    assert refused.endswith("    fix       --use_peft False")
     path.write_text("- a\n")
     with pytest.raises(UsageError, match="config file is not a mapping"):
         parse_settings(METHODS["sft"], ["--config", str(path)])

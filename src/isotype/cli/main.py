@@ -100,14 +100,15 @@ def _report(error: Exception, arguments: list[str]) -> int:
     if known is None:
         print_error(console_of_failure(), text)
         return CRASHED
-    line = None
+    line, left = None, list(known.problems)
     if "RANK" not in os.environ:  # `arguments` lack the launcher's words
         logger = logging.getLogger("isotype.train.dialects")
         logger.disabled = True  # the notes about a file are printed already
-        line = corrected(arguments, known.problems, _parsed)
+        line, left = corrected(arguments, known.problems, _parsed)
         logger.disabled = False
     hint = known.hint if line is None else None
-    print_error(console_of_failure(), str(IsotypeError(known.headline, known.problems, hint)))
+    problems = dict.fromkeys((*known.problems, *left))
+    print_error(console_of_failure(), str(IsotypeError(known.headline, [*problems], hint)))
     if line is not None:
         show_commands(console_of_failure(), {"the corrected command": ("isotype", *line)})
     return known.exit_code

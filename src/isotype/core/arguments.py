@@ -251,7 +251,7 @@ def unknown_name(name: str, value: Any, known: Sequence[str], listing: str) -> P
     if _OTHER_NAMES.get(_bare(name)) == ["devices"] and not meant:
         fix = f"torchrun --nproc_per_node {text or 'N'} -m {listing.removesuffix(' --help')} …"
         return Problem(name, "arguments without the number of processes", fix)
-    if switch and switch[0] in known and (valued or text.lower() in ("", "true")):
+    if switch and _bare(switch[0]) in names and (valued or text.lower() in ("", "true")):
         old = (name, text) if text else (name,)
         return Problem(" ".join(old), "a known name", " ".join(switch), (old, switch))
     expected = f"a known name: {', '.join(meant)}" if meant else "a known name"
@@ -330,19 +330,19 @@ def _bare(name: str) -> str:
 
 def corrected(
     words: Sequence[str], problems: Sequence[Problem], parse: Callable[[list[str]], object]
-) -> list[str] | None:
-    """Return a command's words, corrected by each problem's `swap`; None if `parse` still raises an error."""
+) -> tuple[list[str] | None, list[Problem]]:
+    """Correct a command's words by each problem's `swap`. Return (words, []), or (None, problems without a correction)."""
     line = separated(words)
     for _ in range(4):  # one correction may show the next problem
         if not problems or not all(problem.swap and _swap(line, *problem.swap) for problem in problems):
-            return None
+            break
         try:
             parse(line)
         except IsotypeError as error:
             problems = error.problems
         else:
-            return line
-    return None
+            return line, []
+    return None, [*problems]
 
 
 def separated(words: Sequence[str]) -> list[str]:

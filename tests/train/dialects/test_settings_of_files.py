@@ -124,7 +124,7 @@ def test_the_settings_are_those_of_our_own_flags(folder: Path, caplog: pytest.Lo
     assert compared(theirs) == compared(ours)
     assert caplog.messages == [
         "theirs.yaml: 23 names in axolotl's file are used; notes on other names:\n"
-        "  bf16: not done; a checkpoint in float32 or float16 keeps its dtype (--dtype bfloat16 sets another)\n"
+        "  bf16: not done; the checkpoint decides the dtype (axolotl: bfloat16 if the GPU has it, else float16; --dtype sets another)\n"
         "  tf32: no effect: matmuls run in the compute dtype (--tf32 True for float32)\n"
         "  datasets[0].type: not done; no words are added: a prompt is the instruction, an "
         "empty line and the input\n"

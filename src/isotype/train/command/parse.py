@@ -24,8 +24,8 @@ from isotype.train.command.programs import refuse_program
 from isotype.train.dialects.translate import dialect_of, in_isotype_names, method_of
 
 _JSON = {argument.name: argument for argument in ARGUMENTS if argument.json}
-_FILES = ("accelerator_config", "fsdp_config")
-"""Arguments that take JSON or the path of a JSON file."""
+_FILES = ("accelerator_config", "fsdp_config", "deepspeed", "parallelism_config")
+"""Arguments whose value is JSON or another text, such as the path of a JSON file."""
 MODELS = "a checkpoint directory, a GGUF file, embedded:NAME or a hub id"
 """Valid values of `--model_name_or_path`."""
 
@@ -188,6 +188,8 @@ def _add(
     value, problem = arguments[name].read(raw)
     if problem is None and name in _JSON:
         value, problem = _object(_JSON[name], value)
+    elif isinstance(value, dict):
+        problem = Problem(f"--{name} {json.dumps(value)}", "a text", f"{name}: VALUE")
     if problem is not None:
         return [problem]
     values.pop(name, None)  # a repeated argument is written at its last position
