@@ -97,4 +97,4 @@ def test_4bit_layers_that_alone_compute_in_float16_are_ist404s() -> None:
         "aten.mm.default", operand(FP16), result=FP16, phase="backward", flops=100, module="head"
     )
     (finding,) = find(trace(layers, [half, elsewhere], autocast=BF16))
-    assert finding.cause == "float16 compute without a GradScaler"
+    assert finding.cause == "float16 compute, and no GradScaler scales the loss"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from isotype.preflight import run
+from isotype.preflight.script import ahead
 from isotype.preflight.script.ahead import TRIED_AFTER, look_ahead
 from isotype.records.request import LossOf, StepRequest
 
@@ -26,3 +30,26 @@ def test_a_step_is_traced_once_before_its_fixes_are_tried(monkeypatch: pytest.Mo
     assert any(fix.verified for fix in error.fixes)
     assert len(traced) > 2
     assert traced.count(()) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "scaled"),
+    [
+        ("loss.backward(); optimizer.step()", False),
+        ("scaler.scale(loss).backward(); scaler.step(optimizer)", True),
+    ],
+)
+def test_a_gradscaler_that_the_script_never_calls(
+    step: str, scaled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a script whose files call `scale` trains with loss scaling."""
+    path = tmp_path / "train.py"
+    path.write_text(f"scaler = torch.amp.GradScaler('cuda')\n{step}\n", encoding="utf-8")
+    monkeypatch.setattr(
+        ahead, "sys", SimpleNamespace(modules={"__main__": SimpleNamespace(__file__=str(path))})
+    )
+    scaler, model = torch.amp.GradScaler("cpu"), nn.Linear(2, 2).half()
+    optimizer = torch.optim.SGD(model.parameters())
+    request = ahead.request_of_script(ahead.Beginning(model, {}, (), {}), None, "t4")
+    assert request.scaler is scaled
+    del scaler, optimizer

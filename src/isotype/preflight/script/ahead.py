@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import linecache
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -25,6 +27,7 @@ from isotype.model.loss import find_loss, loss_of
 from isotype.model.walk import living
 from isotype.preflight.run import run
 from isotype.ranges.twin import unwrapped
+from isotype.records.finding import in_library
 from isotype.records.request import DEFAULT_PHASES, LossOf, StepRequest
 from isotype.records.trace import HALVES
 from isotype.report.check.report import Report
@@ -150,7 +153,16 @@ def _helpers(model: nn.Module) -> tuple[list[torch.optim.Optimizer], bool]:
             taken |= members
     if any(living(torch.amp.GradScaler)):
         gc.collect()  # a GradScaler in a reference cycle is not the script's
-    return optimizers[::-1], any(scaler.is_enabled() for scaler in living(torch.amp.GradScaler))
+    enabled = any(scaler.is_enabled() for scaler in living(torch.amp.GradScaler))
+    return optimizers[::-1], enabled and not _never_scales()
+
+
+def _never_scales() -> bool:
+    """Return True if the script's files construct a GradScaler and contain no call of its method `scale`."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] != "isotype"]
+    files = {getattr(module, "__file__", None) or "" for module in modules}
+    text = "".join(line for file in files if not in_library(f"{file}:0") for line in linecache.getlines(file))
+    return "GradScaler(" in text and ".scale(" not in text
 
 
 def _has_masters(model: nn.Module) -> bool:
