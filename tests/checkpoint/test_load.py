@@ -11,14 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import gguf
 import pytest
 import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import isotype
+from isotype.checkpoint.fill import Placement, place
 from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.compat.bitsandbytes import dequantize_4bit
@@ -187,6 +190,26 @@ def test_a_layer_that_computes_in_float32_is_quantized_from_the_values_of_the_ch
     codes, scales = quantize_int8(small)
     assert torch.equal(layer.weight.data, codes)
     assert torch.equal(row_scales(layer), scales)
+
+
+class _LargestFloat32(TorchDispatchMode):  # type: ignore[misc]
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_an_int8_weight_is_converted_to_float32_piece_by_piece() -> None:
+    layer: Any = bitsandbytes.nn.Linear8bitLt(1024, 1024, bias=False, has_fp16_weights=False)
+    weight = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    placement = Placement({"0.weight": torch.float32}, frozenset({"0.weight"}))
+    with _LargestFloat32() as largest:
+        place(torch.nn.Sequential(layer), "0.weight", weight, placement)
+    assert largest.elements == 1 << 19
+    assert torch.equal(layer.weight.CB, quantize_int8(weight.float())[0])
 
 
 @pytest.mark.parametrize(

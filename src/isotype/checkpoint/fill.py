@@ -256,15 +256,17 @@ def _put(model: nn.Module, name: str, value: torch.Tensor, placement: Placement)
 def _stored(model: nn.Module, name: str, value: torch.Tensor, placement: Placement) -> torch.Tensor:
     device = placement.device(name)
     if name in placement.quantized:
-        dense = value.to(device, placement.dtypes[name])
-        return _quantized_parameter(placement.owner(model, name), dense, placement.moments.get(name))
+        layer, dtype = placement.owner(model, name), placement.dtypes[name]
+        return _quantized_parameter(layer, value.to(device), dtype, placement.moments.get(name))
     dtype = placement.dtypes.get(name, value.dtype) if value.is_floating_point() else value.dtype
     value = value.to(device, dtype)
     # Copy a part of a split tensor, so that it can be saved alone and the rest of the storage is freed.
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
 
-def _quantized_parameter(layer: Any, value: torch.Tensor, moments: torch.Tensor | None) -> torch.Tensor:
+def _quantized_parameter(
+    layer: Any, value: torch.Tensor, dtype: torch.dtype, moments: torch.Tensor | None
+) -> torch.Tensor:
     if replaces_conv1d(layer):
         value = value.T
     old = layer.weight
@@ -275,7 +277,7 @@ def _quantized_parameter(layer: Any, value: torch.Tensor, moments: torch.Tensor 
     else:
         codes, state = quantize_by(
             moments,
-            value.contiguous(),
+            value.to(dtype).contiguous(),
             old.quant_type,
             blocksize=old.blocksize,
             double_quant=old.compress_statistics,

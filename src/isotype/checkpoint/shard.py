@@ -130,7 +130,7 @@ class _Rows:
         scales = torch.zeros(rows, device=self.device)
         codes = torch.empty(0, parameter.shape[1], dtype=torch.int8, device=self.device)
         if stop > start:
-            dense = self._read(name, start, stop, torch.float32, replaces_conv1d(layer))
+            dense = self._read(name, start, stop, None, replaces_conv1d(layer))
             codes, scales[start:stop] = quantize_int8(dense)
         layer.state.SCB = self._sum_over_processes(scales)
         return codes
@@ -147,8 +147,7 @@ class _Rows:
             # Quantize whole blocks around this process's weights, from the rows that hold these blocks.
             first, last = start // size * size, min(math.ceil(stop / size) * size, state.shape.numel())
             top, bottom = first // width, math.ceil(last / width)
-            dtype = self._dtype_before(state.dtype)
-            dense = self._read(name, top, bottom, dtype, replaces_conv1d(layer)).flatten()
+            dense = self._read(name, top, bottom, state.dtype, replaces_conv1d(layer)).flatten()
             block = dense[first - top * width : last - top * width]
             moments = self.policy.moments_of(name.removesuffix(".weight"))
             codes, quantized = quantize_by(
@@ -166,7 +165,7 @@ class _Rows:
     def stack(self, name: str, holder: Any, blank: QuantizedStack) -> torch.Tensor:
         """Return the codes of this process's experts, and store the constants of all experts in `holder`."""
         experts, device, storage = blank.shape[0], self.device, blank.storage
-        dtype = self._dtype_before(blank.dtype)
+        dtype = blank.dtype
         start, stop = self._bounds(experts)
         if storage == MXFP4:
             codes, part = (values.to(device) for values in self.stored.read_packed(name, start, stop))
@@ -180,11 +179,6 @@ class _Rows:
         holder[0] = with_constants(blank, self._sum_over_processes(constants))
         return codes
 
-    def _dtype_before(self, compute: torch.dtype) -> torch.dtype:
-        """Return the dtype that a weight has before its quantization, if its layer computes in `compute`."""
-        # A layer whose values exceed the range of the policy's compute dtype computes in another dtype.
-        return self.policy.plain if compute == self.policy.compute else compute
-
     def _bounds(self, rows: int) -> tuple[int, int]:
         """Return this process's first row and the row after its last; FSDP2 splits rows like `torch.chunk`."""
         size = math.ceil(rows / self.mesh.size())
@@ -192,7 +186,7 @@ class _Rows:
         return start, min(start + size, rows)
 
     def _read(
-        self, name: str, start: int, stop: int, dtype: torch.dtype, transposed: bool = False
+        self, name: str, start: int, stop: int, dtype: torch.dtype | None, transposed: bool = False
     ) -> torch.Tensor:
         rows = self.stored.read_rows(name, start, stop, dim=1 if transposed else 0)
         require_finite(self.source, [(name, rows)])
