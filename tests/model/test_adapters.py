@@ -25,6 +25,7 @@ from tests.pairwise import few, pairwise
 from tests.policy import assert_policy_holds, autocast, train
 from tests.refusals import refused
 from tests.train.test_matrix import generate
+from tests.zoo import ARCHITECTURES
 
 Saved = Callable[..., Path]
 LOW = ("bfloat16", "float16")
@@ -161,6 +162,36 @@ def test_dora_on_a_row_of_zeros_is_named() -> None:
         adapted = isotype.add_lora(model, policy, target_modules=["0", "1"], use_dora=True)
     assert adapted(torch.ones(1, 4)).isnan().any()
     assert adapted.adapter_notes[-1] == str(caught[0].message)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "layer"),
+    [
+        ("inkling_text", {"trainable_token_indices": {"embed_tokens": [5]}}, "model.embed_tokens"),
+        ("inkling_text", {"target_modules": ["embed_tokens"]}, "model.embed_tokens"),
+        ("bert-generation", {"trainable_token_indices": {"word_embeddings": [5]}}, "lm_head.decoder"),
+    ],
+)
+def test_a_layer_whose_forward_peft_replaces_is_named(
+    name: str, settings: dict[str, Any], layer: str
+) -> None:
+    """Inkling normalizes the rows of its embedding. BertGeneration's output layer is tied, and has a bias."""
+    model, batch = ARCHITECTURES[name].build(torch.float32), ARCHITECTURES[name].batch()
+    for bias in [p for n, p in model.named_parameters() if n.endswith("bias")]:
+        torch.nn.init.ones_(bias)
+    policy = isotype.resolve_precision(model, "float32", device="cpu")
+    with pytest.warns(UserWarning, match="a merged model has other outputs") as caught:
+        adapted = isotype.add_lora(
+            model, policy, **{"target_modules": ["q_proj", "query"], **settings}
+        ).eval()
+    assert layer in adapted.adapter_notes[-1] == str(caught[0].message)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+        trained = adapted(**batch).logits
+        merged = adapted.merge_and_unload()(**batch).logits
+    assert not torch.allclose(trained, merged, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", LOW)

@@ -148,6 +148,11 @@ def test_names_of_layers_whose_weights_are_read() -> None:
     assert isotype.resolve_precision(layers, "bfloat16", device="cpu").never_quantized == ()
 
 
+def test_layers_whose_codes_bitsandbytes_would_transpose_stay_dense() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(2, 4))
+    assert unquantizable(layers) == ("1", "2")
+
+
 @pytest.mark.parametrize("name", ["recurrent_gemma", "rwkv", "lfm2", "qwen3_next"])
 def test_layers_that_are_called_are_all_adapted(name: str) -> None:
     model = adapted(name)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from isotype.compat.hub import asking
 from isotype.compat.peft import kind_of_adapter, without_peft
@@ -18,6 +19,7 @@ from isotype.compat.transformers import rename
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.core.names import base_name, listed
+from isotype.model.boundary import original_class
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.experts.stack import seen_dense
 from isotype.model.parts import ALL, PARTS, read_parts
@@ -96,10 +98,16 @@ def add_lora(
     if left_out and (targets.unable or targets.reads):
         warnings.warn("; ".join(left_out), stacklevel=2)
     save_policy_too(model)
+    problems = []
     if undefined := _magnitudes_again(model, adapter_name):
         rows = f"some weight rows of {listed(undefined, 2)} are zero: DoRA divides by their norm, so the outputs are NaN"
-        model.adapter_notes += (f"{rows}; adapt no such layers, or leave out use_dora",)
-        warnings.warn(model.adapter_notes[-1], stacklevel=2)
+        problems.append(f"{rows}; adapt no such layers, or leave out use_dora")
+    if partial := _computed_in_part(model, adapter_name):
+        what = f"PEFT computes {listed(partial, 2)} without the bias, or without a step after an embedding's lookup"
+        problems.append(f"{what}: a merged model has other outputs; train the layer whole (modules_to_save)")
+    for problem in problems:
+        model.adapter_notes += (problem,)
+        warnings.warn(problem, stacklevel=2)
     enforce_model(model, policy)
     return model
 
@@ -164,6 +172,28 @@ def _magnitudes_again(model: Any, adapter_name: str) -> list[str]:
             if not magnitude.weight.is_meta and bool((magnitude.weight == 0).any()):
                 undefined.append(base_name(place.name))
     return undefined
+
+
+def _computed_in_part(model: Any, adapter_name: str) -> list[str]:
+    """Return the adapted embeddings and output layers whose forward PEFT (0.21) replaces by a lookup or a product.
+
+    For trained tokens (`TrainableTokensLayer`), PEFT leaves out the bias of a tied output layer, and all steps of an
+    embedding's forward except `embed_scale`. LoRA on an embedding is added after these steps, and merged before them.
+    """
+    layers = {place.name: place.module for place in places(model) if is_tuner_layer(place.module)}
+    return [
+        base_name(name)
+        for name, layer in layers.items()
+        if adapter_name
+        in {*getattr(layer, "trainable_tokens_delta", ()), *getattr(layer, "lora_embedding_A", ())}
+        and _has_more(layer.get_base_layer())
+    ]
+
+
+def _has_more(layer: nn.Module) -> bool:
+    if isinstance(layer, nn.Embedding):
+        return original_class(layer).forward is not nn.Embedding.forward and not hasattr(layer, "embed_scale")
+    return layer.bias is not None
 
 
 def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:

@@ -55,15 +55,16 @@ def layers_read(base: Any, *, packed: bool = False) -> dict[str, str]:
 def unquantizable(base: Any) -> tuple[str, ...]:
     """Return the layers whose weight a method of a parent reads or changes, as names for `llm_int8_skip_modules`.
 
-    `mixer.dt_proj` names all layers with this ending.
+    `mixer.dt_proj` names all layers with this ending. Layers of at most 8 weights are named, too: their codes may have the
+    shape `[1, 1]`, which bitsandbytes takes as a transposed weight.
     """
-    read = layers_read(base, packed=True)
-    linear = [name for name, module in base.named_modules() if read and type(module) is nn.Linear]
+    linear = {name: module for name, module in base.named_modules() if type(module) is nn.Linear}
+    dense = layers_read(base, packed=True).keys() | {n for n, m in linear.items() if m.weight.numel() <= 8}
     names: dict[str, None] = {}
     for name in linear:
-        if name in read:
+        if name in dense:
             end = ".".join(name.split(".")[-2:])
-            names[end if all(other in read for other in linear if other.endswith(end)) else name] = None
+            names[end if all(other in dense for other in linear if other.endswith(end)) else name] = None
     return tuple(sorted(names))
 
 
