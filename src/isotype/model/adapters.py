@@ -180,7 +180,7 @@ def _computed_in_part(model: Any, adapter_name: str) -> list[str]:
     For trained tokens (`TrainableTokensLayer`), PEFT leaves out the bias of a tied output layer, and all steps of an
     embedding's forward except `embed_scale`. LoRA on an embedding is added after these steps, and merged before them.
     """
-    layers = {place.name: place.module for place in places(model) if is_tuner_layer(place.module)}
+    layers: dict[str, Any] = {p.name: p.module for p in places(model) if is_tuner_layer(p.module)}
     return [
         base_name(name)
         for name, layer in layers.items()
