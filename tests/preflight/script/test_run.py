@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import os
@@ -765,6 +766,29 @@ def test_a_step_on_a_cpu_is_judged_by_the_autocast_of_the_device_that_is_asked_f
     assert status == 0
     known = {"IST303"} if _F16 in step else set()
     assert set(re.findall(r"IST\d+", err)) == {*codes, *known}
+
+
+@pytest.mark.parametrize(
+    ("keeps", "says"),
+    [
+        ("total = total + loss", "graphs in total: memory"),
+        ("losses.append(loss)", "graphs in losses: memory"),
+        ("total = total + loss.item(); losses.append(loss.detach())", ""),
+        ("total = (total + loss).detach()", ""),
+        ("losses = [loss, *losses[:1]]", ""),
+        ("import gc; gc.disable(); cycle = [loss]; cycle.append(cycle)", ""),
+    ],
+)
+def test_losses_that_are_kept_with_their_graphs(
+    capsys: pytest.CaptureFixture[str], loop: Loop, keeps: str, says: str
+) -> None:
+    script = loop("total, losses = 0, []", f"{_PLAIN_STEP}; {keeps}")
+    text = Path(script).read_text()
+    Path(script).write_text(re.sub(r"range\(\d+\)", "range(5)", text))
+    status, _, err = _run(capsys, "--no-preflight", script)
+    gc.enable()
+    assert (status, "range(5)" in Path(script).read_text()) == (0, True)
+    assert (says in err) if says else ("kept with their graphs" not in err)
 
 
 @pytest.mark.parametrize(

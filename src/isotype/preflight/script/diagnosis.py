@@ -64,6 +64,7 @@ from isotype.rules import (
 from isotype.rules.kit.groups import code_of
 from isotype.trace.fake.recorder import TimeSpentError
 from isotype.trace.live.forward import Averages, StaleCasts
+from isotype.trace.live.gradients import KeptGraphs
 from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import MANY_SKIPPED, Beginning, Watch
 
@@ -98,6 +99,7 @@ class Diagnosis:
         self._numbers = Numbers(self._say, self.stop) if options.watch else None
         self._stale = StaleCasts(partial(self._between, ist909_stale_casts, stale_casts=True))
         self._averages = Averages(lambda call: self._between(ist503_rounded_updates, (call,)))
+        self._kept: KeptGraphs | None = None
         self.gpu = MissingGpu(None if options.device is None else device_profile(options.device))
         self._family = family
         self._speaker: int | None = None
@@ -119,8 +121,9 @@ class Diagnosis:
         self._stale.detach()
         self._averages.detach()
         self.gpu.detach()
-        if self._numbers is not None:
-            self._numbers.detach()
+        for optional in (self._numbers, self._kept):
+            if optional is not None:
+                optional.detach()
 
     # ------------------------------------------------------------------------------------------------ before a step
 
@@ -193,7 +196,6 @@ class Diagnosis:
     # ------------------------------------------------------------------------------------------------- after a step
 
     def _after(self) -> None:
-        first = self._setup_seen is None
         self._setup_seen = setup = self._setup()
         if setup is not None and (self.report is None or not self.report.complete):
             self._live = judge(self._trace(setup))
@@ -218,7 +220,8 @@ class Diagnosis:
         before = tuple(replace(call, phase="forward") for call in self.watch.evaluation)
         self._between(ist805_reductions, before)
         self.watch.evaluation = ()
-        if first and self._speaks:
+        if self._speaks and self._kept is None:
+            self._kept = KeptGraphs(self._say)
             recorder = self.watch.recorder if self._numbers is None else None
             if recorder is not None and (word := recorder.terms.not_finite(self.watch.scaler)):
                 self._say(f"the loss of the first step is {word}; `isotype run --watch` names the operator")

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
 from torch.utils.weak import TensorWeakRef
 
-from isotype.compat.torch import no_modes, version_of
+from isotype.compat.standard import frame_above
+from isotype.compat.torch import last_node_number, no_modes, node_number, version_of
 from isotype.compat.torch_scaler import stored_scale
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import asking_line, shown
 from isotype.model.walk import living
 from isotype.records.reach import Unreached
 from isotype.records.trace import HALVES, Origin
-from isotype.trace.live.recorder import LiveRecorder
+from isotype.trace.live.recorder import LiveRecorder, summands
 from isotype.trace.recorder import ORIGIN
 
 Sample = tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]
 _SAMPLE = 4096
+_KEPT_STEPS = {1, 2, 3}
+"""Numbers of the steps (from 0) whose losses must all be alive, because a script may keep fewer losses on purpose."""
+_ADVICE = "memory grows with every step; keep loss.detach() or loss.item() instead"
 
 
 def gradients_of(
@@ -163,3 +171,59 @@ class LastStep:
             if held and (unscales or version_of(used) == version):
                 return self._line, shown(asking_line())
         return None
+
+
+class KeptGraphs:
+    """Detects that a script keeps its losses with their graphs, as `total += loss` does.
+
+    Create it after a step. If the losses of the next steps are all alive some steps later, `report` gets a sentence.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report, self._ends, self._optimizer = report, [last_node_number()], 0
+        self._handles = [optimizers.register_optimizer_step_pre_hook(self._begins)]
+
+    def _begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._optimizer = self._optimizer or id(optimizer)
+        if self._optimizer != id(optimizer) or len(self._ends) > len(_KEPT_STEPS) + 1:
+            return
+        self._ends.append(last_node_number())
+        if len(self._ends) > len(_KEPT_STEPS) + 1:
+            # torch iterates over its hooks now: the next forward removes this one.
+            self._handles.append(modules.register_module_forward_pre_hook(lambda *_: self.detach()))
+            if self._kept():
+                gc.collect(2)  # a loss in a reference cycle is not kept by the script
+            if kept := self._kept():
+                sentence = f"the losses of earlier steps are kept with their graphs{_holder(kept)}"
+                self._report(f"{sentence}: {_ADVICE}")
+
+    def _kept(self) -> list[torch.Tensor]:
+        """Return the losses of `_KEPT_STEPS`; an empty list if the losses of one of these steps are gone."""
+        steps = [(tensor, self._steps(tensor) & _KEPT_STEPS) for tensor in living(torch.Tensor)]
+        all_kept = set[int]().union(*(numbers for _, numbers in steps)) == _KEPT_STEPS
+        return [tensor for tensor, numbers in steps if numbers and all_kept]
+
+    def _steps(self, tensor: torch.Tensor) -> set[int]:
+        """Return the numbers of the steps that computed the terms of a scalar."""
+        if type(tensor) is not torch.Tensor or tensor.grad_fn is None or tensor.dim():
+            return set()
+        after = {node for linear in summands(tensor.grad_fn) for node, _ in linear.next_functions if node}
+        terms = {tensor.grad_fn, *after} - {*summands(tensor.grad_fn)}
+        return {bisect_left(self._ends, node_number(term)) for term in terms}
+
+    def detach(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def _holder(tensors: Sequence[torch.Tensor]) -> str:
+    """Return " in NAME" for a local variable NAME that is, or contains, one of the tensors; "" if there is none."""
+    wanted = {id(tensor) for tensor in tensors}
+    frame: Any = frame_above(1)
+    while frame is not None:
+        ours = "isotype" in frame.f_globals.get("__name__", "")
+        for name, value in frame.f_locals.items() if not ours else ():
+            if not wanted.isdisjoint(map(id, value if isinstance(value, list) else [value])):
+                return f" in {name}"
+        frame = frame.f_back
+    return ""
