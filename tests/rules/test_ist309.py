@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import peft
 import pytest
 import torch
@@ -9,7 +11,7 @@ import transformers
 from torch import nn
 
 from isotype.model.adapters import unmatched
-from tests.rules.samples import trace
+from tests.rules.samples import adapter, trace, weight
 from tests.rules.traces import found, llama, traced
 
 RULE = "ist309_not_trained"
@@ -82,3 +84,20 @@ def test_a_head_that_peft_names_itself_is_not_missing() -> None:
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="SEQ_CLS"))
     assert "classifier" in adapted.peft_config["default"].modules_to_save
     assert unmatched(adapted) == ()
+
+
+def test_experts_that_have_no_adapters_beside_linear_layers_that_have() -> None:
+    """PEFT's `all-linear` adapts no experts of gpt-oss."""
+    stacks = [
+        weight("experts.gate_up_proj", shape=(4, 8, 16)),
+        weight("experts.down_proj", shape=(4, 8, 8)),
+    ]
+    adapters = [adapter(torch.float32)]
+    (note,) = found(RULE, trace([*stacks, *adapters]))
+    assert note.severity == "note"
+    assert note.message == "2 stacked expert weights have no adapter: 768 values stay frozen"
+    (how,) = note.fixes
+    assert how.description.endswith("target_parameters: experts.gate_up_proj, experts.down_proj")
+    adapted = [replace(stack, name=stack.name.replace(".", ".base_layer.")) for stack in stacks]
+    assert list(found(RULE, trace([*adapted, *adapters]))) == []
+    assert list(found(RULE, trace(stacks))) == []

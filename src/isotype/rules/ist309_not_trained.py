@@ -4,6 +4,8 @@
 - A trainable parameter has a gradient, but no optimizer has this parameter.
 - `requires_grad` is set on a module or is misspelt. It is then a plain attribute that torch never reads.
 - Names in PEFT's `target_modules` or `modules_to_save` match no module.
+- Linear layers have adapters, but stacked experts (one parameter for all experts) do not. PEFT's `all-linear` adapts the
+  experts of Qwen3-MoE and leaves those of gpt-oss frozen. This is a note, because it may be intended.
 
 **Why it is bad.** The parameter never changes, or a parameter that should be frozen changes. No error is raised. The
 gradients of parameters without an optimizer cost memory and time, too.
@@ -31,13 +33,14 @@ udacity/deep-learning-v2-pytorch #12; huggingface/diffusers #4733; huggingface/t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
-from isotype.core.names import agree, grouped, plural
+from isotype.core.names import EXPERT, agree, distinct_names, grouped, plural
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.weight_sets import count, names, trained
+from isotype.rules.kit.weight_sets import count, finding_of, is_frozen_base, names, trained
 from isotype.rules.kit.words import advice, and_others
 
 TITLE = "Training settings that have no effect"
@@ -66,4 +69,18 @@ def find(trace: Trace) -> Iterator[Finding]:
             f"names of modules that the adapter should train match no module: {', '.join(trace.unmatched)}",
             cause="PEFT raises no error for a name that matches no module, if another name in target_modules or modules_to_save matches",
             fixes=(advice("target_modules", "use names from model.named_modules()"),),
+        )
+    stacks = [w for w in trace.weights if len(w.shape) == 3 and EXPERT.search(w.name) and is_frozen_base(w)]
+    frozen = [weight for weight in stacks if ".base_layer." not in weight.name]
+    if frozen and any(weight.adapter for weight in trace.weights):
+        values = sum(math.prod(weight.shape) * weight.repeats for weight in frozen)
+        targets = ", ".join(distinct_names(".".join(weight.name.split(".")[-2:]) for weight in frozen))
+        yield finding_of(
+            "note",
+            f"{agree(count(frozen), 'stacked expert weight', 'have')} no adapter: {values:,} values stay frozen",
+            frozen,
+            cause="stacked experts are parameters, not linear layers",
+            fixes=(
+                advice("target_parameters", f"add these names to LoraConfig.target_parameters: {targets}"),
+            ),
         )
