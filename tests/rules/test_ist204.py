@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import isotype
+from isotype.compat.torch import fake_process_group
 from tests.corpus.cases.crashes_parts import nf4
 from tests.rules.traces import BF16, FP32, batch, found, llama, of_llama, traced
 
@@ -86,3 +88,29 @@ def test_what_a_quantized_layer_returns_has_the_dtype_that_it_was_given() -> Non
         if name.endswith("layernorm"):
             module.float()
     assert found(RULE, traced(model, batch())) == []
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.body(x)
+        return {"logits": self.head(hidden).float(), "hidden": hidden.float()}
+
+
+def test_outputs_from_which_the_script_computes_its_own_loss() -> None:
+    inputs = {"x": torch.ones(64, 16, dtype=BF16)}
+    assert found(RULE, traced(Pair().to(BF16), inputs)) == []
+    assert found(RULE, traced(Pair().to(BF16), lambda m: m(**inputs)["logits"].mean()))  # the loss is known
+
+
+def test_a_module_of_fsdp_reads_what_the_module_before_it_returns() -> None:
+    """NVIDIA-NeMo/Automodel #3652."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64))
+    casts = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32)
+    with fake_process_group(1) as mesh:
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh, mp_policy=casts)
+        assert found(RULE, traced(model, {"input": torch.ones(64, 16)})) == []

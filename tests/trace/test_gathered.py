@@ -1,16 +1,23 @@
-"""Tests of FSDP2's mixed precision in a trace: pytorch/pytorch #143900, #146114; huggingface/accelerate #3979."""
+"""Tests of FSDP2's mixed precision in a trace: pytorch/pytorch #143900, #146114, #153077; huggingface/accelerate #3979."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 
 import isotype
 from isotype.compat.torch import fake_process_group
+from isotype.core.errors import UsageError
 from isotype.report.check.report import Report
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -28,6 +35,16 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.body(x)
         return self.head(x if self.kernel is None else x @ self.kernel)
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+
+
+class OfBatch(Net):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return super().forward(batch.x)
 
 
 def checked(kernel: torch.dtype | None, weights: torch.dtype = FP32, **policy: Any) -> Report:
@@ -67,3 +84,24 @@ def test_inputs_and_outputs_are_cast_as_the_policy_says(policy: dict[str, Any]) 
     assert finding.cause.startswith(
         "FSDP's output_dtype returns bfloat16" if "output_dtype" in policy else "the input x"
     )
+
+
+def test_inputs_in_a_dataclass_are_cast_as_the_installed_torch_does() -> None:
+    model = OfBatch(None)
+    with fake_process_group(1) as mesh:
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+        try:
+            model(Batch(torch.ones(2, 8)))
+        except RuntimeError:  # torch before 2.13
+            casts = False
+        else:
+            casts = True
+        assert isotype.check(model, {"batch": Batch(torch.ones(2, 8))}, device="cpu").ok is casts
+
+
+def test_a_model_that_fsdp1_has_flattened_is_refused() -> None:
+    with fake_process_group(1):
+        whole = ShardingStrategy.NO_SHARD
+        model = FullyShardedDataParallel(Net(None), device_id=torch.device("cpu"), sharding_strategy=whole)
+        with pytest.raises(UsageError, match="before FSDP1 has flattened its parameters"):
+            isotype.check(model, {"x": torch.ones(2, 8)}, device="cpu")

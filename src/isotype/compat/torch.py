@@ -278,6 +278,28 @@ def sharded_policy(module: nn.Module) -> Any:
     return next((state._mp_policy for state in states if hasattr(state, "_mp_policy")), None)
 
 
+def apply_like_fsdp(function: Callable[[Any], Any], values: Any) -> Any:
+    """Return `values` with `function` applied to each tensor that FSDP2 casts in a module's inputs and outputs.
+
+    torch 2.13 also finds tensors in dataclasses; older releases use `tree_map`.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_state
+
+    return getattr(_fsdp_state, "_apply_to_tensors", tree_map)(function, values)
+
+
+def free_gathered(module: Any) -> None:
+    """Give a module its sharded parameters back, even if its forward has raised an error.
+
+    After such an error, `module.reshard()` does nothing if the module keeps gathered parameters until the backward.
+    """
+    state = module._get_fsdp_state()
+    # torch before 2.13 has one group per module, or None.
+    for group in getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]):
+        if group is not None:
+            group._to_sharded()
+
+
 def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Parse the arguments of a `Tensor.to` call: (device, dtype, non_blocking, memory format)."""
     return tuple(torch._C._nn._parse_to(*args, **kwargs))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat import torch as torch_compat
 from isotype.compat.torch import sharded_policy
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, UsageError
@@ -39,6 +40,14 @@ def is_gathered(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
+def is_flattened(model: nn.Module) -> bool:
+    """Return whether FSDP1 has replaced parameters of `model` by this process's parts of flattened parameters."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(
+        isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()
+    )
+
+
 def gathered_by(model: nn.Module) -> dict[str, tuple[Any, list[str]]]:
     """Return (`MixedPrecisionPolicy`, names of the gathered float parameters) of each module that FSDP2 has sharded.
 
@@ -58,9 +67,9 @@ def gathering(model: nn.Module) -> dict[str, tuple[str, torch.dtype | None]]:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free gathered parameters: some FSDP2 groups keep them after a forward without a backward."""
+    """Free gathered parameters: some FSDP2 groups keep them after a forward without a backward, or after an error."""
     for module in filter(is_gathered, model.modules()):
-        module.reshard()  # type: ignore[operator]
+        torch_compat.free_gathered(module)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

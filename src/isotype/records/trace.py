@@ -59,6 +59,9 @@ SHARED = ("outside", "scratch")
 COPY_OF_WEIGHT = "a tensor with the shape of a trained weight"
 """Name of a tensor outside of the model that the script changes between steps, such as a moving average."""
 
+PARAM_DTYPE, OUTPUT_DTYPE = FSDP_CASTS = "FSDP's param_dtype", "FSDP's output_dtype"
+"""Names of the origins of dtypes to which FSDP casts inputs and outputs of modules."""
+
 UNSAFE = "is unsafe to autocast"
 """Part of torch's error for a function that is forbidden under autocast; the message of the `Breach` contains it."""
 
@@ -389,6 +392,7 @@ class Trace:
             multiplied by 2^-exponent, and the output by 2^exponent; 0 stands for computing in float32.
         reached: number of trainable parameters with a gradient; None if no backward finished.
         unreached: trainable parameters that the forward uses and that get no gradient.
+        partial: whether the traced loss uses only one of several outputs, because the model returns no loss.
         without_effect: inputs on which the loss does not depend by any chain of operators.
         reach: dependence of predictions on inputs; None if not measured.
         stale_casts: whether a forward used old casts of weights: autocast cached them before an optimizer step.
@@ -418,6 +422,7 @@ class Trace:
     by_ranges: Mapping[str, int] = field(default_factory=dict)
     reached: int | None = None
     unreached: tuple[Unreached, ...] = ()
+    partial: bool = False
     without_effect: tuple[str, ...] = ()
     reach: Reach | None = None
     stale_casts: bool = False

@@ -21,8 +21,8 @@ the model computes the loss, the loss needs no second cast of the logits. Megatr
     for rows, targets in zip(logits.split(1024), labels.split(1024)):
         loss = loss + F.cross_entropy(rows.float(), targets)
 
-**What is not reported.** A float32 copy that a loss uses as a whole, because softmax and loss need float32. The rule
-ignores copies below 1 % of the step's peak memory; copies below 5 % get a note. The reported memory is the
+**What is not reported.** A float32 copy that a loss uses as a whole, because softmax and loss need float32. Copies of
+outputs from which a script computes its own loss, if the check did not trace this loss. The rule ignores copies below 1 % of the step's peak memory; copies below 5 % get a note. The reported memory is the
 size of the copies.
 
 **How safe is the fix?** Softmax and loss still compute in float32, with the same values.
@@ -38,7 +38,7 @@ from collections.abc import Iterator, Sequence
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, format_bytes, grouped, short
 from isotype.records.finding import Cost, Finding, finding_at
-from isotype.records.trace import HALVES, Call, Trace
+from isotype.records.trace import FSDP_CASTS, HALVES, Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.groups import per_trace
 from isotype.rules.kit.words import advice
@@ -59,8 +59,9 @@ def find(trace: Trace) -> Iterator[Finding]:
     for cast in costs.casts(trace):
         forward = cast.call.phase == "forward" and not cast.call.recomputed
         if cast.widens and forward and cast.call.module not in quantized:
-            reading = readers.get((id(cast.operand.origin), cast.call.source, cast.call.module), [])
-            if not reading or _in_pieces(cast, reading):
+            before, source = id(cast.operand.origin), cast.call.source
+            reading = [call for m in {cast.call.module, ""} for call in readers.get((before, source, m), ())]
+            if _in_pieces(cast, reading) if reading else not trace.partial:
                 copies.append((not reading, cast))
     for (unread, _), group in grouped(copies, lambda copy: (copy[0], copy[1].call.source)).items():
         casts = [cast for _, cast in group]
@@ -78,7 +79,8 @@ def _readers(trace: Trace) -> dict[tuple[int, str, str], list[Call]]:
             continue
         for operand in call.operands:
             for step in operand.origin.path():
-                if step.kind in ("cast", "autocast") and step.before is not None:
+                # The casts of FSDP2 belong to no module.
+                if (step.kind in ("cast", "autocast") or step.name in FSDP_CASTS) and step.before is not None:
                     readers.setdefault((id(step.before), step.source, step.module), []).append(call)
     return readers
 

@@ -25,7 +25,18 @@ from isotype.model.loss import ends_behind
 from isotype.model.walk import listening, name_in_process, plain_tensors
 from isotype.records.finding import in_library
 from isotype.records.memory import MemoryKind, Phase
-from isotype.records.trace import CAST_FUNCTIONS, CASTS, FLOATS, FROM_NUMPY, Breach, Call, Operand, Origin
+from isotype.records.trace import (
+    CAST_FUNCTIONS,
+    CASTS,
+    FLOATS,
+    FROM_NUMPY,
+    OUTPUT_DTYPE,
+    PARAM_DTYPE,
+    Breach,
+    Call,
+    Operand,
+    Origin,
+)
 from isotype.trace.flops import flops_of
 from isotype.trace.ledger import Ledger
 from isotype.trace.taken import DtypeReads
@@ -94,7 +105,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         # The origin of the function's dtype argument, if the code reads the dtype from another tensor.
         self.like: Origin | None = None
         self.names: dict[int, Origin] = {}
-        # Dtype in which FSDP2 has gathered the last parameter; None if there is none.
+        # Dtype in which FSDP has gathered the last parameter; None if there is none.
         self.gathered: torch.dtype | None = None
         # Id of a leaf tensor -> the first line of user code that detaches a value computed from it.
         self.cuts: dict[int, str] = {}
@@ -381,9 +392,11 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 return returns
             if before is not None and before.kind == "gradient":
                 before = before.before  # a gradient is cast in every layer: keep only the last cast
-            if self.gathered is not None and is_called_by("torch.distributed.fsdp"):
-                option = "param_dtype" if dtype == self.gathered else "output_dtype"
-                return Origin("operator", dtype, f"FSDP's {option}", "", source, before)
+            if "torch.distributed.fsdp" in sys.modules and is_called_by("torch.distributed.fsdp"):
+                if self.gathered is None and before is not None and before.kind != "buffer":
+                    self.gathered = dtype  # FSDP1's parameters are views, which name no parameter
+                option = PARAM_DTYPE if self.gathered in (dtype, None) else OUTPUT_DTYPE
+                return Origin("operator", dtype, option, "", source, before)
             kind: Any = self._cast_kind() if operands else "constant"
             like = self._like(dtype) if kind in ("cast", "constant") else None
             return Origin(kind, dtype, function, module, source, before, like)

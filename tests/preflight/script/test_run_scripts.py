@@ -339,6 +339,52 @@ with fake_process_group(1) as mesh:
     assert "updates" not in err  # the masters are float32, although FSDP2 has gathered them in bfloat16
 
 
+def test_weights_that_fsdp_has_gathered_at_the_error_are_not_cast_by_the_script(runs: Runs) -> None:
+    script = """
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from isotype.compat.torch import fake_process_group
+
+with fake_process_group(1) as mesh:
+    model = Net().float()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params={*model.head.parameters()})
+    train(model)
+"""
+    status, _, err = runs(script, "--no-preflight")
+    assert status == 1
+    assert "cause  head.weight is float32" in err
+    assert "IST305" not in err  # all trainable parameters are float32
+
+
+def test_fsdp1_gathers_weights_and_casts_inputs_but_not_buffers(runs: Runs) -> None:
+    """pytorch/pytorch #143900."""
+    script = """
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from isotype.compat.torch import fake_process_group
+
+class Blurred(Net):
+    def __init__(self):
+        super().__init__()
+        self.float()
+        self.register_buffer("kernel", torch.ones(8, 8))
+    def forward(self, x):
+        x = self.head.weight.sum() * x
+        return x @ self.kernel
+
+with fake_process_group(1):
+    mixed = MixedPrecision(param_dtype=torch.bfloat16)
+    model = FullyShardedDataParallel(Blurred(), device_id=torch.device("cpu"), mixed_precision=mixed)
+    model(torch.ones(2, 8)).sum().backward()
+"""
+    status, _, err = runs(script)
+    assert status == 1
+    assert "isotype: FSDP1 has flattened the parameters: the first step is not traced before it runs" in err
+    assert "error[IST101]: float32 instead of bfloat16" in err
+    assert "cause  the buffer _fsdp_wrapped_module.kernel is float32" in err
+    assert "in place of float" not in err
+    assert "train.py:51   (a line" not in err  # of `model(…)`, where no line casts
+
+
 # ----------------------------------------------------------------------------------------------- caught by the script
 
 

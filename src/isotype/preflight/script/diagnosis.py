@@ -22,7 +22,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import causes, error_line
 from isotype.core.names import listed, plural
 from isotype.core.source import condition_at, line_of
-from isotype.model.shard import free_gathered
+from isotype.model.shard import free_gathered, is_flattened
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
 from isotype.preflight.script import setup_errors
@@ -158,6 +158,9 @@ class Diagnosis:
         return request
 
     def _looked_ahead(self, request: StepRequest) -> Report | None:
+        if is_flattened(request.model):
+            self._say("FSDP1 has flattened the parameters: the first step is not traced before it runs")
+            return None
         started = time.perf_counter()
         try:
             with self._output.working(f"tracing the first step before it runs (at most {self._seconds:g} s)"):
@@ -466,7 +469,7 @@ class Diagnosis:
     def _traced_again(self, trains: bool = False, generates: bool = False) -> Report | None:
         """Trace the step again on fake tensors, and try the fixes. Return the report, or None if this is not possible."""
         model = self.watch.model
-        if model is None or self._request is None:
+        if model is None or self._request is None or is_flattened(model):
             return None
         request = self._request(model)
         # The request may be for an evaluation before the training. If a backward raised, a training step is traced.

@@ -131,7 +131,8 @@ def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
     """Return the trace of the step so far. `weights` are the records of the real model's weights."""
     model, before = step.code.model, {weight.name: weight.dtype for _, weight in step.weights}
     attention = step.functions.attention
-    cuts = {} if getattr(step.loss_of, "partial", False) else step.recorder.cuts
+    partial = getattr(step.loss_of, "partial", False)
+    cuts = {} if partial else step.recorder.cuts
     memory = step.recorder.ledger.record(step.states_bytes, step.gradient_bytes)
     return Trace(
         setup=step.setup,
@@ -148,6 +149,7 @@ def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
         input_dtypes=dict(step.recorder.inputs),
         reached=step.reached,
         unreached=tuple(step.recorder.gradients.unreached(cuts)),
+        partial=partial,
         without_effect=step.without_effect,
         unmatched=unmatched(model),
         by_ranges={

@@ -21,6 +21,7 @@ from isotype.compat.torch import (
     TENSOR_DATA,
     FakeTensor,
     FakeTensorMode,
+    apply_like_fsdp,
     give_class,
     mark_as_parameter,
     storage_of,
@@ -33,7 +34,7 @@ from isotype.model.shard import gathered_by
 from isotype.model.walk import copied, empty_copies, fill_copies, kind_of
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.devices.simulated import SimulatedMode
-from isotype.records.trace import Origin
+from isotype.records.trace import OUTPUT_DTYPE, PARAM_DTYPE, Origin
 from isotype.trace.recorder import ORIGIN
 
 _CPU = torch.device("cpu")
@@ -211,10 +212,10 @@ def _gather_in_dtypes(model: nn.Module, twin: nn.Module) -> None:
                     getattr(module, PARAMETERS)[attribute] = whole
             if dtype is None or not policy.cast_forward_inputs:
                 return None
-            return _cast_floats((args, kwargs), dtype, "param_dtype")
+            return _cast_floats((args, kwargs), dtype, PARAM_DTYPE)
 
         def after(_: Any, args: Any, output: Any, dtype: torch.dtype | None = policy.output_dtype) -> Any:
-            return output if dtype is None else _cast_floats(output, dtype, "output_dtype")
+            return output if dtype is None else _cast_floats(output, dtype, OUTPUT_DTYPE)
 
         module = twin.get_submodule(group)
         module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
@@ -234,8 +235,8 @@ def _cast_floats(values: Any, dtype: torch.dtype, option: str) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.dtype == dtype:
             return leaf
         result = leaf.to(dtype)
-        origin = replace(getattr(result, ORIGIN), kind="operator", name=f"FSDP's {option}", module="")
+        origin = replace(getattr(result, ORIGIN), kind="operator", name=option, module="")
         setattr(result, ORIGIN, origin)
         return result
 
-    return tree_map(cast, values)
+    return apply_like_fsdp(cast, values)
