@@ -106,6 +106,17 @@ def test_a_gpu_does_not_multiply_integers(dtype: torch.dtype) -> None:
     assert dtype == torch.bool or found(RULE, traced(Ending(ending), X)) == []
 
 
+class Labelled(nn.Module):
+    """A layer and the cross entropy of its output, `[4, 8]`."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.layer(x), labels)
+
+
 class Looked(nn.Module):
     """Functions that need integers or a mask, called with a float input `at` of ones, `[2]`."""
 
@@ -137,6 +148,7 @@ FLOATS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "nll_loss_forward": lambda t, at: F.cross_entropy(t[:2], at),
     "nll_loss2d_forward": lambda t, at: F.nll_loss(t[:2, :, None, None], at[:, None, None]),
     "multi_margin_loss": lambda t, at: F.multi_margin_loss(t[:2], at),
+    "multilabel_margin_loss_forward": lambda t, at: F.multilabel_margin_loss(t[0, :2], at),
     "masked_fill": lambda t, at: t[:2].masked_fill(at[:, None], 0.0),
     "masked_scatter": lambda t, at: t[:2].masked_scatter(at[:, None], t),
     "masked_select": lambda t, at: t[:2].masked_select(at[:, None]),
@@ -159,6 +171,22 @@ def test_floats_in_place_of_integers() -> None:
         assert str(raised.value).startswith(messages[name]), name
     (finding,) = found(RULE, trace)
     assert (finding.cause, finding.fixes[0].description) == ("the input at is float32", "pass at in int64")
+
+
+@pytest.mark.parametrize("name", ["nll_loss_forward", "multi_margin_loss", "multilabel_margin_loss_forward"])
+def test_the_backward_of_float_labels_is_traced(name: str) -> None:
+    model = Looked()
+    trace = traced(model, lambda _: FLOATS[name](model.table.weight, torch.ones(2)).sum())
+    assert (trace.failure, len(found(RULE, trace))) == (None, 1)
+
+
+def test_labels_that_autocast_casts_have_the_input_as_their_cause() -> None:
+    model, labels = nn.Linear(8, 8), {"x": torch.ones(4, 8), "labels": torch.ones(4, dtype=torch.bfloat16)}
+    (finding,) = found(RULE, traced(Labelled(model), labels, autocast=torch.bfloat16, phases=("forward",)))
+    assert (finding.cause, finding.fixes[0].description[:20]) == (
+        "the input labels is bfloat16",
+        "pass labels in int64",
+    )
 
 
 def test_token_ids_in_16_bits() -> None:

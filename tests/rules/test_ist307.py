@@ -93,6 +93,24 @@ def test_a_tower_inside_of_a_reentrant_checkpoint_whose_language_model_alone_req
 
 
 @pytest.mark.real_cpu
+def test_a_loss_of_several_elements_is_an_error() -> None:
+    def losses(model: nn.Module) -> torch.Tensor:
+        values: torch.Tensor = model(**WORDS).logsumexp(-1)
+        return values
+
+    model = Adapted("plain")
+    error = real_step(model, losses).error
+    (finding,) = isotype.check(model, losses, device="cpu", phases=STEP).errors
+    assert (finding.code, finding.phase) == ("IST307", "backward")
+    assert (finding.message, finding.cause[-6:]) == (
+        "the loss has several elements: backward raises",
+        "[2, 4]",
+    )
+    assert finding.notes == (f"the device raises: {error}",)
+    assert isotype.check(model, lambda model: losses(model).mean(), device="cpu", phases=STEP).ok
+
+
+@pytest.mark.real_cpu
 def test_a_backward_without_anything_to_do_is_an_error_and_is_repaired() -> None:
     model = Adapted("reentrant", head=False)
     error = real_step(model, WORDS).error

@@ -257,6 +257,17 @@ def test_an_error_that_no_dtype_explains_ends_the_step_where_it_was_raised() -> 
     assert line(trace.failure.source).startswith("test_recorder.py:")
 
 
+def test_an_error_in_a_trace_that_runs_while_its_caller_handles_another_error() -> None:
+    """`isotype run` traces the last known step while the error of the script is handled."""
+    model = nn.Sequential(nn.Linear(8, 8, dtype=BF16), Doing(lambda m, x: x.reshape(3, 5)))
+    try:
+        raise ValueError("the script's error")
+    except ValueError:
+        trace = traced(model, {"input": torch.ones(4, 8, dtype=BF16)})
+    assert trace.failure is not None
+    assert trace.failure.module == "1.inner"
+
+
 def test_an_error_that_the_model_itself_catches() -> None:
     class Trying(nn.Module):
         def __init__(self) -> None:

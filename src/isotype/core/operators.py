@@ -73,10 +73,14 @@ MASKED = ("masked_fill", "masked_select", "masked_scatter")
 _INDEXED = (
     "index_select", "index_add", "index_copy", "index_fill", "index_reduce", "gather", "scatter", "scatter_add",
     "scatter_reduce", "take", "put", "take_along_dim", "embedding", "nll_loss_forward", "nll_loss2d_forward",
-    "multi_margin_loss",
+    "multi_margin_loss", "multilabel_margin_loss_forward",
+)  # fmt: skip
+_BACKWARDS = (
+    "nll_loss_backward", "nll_loss2d_backward", "multi_margin_loss_backward", "multilabel_margin_loss_backward"
 )  # fmt: skip
 _INDICES = {
     **dict.fromkeys((*_INDEXED, *MASKED), slice(1, 2)),
+    **dict.fromkeys(_BACKWARDS, slice(2, 3)),
     "_embedding_bag": slice(1, 3),
     "index": slice(1, None),
     "index_put": slice(1, -1),

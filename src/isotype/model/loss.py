@@ -12,10 +12,10 @@ from isotype.compat.torch import node_number
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss in a model's output, or the mean of its first float tensor. Raise TypeError without one."""
+    """Return the mean of the loss in a model's output, or of its first float tensor. Raise TypeError without one."""
     loss = find_loss(output)
     if loss is not None:
-        return loss
+        return loss.mean() if loss.ndim else loss
     first = next(_floats(output), None)
     if first is None:
         raise TypeError(f"the model returned {type(output).__name__} without a float tensor to train on")

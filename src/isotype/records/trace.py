@@ -370,7 +370,9 @@ class Failure:
 GRADIENTLESS = ("torch.autograd.backward", "GradScaler.step")
 """Calls that raise an error if there are no gradients, whatever the dtypes are."""
 NO_GRADIENT = "element 0 of tensors does not require grad and does not have a grad_fn"
+NOT_SCALAR = "grad can be implicitly created only for scalar outputs"
 NOTHING_UNSCALED = "No inf checks were recorded for this optimizer."
+GRADIENT_ERRORS = (NO_GRADIENT, NOT_SCALAR, NOTHING_UNSCALED)
 """Error messages of the calls in `GRADIENTLESS` if there are no gradients."""
 
 

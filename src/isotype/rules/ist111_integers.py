@@ -31,6 +31,7 @@ deepspeedai/DeepSpeed #5701; QwenLM/Qwen3 #44; intel/auto-round #1380.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from isotype.core.dtypes import EXACT_INTEGERS, dtype_name, named_integer
 from isotype.core.names import grouped, plain_name, short
@@ -47,7 +48,9 @@ def _refused(call: Call) -> Operand | None:
     """Return the float operand that must be an integer, or the operand whose integer dtype the error names."""
     message = call.breach.message if call.breach is not None else ""
     if message and (floats := float_indices(call.op, [operand.dtype for operand in call.operands])):
-        return call.operands[floats[0]]
+        operand = call.operands[floats[0]]
+        before = operand.origin.before if operand.origin.kind == "autocast" else None
+        return replace(operand, dtype=before.dtype, origin=before) if before else operand
     dtype = named_integer(message, (operand.dtype for operand in call.operands))
     return next((operand for operand in call.operands if operand.dtype == dtype), None)
 

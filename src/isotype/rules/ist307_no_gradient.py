@@ -13,6 +13,8 @@ only some parameters have a gradient, there is no error, but the parameters with
 - `PeftModel.from_pretrained` loaded an adapter for inference.
 - The loss, or a result inside of the model, was detached, or a tower runs under `torch.no_grad()`.
 - One term of the loss was detached, or is a number (`item()`): only the other terms train (reported by `isotype run`).
+- The loss has several elements, such as one for each token (`reduction="none"`): `backward` raises `grad can be
+  implicitly created only for scalar outputs`.
 - `zero_grad()` runs between the backward and the optimizer's step (reported by `isotype run`).
 
 **An example that fails**
@@ -45,9 +47,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from isotype.core.names import grouped, short
-from isotype.records.finding import Finding, Fix
+from isotype.records.finding import Finding, Fix, finding_at
 from isotype.records.reach import Unreached
-from isotype.records.trace import GRADIENTLESS, Call, Trace, Weight
+from isotype.records.trace import GRADIENTLESS, NOT_SCALAR, Call, Trace, Weight
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import (
     count,
@@ -73,6 +75,9 @@ def find(trace: Trace) -> Iterator[Finding]:
         cause = f"the term's value is detached at {short(cut)}, and added to the loss at {short(added)}"
         yield Finding("warning", message, source=added, cause=cause, fixes=(advice(cut, how),))
     refused = next((call for call in trace.breaches() if call.op in GRADIENTLESS), None)
+    if refused is not None and device_error(refused) == device_error(NOT_SCALAR):
+        yield _not_scalar(refused)
+        return
     if (refused is None and trace.reached is None) or any(state.repacked for _, state in quantized(trace)):
         return  # IST407 reports repacked weights, which pass no gradient
     by_function = grouped((part for part in trace.unreached if not part.ignored), lambda part: part.function)
@@ -100,6 +105,17 @@ def find(trace: Trace) -> Iterator[Finding]:
     none = refused is not None or (trace.reached == 0 and trained(trace))
     if none and not (by_function or lost or trace.unheld):
         yield _none_reached(trace, refused)
+
+
+def _not_scalar(refused: Call) -> Finding:
+    return finding_at(
+        "error",
+        "the loss has several elements: backward raises",
+        [refused],
+        cause=f"the loss function returns a tensor of the shape {list(refused.operands[0].shape)}",
+        notes=device_error(refused),
+        fixes=(advice("loss", "return a scalar, such as loss.mean()"),),
+    )
 
 
 def _named(weights: Iterable[Weight]) -> str:

@@ -118,6 +118,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self._places: dict[int, CallPlace] = {}
         self._alive: list[Any] = []
         self._raised_in: _Frame | None = None
+        # An exception that the caller of the trace handles; no module of the step has raised it.
+        self._handled = sys.exc_info()[1]
 
     # -------------------------------------------------------------------------------------------------- modules
 
@@ -200,7 +202,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             return
         frame = self._frames.pop()
         # Hooks also run during an exception. The first module that is left then has raised it.
-        self._raised_in = (self._raised_in or frame) if sys.exc_info()[1] is not None else None
+        raised = sys.exc_info()[1] is not self._handled
+        self._raised_in = (self._raised_in or frame) if raised else None
         for row in self.held.get(frame.name, ()):
             self.ledger.count(*row)  # the tensor's memory may have changed (`weight.data = …`)
         outer = self._frames[-1].repeats if self._frames else 1

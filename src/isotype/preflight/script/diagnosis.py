@@ -45,7 +45,7 @@ from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
 from isotype.records.request import DEFAULT_PHASES, StepRequest
-from isotype.records.trace import NO_GRADIENT, NOTHING_UNSCALED, Breach, Call, Failure, Setup, Trace
+from isotype.records.trace import GRADIENT_ERRORS, NOTHING_UNSCALED, Breach, Call, Failure, Setup, Trace
 from isotype.report.check.report import Report
 from isotype.rules import (
     ist107_recomputation,
@@ -78,7 +78,7 @@ _ALL_SKIPPED = (
     "gradients), or the script ended first"
 )
 _SKIPPED = "the gradients are infinite or NaN, so the GradScaler skipped"
-_ABOUT_GRADIENTS = (_UNSCALE_REFUSED, NO_GRADIENT, NOTHING_UNSCALED)
+_ABOUT_GRADIENTS = (_UNSCALE_REFUSED, *GRADIENT_ERRORS)
 # Words for incompatible dtypes in errors of torch and its libraries.
 _ABOUT_DTYPES = re.compile(
     r"dtype|scalar type|data type|not implemented for '|\b(c10::)?(B?Float16|Half|BFloat16|FP16|float32|Double)\b",

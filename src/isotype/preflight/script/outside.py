@@ -14,7 +14,7 @@ from isotype.core.names import grouped, plural, short
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import line_of, tensors_at_hand
 from isotype.model.walk import name_in_process
-from isotype.records.trace import FLOATS, NO_GRADIENT, NOTHING_UNSCALED, Trace
+from isotype.records.trace import FLOATS, NO_GRADIENT, NOT_SCALAR, NOTHING_UNSCALED, Trace
 from isotype.report.text import short_source
 from isotype.rules.kit.words import and_others
 
@@ -91,6 +91,8 @@ def _without_gradients(error: BaseException, names: Mapping[int, str]) -> str:
     how = "compute the loss outside of torch.no_grad(), and not from detached values"
     if NO_GRADIENT in str(error):
         return how
+    if NOT_SCALAR in str(error):
+        return "call backward on a scalar, such as loss.mean()"
     if NOTHING_UNSCALED not in str(error):
         return ""
     held = [parameter for optimizer in stepped_at(error) for parameter in parameters_of(optimizer)]

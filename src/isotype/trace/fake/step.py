@@ -43,6 +43,7 @@ from isotype.records.memory import Memory
 from isotype.records.request import DEEPSPEED, LossOf, named_inputs
 from isotype.records.trace import (
     NO_GRADIENT,
+    NOT_SCALAR,
     NOTHING_UNSCALED,
     Breach,
     Call,
@@ -321,6 +322,8 @@ class _Step:
             return
         # As in a training loop, the backward holds the only reference to the loss and its graph.
         loss, self.loss = self.loss, None
+        if loss.numel() != 1:
+            self._refuse("torch.autograd.backward", NOT_SCALAR, [("loss", loss)])
         scaled = loss * 1024.0 if self.setup.scaler else loss
         # `torch.autograd.backward` would turn the function mode off during a recomputation.
         gradient = (torch.ones_like(scaled),)
