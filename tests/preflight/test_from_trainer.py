@@ -463,7 +463,9 @@ def test_a_trainer_with_an_optimizer_of_its_own(path: Path, tmp_path: Path, fuse
         return model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum()
 
     report = isotype.check(trainer, loss, device="cpu")
-    assert (report.trace.setup.optimizer, report.trace.setup.learning_rate) == ("AdamW", 0.25)
+    name = "fused AdamW" if fused else "AdamW"
+    assert (report.trace.setup.optimizer, report.trace.setup.learning_rate) == (name, 0.25)
     (error,) = report.errors
     assert error.code == "IST305"
     assert "mixes bfloat16 and float32" in error.message
+    assert fused == ("create the optimizer with fused=False" in [fix.description for fix in error.fixes])

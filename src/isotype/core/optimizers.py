@@ -125,6 +125,12 @@ def optimizers_in(request: Any) -> tuple[torch.optim.Optimizer, ...]:
     return tuple(optimizer for optimizer in several if isinstance(optimizer, torch.optim.Optimizer))
 
 
+def class_of(optimizer: Any) -> str:
+    """Return the name of an optimizer's class, after `fused` if its kernels are fused."""
+    fused = any(group.get("fused") for group in getattr(optimizer, "param_groups", ()))
+    return "fused " * fused + type(optimizer).__name__
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters of all groups of an optimizer."""
     yield from (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -60,12 +60,7 @@ def request_of_trainer(trainer: Any, inputs: Any = None, device: Any = None) -> 
         loss = _loss_of_trainer(trainer, batch)
         mapped = isinstance(batch, Mapping)
         wiring = _with_count(trainer, batch) if mapped else _prompts_and_completions(trainer)
-    request = _request(trainer.model, loss, trainer.args)
-    optimizer = getattr(trainer, "optimizer", None)
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer in a training
-    # The state, class and rates of this optimizer count, and not the name in the arguments.
-    if isinstance(optimizer, torch.optim.Optimizer):
-        request = replace(request, optimizer=optimizer, learning_rate=None)
+    request = _request(trainer.model, loss, trainer.args, getattr(trainer, "optimizer", None))
     if not isinstance(batch, Mapping) and isinstance(loss, LossOf) and not trainer.args.use_vllm:
         token = partial(_generate, ids=loss.inputs["input_ids"][:, :1])
         request = replace(request, phases=(*request.phases, "generate"), generate=token)
@@ -147,18 +142,21 @@ def request_of_first_step(
     args, kwargs = call
     named = {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
     scaler = getattr(optimizer, "scaler", None)
-    request = _request(model, LossOf(partial(_call, len(args)), named), arguments)
+    request = _request(model, LossOf(partial(_call, len(args)), named), arguments, optimizer)
     return replace(request, scaler=scaler is not None and scaler.is_enabled(), fold=True)
 
 
-def _request(model: nn.Module, loss: Any, arguments: Any) -> StepRequest:
+def _request(model: nn.Module, loss: Any, arguments: Any, optimizer: Any) -> StepRequest:
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer in a training
+    # The state, class and rates of an optimizer count, and not the name in the arguments.
+    known = isinstance(optimizer, torch.optim.Optimizer)
     return StepRequest(
         model,
         loss,
         device=arguments.device,
         autocast=torch.float16 if arguments.fp16 else torch.bfloat16 if arguments.bf16 else False,
-        optimizer=getattr(arguments.optim, "value", arguments.optim),
-        learning_rate=arguments.learning_rate,
+        optimizer=optimizer if known else getattr(arguments.optim, "value", arguments.optim),
+        learning_rate=None if known else arguments.learning_rate,
         accumulates=arguments.gradient_accumulation_steps,
         ahead=batches_ahead(arguments.gradient_accumulation_steps, torch.device(arguments.device).type),
         **_processes_of(model, arguments),

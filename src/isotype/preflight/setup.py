@@ -15,6 +15,7 @@ from isotype.core.dtypes import parse_dtype
 from isotype.core.errors import Problem, UsageError
 from isotype.core.names import plain_name
 from isotype.core.optimizers import (
+    class_of,
     learning_rate_of,
     names_instead,
     optimizers_in,
@@ -58,7 +59,7 @@ def setup_of(request: StepRequest) -> Setup:
     optimizer, checkpointing = request.optimizer, request.gradient_checkpointing
     inputs = named_inputs(request.inputs)
     optimizers = [names_instead(part, request.model) for part in optimizers_in(optimizer)]
-    kinds = [type(part).__name__ for part in optimizers or [optimizer]]
+    kinds = map(class_of, optimizers or [optimizer])
     rate = request.learning_rate
     evaluation = request.evaluation
     between = [evaluation.between if isinstance(evaluation, LossOf) else "evaluate"]

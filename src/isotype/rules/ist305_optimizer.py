@@ -133,7 +133,9 @@ def _fixes(trace: Trace, broken: Sequence[Call], mismatched: Operand) -> Iterato
     kinds = {kind for kind, _ in trace.setup.updates.values()} or {optimizer}
     by_torch = all(kind in OPTIMIZERS or hasattr(torch.optim, kind) for kind in kinds)
     one_line = len({other.source for other in trace.calls if other.phase == call.phase}) == 1
-    if "fused" in optimizer:
+    if optimizer.startswith("fused "):
+        yield advice("optimizer", "create the optimizer with fused=False")
+    elif "fused" in optimizer:
         yield setting("use an optimizer that is not fused", "optimizer", "adamw")
     # All operators of torch's own optimizers have the script's line of step(), where no cast can be added.
     elif call.source and not (by_torch and one_line):

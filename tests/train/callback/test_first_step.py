@@ -30,6 +30,12 @@ def report_of(model: Any, batch: dict[str, Any], folder: Path) -> Report:
     return report
 
 
+def test_the_optimizer_of_the_training_counts_and_not_the_name_in_its_arguments(tmp_path: Path) -> None:
+    """`optim` names a fused AdamW."""
+    setup = report_of(torch.nn.Linear(4, 4), {"input": torch.ones(2, 4)}, tmp_path).trace.setup
+    assert (setup.optimizer, setup.learning_rate) == ("AdamW", 1e-3)
+
+
 @pytest.mark.parametrize(("ranges", "measured"), [(None, 0), ("measure", 1)])
 def test_a_float16_step_is_measured_only_where_nobody_has_decided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: Any, measured: int

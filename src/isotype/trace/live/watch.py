@@ -38,7 +38,7 @@ from isotype.compat.torch import (
     take_out,
 )
 from isotype.core.operators import tensors_of
-from isotype.core.optimizers import learning_rate_of, parameters_of
+from isotype.core.optimizers import class_of, learning_rate_of, parameters_of
 from isotype.model.adapters import unmatched
 from isotype.records.memory import Memory, Phase
 from isotype.records.trace import Call, Failure, Origin, Setup, Trace
@@ -408,8 +408,7 @@ class Watch:
     def weigh_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the optimizer that is about to step, and the gradients of its parameters."""
         assert self.recorder is not None
-        fused = any(group.get("fused") for group in optimizer.param_groups)
-        self.optimizer = "fused " * fused + type(optimizer).__name__
+        self.optimizer = class_of(optimizer)
         self.learning_rate = learning_rate_of(optimizer)
         self.gradients = gradients_of(optimizer, self.recorder, self._roots, self.scaler)
         scaled, idle = not self.gradients.pop("plain"), self.gradients.pop("idle")
