@@ -24,15 +24,20 @@ def of_their_authors(name: str) -> tuple[Any, Any]:
     config = {
         "gemma3": lambda: transformers.Gemma3Config(vision_config={"image_size": 224}, mm_tokens_per_image=4),
         "llava": transformers.LlavaConfig,
+        "llava_next": transformers.LlavaNextConfig,
+        "idefics3": lambda: transformers.Idefics3Config(vision_config={"image_size": 364, "patch_size": 14}),
+        "mistral3": lambda: transformers.Mistral3Config(vision_config={"image_size": 1024, "patch_size": 16}),
         "qwen2_vl": transformers.Qwen2VLConfig,
     }[name]()
     for each in (processor, processor.image_processor):
-        if name == "llava" and hasattr(each, "patch_size"):
+        if name in ("llava", "llava_next", "mistral3") and hasattr(each, "patch_size"):
             each.patch_size = config.vision_config.patch_size if each is processor else each.patch_size
-    if name == "llava":
+    if name in ("llava", "llava_next"):
         side = config.vision_config.image_size
         processor.image_processor.size = {"shortest_edge": side}
         processor.image_processor.crop_size = {"height": side, "width": side}
+    if name == "idefics3":
+        processor.image_seq_len = (364 // 14) ** 2 // config.scale_factor**2
     return config, processor
 
 
@@ -41,6 +46,9 @@ def of_their_authors(name: str) -> tuple[Any, Any]:
     [
         "gemma3",
         "llava",
+        "llava_next",
+        "idefics3",
+        pytest.param("mistral3", marks=needs_torchvision),
         pytest.param("qwen2_vl", marks=needs_torchvision),
     ],
     SIZES,
@@ -62,9 +70,11 @@ def test_the_config_says_what_the_processor_makes(name: str, sizes: list[tuple[i
 @pytest.mark.parametrize("name", ["gemma3", "llava_next", "idefics3"])
 def test_a_model_takes_what_is_made_up(name: str) -> None:
     model, processor = tiny_vision_model(name), tiny_processor(name)
-    from_config = by_config(model.config, [(30, 30)])
-    assert (from_config is None) == (name != "gemma3")
-    for pictures in filter(None, (pictures_of(model.config, processor, [(40, 40), (64, 20)]), from_config)):
+    for pictures in (
+        pictures_of(model.config, processor, [(40, 40), (64, 20)]),
+        by_config(model.config, [(30, 30)]),
+    ):
+        assert pictures is not None
         ids = torch.full((2, pictures.tokens + 3), 5)
         ids[:, 1 : 1 + pictures.tokens] = pictures.ids
         out = model(input_ids=ids, **pictures.batch(2), **pictures.marks(ids, 1, model))

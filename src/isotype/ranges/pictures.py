@@ -124,12 +124,7 @@ def by_config(config: Any, sizes: Sequence[Size] | None = None) -> Pictures | No
     vision = getattr(config, "vision_config", None)
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
     rule = _RULES.get(str(getattr(config, "model_type", "")), _fixed)
-    if (
-        vision is None
-        or rule is None
-        or not isinstance(token, int)
-        or (sizes is None and rule not in _ONE_SIZE)
-    ):
+    if vision is None or not isinstance(token, int) or (sizes is None and rule not in _ONE_SIZE):
         return None
     side = getattr(vision, "image_size", None)
     if sizes is None:
@@ -166,6 +161,32 @@ def _llava(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
     return [True] * tokens * len(sizes), {"pixel_values": torch.ones(len(sizes), 3, side, side)}
 
 
+def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
+    """LLaVA-NeXT has tokens for the whole image and for tiles without padding. A token follows each row of patches."""
+    side, marks, tiles = vision.image_size, [], []
+    patches = side // vision.patch_size
+    for width, height in sizes:
+        best = min(config.image_grid_pinpoints, key=lambda size: _wasted((width, height), (size[1], size[0])))
+        rows, columns = best[0] // side * patches, best[1] // side * patches
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        marks += [True] * (patches**2 + rows * columns + rows)
+        tiles.append(1 + (best[0] // side) * (best[1] // side))
+    return marks, {
+        "pixel_values": torch.ones(len(sizes), max(tiles), 3, side, side),
+        "image_sizes": torch.tensor([[height, width] for width, height in sizes]),
+    }
+
+
+def _wasted(size: Size, into: Size) -> tuple[float, float]:
+    """Scale an image to fit into a rectangle. Return a sort key: (-pixels of the image, pixels of padding)."""
+    scale = min(into[0] / size[0], into[1] / size[1])
+    pixels = min(int(size[0] * scale) * int(size[1] * scale), size[0] * size[1])
+    return -pixels, into[0] * into[1] - pixels
+
+
 def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
     """Qwen-VL resizes images within the processor's limits of pixels. Both sides are multiples of `factor`."""
     patch, merge = vision.patch_size, vision.spatial_merge_size
@@ -189,14 +210,51 @@ def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
     }
 
 
-_RULES: Mapping[str, Callable[[Any, Any, Sequence[Size]], Counted | None] | None] = {
+def _tiles(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
+    """Idefics 3 and SmolVLM cut an image into four tiles along its longer side, and add the whole image as a tile."""
+    side = vision.image_size
+    per_tile = (side // vision.patch_size) ** 2 // config.scale_factor**2
+    marks: list[bool] = []
+    counts = []
+    for width, height in sizes:
+        scale = 4 * side / max(width, height)
+        columns, rows = (math.ceil(int(length * scale) / side) for length in (width, height))
+        tile = [False, False, *[True] * per_tile]
+        for _ in range(rows):
+            marks += [*tile * columns, False]
+        marks += [*tile, False]
+        counts.append(rows * columns + 1)
+    tiles = sum(counts)
+    return marks, {
+        "pixel_values": torch.ones(1, tiles, 3, side, side),
+        "pixel_attention_mask": torch.ones(1, tiles, side, side, dtype=torch.bool),
+    }
+
+
+def _lines(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
+    """Pixtral and Mistral 3 shrink only images that exceed the tower's size. A token follows each row of merged patches."""
+    patch = vision.patch_size * config.spatial_merge_size
+    marks: list[bool] = []
+    shapes = []
+    for width, height in sizes:
+        shrink = max(1.0, width / vision.image_size, height / vision.image_size)
+        columns, rows = ((math.floor(length / shrink) - 1) // patch + 1 for length in (width, height))
+        marks += [*[True] * columns, False] * rows
+        shapes.append((rows * patch, columns * patch))
+    largest = [max(sides) for sides in zip(*shapes, strict=True)]
+    return marks, {"pixel_values": torch.ones(len(sizes), 3, *largest), "image_sizes": torch.tensor(shapes)}
+
+
+_RULES: Mapping[str, Callable[[Any, Any, Sequence[Size]], Counted | None]] = {
     **dict.fromkeys(("llava", "vipllava"), _llava),
+    "llava_next": _llava_next,
     **dict.fromkeys(
         ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _patches
     ),
-    "llava_next": None,
+    **dict.fromkeys(("idefics3", "smolvlm"), _tiles),
+    "mistral3": _lines,
 }
-"""Model type -> rule; None if only the processor knows the tokens. Other types use `_fixed`, if their config has a number."""
+"""Model type -> rule. Other model types use `_fixed`, if their config says how many tokens an image has."""
 _ONE_SIZE = (_fixed, _llava)
 """Rules for vision towers that take images of only one size."""
 _OLDER = (56 * 56, 28 * 28 * 1280)
