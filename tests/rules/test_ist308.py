@@ -33,6 +33,14 @@ def test_a_norm_and_a_clamp_before_the_unscale() -> None:
         assert finding.fixes[0].description == "call scaler.unscale_(optimizer) before model.py:1"
 
 
+def test_clipping_by_a_library_that_unscales_in_its_step() -> None:
+    """Lightning-AI/pytorch-lightning #18089: a second unscale_() is an error, but a scaled limit is right."""
+    place = "/venv/site-packages/lightning/pytorch/plugins/precision/precision.py:166"
+    clip = replace(SCALED, source=place)
+    (finding,) = found(RULE, trace(calls=(BACKWARD, NORM, clip, UNSCALED), scaler=True))
+    assert finding.fixes[0].description == "multiply the limit of the clipping by scaler.get_scale()"
+
+
 def test_clipping_after_the_unscale_or_without_one() -> None:
     assert found(RULE, trace(calls=(BACKWARD, UNSCALED, NORM, SCALED), scaler=True)) == []
     assert found(RULE, trace(calls=(BACKWARD, NORM, SCALED))) == []

@@ -85,13 +85,13 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 def _difference(trace: Trace) -> tuple[Call, str, str] | None:
     """Return the first operator whose recomputed dtype or shape differs, the cause, and advice ("" for none)."""
-    calls = grouped((call for call in trace.calls if call.phase == "forward"), lambda call: call.module)
-    forward = {module: iter(of_module) for module, of_module in calls.items()}
+    # The recomputation also calls operators that the forward does not call (`detach` of saved tensors).
+    calls = grouped((call for call in trace.calls if call.phase == "forward"), _kind)
+    forward = {kind: iter(of_kind) for kind, of_kind in calls.items()}
     # Without a module, only operators that create tensors in the default dtype count as recomputation.
     again = (c for c in trace.calls if c.recomputed or (c.phase == "backward" and c.by_default))
     for after in again:
-        same = (c for c in forward.get(after.module, ()) if (c.op, c.source) == (after.op, after.source))
-        before = next(same, None)
+        before = next(forward.get(_kind(after), iter(())), None)
         if before is None or not (before.results and after.results) or before.results == after.results:
             continue  # a call that raised has no results
         place, (was, now) = short(after.source), (_described(call) for call in (before, after))
@@ -105,6 +105,10 @@ def _difference(trace: Trace) -> tuple[Call, str, str] | None:
         how = f"pass the dtype at {place}, or keep torch.set_default_dtype until the backward has ended"
         return after, f"{cause}: torch's default dtype has changed after the forward", how
     return None
+
+
+def _kind(call: Call) -> tuple[str, str, str]:
+    return call.module, call.op, call.source
 
 
 def _described(call: Call) -> str:

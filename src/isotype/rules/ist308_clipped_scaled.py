@@ -28,11 +28,11 @@ never multiplied, a step of SGD is 65,536 times too small. A second step without
     scaler.step(optimizer)                                  # does not unscale a second time
 
 **What is not reported.** `isotype check` does not run the clipping of a script; only `isotype run` reports this finding.
-The trainers of transformers, accelerate and Lightning unscale before they clip.
+The trainers of transformers, accelerate, and Lightning's automatic optimization unscale before they clip.
 
 **How safe is the fix?** The fix is safe: clipping then limits the unscaled gradients, as intended.
 
-**Seen in** milesial/Pytorch-UNet #468; pytorch/examples #1196; Lightning-AI/pytorch-lightning #9599; harubaru/waifu-diffusion #64;
+**Seen in** milesial/Pytorch-UNet #468; pytorch/examples #1196; Lightning-AI/pytorch-lightning #9599, #18089, #19695; harubaru/waifu-diffusion #64;
 nerfstudio-project/nerfacc #307; starrytong/SCNet #7; microsoft/Swin-Transformer #311; Azure/MS-AMP #45; Haian-Jin/LVSM #19.
 """
 
@@ -43,7 +43,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from isotype.core.names import short
-from isotype.records.finding import Finding, finding_at
+from isotype.records.finding import Finding, finding_at, in_library
 from isotype.records.trace import Trace
 from isotype.rules.kit.words import advice
 
@@ -52,8 +52,8 @@ TITLE = "Calls of a GradScaler or an optimizer in the wrong order"
 _CLIPS = re.compile(r"aten\.(_foreach_)?(mul|clamp(_min|_max)?)_\.")
 """The in-place operators that `clip_grad_norm_` and `clip_grad_value_` call."""
 
-_SCALE = "call scaler.scale(loss).backward() in place of loss.backward(); with accelerate, accelerator.backward(loss)"
-_UPDATE = "call scaler.update() once after the last scaler.step(), and also if the code does not call scaler.step(); after several micro-batches, call unscale_() only once"
+_SCALE = "call scaler.scale(loss).backward() in place of loss.backward(); with accelerate, accelerator.backward(loss); with Lightning, self.manual_backward(loss)"
+_UPDATE = "call scaler.update() once after the last scaler.step(), and also if the code does not call scaler.step(); after several micro-batches, call unscale_() only once; Lightning calls unscale_() in optimizer.step()"
 _TWICE = "leave out one of the two steps, or compute new gradients before the second"
 _TWICE_SCALED = "leave out optimizer.step(): scaler.step(optimizer) calls optimizer.step(), except if a gradient is infinite or NaN"
 REFUSALS = {
@@ -106,10 +106,15 @@ def find(trace: Trace) -> Iterator[Finding]:
     if not clips:
         return
     where = short(clips[0].source) or "the clipping"
+    how = f"call scaler.unscale_(optimizer) before {where}"
+    if in_library(
+        clips[0].source
+    ):  # Lightning unscales in each step, and nothing else may unscale before the step
+        how = "multiply the limit of the clipping by scaler.get_scale()"
     yield finding_at(
         "warning",
         "gradients are clipped while they are still multiplied by the loss scale",
         clips,
         cause=f"{where} runs before the gradients are unscaled",
-        fixes=(advice(clips[0].source, f"call scaler.unscale_(optimizer) before {where}"),),
+        fixes=(advice(clips[0].source, how),),
     )

@@ -577,7 +577,7 @@ def test_a_default_dtype_that_changes_before_the_recomputation_is_named(runs: Ru
     """NVIDIA-NeMo/Automodel #2083: the script sets the default dtype around the forward alone."""
     script = (
         "from torch.utils.checkpoint import checkpoint\nmodel = Net()\nhead = model.head.forward\n"
-        "scaled = lambda hidden: head((hidden * torch.full((8,), 0.5)).bfloat16())\n"
+        "scaled = lambda hidden: head((hidden.softmax(-1) * torch.full((8,), 0.5)).bfloat16())\n"
         "model.head.forward = lambda hidden: checkpoint(scaled, hidden, use_reentrant=False)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\ntorch.set_default_dtype(torch.bfloat16)\n"
         "loss = model(ids, ids)[1]\nCHANGE\nloss.backward()\noptimizer.step()\ntorch.set_default_dtype(torch.float32)\n"

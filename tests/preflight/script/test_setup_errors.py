@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from isotype.compat import bitsandbytes
+from isotype.compat.torch import fake_process_group
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.script.missing_gpu import MissingGpu
 from isotype.preflight.script.setup_errors import explained
@@ -167,3 +169,38 @@ def test_a_scaler_refuses_the_closure_of_an_optimizer() -> None:
     cause, how = _explanation(act, nn.Linear(2, 2)) or ("", "")
     assert cause.endswith("a GradScaler supports no closure")
     assert "without a GradScaler" in how
+
+
+def test_a_scaler_gets_a_closure_before_any_loss() -> None:
+    """With a positional closure, torch raises another error: the closure would scale the first loss."""
+    scaler = torch.amp.GradScaler("cpu")
+    cause, how = _explanation(
+        lambda model: scaler.step(torch.optim.LBFGS(model.parameters()), lambda: 0.0), nn.Linear(2, 2)
+    ) or ("", "")
+    assert cause == "no loss was multiplied by the loss scale before this call"
+    assert "an optimizer with a closure (LBFGS) cannot use a GradScaler" in how
+
+
+def test_sharded_gradients_beside_whole_ones() -> None:
+    """kvcache-ai/ktransformers #2145."""
+
+    def act(model: nn.Module) -> None:
+        with fake_process_group(1) as mesh:
+            fully_shard(model.get_submodule("0"), mesh=mesh)
+            model(torch.ones(1, 2)).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    cause, how = _explanation(act, nn.Linear(2, 2), nn.Linear(2, 2)) or ("", "")
+    assert cause.startswith("2 parameters are not sharded by FSDP2 (first: 1.weight), and an operator")
+    assert how.startswith("call fully_shard(model) for the whole model")
+
+
+def test_processes_that_send_different_dtypes() -> None:
+    """modelscope/ms-swift #3955, #5809, #9550: the error with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    cause, _ = _explanation(
+        _raise(
+            "Detected mismatch between collectives on ranks. Rank 1 is running collective: CollectiveFingerPrint("
+            "TensorDtypes=BFloat16, …). Collectives differ in the following aspects: \t Tensor Tensor dtypes: BFloat16vs Float"
+        )
+    ) or ("", "")
+    assert cause.startswith("one process sends a tensor of dtype BFloat16, and another process sends Float")

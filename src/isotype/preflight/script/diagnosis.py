@@ -340,7 +340,8 @@ class Diagnosis:
         for link in causes(error):
             text, recorder = str(link), self.watch.recorder
             known = setup_errors.explained(link)
-            if known is not None and (self._request is None or not _ABOUT_DTYPES.search(text)):
+            refused = any(words in text for words in ist308_clipped_scaled.REFUSALS)
+            if known is not None and (self._request is None or not refused):
                 explained = True
                 if self._family.claim("explained"):
                     self._say("this set-up cannot train:")
@@ -350,8 +351,8 @@ class Diagnosis:
             if recorder is not None and recorder.failed is not None and recorder.failure_text == text:
                 explained = self._explain_once(partial(self._explain, text, type(link).__name__))
                 break
-            gradients = any(words in text for words in (*_ABOUT_GRADIENTS, *ist308_clipped_scaled.REFUSALS))
-            if gradients or _ABOUT_DTYPES.search(text):
+            gradients = any(words in text for words in _ABOUT_GRADIENTS)
+            if gradients or refused or _ABOUT_DTYPES.search(text):
                 explained = self._explain_once(partial(self._explain_elsewhere, link))
                 break
             if sentence := self.gpu.explained(link):
@@ -407,7 +408,8 @@ class Diagnosis:
                 return
         refused = any(words in text for words in ist308_clipped_scaled.REFUSALS)
         if refused and (setup := self._setup_seen or self._setup()):
-            trace = Trace(setup, (), (), {}, Memory({}), Failure("optimizer", "", line_of(error), headline))
+            failure = Failure("optimizer", "", setup_errors.line_of_script(error), headline)
+            trace = Trace(setup, (), (), {}, Memory({}), failure)
             self._brief(_of(judge(trace), ist308_clipped_scaled))
             return
         if type(error).__name__ == "CheckpointError" and recorder is not None and (setup := self._setup()):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from importlib.metadata import packages_distributions, version
 from traceback import walk_tb
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from isotype.core.arguments import RENAMED
@@ -15,11 +17,17 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, base_name
 from isotype.core.source import line_of
 from isotype.core.tables import table
+from isotype.model.shard import is_sharded
 from isotype.preflight.script.outside import Outside
 from isotype.records.finding import in_library
 
 _KNOWN: list[dict[str, str]] = table(__file__)
-"""Known errors. `weights` is "meta" if weights without values cause the error, "codes" for packed weights, else ""."""
+"""Known errors. `weights` is the key in `_OF_KIND` of the weights that cause the error; "" if no weights do."""
+_OF_KIND: dict[str, Callable[[torch.Tensor], bool]] = {
+    "meta": lambda weight: weight.is_meta,
+    "codes": lambda weight: not weight.is_floating_point(),
+    "whole": lambda weight: not is_sharded(weight),
+}
 _ADVICE: dict[str, str] = table(__file__, "old_arguments.json")
 """Argument that a library no longer has -> advice."""
 _UNKNOWN = re.compile(
@@ -87,11 +95,8 @@ def _weight_words(error: BaseException, kind: str) -> dict[str, str] | None:
     # PEFT's copy of a layer is not in the model yet; the original layer is.
     inner = (getattr(module, "original_module", module) for module in reversed(modules))
     inside = next((names[id(module)] for module in inner if id(module) in names), "")
-    fits = {
-        name: parameter.dtype
-        for name, parameter in model.named_parameters()
-        if (parameter.is_meta if kind == "meta" else not parameter.is_floating_point())
-    }
+    of_kind = _OF_KIND[kind]
+    fits = {name: parameter.dtype for name, parameter in model.named_parameters() if of_kind(parameter)}
     first = min(fits, key=lambda name: not name.startswith(inside), default="")
     count = agree(len(fits), "parameter", "are")
     return {"name": base_name(first), "dtype": dtype_name(fits[first]), "count": count} if first else None
