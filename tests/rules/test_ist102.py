@@ -48,3 +48,19 @@ def test_float32_adapters_on_bfloat16_activations() -> None:
 
 def test_inputs_that_are_cast_to_the_adapters_dtype() -> None:
     assert found(RULE, traced(nn.Sequential(Adapted(cast=True)), {"input": X})) == []
+
+
+def test_class_weights_of_another_dtype_than_a_trained_head_are_no_adapter() -> None:
+    """huggingface/blog #1595: PEFT trains a copy of the classifier; scikit-learn's class weights are float64."""
+    net = nn.ModuleDict({"modules_to_save": nn.Linear(8, 3)})
+    weight = torch.ones(3, dtype=torch.float64)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        logits = model["modules_to_save"](torch.ones(2, 8))
+        return nn.functional.cross_entropy(logits, torch.arange(2), weight=weight)
+
+    trace = traced(net, loss)
+    assert found(RULE, trace) == []
+    (finding,) = found("ist101_operands", trace)
+    assert finding.message.startswith("float64 instead of float32")
+    assert finding.cause == "weight in the loss function is float64"

@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 from isotype.model.adapters import unmatched
+from isotype.model.recompute import idle_checkpoints
 from tests.rules.samples import adapter, trace, weight
 from tests.rules.traces import found, llama, traced
 
@@ -73,6 +74,19 @@ def test_names_that_match_no_module(targets: str | list[str], missing: list[str]
 
 def test_a_step_with_nothing_wrong() -> None:
     assert found(RULE, trace()) == []
+
+
+def test_gradient_checkpointing_in_eval_mode() -> None:
+    """huggingface/diffusers #9850; johnsmith0031/alpaca_lora_4bit #128."""
+    model = llama()
+    assert idle_checkpoints(model.eval()) == ()
+    model.gradient_checkpointing_enable()
+    idle = idle_checkpoints(model)
+    assert any(name.endswith("layers.0") for name in idle)
+    (finding,) = found(RULE, replace(trace(), idle_checkpoints=idle))
+    assert finding.message == "gradient checkpointing has no effect: the model is in eval mode"
+    assert idle_checkpoints(model.train()) == ()
+    assert idle_checkpoints(model.eval().requires_grad_(False)) == ()
 
 
 def test_a_head_that_peft_names_itself_is_not_missing() -> None:

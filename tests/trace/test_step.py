@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -119,6 +120,19 @@ def test_generation_runs_without_gradients_labels_and_autocast() -> None:
     trace_step(StepCode(Looking(), inputs), setup)
     trace_step(StepCode(Looking(), inputs), replace(setup, autocast_eval=True))
     assert seen.all() == [(False, True, True), (True, False, False), (False, True, True), (True, False, True)]
+
+
+def test_generation_of_an_encoder_with_a_decoder() -> None:
+    """In a training, T5 and Whisper derive the decoder's tokens from the labels."""
+    config = transformers.T5Config(
+        vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )  # fmt: skip
+    rows = torch.ones(2, 5, dtype=torch.long)
+    inputs = {"input_ids": rows, "labels": rows[:, :3] - 101}
+    code = StepCode(transformers.T5ForConditionalGeneration(config), inputs)
+    trace = trace_step(code, replace(SETUP, phases=("generate",)))
+    assert trace.failure is None
+    assert {call.outside for call in trace.calls} == {None}
 
 
 def test_generation_keeps_labels_that_the_forward_requires() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from isotype.compat.peft import why_whole_rows
 
 CHECKPOINTING = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
@@ -44,6 +46,14 @@ def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: b
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments, **others)
     if adapters and not needs_input_gradients(arguments, model):
         model.disable_input_require_grads()  # as the trainer does
+
+
+def idle_checkpoints(model: nn.Module) -> tuple[str, ...]:
+    """Return the trained modules with gradient checkpointing that recompute nothing, because they are in eval mode."""
+    on = ((name, part) for name, part in model.named_modules() if vars(part).get("gradient_checkpointing"))
+    return tuple(
+        name for name, part in on if not part.training and any(p.requires_grad for p in part.parameters())
+    )
 
 
 def checkpointing_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:

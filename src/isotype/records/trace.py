@@ -407,6 +407,7 @@ class Trace:
         unheld: trainable parameters with a gradient that are in no optimizer of the script.
         orphans: number of parameters in the optimizer that have no gradient and belong to no module that ran.
         unmatched: names in PEFT's `target_modules` and `modules_to_save` that match no module.
+        idle_checkpoints: trained modules with gradient checkpointing that recompute nothing, because they are in eval mode.
         no_autocast: why this step should run under autocast, if it does not; else "".
     """
 
@@ -437,6 +438,7 @@ class Trace:
     unheld: tuple[str, ...] = ()
     orphans: int = 0
     unmatched: tuple[str, ...] = ()
+    idle_checkpoints: tuple[str, ...] = ()
     no_autocast: str = ""
 
     @cached_property

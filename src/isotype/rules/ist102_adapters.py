@@ -26,6 +26,9 @@ small updates (IST801).
 
 from __future__ import annotations
 
+import math
+
+from isotype.records.trace import Operand
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Broken, Claim
 from isotype.trace.sides import is_adapter
@@ -34,9 +37,21 @@ TITLE = "An adapter of another dtype than its layer"
 
 
 def _takes_an_adapter(broken: Broken) -> bool:
-    origins = (operand.origin for operand in broken.call.operands)
-    stored = (origin for origin in origins if origin.kind in ("parameter", "buffer"))
-    return any(is_adapter(origin.name, broken.trace.owners.get(origin.name)) for origin in stored)
+    return any(_is_of_adapter(operand, broken) for operand in broken.call.operands)
+
+
+def _is_of_adapter(operand: Operand, broken: Broken) -> bool:
+    """Return whether `operand` is an adapter's weight, or is to blame because of one.
+
+    The dtype of an output also comes from a weight. Therefore the operator must run in the weight's module, or take all
+    of its elements.
+    """
+    origin, owner = operand.origin, broken.trace.owners.get(operand.origin.name)
+    if origin.kind not in ("parameter", "buffer") or not is_adapter(origin.name, owner):
+        return False
+    if owner is None or operand is broken.mismatched:
+        return True
+    return broken.call.module.startswith(owner.module) or math.prod(operand.shape) == math.prod(owner.shape)
 
 
 CLAIMS = (Claim("operand", _takes_an_adapter),)

@@ -1,14 +1,17 @@
 """
-**What it means.** A line that chooses what is trained has no effect, or not the effect that its author expects:
+**What it means.** A setting of the training has no effect, or not the effect that its author expects:
 
 - A trainable parameter has a gradient, but no optimizer has this parameter.
 - `requires_grad` is set on a module or is misspelt. It is then a plain attribute that torch never reads.
 - Names in PEFT's `target_modules` or `modules_to_save` match no module.
 - Linear layers have adapters, but stacked experts (one parameter for all experts) do not. PEFT's `all-linear` adapts the
   experts of Qwen3-MoE and leaves those of gpt-oss frozen. This is a note, because it may be intended.
+- Gradient checkpointing is on, but the model is in eval mode, as `from_pretrained` returns it. transformers' layers
+  recompute only in training mode.
 
 **Why it is bad.** The parameter never changes, or a parameter that should be frozen changes. No error is raised. The
-gradients of parameters without an optimizer cost memory and time, too.
+gradients of parameters without an optimizer cost memory and time, too. In eval mode, the backward keeps all activations,
+and dropout is off.
 
 **An example that costs**
 
@@ -23,12 +26,15 @@ gradients of parameters without an optimizer cost memory and time, too.
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
 
 **What is not reported.** Parameters with a master copy that an optimizer updates. Names that match at least one module.
-`isotype check` does not know a script's optimizer, so only `isotype run` reports parameters without an optimizer.
+`isotype check` knows neither a script's optimizer nor its calls of `eval()`: only `isotype run` reports parameters without
+an optimizer, and gradient checkpointing in eval mode.
 
-**How safe is the fix?** The fix trains the parameters that the author of the reported line wanted to train.
+**How safe is the fix?** The fix trains the parameters that the author of the reported line wanted to train. `model.train()`
+also turns dropout on.
 
 **Seen in** microsoft/nni #4521; zjunlp/HVPNeT #5; CSCYQJ/MICCAI23-ProtoContra-SFDA #18;
-udacity/deep-learning-v2-pytorch #12; huggingface/diffusers #4733; huggingface/trl #6773, #6775; bghira/SimpleTuner #766.
+udacity/deep-learning-v2-pytorch #12; huggingface/diffusers #4733; huggingface/trl #6773, #6775; bghira/SimpleTuner #766;
+huggingface/diffusers #9850.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 
-from isotype.core.names import EXPERT, agree, distinct_names, grouped, plural
+from isotype.core.names import EXPERT, agree, distinct_names, grouped, listed, plural
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.weight_sets import count, finding_of, is_frozen_base, names, trained
@@ -69,6 +75,12 @@ def find(trace: Trace) -> Iterator[Finding]:
             f"names of modules that the adapter should train match no module: {', '.join(trace.unmatched)}",
             cause="PEFT raises no error for a name that matches no module, if another name in target_modules or modules_to_save matches",
             fixes=(advice("target_modules", "use names from model.named_modules()"),),
+        )
+    if trace.idle_checkpoints:
+        yield warning(
+            "gradient checkpointing has no effect: the model is in eval mode",
+            cause=f"{listed(trace.idle_checkpoints, 1)}: gradient_checkpointing is True, but training is False",
+            fixes=(advice("train", "call model.train() before the first step; this also turns dropout on"),),
         )
     stacks = [w for w in trace.weights if len(w.shape) == 3 and EXPERT.search(w.name) and is_frozen_base(w)]
     frozen = [weight for weight in stacks if ".base_layer." not in weight.name]

@@ -370,6 +370,13 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loop:
             "no optimizer of the script holds 1.weight and others",
         ),
         (
+            "model.gradient_checkpointing = True; model.eval()",
+            _PLAIN_STEP,
+            "IST309]: gradient checkpointing has no effect: the model is in eval mode",
+            "the model: gradient_checkpointing is True, but training is False",
+        ),
+        ("model.gradient_checkpointing = True", _PLAIN_STEP, "", ""),
+        (
             "optimizer = torch.optim.SGD(model[0].parameters(), 1e-3); other = torch.optim.SGD(model[1].parameters(), 1e-3)",
             f"{_PLAIN_STEP}; other.step()",
             "",
@@ -924,6 +931,20 @@ def test_a_crash_that_dtypes_did_not_cause_gets_its_place_only(
     assert "isotype: aten.addmm.default in 1 (forward) raised this error; dtypes are not the cause:\n" in err
     assert "   |   mat2  float32  [5, 4]   1.weight is float32\n" in err
     assert "error[" not in err
+
+
+def test_a_predicted_crash_that_dtypes_did_not_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = (
+        "import torch\nmodel = torch.nn.Sequential(torch.nn.Embedding(4, 4), torch.nn.Linear(4, 4))\n"
+        "model(torch.tensor([3, 4]))\n"
+    )
+    _, _, err = _run_source(capsys, tmp_path / "ids.py", source)
+    assert "dtypes are not the cause" not in err
+    _, _, predicted = err.partition("isotype: predicted before the step:\n")
+    assert "error[IST111]: index 4 is out of range for 4 rows" in predicted
+    assert "   = note   the script stopped here\n" in predicted
 
 
 def test_a_script_with_accelerate(capsys: pytest.CaptureFixture[str]) -> None:

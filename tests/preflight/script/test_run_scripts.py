@@ -144,6 +144,12 @@ train(Tower())
         in err
     )
     assert "fails on NVIDIA H100" not in err
+    transform = script.replace(
+        'F.interpolate(grid, size=(4, 4), mode="bicubic", antialias=True)',
+        "torch.fft.rfft(grid.half()).abs()",
+    )
+    _, _, err = runs(transform, "--device", "h100")
+    assert "this CPU has no kernel for these dtypes; a trace for NVIDIA H100" in err
     _, _, err = runs("Net()(ids)[0].detach().numpy()\ntrain(Net())\n", "--device", "h100")
     assert "fails on NVIDIA H100" in err
 

@@ -209,8 +209,8 @@ class Diagnosis:
             traced -= {
                 call.module for call in trace.calls
             } - ahead  # such as a module that the script's loss calls
-            by_script = trace.unheld or trace.scaled or trace.no_autocast or trace.lost_terms
-            if not self._loss_traced or setup.scaler or by_script:
+            code = trace.unheld, trace.scaled, trace.no_autocast, trace.lost_terms, trace.idle_checkpoints
+            if not self._loss_traced or setup.scaler or any(code):
                 traced.discard("")  # the script's own code, which computes the loss and clips gradients
             findings = [f for f in judge(trace) if f.severity != "note"]
             # The check before the step assumes that the script uses its GradScaler.
@@ -383,6 +383,11 @@ class Diagnosis:
         verdict = recorder.contracts.judge(call.op, tuple(operand.dtype for operand in call.operands))
         rejected = verdict is not None and not verdict.accepted
         if not rejected and not _ABOUT_DTYPES.search(text):
+            foreseen = _matching(self.report, call, ())
+            if foreseen is not None and foreseen.findings[0].op == call.op:
+                self._say("predicted before the step:")
+                self._output.render(foreseen)
+                return
             at = f" in {call.module}" if call.module else ""
             self._say(f"{call.op}{at} ({call.phase}) raised this error; dtypes are not the cause:")
             self._output.call(call)
@@ -498,8 +503,9 @@ def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Rep
         return None
     codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}
     for finding in report.errors:
-        place = call.module in (finding.module, *finding.places) and finding.phase == call.phase
-        if (place or finding.cause in causes) and (finding.code in codes or not live):
+        place = call.module in (finding.module, *finding.places) or call.source == finding.source
+        known = (place and finding.phase == call.phase) or finding.cause in causes
+        if known and (finding.code in codes or not live):
             notes = "the script stopped here", *finding.notes
             stopped = replace(finding, source=finding.source or call.source, notes=notes)
             others = [other for other in report.findings if other is not finding]

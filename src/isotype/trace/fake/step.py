@@ -441,7 +441,13 @@ class _Step:
                 labels = inspect.signature(self.twin.forward).parameters.get("labels")
                 required = labels is not None and labels.default is inspect.Parameter.empty
                 dropped = () if required else ("labels",)
-                self.loss_of(self.twin, {k: v for k, v in self.inputs.items() if k not in dropped})
+                inputs = {k: v for k, v in self.inputs.items() if k not in dropped}
+                if "labels" in self.inputs and getattr(
+                    getattr(self.twin, "config", None), "is_encoder_decoder", False
+                ):
+                    # A training forward derives the decoder's tokens from the labels.
+                    inputs.setdefault("decoder_input_ids", torch.zeros_like(self.inputs["labels"]))
+                self.loss_of(self.twin, inputs)
 
 
 def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

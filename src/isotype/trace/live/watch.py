@@ -40,6 +40,7 @@ from isotype.compat.torch import (
 from isotype.core.operators import tensors_of
 from isotype.core.optimizers import class_of, learning_rate_of, parameters_of
 from isotype.model.adapters import unmatched
+from isotype.model.recompute import idle_checkpoints
 from isotype.records.memory import Memory, Phase
 from isotype.records.trace import Call, Failure, Origin, Setup, Trace
 from isotype.trace.live.forward import autocast_of, named_inputs, trains
@@ -476,6 +477,8 @@ class Watch:
         if self.stands and not any(weight.dtype in self.stands for weight in recorder.weights):
             calls = [in_dtypes(call, self.stands) for call in calls]
         parts = (part for root in self._roots for part in root.modules() if part in self._names)
+        # The code after a failed step may have changed the mode. Newer layers recompute in eval mode, too.
+        recomputes = failure is not None or any(call.recomputed for call in calls)
         return Trace(
             setup=setup,
             calls=tuple(calls),
@@ -487,6 +490,9 @@ class Watch:
             model=type(self._roots[0]).__name__ if self._roots else "",
             input_dtypes=dict(recorder.inputs),
             unmatched=tuple(name for root in self._roots for name in unmatched(root)),
+            idle_checkpoints=()
+            if recomputes
+            else tuple(n for root in self._roots for n in idle_checkpoints(root)),
             no_autocast=no_autocast,
             lost_terms=tuple(dict.fromkeys(recorder.terms.lost)),
             **self.gradients,
