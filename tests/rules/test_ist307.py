@@ -135,6 +135,42 @@ def test_what_runs_under_no_grad() -> None:
     assert finding.fixes[0].description.startswith("run lora outside of torch.no_grad() at test_ist307.py:")
 
 
+class WithPooler(nn.Module):
+    """An embedding and a layer whose mean is used; as in BERT, a pooler runs, too, and its output is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.pooler = nn.Embedding(8, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.layer(self.embed(input_ids))
+        return hidden.mean(1), self.pooler(hidden[:, 0])
+
+
+def cached_loss(model: nn.Module) -> torch.Tensor:
+    """GradCache, as in sentence-transformers' `CachedMultipleNegativesRankingLoss`: the backward runs the forward again."""
+    with torch.no_grad():
+        means = model(WORDS["input_ids"])[0]
+    means.requires_grad_()
+    loss = means.square().mean()
+    (gradient,) = torch.autograd.grad(loss, means)
+
+    def again(_: torch.Tensor) -> None:
+        with torch.enable_grad():
+            (model(WORDS["input_ids"])[0] * gradient).sum().backward()
+
+    loss = loss.detach().requires_grad_()
+    loss.register_hook(again)
+    return loss
+
+
+def test_a_forward_without_gradients_that_the_backward_runs_again() -> None:
+    model = WithPooler()
+    cached_loss(model).backward()
+    assert (model.layer.weight.grad is None, model.pooler.weight.grad is None) == (False, True)
+    assert found(RULE, traced(WithPooler(), cached_loss)) == []
+
+
 def frozen_adapter() -> Any:
     return llama().requires_grad_(False)
 

@@ -243,8 +243,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             tensors = [("result", result)]  # a new tensor, whose dtype is too small for its numbers
         decided = self.known.decide(func, args, result, self.calls)
         self._write(func, args, kwargs, tensors, result, place, breach)
-        if self.phase == "forward":
+        # Code in the backward may run a forward again with gradients on: recomputation, or GradCache.
+        if self.phase == "forward" or torch.is_grad_enabled():
             self.gradients.used(func, tensors, result, self.names, place)
+        if self.phase == "forward":
             self.reach.follow(func, tensors, result)
         if value is not None and func in _CIRCULAR:
             decided["off"], decided["rounded_at"] = self.values.rounding(tensors[0][1])
