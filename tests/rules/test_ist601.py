@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from isotype.records.finding import Action
-from isotype.records.trace import Trace
+from isotype.records.trace import Origin, Trace
 from tests.rules.samples import LAYER, call, norm, operand, packed, trace
 from tests.rules.traces import BF16, FP16, FP32, found, of_llama, on, traced
 
@@ -92,6 +94,22 @@ def test_devices_with_bfloat16(autocast: Trace, device: str) -> None:
 def test_other_dtypes_on_a_t4() -> None:
     assert found(RULE, on(of_llama(FP16, autocast=FP16), "t4")) == []
     assert found(RULE, on(of_llama(FP32), "t4")) == []
+
+
+def test_an_optimizer_that_computes_in_bfloat16_in_a_float16_step() -> None:
+    """Muon orthogonalizes its updates in bfloat16: no setting of the step changes this."""
+    update = call("aten.mm.default", operand(BF16), operand(BF16), flops=300, phase="optimizer")
+    step = trace(calls=[update], autocast=FP16, scaler=True, optimizer="Muon")
+    (finding,) = found(RULE, on(step, "t4"))
+    assert finding.cause == "the step of Muon computes in bfloat16"
+    (fix,) = finding.fixes
+    assert fix.description == "choose an optimizer without matmuls in bfloat16, such as AdamW"
+
+
+def test_a_cast_in_the_code_is_the_cause() -> None:
+    hidden = replace(operand(BF16), origin=Origin("cast", BF16, "to", source="model.py:7"))
+    (finding,) = found(RULE, on(trace(calls=[call("aten.mm.default", hidden, hidden, flops=300)]), "t4"))
+    assert finding.cause == "a cast to bfloat16 at model.py:7"
 
 
 def wide_result(dtype: torch.dtype) -> Trace:

@@ -616,6 +616,19 @@ def test_a_loss_that_is_not_scaled_beside_one_that_is(runs: Runs) -> None:
         )
 
 
+def test_two_optimizers_step_after_the_same_backward(runs: Runs) -> None:
+    """nanoGPT with Muon and AdamW: the second step has no forward, and its autocast is that of the first."""
+    script = (
+        "first, second = nn.Linear(8, 8), nn.Linear(8, 8)\nscaler = torch.amp.GradScaler('cpu', init_scale=8.0)\n"
+        "optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (first, second)]\n"
+        "with torch.autocast('cpu', torch.float16): loss = second(first(torch.ones(2, 8))).float().sum()\n"
+        "scaler.scale(loss).backward()\nfor optimizer in optimizers: scaler.step(optimizer)\n"
+    )
+    _, _, err = runs(script)
+    assert "steps 1-2 watched" in err
+    assert "IST302" not in err
+
+
 @pytest.mark.parametrize(
     ("script", "cause"),
     [

@@ -13,6 +13,7 @@ from isotype.records.finding import Action, Cost, Finding, Fix, Severity, findin
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.weight_sets import quantized
+from isotype.rules.kit.words import advice, cause_text
 
 _LEAST_SHARE = 0.01
 _LEAST_SLOWER = 1.5
@@ -36,11 +37,19 @@ def find(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> Iterator[Findi
     message = f"{dtype_name(dtype)} matmuls {how} on {profile.title}"
     severity: Severity = "error" if support == "refused" else "warning"
     facts: dict[str, Any] = {
-        "cause": _cause(trace, dtype),
+        "cause": _cause(trace, dtype, calls),
         "notes": (profile.reason(dtype), *_measured(trace, dtype), *_estimate(cost, trace, dtype)),
         "fixes": fixes(trace, dtype, other),
         "cost": cost,
     }
+    if calls and all(
+        call.phase == "optimizer" for call in calls
+    ):  # Muon computes in bfloat16 with all settings
+        how = f"choose an optimizer without matmuls in {dtype_name(dtype)}, such as AdamW"
+        facts |= {
+            "cause": f"the step of {trace.setup.optimizer} computes in {dtype_name(dtype)}",
+            "fixes": (advice("optimizer", how),),
+        }
     if calls:
         yield finding_at(severity, f"{message}: {100 * share:.0f} % of the FLOPs", calls, **facts)
     else:
@@ -97,7 +106,7 @@ def _estimate(cost: Cost, trace: Trace, dtype: torch.dtype) -> Iterable[str]:
     )
 
 
-def _cause(trace: Trace, dtype: torch.dtype) -> str:
+def _cause(trace: Trace, dtype: torch.dtype, calls: Sequence[Call]) -> str:
     name, setup = dtype_name(dtype), trace.setup
     if setup.autocast == dtype:
         return f"autocast is set to {name}"
@@ -107,7 +116,9 @@ def _cause(trace: Trace, dtype: torch.dtype) -> str:
         return f"the quantized layer {named(computing.module)} computes in {name}"
     if plain:
         return f"{plain[0].name} is {name}"
-    return f"the step computes in {name}"
+    causes = (operand.origin.cause for call in calls for operand in call.floats if operand.dtype == dtype)
+    cast = next((cause for cause in causes if cause.kind == "cast" and cause.source), None)
+    return f"the step computes in {name}" if cast is None else cause_text(cast)
 
 
 _UNSAFE = {torch.float16: "float16 overflows above 65,504", torch.bfloat16: "bfloat16 keeps only 8 bits"}

@@ -131,6 +131,7 @@ class Watch:
         self.recorder: LiveRecorder | None = None
         self.optimizer, self.scaler = "", False
         self.learning_rate: float | None = None
+        self._autocast: torch.dtype | None = None
         self.gradients, self._samples = dict[str, Any](), list[Sample]()
         self.skipped, self.skipping, self._stepping = 0, False, False
         self.transformed, self.evaluation = False, tuple[Call, ...]()
@@ -499,7 +500,11 @@ class Watch:
         )
 
     def autocast(self) -> torch.dtype | None:
-        """Return the autocast dtype under which most operators of the forward ran; None without autocast."""
+        """Return the autocast dtype under which most operators of the last forward ran; None without autocast."""
         assert self.recorder is not None
-        dtype = autocast_of(self.recorder.calls)
-        return dtype and self.stands.get(dtype, dtype)
+        # The second of two optimizers may step after the backward of the first.
+        if self.recorder.phase != "optimizer" or any(
+            call.phase == "backward" for call in self.recorder.calls
+        ):
+            self._autocast = autocast_of(self.recorder.calls)
+        return self._autocast and self.stands.get(self._autocast, self._autocast)
