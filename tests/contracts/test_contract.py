@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from isotype.contracts.contract import (
     CPU_TABLES,
@@ -346,6 +348,42 @@ def test_a_mixture_with_float64_is_judged_by_those_with_bfloat16(name: str) -> N
     assert name == "mse_loss" or verdict is not None
 
 
+UNMEASURED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Sequence[int]]] = {
+    "aten.lerp.Scalar": (lambda a, b: torch.lerp(a, b, 0.5), (0, 1)),
+    "aten.put.default": (lambda a, b: a.flatten().put(torch.tensor([0]), b[0, :1]), (0, -1, 1)),
+    "aten.index_reduce.default": (
+        lambda a, b: a.index_reduce(0, torch.tensor([0, 1]), b, "mean"),
+        (0, -1, 1),
+    ),
+    "aten._linalg_solve_ex.default": (
+        lambda a, b: torch.linalg.solve(a + torch.eye(2, dtype=a.dtype), b),
+        (0, 1),
+    ),
+    "aten.multi_margin_loss.default": (
+        lambda a, b: functional.multi_margin_loss(b, torch.tensor([0, 1])),
+        (1, -1),
+    ),
+    "aten.multilabel_margin_loss_forward.default": (
+        lambda a, b: functional.multilabel_margin_loss(b, torch.zeros(2, 2, dtype=I)),
+        (1, -1),
+    ),
+}
+
+
+@pytest.mark.real_cpu
+@pytest.mark.newest  # the families have the words of torch 2.13
+@pytest.mark.parametrize("op", UNMEASURED)
+@pytest.mark.parametrize("dtypes", [(F, B), (D, H)])
+def test_operators_without_a_measurement_are_refused_in_the_words_of_torch(
+    op: str, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    call, operands = UNMEASURED[op]
+    verdict = CPU.judge(op, tuple(I if at < 0 else dtypes[at] for at in operands))
+    assert verdict is not None
+    with pytest.raises(RuntimeError, match=re.escape(verdict.message)):
+        call(*(torch.ones(2, 2, dtype=dtype) for dtype in dtypes))
+
+
 def test_nothing_is_said_of_integers_or_of_operators_and_dtypes_nobody_knows() -> None:
     assert CPU.judge("aten.add.Tensor", (I, I)) is None
     assert CPU.judge("aten.mm.default", (I, I)) is None
@@ -425,8 +463,10 @@ def test_index_put_through_a_mask_with_one_value_is_a_fill() -> None:
     assert not is_exempt(norm, (x, wide, wide, wide, wide), "cuda")
 
 
-def test_a_lerp_whose_weight_has_no_dimensions() -> None:
+def test_a_lerp_whose_weight_has_no_dimensions_and_a_rrelu_outside_of_training() -> None:
     x, weight = torch.ones(3, dtype=torch.bfloat16), torch.tensor(0.5)
+    assert is_exempt("aten.rrelu_with_noise.default", (x, x, 0.1, 0.3, False))
+    assert not is_exempt("aten.rrelu_with_noise.default", (x, x, 0.1, 0.3, True))
     assert is_exempt("aten.lerp_.Tensor", (x, x, weight))
     assert x.lerp_(x, weight).dtype == torch.bfloat16
     assert not is_exempt("aten.lerp_.Tensor", (x, x, weight.expand(3)))

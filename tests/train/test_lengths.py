@@ -158,8 +158,11 @@ def test_check_reads_columns_and_holds_rows_back_as_the_training_does(capsys, mo
     argv = ["--columns", "prompt=question,completion=answer", "--eval_strategy", "steps", "--eval_steps", 1]
     status, out, _ = check(capsys, model, data, *argv, "--eval_split", 0.5, "--json")
     assert status == 0
-    assert json.loads(out)["setup"]["data"].startswith("the longest of 4 rows has ")
+    assert json.loads(out)["setup"]["data"].startswith("the longest of 2 rows has ")
     assert check(capsys, model, data, *argv)[0] == 2  # no rows to evaluate on
+    status, _, err = check(capsys, model, data, *argv, "--eval_split", 0.9)
+    assert status == 2
+    assert "this value holds back 4" in err
 
 
 def test_check_refuses_what_the_training_would_refuse(capsys, model, tmp_path):

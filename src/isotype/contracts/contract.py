@@ -69,6 +69,7 @@ def is_exempt(op: str, args: Sequence[Any], kind: str = "cpu") -> bool:
     - Without a weight, the batch norm of an NVIDIA or AMD GPU accepts running statistics of any dtype
       (`batch_norm_update_stats` in Normalization.cu).
     - `index_put` with bool masks accepts a single value of any dtype, because torch runs it as `masked_fill`.
+    - `rrelu` outside of training is a leaky ReLU, which has kernels for every float dtype.
     - `lerp` accepts a 0-dim weight of any dtype (like `index_put`, measured on a CPU, torch 2.13).
     """
     if op == "aten.native_batch_norm.default":
@@ -76,6 +77,8 @@ def is_exempt(op: str, args: Sequence[Any], kind: str = "cpu") -> bool:
     if op == "aten._fft_r2c.default":
         signal, dims, *_ = args
         return signal.dtype == torch.float16 and are_powers_of_two(signal.shape[dim] for dim in dims)
+    if op == "aten.rrelu_with_noise.default":
+        return not args[4]
     if op in _LERP:
         start, end, weight = args
         return bool(weight.dim() == 0 and start.dtype == end.dtype)

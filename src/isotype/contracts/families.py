@@ -114,6 +114,8 @@ _INDEX_PUT = (
 )
 _INDEX_ADD = "index_add_(): self ({0:name}) and source ({1:name}) must have the same scalar type"
 _INDEX_COPY = "index_copy_(): self and source expected to have the same dtype, but got (self) {0:name} and (source) {1:name}"
+_PUT = "put_(): self and source expected to have the same dtype, but got self.dtype = {0:name} and source.dtype = {1:name}"
+_SOLVE = "linalg.solve: Expected A and B to have the same dtype, but found A of type {0:name} and B of type {1:name} instead"
 _SCATTER = "scatter(): Expected self.dtype to be equal to src.dtype"
 _MASKED_SCATTER = (
     "masked_scatter_: expected self and source to have same dtypes but got {0:name} and {1:name}"
@@ -195,7 +197,10 @@ FAMILIES: tuple[Family, ...] = (
     Family(_ops("convolution_backward"), _SCALAR_TYPE, exact=True),
     Family(_ops("index_put index_put_ _index_put_impl_ _unsafe_index_put"), _INDEX_PUT),
     Family(_ops("index_add index_add_"), _INDEX_ADD),
+    Family(_ops("index_reduce index_reduce_"), _INDEX_ADD.replace("add", "reduce")),
     Family(_ops("index_copy index_copy_"), _INDEX_COPY),
+    Family(_ops("put put_"), _PUT),
+    Family(_ops("lerp lerp_"), "expected dtype {0} for `end` but got dtype {1}", (0, 1)),
     Family(_ops("scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_"), _SCATTER),
     Family(_ops("masked_scatter masked_scatter_"), _MASKED_SCATTER),
     # Group norms are checked before any kernel, so the messages name the CPU on every device. A CPU takes float32
@@ -237,6 +242,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(_BITWISE, alike=(0, 1), exact=True, only="i", refusal="not implemented for '{0:name}'"),
     # Factorizations use LAPACK, cuSOLVER and MAGMA, which have no 16-bit routines. Two operators raise an error before
     # they are dispatched; the errors of the others name the kernel.
+    Family(_ops("_linalg_solve_ex"), _SOLVE, exact=True),
     Family(_ops("linalg_inv_ex"), only="fd", refusal=_LOW_PRECISION.format("linalg.inv")),
     Family(_ops("_linalg_slogdet"), only="fd", refusal=_LOW_PRECISION.format("linalg.slogdet")),
     *(_without_kernel(names, kernel, _CUDA) for names, kernel in _CUDA_FACTORIZATIONS.items()),

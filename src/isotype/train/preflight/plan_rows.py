@@ -27,7 +27,7 @@ from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step import PlannedStep
 from isotype.train.rewards import check_rewards, rewards_here
 from isotype.train.rows.assistant import labelled_rows
-from isotype.train.rows.data import fitting, require_rows_left, training_data_here, uncut
+from isotype.train.rows.data import fitting, hold_back, require_rows_left, training_data_here, uncut
 from isotype.train.rows.lengths import (
     COUNTED_ROWS,
     UNBOUNDED,
@@ -225,6 +225,7 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     data = training_data_here(settings, notes.append)
     if data is None:
         return plan
+    data = hold_back(settings, data)
     check_rewards(settings, rewards, data)
     rows = data[settings.dataset_train_split]
     adapt = parts_to_adapt(settings, next(iter(rows), {}))

@@ -76,7 +76,7 @@ def hold_back(settings: Settings, data: Any) -> Any:
     if not countable or not 0 < count < len(rows):
         expected = "no --dataset_streaming"
         if countable:
-            expected = f"a share below 1, or a number of rows below {len(rows):,}"
+            expected = f"at least 1 row, but not all {len(rows):,} rows; this value holds back {count:,}"
         fix = "--eval_split 0.05 holds back a twentieth"
         raise UsageError.of("no rows can be held back", f"--eval_split {share:g}", expected, fix)
     parts = rows.train_test_split(test_size=count, seed=settings.seed)
