@@ -119,5 +119,5 @@ def test_a_sum_over_no_label_trains_nothing(label: int, expected: int) -> None:
     loss(model).backward()  # type: ignore[no-untyped-call]
     assert bool(model.weight.grad.any()) == (not expected)  # type: ignore[union-attr]
     findings = found(RULE, traced(nn.Linear(8, 8), loss))
-    message = "no label of the batch counts in the loss: the sum is 0, and nothing is trained"
+    message = "no label of the batch counts in the loss: the sum is 0 (a mean is NaN), and nothing is trained"
     assert [(finding.severity, finding.message) for finding in findings] == [("warning", message)] * expected

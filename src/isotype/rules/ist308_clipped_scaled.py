@@ -65,7 +65,7 @@ REFUSALS = {
     ),
     "recorded prior to update": (
         "scaler.update() runs without an earlier scaler.step()",
-        "call scaler.step(optimizer) in place of optimizer.step()",
+        "call scaler.step(optimizer) in place of optimizer.step(), and scaler.update() only after it, not after each micro-batch",
     ),
 }
 """Parts of a GradScaler's errors -> the cause, and what to do."""

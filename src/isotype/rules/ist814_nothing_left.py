@@ -96,7 +96,7 @@ def _rows(calls: list[Call]) -> Finding:
 def _labels(calls: list[Call]) -> Finding:
     how = "give every row a label: raise max_length, correct the mask of the answers, or leave the row out"
     summed = calls[0].undefined < 0
-    result = "the sum is 0, and nothing is trained" if summed else "the mean loss is NaN"
+    result = "the sum is 0 (a mean is NaN), and nothing is trained" if summed else "the mean loss is NaN"
     message = f"no label of the batch counts in the loss: {result}"
     cause = "every label is the ignored index (-100)"
     return finding_at(

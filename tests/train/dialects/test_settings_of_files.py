@@ -297,12 +297,21 @@ def test_a_file_takes_the_place_of_the_model(folder: Path) -> None:
         (
             {"model": {"_component_": "torchtune.models.llama3.qlora_llama3_8b"}},
             "torchtune",
-            "isotype sft --help",
+            "isotype check MODEL",
         ),
+        (
+            {"base_model": "m", "adapter": {"type": "lora"}, "input_features": []},
+            "Ludwig",
+            "isotype check MODEL",
+        ),
+        ({"llm_backbone": "m", "training": {"lora": True}}, "H2O LLM Studio", "isotype check MODEL"),
+        ({"model": {"model_name": "m"}, "peft": {"q_lora": True}}, "Oumi", "isotype check MODEL"),
+        ({"actor_rollout_ref": {"model": {"path": "m"}}}, "verl", "isotype check MODEL"),
+        ({"model": "m", "tuner_type": "lora", "quant_bits": 4}, "ms-swift", "isotype check swift sft"),
         (
             {"recipe": "x", "peft": {"_target_": "nemo_automodel.x", "dim": 8}},
             "NeMo Automodel",
-            "isotype sft --help",
+            "isotype check MODEL",
         ),
     ],
 )

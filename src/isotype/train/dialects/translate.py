@@ -18,11 +18,17 @@ _NEWER = frozenset(
 )
 """Names of LLaMA-Factory's second file format (the files of its `examples/v1`)."""
 _METHOD = ("stage", "rl", "reward_model")
+_BY_HAND = "isotype check MODEL checks a model alone; isotype {method} --help lists isotype's names"
 _OTHERS = {
     "distributed_type": ("accelerate launch", "accelerate launch --config_file {path} -m isotype {method} …"),
     "zero_optimization": ("DeepSpeed", "--deepspeed {path}"),
-    "_component_": ("torchtune", "isotype {method} --help lists isotype's names"),
-    "_target_": ("NeMo Automodel", "isotype {method} --help lists isotype's names"),
+    "_component_": ("torchtune", _BY_HAND),
+    "_target_": ("NeMo Automodel", _BY_HAND),
+    "input_features": ("Ludwig", _BY_HAND),
+    "llm_backbone": ("H2O LLM Studio", _BY_HAND),
+    "q_lora": ("Oumi", _BY_HAND),
+    "actor_rollout_ref": ("verl", _BY_HAND),
+    "tuner_type": ("ms-swift", "isotype check swift sft --NAME VALUE … translates ms-swift's arguments"),
 }
 """Maps a name that occurs in files of other programs to (program, what the user can do with such a file)."""
 
@@ -84,13 +90,13 @@ def in_isotype_names(
     values: dict[str, Any], method: str, path: str, *, trains: bool
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Return a file's values by isotype's names, and a problem for each refused name. Log the names that are not used."""
+    named = {*values, *(key for group in values.values() if isinstance(group, dict) for key in group)}
+    for name, (program, fix) in _OTHERS.items():
+        if name in named:
+            expected = "a file of isotype, TRL, axolotl or LLaMA-Factory"
+            return {}, [Problem(f"a file of {program}", expected, fix.format(path=path, method=method))]
     dialect = dialect_of(values)
     if dialect is None:
-        named = {*values, *(key for group in values.values() if isinstance(group, dict) for key in group)}
-        for name, (program, fix) in _OTHERS.items():
-            if name in named:
-                expected = "a file of isotype, TRL, axolotl or LLaMA-Factory"
-                return {}, [Problem(f"a file of {program}", expected, fix.format(path=path, method=method))]
         return values, []
     reader = translated(dialect, values, method, Path(path).parent, trains=trains)
     logger.warning("%s: %s", path, reader.text())
