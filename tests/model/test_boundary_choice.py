@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -197,6 +198,20 @@ _MAMBA = ["bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba2", "nemotron_h",
 def test_trained_biases_that_models_read_themselves(name: str) -> None:
     """Mamba reads the bias and the frozen weight of its convolution; JetMoE's attention experts have no forward."""
     trains_and_evaluates(name, "lora", replace(WIDE, wide_residual=False), bias="all")
+
+
+_MIXER = re.compile("(mixer|mamba|mlp|experts)$")
+
+
+@pytest.mark.parametrize(
+    "name", ["mamba", "jetmoe", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in _MAMBA)]
+)
+@pytest.mark.filterwarnings("ignore:adapters are on")
+def test_weights_that_a_float32_module_reads_are_float32(name: str) -> None:
+    """Mamba reads the weight of its layer `dt_proj`. JetMoE's expert layers are modules with a weight."""
+    modules = (n for n, _ in ARCHITECTURES[name].build(torch.float32).named_modules() if _MIXER.search(n))
+    exceptions = tuple(ModuleException(module, "float32") for module in modules)
+    trains_and_evaluates(name, "lora", replace(WIDE, exceptions=exceptions))
 
 
 def test_shared_experts_take_float32_scores() -> None:

@@ -6,7 +6,7 @@ module), the module's weights are float32, or the module returns float32.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from isotype.core.names import base_name, in_module
 from isotype.model.boundary import BoundarySettings, original_class, sharing
 from isotype.model.modes import result_of
 from isotype.model.parts import entrances, towers_of
+from isotype.model.read_weights import layers_read
 from isotype.model.walk import Place, blocks_in, is_router, is_tuner_layer, own_float_parameters, places
 from isotype.precision.policy import ModuleException, PrecisionPolicy, is_pinned
 
@@ -33,6 +34,7 @@ def range_boundaries(
     if not policy.wide_residual and not policy.exceptions and not policy.routers:
         return {}
     exceptions = {exception.module: exception for exception in policy.exceptions}
+    read = {base_name(name) for name in layers_read(model)} if exceptions else set()
     blocks = {id(block) for block in blocks_in(model)}
     root = max((place.name for place in all_places if not base_name(place.name)), key=len, default="")
     wanted: dict[str, BoundarySettings] = {}
@@ -44,7 +46,7 @@ def range_boundaries(
             inside = inside or place.name
         if is_tuner_layer(place.module):
             continue
-        settings = _of_exceptions(place, exceptions, policy.compute)
+        settings = _of_exceptions(place, exceptions, read, policy.compute)
         if settings is None and policy.routers and not policy.keep_frozen and is_router(place.module):
             # The router's scores stay float32: all implementations of experts cast their products to this dtype.
             settings = BoundarySettings("float32", policy.compute, torch.float32)
@@ -106,7 +108,7 @@ def _kind_in_stream(place: Place, block: bool, root: bool, inside_block: bool) -
 
 
 def _of_exceptions(
-    place: Place, exceptions: dict[str, ModuleException], compute: torch.dtype
+    place: Place, exceptions: dict[str, ModuleException], read: Collection[str], compute: torch.dtype
 ) -> BoundarySettings | None:
     name, wide = base_name(place.name), torch.float32
     if place.tuner:
@@ -120,9 +122,13 @@ def _of_exceptions(
             return BoundarySettings("scale", compute, wide, exception.exponent)
         return BoundarySettings("float32" if place.kind == "linear4bit" else "compute", wide)
     outer = tuple(f"{name}." for name, other in exceptions.items() if name and other.how == "float32")
-    if name.startswith(outer) and place.kind in ("linear", "linear8bit"):
+    if not name.startswith(outer):
+        return None
+    if place.kind in ("linear", "linear8bit") and name not in read:
         return BoundarySettings("compute" if place.kind == "linear" else "int8", compute, wide)
-    return None
+    # Without autocast, code that reads weights of layers, or of experts that it calls, needs float32 weights.
+    float32 = place.kind in ("linear", "other") and own_float_parameters(place.module)
+    return BoundarySettings("compute", wide) if float32 else None
 
 
 # ------------------------------------------------------------------------------------------ a module's own dtypes
