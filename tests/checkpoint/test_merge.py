@@ -239,6 +239,18 @@ def test_the_sum_is_rounded_once_and_right_on_average(
     assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[f"{Q}.weight"], found)
 
 
+def test_float32_weights_of_a_training_under_autocast_keep_their_digits(base: Path, tmp_path: Path) -> None:
+    policy = resolve_precision(base, "bfloat16", device="cpu", storage="float32")
+    model = add_lora(load(base, policy), policy, r=4, target_modules=TARGETS, task_type="CAUSAL_LM")
+    adapter = save_trained(model, tmp_path / "adapter", seed=1, scale=0.02)
+    merge_adapter(adapter, tmp_path / "merged", dtype="float32")
+    merged = plain(tmp_path / "merged")
+    kept = "model.layers.0.self_attn.k_proj"
+    assert torch.equal(merged.get_parameter(f"{kept}.weight"), stored(base, kept, None))
+    sums = merged.get_parameter(f"{Q}.weight").double()
+    torch.testing.assert_close(sums, reference(base, adapter, Q, None), atol=2e-6, rtol=2e-6)
+
+
 @few("storage", [None, "nf4"], "nf4")
 def test_biases_and_whole_modules_are_merged_with_every_digit(
     make: Make, tmp_path: Path, storage: str | None

@@ -238,7 +238,7 @@ class Merging:
 def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
     """Return the policy of the dequantized base; adapters stay in float32, so that they are not rounded."""
     eight = "int8" in (policy.storage, *(layer.storage for layer in policy.layers))
-    plain = torch.float32 if eight else policy.compute
+    plain = torch.float32 if eight else policy.plain
     return replace(
         policy,
         storage=dtype_name(plain),

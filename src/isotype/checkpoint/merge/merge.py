@@ -219,6 +219,9 @@ def _base(
 ) -> tuple[str, ModelFacts, PrecisionPolicy, PrecisionPolicy | None]:
     """Return (base to merge into, its facts, its policy, policy of the training or None if `base` is given)."""
     trained = base_policy(adapter, "auto", None, "auto", revision) if base is None else None
+    if trained and adapter.policy and not (trained.quantized or adapter.policy.quantized):
+        # Under autocast, frozen weights have more digits than the compute dtype.
+        trained = replace(trained, storage=adapter.policy.storage)
     source = str(adapter.base if base is None else base)
     facts = facts_of(source, revision=revision)
     if trained is not None:
