@@ -16,6 +16,7 @@ import isotype
 from isotype.checkpoint.load_named import load_for_inference
 from isotype.core.errors import CheckpointError
 from tests.adapters import save_trained
+from tests.zoo import ARCHITECTURES
 
 IDS = torch.arange(1, 13).reshape(2, 6)
 
@@ -50,6 +51,15 @@ def test_an_adapter_is_a_peft_model_on_its_base(base: Path, tmp_path: Path, stor
     assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)  # sums in another order
     model(IDS, labels=IDS).loss.backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.exhaustive
+def test_a_base_whose_class_has_no_auto_class(tmp_path: Path) -> None:
+    """AutoModelForSeq2SeqLM has no class for the config of InstructBLIP."""
+    model: Any = ARCHITECTURES["instructblip-vl"].build(torch.float32)
+    model.save_pretrained(tmp_path / "base")
+    adapter = trained(tmp_path / "base", tmp_path / "run", None, target_modules=["qkv"])
+    assert isinstance(isotype.load(adapter).get_base_model(), type(model))
 
 
 def test_an_adapter_under_another_policy(base: Path, tmp_path: Path) -> None:

@@ -38,8 +38,9 @@ from isotype.model.targets import task_of
 from isotype.precision.by_ranges import with_ranges_of
 from isotype.precision.policy import PrecisionPolicy
 
-# PEFT's task type -> the auto class of models with that head. `_head` handles CAUSAL_LM: most configs name a causal class.
+# PEFT's task type -> the auto class of models with that head.
 _HEADS: Mapping[str, str] = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
@@ -208,8 +209,8 @@ def _head(adapter: Adapter, config: Any) -> Any:
     task = task_of(adapter.config)
     named = (adapter.config.auto_mapping or {}).get("base_model_class") if task is None else _HEADS.get(task)
     saved = class_of(config)
-    if task == "CAUSAL_LM" and not hasattr(saved, "prepare_inputs_for_generation"):
-        named = "AutoModelForCausalLM"
+    if task in ("CAUSAL_LM", "SEQ_2_SEQ_LM") and hasattr(saved, "prepare_inputs_for_generation"):
+        return None  # not every such class has an auto class (InstructBLIP)
     if named is None or named == getattr(saved, "__name__", None):
         return None
     head = getattr(transformers, named, None)  # the name is from a file: only model classes are used
