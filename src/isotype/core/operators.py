@@ -23,6 +23,8 @@ ATTENTION_KERNELS = (
 )  # fmt: skip
 """Substrings in the names of torch's and flash-attn's attention kernels."""
 
+COLLECTIVES = "c10d"
+"""Namespace of the operators that processes run together, such as `c10d.allreduce_.default`."""
 
 ADDS_IN_PLACE = re.compile(r"aten\.(?:_foreach_)?(add|sub|lerp|addcmul|addcdiv|addmm|addbmm|baddbmm)_\.")
 """Names of operators that add to their first argument."""

@@ -17,8 +17,10 @@ from torch.utils.weak import TensorWeakRef
 from isotype.compat.standard import frame_above
 from isotype.compat.torch import last_node_number, no_modes, node_number, version_of
 from isotype.compat.torch_scaler import stored_scale
+from isotype.core.operators import COLLECTIVES
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import asking_line, shown
+from isotype.model.shard import is_flattened
 from isotype.model.walk import living
 from isotype.records.reach import Unreached
 from isotype.records.trace import HALVES, Origin
@@ -89,7 +91,27 @@ def gradients_of(
         # The recorder has marked the loss scale if this step has multiplied a loss by it.
         "scaled": alone and not unscaled and any(hasattr(scale, ORIGIN) for scale in scales),
         "unscaled": unmultiplied and divides,
+        "alone": _alone(optimizer, recorder, roots),
     }
+
+
+def _alone(optimizer: torch.optim.Optimizer, recorder: LiveRecorder, roots: Sequence[nn.Module]) -> str:
+    """Return why each process makes another update: "no_sync" or "scaler". Return "" if no reason is known."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return ""
+    held = {id(weight) for weight in parameters_of(optimizer)}
+    # DDP itself calls `c10d.broadcast_`.
+    own = (call.op for call in recorder.calls if call.by_script and call.op.startswith(f"{COLLECTIVES}."))
+    averaged = any("broadcast" not in op for op in own)
+    replicas = (root for root in roots if isinstance(root, nn.parallel.DistributedDataParallel))
+    local = (root for root in replicas if root.training and not root.require_forward_param_sync)
+    if not averaged and any(not held.isdisjoint(map(id, root.parameters())) for root in local):
+        return "no_sync"
+    # FSDP1's GradScaler has a process group. The recorder has marked the scale by which this step multiplied the loss.
+    alone = (scaler for scaler in living(torch.amp.GradScaler) if not hasattr(scaler, "process_group"))
+    scaled = any(hasattr(stored_scale(scaler), ORIGIN) for scaler in alone)
+    return "scaler" if scaled and any(map(is_flattened, roots)) else ""
 
 
 def _multiplied(recorder: LiveRecorder, scales: Sequence[torch.Tensor]) -> bool:

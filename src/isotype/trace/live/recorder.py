@@ -28,7 +28,7 @@ from isotype.compat.torch import OpOverload, current_node, forget_gradient_hooks
 from isotype.contracts.contract import autocast_lists, contracts_here
 from isotype.core.dtypes import autocast_dtype
 from isotype.core.errors import error_line, first_line
-from isotype.core.operators import given_tensors, leaves, tensors_in
+from isotype.core.operators import COLLECTIVES, given_tensors, leaves, tensors_in
 from isotype.core.source import asking_line, shown
 from isotype.records.finding import in_library
 from isotype.records.memory import Phase
@@ -72,7 +72,7 @@ class LiveRecorder(Recorder):
         terms: records the scalars of this step that have lost their graph.
         graded: ids of the parameters that got a gradient in a backward of this step.
         treatment: name of the simulated device's autocast list that contains the running function; "" if there is none.
-        of_gradients: True to record only operators on accumulated gradients.
+        of_gradients: True to record only operators on accumulated gradients, and collectives.
     """
 
     supports_higher_order_operators = True
@@ -100,7 +100,8 @@ class LiveRecorder(Recorder):
         kwargs = kwargs or {}
         # The inner operators of a higher-order operator are recorded. Forked processes, such as a data loader's
         # workers, are not.
-        skipped = self.fault or (self.of_gradients and not _of_gradients(args))
+        ignored = self.of_gradients and not _of_gradients(args)
+        skipped = self.fault or (ignored and getattr(func, "namespace", "") != COLLECTIVES)
         skipped = skipped or len(self.calls) >= self._limit or os.getpid() != self._process
         if skipped or not isinstance(func, OpOverload):
             return func(*args, **kwargs)

@@ -20,6 +20,7 @@ from torch import nn
 from isotype.compat.peft import without_peft
 from isotype.compat.torch import TorchDispatchMode, fake_process_group
 from isotype.compat.transformers import unsplit_classes
+from isotype.core.operators import COLLECTIVES
 from isotype.model.loss import find_loss
 from isotype.model.walk import blocks_in
 from isotype.records.reach import Collective, Parting
@@ -147,7 +148,7 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.module = name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        move = _MOVES.get(func.name().rpartition("::")[2]) if func.namespace == "c10d" else None
+        move = _MOVES.get(func.name().rpartition("::")[2]) if func.namespace == COLLECTIVES else None
         if move is not None:
             tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             size = sum(tensor.numel() for tensor in tensors)
