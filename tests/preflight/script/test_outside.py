@@ -23,3 +23,20 @@ def test_only_an_update_of_averages_fails_for_their_dtype() -> None:
         averages(x)
     assert outside(update.value, model, step).cause.startswith("AveragedModel holds 2 of 2 parameters")
     assert outside(forward.value, model, step).cause == ""
+
+
+def test_the_reasons_for_a_backward_that_raises() -> None:
+    x, model = torch.ones(2, 8), nn.Linear(8, 8)
+    step = traced(model, lambda model: model(x).sum())
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    with pytest.raises(RuntimeError, match="does not require grad") as detached:
+        model(x).sum().detach().backward()
+    with pytest.raises(RuntimeError, match="does not require grad") as without:
+        frozen(x).sum().backward()
+    with pytest.raises(RuntimeError, match="scalar outputs") as vector:
+        model(x).sum(-1).backward()
+    assert outside(detached.value, model, step).help.startswith("compute the loss outside of torch.no_grad()")
+    assert outside(without.value, frozen, step).help.startswith(
+        "no parameter of the model requires a gradient"
+    )
+    assert outside(vector.value, model, step).help == "call backward on a scalar, such as loss.mean()"

@@ -54,7 +54,7 @@ def outside(error: BaseException, model: nn.Module, step: Trace) -> Outside:
     held = (*model.named_parameters(), *model.named_buffers())
     names = {id(tensor): name for name, tensor in held}
     source, variables = line_of(error), dict(tensors_at_hand(error))
-    if gradientless := _without_gradients(error, names):
+    if gradientless := _without_gradients(error, model, names):
         return Outside(source, (), gradientless)
     if (copied := _of_copy(error, model)) is not None:
         return replace(copied, source=source)
@@ -86,8 +86,10 @@ def _help(
     return f"cast the tensors to one dtype at {at}" if len(dtypes) > 1 else ""
 
 
-def _without_gradients(error: BaseException, names: Mapping[int, str]) -> str:
+def _without_gradients(error: BaseException, model: nn.Module, names: Mapping[int, str]) -> str:
     """Return advice for an error about missing gradients; "" for another error."""
+    if NO_GRADIENT in str(error) and not any(parameter.requires_grad for parameter in model.parameters()):
+        return "no parameter of the model requires a gradient: call requires_grad_() of those to train"
     how = "compute the loss outside of torch.no_grad(), and not from detached values"
     if NO_GRADIENT in str(error):
         return how
