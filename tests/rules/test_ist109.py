@@ -150,3 +150,13 @@ def test_an_operator_that_a_real_step_refused_in_float16_is_to_run_in_float32() 
     )
     (finding,) = ist109_kernels.find(trace([weight(dtype=FP16)], [call], compute=FP16))
     assert {action.value for fix in finding.fixes for action in fix.actions} <= {"float32", "compute:float32"}
+
+
+def test_a_loss_of_predictions_and_targets_that_have_no_kernel() -> None:
+    """The matcher of DETR: a cast of the predictions alone leaves `cdist` with operands of two dtypes."""
+    boxes, model = torch.rand(2, 4, dtype=BF16), nn.Sequential(nn.Linear(4, 4, dtype=BF16))
+    (finding,) = found(RULE, traced(model, lambda model: torch.cdist(model(X), boxes, p=1).sum()))
+    (line,) = finding.fixes
+    assert line.description.startswith("cast the operands to float32 at test_ist109.py:")
+    (finding,) = found(RULE, traced(model, lambda model: torch.cdist(model(X), model(X), p=1).sum()))
+    assert "cast the outputs of 0 to float32" in {fix.description for fix in finding.fixes}

@@ -9,7 +9,7 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import distinct_names, grouped, listed, short, starred, with_parents
 from isotype.records.finding import Fix, Safety, in_library
-from isotype.records.trace import FLOATS, HALVES, Call, Operand, Trace, Weight
+from isotype.records.trace import FLOATS, HALVES, Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit.groups import SCATTERS, Group, per_trace
 from isotype.rules.kit.weight_sets import count, main_dtype, quantized, trained
 from isotype.rules.kit.words import fix
@@ -23,7 +23,7 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
     yield from _adapter_fixes(trace, group)
     if group.mismatched.dtype == _wanted(group):
         return  # a number is refused, not a dtype
-    if group.cause.kind == "parameter" and blamed:
+    if group.cause.kind == "parameter" and blamed and _decide(group, {w.module for w in blamed}):
         yield from _parameter_fixes(trace, group, blamed, expected)
     if group.cause.kind in ("buffer", "attribute"):
         what = "the buffer" if group.cause.kind == "buffer" else "the unregistered tensor"
@@ -181,7 +181,8 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
         makers += [name.rpartition(".")[0] for name in weights_meant(trace, flow)]
     makers = list(dict.fromkeys(makers))
     for targets in (*([makers] if len(makers) > 1 else []), *([module] for module in makers)):
-        yield fix(f"cast the outputs of {listed(targets, 2)} to {expected}", "output", targets, expected)
+        if _decide(group, targets):
+            yield fix(f"cast the outputs of {listed(targets, 2)} to {expected}", "output", targets, expected)
     if group.cause.kind == "input":
         others = [name for name, dtype in trace.input_dtypes.items() if dtype_name(dtype) != expected]
         inputs = listed(dict.fromkeys((group.cause.name, *others)), 8)
@@ -191,6 +192,23 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
     places = modules_meant(trace, called)
     if places:
         yield fix(f"cast the inputs of {listed(places, 2)} to {expected}", "input", places, expected)
+
+
+def _decide(group: Group, modules: Iterable[str]) -> bool:
+    """Return whether `modules` decide the dtype of all operands that have no kernel; True if the operands mix dtypes."""
+    if group.refused != "dtype":
+        return True
+    names = set(map(starred, modules))
+    refused = (operand for operand in group.calls[0].floats if operand.dtype == group.mismatched.dtype)
+    paths = (operand.origin.path() for operand in refused)
+    return all(any(_home(step) in names for step in path) for path in paths)
+
+
+def _home(step: Origin) -> str | None:
+    """Return the module that chose a dtype, or that owns the weight with this dtype; None outside of the model."""
+    if step.kind in ("parameter", "buffer"):
+        return starred(step.name.rpartition(".")[0])
+    return None if step.kind in ("data", "input", "outside") else starred(step.module)
 
 
 def _is_own(mismatched: Operand, call: Call) -> bool:

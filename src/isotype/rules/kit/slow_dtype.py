@@ -42,9 +42,8 @@ def find(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> Iterator[Findi
         "fixes": fixes(trace, dtype, other),
         "cost": cost,
     }
-    if calls and all(
-        call.phase == "optimizer" for call in calls
-    ):  # Muon computes in bfloat16 with all settings
+    # Muon computes in bfloat16 with all settings of the step.
+    if calls and all(call.phase == "optimizer" for call in calls):
         how = f"choose an optimizer without matmuls in {dtype_name(dtype)}, such as AdamW"
         facts |= {
             "cause": f"the step of {trace.setup.optimizer} computes in {dtype_name(dtype)}",
