@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import optimizer as optimizers
+from torch.optim.swa_utils import AveragedModel
 
+from isotype.core.names import short
+from isotype.records.trace import Call
 from isotype.trace.live.forward import Averages, StaleCasts
+from tests.rules.samples import trace
+from tests.rules.traces import found
 
 
 @pytest.mark.parametrize(
@@ -53,3 +59,76 @@ def test_a_step_of_another_optimizer_runs_the_hooks_that_the_script_adds_later()
     assert ran == [True]
     assert not nn.modules.module._global_forward_pre_hooks
     assert not optimizers._global_optimizer_pre_hooks
+
+
+_DECAY = 0.999
+
+
+def _swa(average: AveragedModel, model: nn.Module, kept: dict[str, torch.Tensor]) -> None:
+    average.update_parameters(model)
+
+
+def _shadow(average: nn.Module, model: nn.Module, kept: dict[str, torch.Tensor]) -> None:
+    for name, weight in model.named_parameters():
+        kept[name] = ((1 - _DECAY) * weight.data + _DECAY * kept[name]).clone()
+
+
+def _copied(average: nn.Module, model: nn.Module, kept: dict[str, torch.Tensor]) -> None:
+    for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
+        mean.copy_(_DECAY * mean + (1 - _DECAY) * weight)
+
+
+def _lerp(average: nn.Module, model: nn.Module, kept: dict[str, torch.Tensor]) -> None:
+    for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
+        mean.data = torch.lerp(mean.data, weight.data, 1 - _DECAY)
+
+
+def _difference(average: nn.Module, model: nn.Module, kept: dict[str, torch.Tensor]) -> None:
+    sum(((weight - kept[name]) ** 2).sum() + 1e-8 for name, weight in model.named_parameters())
+
+
+def _noise(average: nn.Module, model: nn.Module, kept: dict[str, torch.Tensor]) -> None:
+    for weight in model.parameters():
+        weight.data = weight.data + 1e-3 * torch.randn_like(weight)
+
+
+def _stored(average: nn.Module, model: nn.Module, kept: dict[str, torch.Tensor]) -> None:
+    for name, weight in model.named_parameters():
+        kept[name].copy_(weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("update", "op"),
+    [
+        (_swa, "aten.add.Tensor"),  # its first update only copies
+        (_shadow, "aten.add.Tensor"),
+        (_copied, "aten.add.Tensor"),
+        (_lerp, "aten.lerp.Scalar"),
+        (_difference, ""),
+        (_noise, ""),
+        (_stored, ""),
+    ],
+)
+def test_averages_that_no_operator_adds_in_place(update: Any, op: str, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).to(dtype)
+    average = AveragedModel(model)
+    kept = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    optimizer, calls = torch.optim.SGD(model.parameters()), list[Call]()
+    averages = Averages(calls.append)
+    for step in range(2):
+        model(torch.ones(2, 4, dtype=dtype)).sum().backward()
+        optimizer.step()
+        if step == 0:
+            averages.stepped([model])
+        with torch.no_grad():
+            update(average, model, kept)
+    averages.detach()
+    expected = [op] if op and dtype == torch.bfloat16 else []
+    assert [call.op for call in calls] == expected
+    assert [finding.cause for finding in found("ist503_rounded_updates", trace(calls=calls))] == [
+        f"a tensor with the shape of a trained weight is bfloat16, so the addition at {short(call.source)} rounds its result"
+        for call in calls
+    ]
+    assert not nn.modules.module._global_forward_pre_hooks
+    assert not optimizers._global_optimizer_post_hooks

@@ -1,6 +1,6 @@
 """
-**What it means.** Code other than the optimizer adds to a frozen 16-bit weight or buffer in place. The code merges an
-adapter into its base weight, or updates a statistic or an exponential moving average of trained weights.
+**What it means.** Code other than the optimizer adds to a frozen 16-bit weight or buffer, mostly in place. The code
+merges an adapter into its base weight, or updates a statistic or an exponential moving average of trained weights.
 
 **Why it is bad.** The sum is rounded to the weight's dtype. If the added value is less than half of the distance
 between two neighbouring numbers, the weight does not change. Otherwise the sum is rounded.
@@ -64,6 +64,7 @@ _FORMED = "aten.baddbmm.default"
 _HEADLINES = {
     "merge": ("adapters are merged into {}", "weight", "weights"),
     "delta": ("adapters are multiplied out (B times A) and added to {}", "stacked weight", "stacked weights"),
+    "average": ("trained weights are averaged in {}", "copy", "copies"),
     "other": ("{} changed in place outside of the optimizer", "tensor is", "tensors are"),
 }
 """For each kind of addition: the headline, the word for one changed tensor, and the word for several tensors."""
@@ -93,8 +94,10 @@ def _kind(call: Call, trace: Trace) -> str:
     """Return the key in `_HEADLINES` for a call that adds to a weight in place; "" for other calls."""
     if call.op == _FORMED and call.phase == "forward" and _PEFT in call.source:
         return "delta"
-    if call.phase not in ("forward", "generate") or call.recomputed or not ADDS_IN_PLACE.match(call.op):
+    if call.phase not in ("forward", "generate") or call.recomputed:
         return ""
+    if not ADDS_IN_PLACE.match(call.op):
+        return "average" if any(o.origin.name == COPY_OF_WEIGHT for o in call.operands) else ""
     added = (operand for operand in call.operands if not operand.role.startswith("self"))
     owners = (trace.owners.get(step.name) for operand in added for step in operand.origin.path())
     return "merge" if any(owner is not None and owner.adapter for owner in owners) else "other"
@@ -123,7 +126,7 @@ def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: Iterab
     dtype = weights[0].dtype
     # Between two powers of two, the spacing is constant. Half of it is 1 / (2 * share) to 1 / share of the value.
     share = int(spacing(1.0, dtype) ** -1) * 2
-    in_place = "in-place " * (call.op != _FORMED)
+    in_place = "in-place " * bool(ADDS_IN_PLACE.match(call.op))
     finding = finding_of(
         "warning",
         headline,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
+from torch.utils.weak import WeakIdKeyDictionary
 
 from isotype.compat.torch import UncompiledMode, put_under, storage_of, take_out
 from isotype.core.operators import ADDS_IN_PLACE, operator_name, tensors_of
@@ -92,49 +94,108 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
     """Detects that the script averages trained weights into a 16-bit copy, between an optimizer step and the next
     forward. A frozen weight of the same model can be the copy.
 
-    `report` gets the first call that adds to a copy. No attributes are set on tensors, because `torch.save` saves them.
+    `report` gets the first call that adds to a copy. If a copy only gets the weights, as in the first update of
+    `AveragedModel`, the next step is watched, too. No attributes are set on tensors, because `torch.save` saves them.
     """
 
     def __init__(self, report: Callable[[Call], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._report, self._reported = report, False
+        self._report, self._reported, self._copied = report, False, False
         self._weights: list[torch.Tensor] = []
+        self._terms = (
+            WeakIdKeyDictionary()
+        )  # computed tensor -> kinds of the tensors that it was computed from
         self._hooks = ExitStack()
 
     def stepped(self, models: Sequence[nn.Module]) -> None:
         """After an optimizer step of these models, watch until the next forward or another optimizer's step."""
         self.detach()
         if not self._reported:
-            self._weights = [weight for model in models for weight in model.parameters()]
-            put_under(self)
-            self._hooks.callback(take_out, self)
-            # torch is iterating over the hooks of a step, so none may be removed now. Without weights, no copy is reported.
-            forget = optimizers.register_optimizer_step_pre_hook(lambda *_: self._weights.clear())
-            self._hooks.enter_context(forget)
-            self._hooks.enter_context(modules.register_module_forward_pre_hook(lambda *_: self.detach()))
+            self._watch(models)
+
+    def _watch(self, models: Sequence[nn.Module]) -> None:
+        self._weights = [weight for model in models for weight in model.parameters()]
+        put_under(self)
+        self._hooks.callback(take_out, self)
+        # torch is iterating over the hooks of a step, so none may be removed now. Without weights, no copy is reported.
+        forget = optimizers.register_optimizer_step_pre_hook(lambda *_: self._weights.clear())
+        self._hooks.enter_context(forget)
+        self._hooks.enter_context(modules.register_module_forward_pre_hook(lambda *_: self._ended(models)))
+
+    def _ended(self, models: Sequence[nn.Module]) -> None:
+        self.detach()
+        if self._copied and not self._reported:
+            self._copied = False
+            again = optimizers.register_optimizer_step_post_hook(
+                lambda *_: None if self._weights else self._watch(models)
+            )
+            self._hooks.enter_context(again)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._reported and ADDS_IN_PLACE.match(name := operator_name(func)):
-            copy = next(filter(self._is_copy, tensors_of(args[0])), None)
-            if copy is not None:
+        if not self._reported and (match := _AVERAGES.fullmatch(name := operator_name(func))):
+            firsts = [arg[0] if isinstance(arg, (list, tuple)) and arg else arg for arg in args]
+            scales = (kwargs or {}).get("alpha", 1) != 1
+            averages = self._follow(
+                match["name"], list(tensors_of(firsts)), next(tensors_of(result), None), scales
+            )
+            copies = (t for t in tensors_of(args[0]) if self._kinds(t) == {"copy"})
+            in_place = next(copies, None) if ADDS_IN_PLACE.match(name) else None
+            if averages or in_place is not None:
                 self._reported = True
-                origin = Origin("outside", copy.dtype, COPY_OF_WEIGHT)
-                operand = Operand("self", copy.dtype, tuple(copy.shape), origin)
+                average = next(tensors_of(args)) if in_place is None else in_place
+                origin = Origin("outside", average.dtype, COPY_OF_WEIGHT)
+                operand = Operand("self", average.dtype, tuple(average.shape), origin)
                 self._report(Call(name, "forward", "", shown(asking_line()), (operand,), ()))
         return result
 
-    def _is_copy(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) not in _PLAIN or tensor.dtype not in HALVES:
+    def _follow(
+        self, name: str, operands: Sequence[torch.Tensor], result: torch.Tensor | None, scales: bool
+    ) -> bool:
+        """Store the kinds of tensors from which `result` is computed. Return whether it is an average.
+
+        `p + noise` adds to the weight itself, an average to a scaled weight.
+        """
+        kinds = [self._kinds(operand) for operand in operands]
+        if name == "copy_":
+            self._copied |= kinds == [{"copy"}, {"weight"}]
             return False
+        both = set().union(*kinds)
+        parts = (
+            kind for kind, operand in zip(kinds, operands, strict=True) if scales or operand in self._terms
+        )
+        scaled = any("weight" in kind for kind in parts)
+        if both and result is not None and not any(result is operand for operand in operands):
+            self._terms[result] = both
+        return (
+            len(operands) > 1
+            and both == {"weight", "copy"}
+            and (name == "lerp" or (name == "add" and scaled))
+        )
+
+    def _kinds(self, tensor: torch.Tensor) -> set[str]:
+        """Return the kinds of the tensors that a 16-bit tensor of a trained weight's shape was computed from."""
+        if tensor in self._terms:
+            return self._terms[tensor]  # type: ignore[no-any-return]
         alike = [weight for weight in self._weights if weight.requires_grad and weight.shape == tensor.shape]
-        known = (held for weight in alike for held in (weight, weight.grad) if held is not None)
-        addresses = {storage_of(held) for held in known if type(held) in _PLAIN}
-        return bool(alike) and storage_of(tensor) not in addresses
+        if type(tensor) not in _PLAIN or tensor.dtype not in HALVES or not alike:
+            return set()
+        gradients = [weight.grad for weight in alike if weight.grad is not None]
+        for kind, known in (("weight", alike), ("gradient", gradients)):
+            if any(type(held) in _PLAIN and storage_of(held) == storage_of(tensor) for held in known):
+                return {kind}
+        return {"copy"}
 
     def detach(self) -> None:
         self._hooks.close()
         self._weights = []
+        self._terms.clear()
+
+
+_AVERAGES = re.compile(
+    r"aten\.(?:_foreach_)?(?P<name>mul|div|sub|rsub|add|lerp|copy_|(?:add|sub|lerp|addcmul|addcdiv|addmm|addbmm|baddbmm)_)\.\w+"
+)
+"""Operators that compute averages."""
 
 
 def _product(weight: nn.Parameter) -> torch.Tensor:
