@@ -79,3 +79,6 @@ def test_weights_that_an_evaluation_has_repacked_are_an_error() -> None:
     message = "bitsandbytes has repacked 1 4-bit weight for this CPU: the new layout has no backward"
     assert found(module, "cpu-avx512", "forward", "backward") == [("error", message)]
     assert found(module, "cpu-avx512", "forward") == []
+    module[0].requires_grad_(False)  # as the first projections of a model whose embeddings are frozen
+    module.append(nn.Linear(64, 2, dtype=BF16))
+    assert found(module, "cpu-avx512", "forward", "backward") == []

@@ -167,6 +167,7 @@ class Call:
             labels. A sum over zero labels, whose result is 0, counts as -1.
         by_script: True if a traced script itself made this call (such as clipping) after the backward.
         by_default: True if the call creates a tensor without a dtype argument, in torch's default dtype.
+        cuts: True if an operand requires a gradient, and the operator, of repacked 4-bit weights, passes none.
     """
 
     op: str
@@ -188,6 +189,7 @@ class Call:
     undefined: int = 0
     by_script: bool = False
     by_default: bool = False
+    cuts: bool = False
 
     @property
     def floats(self) -> list[Operand]:

@@ -9,7 +9,8 @@ for example, for a weight of 64 × 96 with blocks of 64. The scales of a repacke
 bitsandbytes has no backward for the new layout, so a training loop that evaluates between steps learns from wrong
 gradients.
 
-If the weights were repacked before the checked step, the finding is an error, because the step's gradients are wrong.
+If the weights were repacked before the checked step, and their input requires a gradient, the finding is an error, because
+the step's gradients are wrong.
 
 **Why it happens.** `Linear4bit.forward` repacks the weight if the module is in eval mode and the input requires no
 gradient.
@@ -45,7 +46,8 @@ TITLE = "4-bit weights that an evaluation on this CPU repacks"
 
 def find(trace: Trace) -> Iterator[Finding]:
     setup = trace.setup
-    done = [weight for weight, state in quantized(trace) if state.repacked]
+    cut = {call.module for call in trace.calls if call.cuts}
+    done = [weight for weight, state in quantized(trace) if state.repacked and weight.module in cut]
     if done and "backward" in setup.phases:
         message = f"bitsandbytes has repacked {plural(count(done), '4-bit weight')} for this CPU: the new layout has no backward"
         cause = f"{done[0].module} was evaluated without gradients before the training"

@@ -359,6 +359,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         results = tuple([(tensor.dtype, tuple(tensor.shape)) for tensor in outputs])
         numbers, by_default = numbers_in(func, args, kwargs), not operands and kwargs.get("dtype") is None
         more = {"flops": flops, "breach": breach, "numbers": numbers, "by_default": by_default}
+        more["cuts"] = "gemv_4bit" in name and any(tensor.requires_grad for _, tensor in tensors)
         self._append(name, place, operands, results, **more)
 
     def _cut(self, tensor: torch.Tensor, source: str) -> None:
