@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -62,3 +64,25 @@ def test_a_trained_bias_in_float32(device: str, codes: list[str]) -> None:
     for finding in errors:
         assert finding.notes[0] == "the device raises: invalid dtype for bias - should match query's dtype"
         assert any(fix.verified for fix in finding.fixes)
+
+
+class WithCache(nn.Module):
+    """Attention inside of a module that appends to the keys of a cache, as decoders of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(8, 8, dtype=BF16)
+
+    def forward(self, x: torch.Tensor, past: SimpleNamespace) -> torch.Tensor:
+        query, layer = self.q(x), past.layers[0]
+        keys = torch.cat((layer.keys, query), dim=-2)
+        return functional.scaled_dot_product_attention(query, keys, keys)
+
+
+def test_a_float32_cache_is_created_in_the_other_dtype() -> None:
+    past = SimpleNamespace(layers=[SimpleNamespace(keys=torch.ones(1, 1, 2, 8))])
+    (finding,) = verified(WithCache(), {"x": X, "past": past}, "IST104")
+    assert finding.cause == "the input past.layers[0].keys is float32"
+    descriptions = [fix.description for fix in finding.fixes]
+    assert "create past in bfloat16" in descriptions
+    assert not [each for each in descriptions if each.startswith("cast the outputs")]

@@ -4,6 +4,7 @@ import copy
 import re
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -110,6 +111,16 @@ def test_a_merge_into_bfloat16() -> None:
     )
     assert "q_proj.base_layer.weight is bfloat16" in finding.cause
     assert [fix.actions[0].kind for fix in finding.fixes] == ["advice", "advice"]
+
+
+@pytest.mark.filterwarnings("ignore:One of the base layers adapted with ShiRA")
+def test_an_adapter_that_peft_adds_to_a_copy_of_the_weight_in_every_forward() -> None:
+    """SHiRA's delta is a sparse tensor, whose dtype does not come from the adapter's parameter."""
+    config = peft.ShiraConfig(r=2, target_modules=["0"])
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8, dtype=BF16)), config)  # type: ignore[arg-type]
+    (finding,) = found(RULE, traced(model, {"input": torch.ones(2, 8, dtype=BF16)}))
+    assert finding.message.startswith("adapters are added to a bfloat16 weight in every forward: an update")
+    assert finding.fixes[0].description == "keep base_model.model.*.base_layer.weight in float32"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -58,6 +58,8 @@ SHARED = ("outside", "scratch")
 
 COPY_OF_WEIGHT = "a tensor with the shape of a trained weight"
 """Name of a tensor outside of the model that the script changes between steps, such as a moving average."""
+MERGED_WEIGHT = "the base weight"
+"""Name of a weight into which PEFT merges an adapter between steps."""
 
 PARAM_DTYPE, OUTPUT_DTYPE = FSDP_CASTS = "FSDP's param_dtype", "FSDP's output_dtype"
 """Names of the origins of dtypes to which FSDP casts inputs and outputs of modules."""

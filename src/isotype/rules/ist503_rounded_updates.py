@@ -50,7 +50,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import grouped, short, starred
 from isotype.core.operators import ADDS_IN_PLACE
 from isotype.records.finding import Finding, Fix
-from isotype.records.trace import COPY_OF_WEIGHT, HALVES, Call, Trace, Weight
+from isotype.records.trace import COPY_OF_WEIGHT, HALVES, MERGED_WEIGHT, Call, Trace, Weight
 from isotype.rules.kit.costs import flops_share
 from isotype.rules.kit.weight_sets import casts, count, finding_of, names, spacing
 from isotype.rules.kit.words import actions, advice
@@ -65,6 +65,7 @@ _HEADLINES = {
     "merge": ("adapters are merged into {}", "weight", "weights"),
     "delta": ("adapters are multiplied out (B times A) and added to {}", "stacked weight", "stacked weights"),
     "average": ("trained weights are averaged in {}", "copy", "copies"),
+    "every": ("adapters are added to {} in every forward", "weight", "weights"),
     "other": ("{} changed in place outside of the optimizer", "tensor is", "tensors are"),
 }
 """For each kind of addition: the headline, the word for one changed tensor, and the word for several tensors."""
@@ -96,11 +97,15 @@ def _kind(call: Call, trace: Trace) -> str:
         return "delta"
     if call.phase not in ("forward", "generate") or call.recomputed:
         return ""
+    if call.operands and call.operands[0].origin.name == MERGED_WEIGHT:
+        return "merge"
     if not ADDS_IN_PLACE.match(call.op):
         return "average" if any(o.origin.name == COPY_OF_WEIGHT for o in call.operands) else ""
     added = (operand for operand in call.operands if not operand.role.startswith("self"))
     owners = (trace.owners.get(step.name) for operand in added for step in operand.origin.path())
-    return "merge" if any(owner is not None and owner.adapter for owner in owners) else "other"
+    if any(owner is not None and owner.adapter for owner in owners):
+        return "merge"
+    return "every" if "peft/tuners/" in call.source else "other"
 
 
 def _share(trace: Trace) -> str:
@@ -118,7 +123,7 @@ def _targets(call: Call, trace: Trace) -> Iterator[Weight]:
         # A value that was computed from a weight has the same origin, but rarely the same shape.
         if weight is not None and not weight.trainable and weight.shape == operand.shape:
             yield weight
-        elif origin.name == COPY_OF_WEIGHT:
+        elif origin.name in (COPY_OF_WEIGHT, MERGED_WEIGHT):
             yield Weight(origin.name, operand.dtype, operand.shape)
 
 

@@ -268,6 +268,28 @@ for _ in range(2):
     assert (f"addition at train.py:{line}" in err) == (dtype == "bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "steps", "reported"), [("bfloat16", 2, True), ("bfloat16", 1, False), ("float32", 2, False)]
+)
+def test_a_merge_between_two_steps_is_reported(runs: Runs, dtype: str, steps: int, reported: bool) -> None:
+    """A merge after the last step is no loss that the training repeats."""
+    script = f"""
+import peft
+net = nn.Sequential(nn.Linear(8, 8)).to(torch.{dtype})
+model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0"]), autocast_adapter_dtype=False)
+optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+for _ in range({steps}):
+    model(torch.ones(2, 8, dtype=torch.{dtype})).float().square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.merge_adapter()
+    model.unmerge_adapter()
+"""
+    status, _, err = runs(script, "--no-preflight")
+    assert status == 0
+    assert ("warning[IST503]: adapters are merged into a bfloat16 weight" in err) == reported
+
+
 @pytest.mark.parametrize("flags", [(), ("--no-preflight",)])
 def test_a_step_that_makes_float16_weights_nan_is_an_error(runs: Runs, flags: tuple[str, ...]) -> None:
     """afiaka87/glide-finetune #5: Adam's epsilon and the squares of small gradients are zero in float16."""

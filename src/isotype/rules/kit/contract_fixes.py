@@ -12,7 +12,7 @@ from isotype.records.finding import Fix, Safety, in_library
 from isotype.records.trace import FLOATS, HALVES, Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit.groups import SCATTERS, Group, per_trace
 from isotype.rules.kit.weight_sets import count, main_dtype, quantized, trained
-from isotype.rules.kit.words import fix
+from isotype.rules.kit.words import advice, fix
 
 
 def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
@@ -180,6 +180,12 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
         flow = [w.name for w in blamed if w.module and not w.buffer and w.kind != "norm"]
         makers += [name.rpartition(".")[0] for name in weights_meant(trace, flow)]
     makers = list(dict.fromkeys(makers))
+    if (
+        group.cause.kind == "input" and ".layers[" in group.cause.name
+    ):  # no fix can cast the tensors of a cache
+        owner = group.cause.name.partition(".")[0]
+        yield advice(owner, f"create {owner} in {expected}")
+        return
     for targets in (*([makers] if len(makers) > 1 else []), *([module] for module in makers)):
         if _decide(group, targets):
             yield fix(f"cast the outputs of {listed(targets, 2)} to {expected}", "output", targets, expected)

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from isotype.compat.torch import UncompiledMode, put_under, storage_of, take_out
 from isotype.core.operators import ADDS_IN_PLACE, operator_name, tensors_of
 from isotype.core.source import asking_line, is_called_by, shown
-from isotype.records.trace import COPY_OF_WEIGHT, HALVES, Call, Operand, Origin
+from isotype.records.trace import COPY_OF_WEIGHT, HALVES, MERGED_WEIGHT, Call, Operand, Origin
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -92,15 +92,16 @@ class StaleCasts:
 
 class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
     """Detects that the script averages trained weights into a 16-bit copy, between an optimizer step and the next
-    forward. A frozen weight of the same model can be the copy.
+    forward. A frozen weight of the same model can be the copy. Also detects that PEFT merges adapters between two steps.
 
-    `report` gets the first call that adds to a copy. If a copy only gets the weights, as in the first update of
+    `report` gets the first call that adds to a copy or merges. If a copy only gets the weights, as in the first update of
     `AveragedModel`, the next step is watched, too. No attributes are set on tensors, because `torch.save` saves them.
     """
 
     def __init__(self, report: Callable[[Call], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._report, self._reported, self._copied = report, False, False
+        self._merge: Call | None = None
         self._weights: list[torch.Tensor] = []
         self._terms = (
             WeakIdKeyDictionary()
@@ -120,9 +121,16 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         # torch is iterating over the hooks of a step, so none may be removed now. Without weights, no copy is reported.
         forget = optimizers.register_optimizer_step_pre_hook(lambda *_: self._weights.clear())
         self._hooks.enter_context(forget)
-        self._hooks.enter_context(modules.register_module_forward_pre_hook(lambda *_: self._ended(models)))
+        ended = modules.register_module_forward_pre_hook(lambda module, _: self._ended(module, models))
+        self._hooks.enter_context(ended)
 
-    def _ended(self, models: Sequence[nn.Module]) -> None:
+    def _ended(self, module: nn.Module, models: Sequence[nn.Module]) -> None:
+        """Stop at a forward. After a merge, stop only at a training's forward: a merge after the last step costs nothing."""
+        if self._merge is not None:
+            if not trains(module):
+                return
+            self._report(self._merge)
+            self._merge = None
         self.detach()
         if self._copied and not self._reported:
             self._copied = False
@@ -134,6 +142,10 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self._reported and (match := _AVERAGES.fullmatch(name := operator_name(func))):
+            source = shown(asking_line())
+            if name.endswith("_.Tensor") and "peft/tuners/" in source and args[0].dtype in HALVES:
+                self._merge, self._reported = self._call(name, args[0], source, MERGED_WEIGHT), True
+                return result
             firsts = [arg[0] if isinstance(arg, (list, tuple)) and arg else arg for arg in args]
             scales = (kwargs or {}).get("alpha", 1) != 1
             averages = self._follow(
@@ -144,10 +156,14 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
             if averages or in_place is not None:
                 self._reported = True
                 average = next(tensors_of(args)) if in_place is None else in_place
-                origin = Origin("outside", average.dtype, COPY_OF_WEIGHT)
-                operand = Operand("self", average.dtype, tuple(average.shape), origin)
-                self._report(Call(name, "forward", "", shown(asking_line()), (operand,), ()))
+                self._report(self._call(name, average, source, COPY_OF_WEIGHT))
         return result
+
+    def _call(self, name: str, changed: torch.Tensor, source: str, described: str) -> Call:
+        origin = Origin("outside", changed.dtype, described)
+        return Call(
+            name, "forward", "", source, (Operand("self", changed.dtype, tuple(changed.shape), origin),), ()
+        )
 
     def _follow(
         self, name: str, operands: Sequence[torch.Tensor], result: torch.Tensor | None, scales: bool
