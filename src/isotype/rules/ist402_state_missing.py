@@ -1,7 +1,8 @@
 """
 **What it means.** A quantized layer has packed codes without their quantization state (scales, code book, shape). Code
 has replaced the parameter by a plain tensor (`load_state_dict`, `setattr`), or by a copy without the parameter's
-attributes. Or FSDP2 has unsharded the parameter with an older version of bitsandbytes.
+attributes. Or FSDP2 has unsharded the parameter with an older version of bitsandbytes. Or the checkpoint lacks the weight, as
+that of a new head: transformers then makes a quantized layer with a float weight.
 
 **Why it is bad.** The layer cannot compute: `'Parameter' object has no attribute 'quant_state'`, `quant_state
 is required` or a bare `AssertionError`.
@@ -23,7 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.core.names import agree
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import agree, base_name
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.weight_sets import count, finding_of, quantized
@@ -33,8 +35,14 @@ TITLE = "A quantized layer without its quantization state"
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    lost = [weight for weight, state in quantized(trace) if not state.present]
-    if lost:
+    missing = [weight for weight, state in quantized(trace) if not state.present]
+    if plain := [weight for weight in missing if weight.dtype.is_floating_point]:
+        heads = dict.fromkeys(base_name(weight.module).rpartition(".")[2] for weight in plain)
+        how = f"load the model with BitsAndBytesConfig(…, llm_int8_skip_modules={[*heads]})"
+        message = f"{agree(count(plain), 'weight', 'have')} never been quantized, but the layer computes with packed codes"
+        cause = f"{base_name(plain[0].name)} is {dtype_name(plain[0].dtype)}: the checkpoint lacks it, or code replaced it"
+        yield finding_of("error", message, plain, cause=cause, fixes=(advice(plain[0].module, how),))
+    if lost := [weight for weight in missing if not weight.dtype.is_floating_point]:
         how = "load the model again, and do not replace packed weights with plain tensors (assignment, copy_, load_state_dict)"
         message = f"{agree(count(lost), 'quantized weight', 'have')} lost the quantization state"
         cause = f"{lost[0].name} was replaced by a tensor without its scales"
