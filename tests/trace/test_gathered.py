@@ -103,5 +103,5 @@ def test_a_model_that_fsdp1_has_flattened_is_refused() -> None:
     with fake_process_group(1):
         whole = ShardingStrategy.NO_SHARD
         model = FullyShardedDataParallel(Net(None), device_id=torch.device("cpu"), sharding_strategy=whole)
-        with pytest.raises(UsageError, match="before FSDP1 has flattened its parameters"):
+        with pytest.raises(UsageError, match="check the model before FSDP1 or DeepSpeed wraps it"):
             isotype.check(model, {"x": torch.ones(2, 8)}, device="cpu")

@@ -48,6 +48,17 @@ def is_flattened(model: nn.Module) -> bool:
     )
 
 
+def uncopied(model: nn.Module) -> str:
+    """Return why a step must not run on a copy of a sharded model; "" if it may."""
+    if is_flattened(model):
+        return "FSDP1 has flattened the parameters"
+    # `ds_id` is an attribute of the parameters that ZeRO-3 has partitioned.
+    engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", ())
+    if isinstance(model, engine) or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return "a copy of the model would share DeepSpeed's optimizer with the model"
+    return ""
+
+
 def gathered_by(model: nn.Module) -> dict[str, tuple[Any, list[str]]]:
     """Return (`MixedPrecisionPolicy`, names of the gathered float parameters) of each module that FSDP2 has sharded.
 

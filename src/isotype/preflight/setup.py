@@ -26,7 +26,7 @@ from isotype.model.adapters import adapter_words
 from isotype.model.enforce import policy_of
 from isotype.model.fold import STANDS_FOR
 from isotype.model.parts import towers_of
-from isotype.model.shard import is_flattened
+from isotype.model.shard import uncopied
 from isotype.precision.by_ranges import known_families
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
@@ -104,11 +104,9 @@ def _problems(request: StepRequest) -> Iterator[Problem]:
         what = f"inputs of type {type(inputs).__name__}"
         expected = "the dict that the model is called with (labels included), or a callable model -> loss"
         yield Problem(what, expected, "isotype.check(model, {'input_ids': …, 'labels': …})")
-    if is_flattened(request.model):
-        expected = "the model before FSDP1 has flattened its parameters"
-        yield Problem(
-            "a FullyShardedDataParallel", expected, "check the model before you wrap it, with fsdp=1"
-        )
+    if why := uncopied(request.model):
+        fix = "check the model before FSDP1 or DeepSpeed wraps it"
+        yield Problem(f"a {type(request.model).__name__}", f"a model whose copy can run, but {why}", fix)
     if not isinstance(request.devices, int) or request.devices < 1:
         fix = "give 1, or leave it out"
         yield Problem(f"devices={request.devices!r}", "a number of devices, at least 1", fix)

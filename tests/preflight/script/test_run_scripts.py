@@ -406,11 +406,39 @@ with fake_process_group(1):
 """
     status, _, err = runs(script)
     assert status == 1
-    assert "isotype: FSDP1 has flattened the parameters: the first step is not traced before it runs" in err
+    assert "isotype: the first step is not traced before it runs: FSDP1 has flattened the parameters" in err
     assert "error[IST101]: float32 instead of bfloat16" in err
     assert "cause  the buffer _fsdp_wrapped_module.kernel is float32" in err
     assert "in place of float" not in err
     assert "train.py:51   (a line" not in err  # of `model(…)`, where no line casts
+
+
+def test_a_trace_must_not_change_the_optimizer_of_deepspeed(runs: Runs) -> None:
+    """DeepSpeed 0.19.8: a trace of an engine emptied the real optimizer's buckets, and the script's backward failed."""
+    script = """
+import threading, types
+
+class Zero:
+    def __init__(self):
+        self.lock, self.buckets = threading.Lock(), [1]
+
+class DeepSpeedEngine(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.zero = module, Zero()
+    def forward(self, *args):
+        logits, loss = self.module(*args)
+        self.zero.buckets.pop()
+        return logits, loss
+
+sys.modules["deepspeed"] = types.SimpleNamespace(DeepSpeedEngine=DeepSpeedEngine)
+train(DeepSpeedEngine(Net()), steps=1)
+del sys.modules["deepspeed"]
+"""
+    status, out, err = runs(script)
+    assert (status, out) == (0, "trained\n")
+    assert "not traced before it runs: a copy of the model would share DeepSpeed's optimizer" in err
+    assert "step 1 watched" in err
 
 
 # ----------------------------------------------------------------------------------------------- caught by the script

@@ -22,7 +22,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import causes, error_line
 from isotype.core.names import listed, plural
 from isotype.core.source import condition_at, line_of
-from isotype.model.shard import free_gathered, is_flattened
+from isotype.model.shard import free_gathered, uncopied
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
 from isotype.preflight.script import setup_errors
@@ -158,8 +158,8 @@ class Diagnosis:
         return request
 
     def _looked_ahead(self, request: StepRequest) -> Report | None:
-        if is_flattened(request.model):
-            self._say("FSDP1 has flattened the parameters: the first step is not traced before it runs")
+        if why := uncopied(request.model):
+            self._say(f"the first step is not traced before it runs: {why}")
             return None
         started = time.perf_counter()
         try:
@@ -476,7 +476,7 @@ class Diagnosis:
     def _traced_again(self, trains: bool = False, generates: bool = False) -> Report | None:
         """Trace the step again on fake tensors, and try the fixes. Return the report, or None if this is not possible."""
         model = self.watch.model
-        if model is None or self._request is None or is_flattened(model):
+        if model is None or self._request is None or uncopied(model):
             return None
         request = self._request(model)
         # The request may be for an evaluation before the training. If a backward raised, a training step is traced.

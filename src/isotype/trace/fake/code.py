@@ -15,6 +15,7 @@ from torch import nn
 
 from isotype.compat.bitsandbytes import nothing_repacked
 from isotype.compat.compiler import uncompiled
+from isotype.compat.lightning import as_in_fabric_backward
 from isotype.compat.torch import ORIGINAL, fake_errors_unlogged, no_saved_tensor_hooks
 from isotype.compat.transformers import fakes_taken_for_real
 from isotype.core.random_states import random_states_kept
@@ -108,6 +109,7 @@ def surroundings() -> Iterator[None]:
         uncompiled(),
         fakes_taken_for_real(),
         nothing_repacked(),
+        as_in_fabric_backward(),
         torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext(),
     ):
         yield

@@ -1,0 +1,42 @@
+"""A trace of a model that Lightning Fabric has wrapped. Lightning is not installed: the module below does what it does."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import isotype
+
+WRAPPERS = """
+_in_fabric_backward = False
+
+def _backward_hook(*_):
+    if not _in_fabric_backward:
+        raise RuntimeError("call `fabric.backward(loss)` instead of `loss.backward()`")
+"""
+
+
+class Wrapped(nn.Module):
+    def __init__(self, wrappers: Any) -> None:
+        super().__init__()
+        self.inner, self._hook = nn.Linear(4, 4), wrappers._backward_hook
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.inner(x)
+        output.register_hook(self._hook)
+        return output
+
+
+@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+def test_the_backward_of_a_wrapped_model_is_traced(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrappers: Any = ModuleType(f"{package}.wrappers")
+    exec(WRAPPERS, vars(wrappers))
+    monkeypatch.setitem(sys.modules, wrappers.__name__, wrappers)
+    report = isotype.check(Wrapped(wrappers), {"x": torch.ones(2, 4)}, device="cpu")
+    assert report.trace.failure is None
+    assert not wrappers._in_fabric_backward
