@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 from torch import nn
@@ -222,3 +223,17 @@ def test_shared_experts_take_float32_scores() -> None:
 def test_modules_with_layers_inside_are_no_norms(name: str) -> None:
     """The names of their classes contain "norm"."""
     trains_and_evaluates(name, "lora", WIDE)
+
+
+@pytest.mark.parametrize("exceptions", [(), (ModuleException("0", "scale", 3),)], ids=["plain", "scaled"])
+def test_int8_layers_without_rows(exceptions: tuple[ModuleException, ...]) -> None:
+    """An expert may get no tokens."""
+    layer = bitsandbytes.nn.Linear8bitLt(8, 4, has_fp16_weights=False)
+    layer.load_state_dict(nn.Linear(8, 4).state_dict())
+    model = nn.Sequential(layer.to("cpu"))
+    enforce_model(model, replace(WIDE, storage="int8", exceptions=exceptions))
+    for rows in ((0,), (2, 0), (3,)):
+        x = torch.ones(*rows, 8, requires_grad=True)
+        model(x).sum().backward()
+        assert model(x).shape == (*rows, 4)
+        assert x.grad is not None

@@ -180,20 +180,16 @@ def _computed_in_part(model: Any, adapter_name: str) -> list[str]:
     For trained tokens (`TrainableTokensLayer`), PEFT leaves out the bias of a tied output layer, and all steps of an
     embedding's forward except `embed_scale`. LoRA on an embedding is added after these steps, and merged before them.
     """
-    layers: dict[str, Any] = {p.name: p.module for p in places(model) if is_tuner_layer(p.module)}
-    return [
-        base_name(name)
-        for name, layer in layers.items()
-        if adapter_name
-        in {*getattr(layer, "trainable_tokens_delta", ()), *getattr(layer, "lora_embedding_A", ())}
-        and _has_more(layer.get_base_layer())
-    ]
-
-
-def _has_more(layer: nn.Module) -> bool:
-    if isinstance(layer, nn.Embedding):
-        return original_class(layer).forward is not nn.Embedding.forward and not hasattr(layer, "embed_scale")
-    return layer.bias is not None
+    layers = []
+    for place in places(model):
+        layer: Any = place.module
+        kinds = ("trainable_tokens_delta", "lora_embedding_A")
+        if is_tuner_layer(layer) and any(adapter_name in getattr(layer, kind, ()) for kind in kinds):
+            base = layer.get_base_layer()
+            lookup = original_class(base).forward is nn.Embedding.forward or hasattr(base, "embed_scale")
+            if not lookup and getattr(base, "bias", base) is not None:
+                layers.append(base_name(place.name))
+    return layers
 
 
 def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:

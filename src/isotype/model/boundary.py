@@ -166,23 +166,19 @@ def _forward_int8(self: Any, x: torch.Tensor) -> torch.Tensor:
     # Without AVX512, a CPU emulates the int8 matmul by a float32 matmul (bitsandbytes 0.50.2, backends/default/ops.py).
     # Autocast would compute it in 16 bits: sums of int8 products overflow in float16, and lose digits in bfloat16.
     with torch.autocast(_device_type(self), enabled=False):
-        out = _forward_bias(_with_codes(self), rows).reshape(*x.shape[:-1], -1)
-    return cast("torch.Tensor", cast_floats(out, self.boundary_settings.returns))
+        out = _forward_bias(_with_codes(self), rows)
+    return out.reshape(*x.shape[:-1], out.shape[-1]).to(self.boundary_settings.returns)
 
 
 def _forward_scale(self: Any, x: torch.Tensor) -> torch.Tensor:
     compute, factor = self.boundary_settings.compute, 2.0**self.boundary_settings.exponent
-    bias = self.bias
-    layer = _with_codes(self) if hasattr(self, "init_8bit_state") else self
+    bias, eight = self.bias, hasattr(self, "init_8bit_state")
+    layer = _with_codes(self) if eight else self
     layer = layer if bias is None else sharing(layer, {"bias": None})
-    low = (x.float() / factor).to(compute)  # exact except for subnormal numbers
-    if hasattr(self, "init_8bit_state"):
-        with torch.autocast(_device_type(self), enabled=False):
-            out = self.original.forward(layer, low.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
-    else:
-        with torch.autocast(_device_type(self), dtype=compute):
-            out = self.original.forward(layer, low)
-    out = out.to(self.boundary_settings.returns) * factor
+    low = (x.float() / factor).to(compute).reshape(-1, x.shape[-1])  # exact except for subnormal numbers
+    with torch.autocast(_device_type(self), dtype=compute, enabled=not eight):
+        out = self.original.forward(layer, low)
+    out = out.reshape(*x.shape[:-1], out.shape[-1]).to(self.boundary_settings.returns) * factor
     return cast("torch.Tensor", out if bias is None else out + bias.to(out.dtype))
 
 

@@ -95,15 +95,9 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     first: float16 has few digits for small numbers, and none for larger ones.
     """
     weight = weight.detach()
-    if not _on_cpu(weight):
-        from bitsandbytes import functional
-
-        factors = _into_float16(weight.abs().amax(dim=1, keepdim=True))
-        codes, scales, _ = functional.int8_vectorwise_quant((weight * factors).to(torch.float16))
-        return codes, scales / factors.squeeze(1)
     rows, columns = weight.shape
-    codes = torch.empty(rows, columns, dtype=torch.int8)
-    scales = torch.empty(rows)
+    codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(rows, device=weight.device)
     step = max(1, _PIECE // max(1, columns))
     for begin in range(0, rows if columns else 0, step):
         part = slice(begin, begin + step)
