@@ -103,6 +103,21 @@ def test_a_layer_behind_a_view_is_quoted_word_for_word(
     assert call.breach.message == str(outcome.error)
 
 
+@pytest.mark.real_cpu
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_convolution_is_quoted_for_the_number_of_its_rows(rows: int) -> None:
+    """oneDNN does not run a small convolution of a single row, and then another kernel raises the error."""
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return model(torch.ones(rows, 4, 8)).float().sum()
+
+    model = nn.Conv1d(4, 4, 3, bias=False, dtype=torch.float16)
+    outcome = real_step(model, loss, phases=("forward",))
+    call = next(traced(model, loss, phases=("forward",)).breaches())
+    assert call.breach is not None
+    assert call.breach.message == str(outcome.error).split("\n")[0]
+
+
 def test_a_wrong_shape_is_no_mismatched_dtype() -> None:
     """C++ prints a tensor with its type in the message on its shape."""
 
