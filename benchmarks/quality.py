@@ -35,11 +35,11 @@ from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.loftq import begin_from_error
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.tokenizer import tokenizer_of
-from isotype.checkpoint.values import dense_weight
 from isotype.cli.main import main as isotype_command
 from isotype.cli.training import DEMO
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes
+from isotype.model.quantized import dense_weight
 from isotype.precision.by_damage import Option, choose, mix
 from isotype.precision.damages import Damages, LayerDamage, stored_bytes
 from isotype.precision.decide import PrecisionRequest

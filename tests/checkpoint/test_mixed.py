@@ -17,13 +17,12 @@ import isotype
 from isotype.checkpoint.load_named import load_for_inference
 from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.checkpoint.opened import config_of, open_model
-from isotype.checkpoint.values import dense_weight
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.cli.main import main
 from isotype.core.errors import PrecisionError
 from isotype.core.formats import FORMATS as RECORDS
 from isotype.model.adapters import add_lora
-from isotype.model.quantized import quantization_state
+from isotype.model.quantized import dense_weight, quantization_state
 from isotype.model.walk import kind_of
 from isotype.precision.by_damage import with_constants_of
 from isotype.precision.policy import LayerStorage, PrecisionPolicy, write_moments

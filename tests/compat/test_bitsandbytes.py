@@ -13,9 +13,9 @@ from bitsandbytes import functional
 from bitsandbytes.backends.cpu import ops
 
 import isotype
-from isotype.checkpoint.values import dense_weight
 from isotype.compat import bitsandbytes as bnb_blocks
 from isotype.compat.bitsandbytes import dequantize_4bit
+from isotype.model.quantized import dense_weight
 from tests.models import quiet
 from tests.pairwise import pairwise
 

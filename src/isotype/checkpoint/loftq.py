@@ -20,7 +20,7 @@ import torch
 
 from isotype.checkpoint.opened import Checkpoint, config_of, downloaded, headers_of
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model
-from isotype.checkpoint.values import dense_weight
+from isotype.checkpoint.values import held_weight
 from isotype.core.console import Bar
 from isotype.core.errors import PrecisionError
 from isotype.core.names import base_name
@@ -59,8 +59,8 @@ def begin_from_error(model: Any, checkpoint: Checkpoint, moments: Mapping[str, t
         for name, layer in layers:
             base = layer.get_base_layer()
             weight = stored.read(f"{name}.weight").float()
-            error = (weight.T if replaces_conv1d(base) else weight) - dense_weight(base, torch.float32)
-            _take_in(layer, error, moments.get(name))
+            error = weight - held_weight(base, torch.float32)
+            _take_in(layer, error.T if replaces_conv1d(base) else error, moments.get(name))
             bar.advance()
     return len(layers)
 

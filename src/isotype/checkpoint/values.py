@@ -18,14 +18,13 @@ from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.schemes import EXPECTED
 from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.mapping.weight_map import Source, gguf_names
-from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.compat.torch import own_parameters
 from isotype.compat.transformers import conversions, set_conversions
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.experts import mxfp4
 from isotype.model.experts.stack import QuantizedStack, quantized_stack, stacked_weights, take_stack
-from isotype.model.quantized import dense_layer, replaces_conv1d
-from isotype.model.walk import kind_of, places
+from isotype.model.quantized import dense_layer, dense_weight, quantization_state, replaces_conv1d
+from isotype.model.walk import places
 
 Read = Callable[[TensorHeader], torch.Tensor]
 
@@ -268,19 +267,10 @@ def dequantize(
     _forget_bnb(model)
 
 
-def dense_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight `[out, in]` of a bitsandbytes layer in `dtype`, on the CPU."""
-    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
-
-    if kind_of(layer) == "linear4bit":
-        return dequantize_4bit(layer.weight.data, layer.weight.quant_state).to("cpu", dtype)
-    weight: torch.Tensor = dequantize_bnb_weight(layer.weight, layer.state)
-    return weight.to("cpu", dtype)
-
-
 def held_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the dense weight in the layout of the layer's class: `[in, out]` for Conv1D, else `[out, in]`."""
-    weight = dense_weight(layer, dtype)
+    """Return the dense weight on the CPU, in the layout of the layer's class: `[in, out]` for Conv1D, else `[out, in]`."""
+    # A training computes with values in the dtype of the quantization state.
+    weight = dense_weight(layer, getattr(quantization_state(layer), "dtype", dtype)).to("cpu", dtype)
     return weight.T.contiguous() if replaces_conv1d(layer) else weight
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.bitsandbytes import dequantize_4bit, multiplies, with_float32_constants
+from isotype.compat.bitsandbytes import multiplies, with_float32_constants
 from isotype.compat.torch import FakeTensor, copy_each, has_kernel, multiply_each, storage_of, version_of
-from isotype.model.quantized import quantization_state, row_scales
+from isotype.model.quantized import codes_of, dense_weight, quantization_state
 from isotype.model.walk import kind_of
 
 FEW = 64
@@ -39,32 +38,13 @@ def _transposed(cls: Any) -> bool:
     return any(base.__name__ == "Conv1D" for base in cls.__mro__)
 
 
-def codes_of(layer: Any) -> torch.Tensor:
-    """Return the int8 codes of a layer, which bitsandbytes moves from the weight to the layer's state."""
-    # A sharded weight is a plain tensor without the attribute CB.
-    places = (layer.state.CB, getattr(layer.weight, "CB", None), layer.weight.data)
-    codes: torch.Tensor = next(codes for codes in places if codes is not None)
-    return codes
-
-
 def dense(layer: Any, dtype: torch.dtype, state: Any = None) -> torch.Tensor:
     """Return the weight `[out_features, in_features]` in `dtype`: a view of the weight if possible, else a new tensor.
 
     `state` replaces the quantization state of a 4-bit layer.
     """
-    kind = kind_of(layer)
-    if kind == "linear4bit":
-        state = quantization_state(layer) if state is None else state
-        if state.dtype != dtype:  # bitsandbytes' kernel returns the state's dtype
-            state = copy.copy(state)
-            state.dtype = dtype
-        return dequantize_4bit(layer.weight.data, state)
-    if kind == "linear8bit":
-        scales = row_scales(layer)
-        assert scales is not None, "a layer without row scales is not fused"
-        out = torch.empty(shape_of(layer), dtype=dtype, device=layer.weight.device)
-        return torch.mul(codes_of(layer), (scales / 127)[:, None], out=out)
-    return _oriented(layer).to(dtype)
+    quantized = kind_of(layer) in ("linear4bit", "linear8bit")
+    return dense_weight(layer, dtype, state) if quantized else _oriented(layer).to(dtype)
 
 
 class DenseWeights:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from isotype.compat.bitsandbytes import dequantize_by_blocks
+from isotype.compat.bitsandbytes import dequantize_4bit, dequantize_by_blocks
 from isotype.compat.torch import own_parameters
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError
@@ -36,6 +37,30 @@ def row_scales(layer: Any) -> torch.Tensor | None:
     if scales is None:  # a sharded weight has no attributes
         scales = layer.state.SCB
     return scales if isinstance(scales, torch.Tensor) else None
+
+
+def codes_of(layer: Any) -> torch.Tensor:
+    """Return the int8 codes of a layer, which bitsandbytes moves from the weight to the layer's state."""
+    # A sharded weight is a plain tensor without the attribute CB.
+    places = (layer.state.CB, getattr(layer.weight, "CB", None), layer.weight.data)
+    codes: torch.Tensor = next(codes for codes in places if codes is not None)
+    return codes
+
+
+def dense_weight(layer: Any, dtype: torch.dtype, state: Any = None) -> torch.Tensor:
+    """Return a bitsandbytes layer's weight `[out, in]` in `dtype`; `state` replaces a 4-bit layer's quantization state."""
+    if kind_of(layer) == "linear4bit":
+        state = quantization_state(layer) if state is None else state
+        if state.dtype != dtype:  # bitsandbytes' kernel returns the state's dtype
+            state = copy.copy(state)
+            state.dtype = dtype
+        return dequantize_4bit(layer.weight.data, state)
+    codes, scales = codes_of(layer), row_scales(layer)
+    assert scales is not None, "the layer has lost its row scales"
+    # code x row scale / 127 (LLM.int8, https://arxiv.org/abs/2208.07339)
+    return torch.mul(
+        codes, (scales.float().to(codes.device) / 127)[:, None], out=codes.new_empty(codes.shape, dtype=dtype)
+    )
 
 
 def constant_bytes(layer: Any, weight: torch.Tensor) -> int:

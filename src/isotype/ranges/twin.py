@@ -25,7 +25,7 @@ from isotype.compat.torch import (
 )
 from isotype.core.names import base_name
 from isotype.model.boundary import set_boundary
-from isotype.model.quantized import quantization_state, row_scales
+from isotype.model.quantized import dense_weight, quantization_state, row_scales
 from isotype.model.walk import empty_copies, fill_copies, kind_of, lists_of_blocks
 from isotype.ranges.weights import OnDemand, Weight, WeightRange, Weights
 
@@ -136,10 +136,8 @@ def _live(module: nn.Module, name: str, parameter: torch.Tensor) -> Weight:
     if state is not None:
         shape: Any = state.shape
         values: Callable[[], torch.Tensor] = functools.partial(dequantize_4bit, parameter.detach(), state)
-    elif kind == "linear8bit" and (scales := row_scales(module)) is not None:
-        # code x row scale / 127 (LLM.int8, https://arxiv.org/abs/2208.07339)
-        by_row = scales.float().to(parameter.device)[:, None]
-        shape, values = parameter.shape, lambda: parameter.detach().float() * by_row / 127
+    elif kind == "linear8bit" and row_scales(module) is not None:
+        shape, values = parameter.shape, functools.partial(dense_weight, module, torch.float32)
     else:
         shape, values = parameter.shape, lambda: parameter.detach()
     return Weight(id(parameter), torch.Size(shape), values, parameter.requires_grad)
