@@ -3,7 +3,8 @@
 Of each set-up (drawn by seed: architecture, method, storage, dtype, adapters, packing, checkpointing, accumulation, optimizer, evaluation)
 `isotype check` is asked for the peak, and the command is run: two steps and, if it evaluates, one evaluation. *Real* is the peak of what
 torch's allocator holds on this CPU from the beginning of `Trainer.train` to its end: the bytes of all tensors that are alive when it begins,
-and what the allocator (torch.profiler) hands out and takes back from there. Models are random, of tens of MiB a step, so that a MiB does not
+and what the allocator (torch.profiler) hands out and takes back from there; pictures lie in NumPy's memory and are
+not among it, although `isotype check` counts them. Models are random, of tens of MiB a step, so that a MiB does not
 matter; each set-up runs in a process forked from one that has imported the libraries.
 
 Run: python benchmarks/foreseen.py --seed 1 --count 70 [--only sft none …] [--jobs 2] [--json FILE]. Prints a line per set-up, the shares

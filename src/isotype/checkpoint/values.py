@@ -23,7 +23,7 @@ from isotype.compat.transformers import conversions, set_conversions
 from isotype.core.errors import CheckpointError, Problem
 from isotype.model.experts import mxfp4
 from isotype.model.experts.stack import QuantizedStack, quantized_stack, stacked_weights, take_stack
-from isotype.model.quantized import dense_layer, dense_weight, quantization_state, replaces_conv1d
+from isotype.model.quantized import dense_layer, dense_weight, replaces_conv1d
 from isotype.model.walk import places
 
 Read = Callable[[TensorHeader], torch.Tensor]
@@ -269,8 +269,7 @@ def dequantize(
 
 def held_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return the dense weight on the CPU, in the layout of the layer's class: `[in, out]` for Conv1D, else `[out, in]`."""
-    # A training computes with values in the dtype of the quantization state.
-    weight = dense_weight(layer, getattr(quantization_state(layer), "dtype", dtype)).to("cpu", dtype)
+    weight = dense_weight(layer).to("cpu", dtype)
     return weight.T.contiguous() if replaces_conv1d(layer) else weight
 
 

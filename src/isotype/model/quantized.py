@@ -47,20 +47,22 @@ def codes_of(layer: Any) -> torch.Tensor:
     return codes
 
 
-def dense_weight(layer: Any, dtype: torch.dtype, state: Any = None) -> torch.Tensor:
-    """Return a bitsandbytes layer's weight `[out, in]` in `dtype`; `state` replaces a 4-bit layer's quantization state."""
+def dense_weight(layer: Any, dtype: torch.dtype | None = None, state: Any = None) -> torch.Tensor:
+    """Return a bitsandbytes layer's weight `[out, in]`; `state` replaces a 4-bit layer's quantization state.
+
+    By default, `dtype` is the dtype of the quantization state, or float32 for int8.
+    """
     if kind_of(layer) == "linear4bit":
         state = quantization_state(layer) if state is None else state
-        if state.dtype != dtype:  # bitsandbytes' kernel returns the state's dtype
+        if dtype not in (None, state.dtype):  # bitsandbytes' kernel returns the state's dtype
             state = copy.copy(state)
             state.dtype = dtype
         return dequantize_4bit(layer.weight.data, state)
     codes, scales = codes_of(layer), row_scales(layer)
     assert scales is not None, "the layer has lost its row scales"
     # code x row scale / 127 (LLM.int8, https://arxiv.org/abs/2208.07339)
-    return torch.mul(
-        codes, (scales.float().to(codes.device) / 127)[:, None], out=codes.new_empty(codes.shape, dtype=dtype)
-    )
+    out = codes.new_empty(codes.shape, dtype=dtype or torch.float32)
+    return torch.mul(codes, (scales.float().to(codes.device) / 127)[:, None], out=out)
 
 
 def constant_bytes(layer: Any, weight: torch.Tensor) -> int:

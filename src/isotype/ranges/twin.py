@@ -131,16 +131,15 @@ class _Memo(dict[int, Any]):
 
 def _live(module: nn.Module, name: str, parameter: torch.Tensor) -> Weight:
     kind = kind_of(module) if name == "weight" else ""
-    stored = getattr(parameter, "quant_state", None)
-    state: Any = quantization_state(module) if kind == "linear4bit" else stored
+    four = kind == "linear4bit"
+    state: Any = quantization_state(module) if four else getattr(parameter, "quant_state", None)
+    values: Callable[[], torch.Tensor] = parameter.detach
     if state is not None:
-        shape: Any = state.shape
-        values: Callable[[], torch.Tensor] = functools.partial(dequantize_4bit, parameter.detach(), state)
+        values = functools.partial(dequantize_4bit, parameter.detach(), state)
     elif kind == "linear8bit" and row_scales(module) is not None:
-        shape, values = parameter.shape, functools.partial(dense_weight, module, torch.float32)
-    else:
-        shape, values = parameter.shape, lambda: parameter.detach()
-    return Weight(id(parameter), torch.Size(shape), values, parameter.requires_grad)
+        values = functools.partial(dense_weight, module)
+    shape = parameter.shape if state is None else torch.Size(state.shape)
+    return Weight(id(parameter), shape, values, parameter.requires_grad)
 
 
 def _dense(layer: Any, memo: dict[int, Any]) -> nn.Module:

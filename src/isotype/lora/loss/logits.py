@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from isotype.compat.torch import FakeTensor
 from isotype.lora.loops.products import Sum, is_used, write_sums
-from isotype.lora.weights import dense, total_memory
-from isotype.model.quantized import quantization_state
+from isotype.lora.weights import total_memory
+from isotype.model.quantized import dense_weight
 from isotype.model.walk import kind_of
 
 SCRATCH = 64 << 20
@@ -59,7 +59,8 @@ def head_of(model: Any, temperature: float = 1.0) -> Head:
     if hasattr(module, "lora_A"):
         fix = "train it with modules_to_save"
         raise ValueError(f"a LoRA adapter on the language-model head is not supported; {fix}")
-    weight, bias = _dense(module), getattr(module, "bias", None)
+    quantized = kind_of(module) in ("linear4bit", "linear8bit")
+    weight, bias = dense_weight(module) if quantized else module.weight, getattr(module, "bias", None)
     if isinstance(weight, DTensor):
         weight = weight.full_tensor()
         bias = bias.full_tensor() if isinstance(bias, DTensor) else bias
@@ -78,16 +79,6 @@ def _scale(config: Any) -> float:
         return 1.0
     # Granite and MiniCPM3 divide by it; HyperCLOVA X multiplies.
     return float(scaling) if config.model_type == "hyperclovax" else 1 / float(scaling)
-
-
-def _dense(module: Any) -> torch.Tensor:
-    kind = kind_of(module)
-    if kind == "linear4bit":
-        return dense(module, quantization_state(module).dtype)
-    if kind == "linear8bit":
-        return dense(module, torch.float32)
-    weight: torch.Tensor = module.weight
-    return weight
 
 
 @dataclass(frozen=True)
