@@ -46,6 +46,22 @@ def test_a_region_around_the_loop_alone_reuses_casts(around: str, cached: bool, 
     assert not nn.modules.module._global_forward_pre_hooks
 
 
+def test_several_recorded_steps_before_the_first_average() -> None:
+    """`isotype run --steps 3` calls `stepped` from a hook after the step, while torch iterates over these hooks."""
+    model, calls = nn.Linear(4, 1, dtype=torch.bfloat16), list[Call]()
+    averages, average = Averages(calls.append), AveragedModel(model)
+    recorded = optimizers.register_optimizer_step_post_hook(lambda *_: averages.stepped([model]))
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(3):
+        model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        average.update_parameters(model)
+    recorded.remove()
+    averages.detach()
+    assert [call.op for call in calls] == ["aten.add.Tensor"]
+    assert not optimizers._global_optimizer_post_hooks
+
+
 def test_a_step_of_another_optimizer_runs_the_hooks_that_the_script_adds_later() -> None:
     """torch iterates over the hooks of all optimizers in a step, and raises if one of them is removed."""
     model = nn.Linear(4, 1)

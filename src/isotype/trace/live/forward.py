@@ -106,11 +106,11 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         self._terms = (
             WeakIdKeyDictionary()
         )  # computed tensor -> kinds of the tensors that it was computed from
-        self._hooks = ExitStack()
+        self._hooks, self._after_step = ExitStack(), ExitStack()
 
     def stepped(self, models: Sequence[nn.Module]) -> None:
         """After an optimizer step of these models, watch until the next forward or another optimizer's step."""
-        self.detach()
+        self._stop()  # torch is iterating over the hooks after a step, so `_after_step` stays
         if not self._reported:
             self._watch(models)
 
@@ -137,7 +137,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
             again = optimizers.register_optimizer_step_post_hook(
                 lambda *_: None if self._weights else self._watch(models)
             )
-            self._hooks.enter_context(again)
+            self._after_step.enter_context(again)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -203,6 +203,10 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         return {"copy"}
 
     def detach(self) -> None:
+        self._stop()
+        self._after_step.close()
+
+    def _stop(self) -> None:
         self._hooks.close()
         self._weights = []
         self._terms.clear()
