@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+import isotype
 from tests.rules.traces import BF16, found, traced, verified
 
 RULE = "ist102_adapters"
@@ -42,7 +43,7 @@ def test_float32_adapters_on_bfloat16_activations() -> None:
             True,
         ),
         ("run the step under autocast to bfloat16", "safe", True),
-        ("cast the operands to bfloat16 at test_ist102.py:25", "safe", True),
+        ("cast the operands to bfloat16 at test_ist102.py:26", "safe", True),
     ]
 
 
@@ -62,5 +63,7 @@ def test_class_weights_of_another_dtype_than_a_trained_head_are_no_adapter() -> 
     trace = traced(net, loss)
     assert found(RULE, trace) == []
     (finding,) = found("ist101_operands", trace)
+    report = isotype.check(net, loss, device="t4", wiring=False)
+    assert [error.code for error in report.errors] == ["IST101"]  # a GPU raises the same error
     assert finding.message.startswith("float64 instead of float32")
     assert finding.cause == "weight in the loss function is float64"

@@ -215,8 +215,10 @@ class Contracts:
         breach = next((message for message in breaches if message is not None), None)
         if breach is not None:
             return Verdict(False, message=breach, assumed=True)
-        if self.kind == "cpu" and "d" in pattern and not families:
-            return _refusal_of_doubles(self.measured or self.reference, op, pattern, integer)
+        if "d" in pattern and not families:
+            refusal = _refusal_of_doubles(self.measured or self.reference, op, pattern, integer)
+            if refusal is not None or self.kind == "cpu":
+                return refusal
         verdict = _look_up(self.reference, op, pattern, integer)
         accepted = verdict is not None and verdict.accepted
         if verdict is not None and not accepted and not applies_to_cpus_only(verdict.message):
@@ -318,10 +320,10 @@ _SHIFTED = (str.maketrans("df", "fb"), str.maketrans("d", "b"))
 
 
 def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
-    """Return a verdict of refusal if the CPU is known to refuse float64 together with float32; else None.
+    """Return a verdict of refusal if an operator is assumed to refuse float64 together with float32; else None.
 
-    Few operators were measured with float64. If an operator refuses bfloat16 together with float32, in both orders, it
-    is assumed to refuse float64 together with float32. A missing bfloat16 kernel does not count as a refusal.
+    Few operators were measured with float64. If an operator of `table` refuses bfloat16 together with float32, in both
+    orders, it is assumed to refuse float64 together with float32. A missing bfloat16 kernel does not count as a refusal.
     """
     if "f" not in pattern:
         return None
