@@ -384,6 +384,17 @@ def test_operators_without_a_measurement_are_refused_in_the_words_of_torch(
         call(*(torch.ones(2, 2, dtype=dtype) for dtype in dtypes))
 
 
+@pytest.mark.real_cpu
+@pytest.mark.newest  # the families have the words of torch 2.13
+@pytest.mark.parametrize("dtypes", [(F, F, B, F, H), (H, B, B, F, F), (B, B, B, H, F), (H, H, F, F, B)])
+def test_a_batch_norm_of_three_dtypes_is_refused(dtypes: tuple[torch.dtype, ...]) -> None:
+    x, weight, bias, mean, variance = (torch.ones(2, 2, dtype=dtype) for dtype in dtypes)
+    verdict = CPU.judge("aten.native_batch_norm.default", dtypes)
+    assert verdict is not None
+    with pytest.raises(RuntimeError, match=re.escape(verdict.message)):
+        functional.batch_norm(x, mean[0], variance[0], weight[0], bias[0], training=True)
+
+
 def test_nothing_is_said_of_integers_or_of_operators_and_dtypes_nobody_knows() -> None:
     assert CPU.judge("aten.add.Tensor", (I, I)) is None
     assert CPU.judge("aten.mm.default", (I, I)) is None
@@ -465,7 +476,7 @@ def test_index_put_through_a_mask_with_one_value_is_a_fill() -> None:
 
 def test_a_lerp_whose_weight_has_no_dimensions_and_a_rrelu_outside_of_training() -> None:
     x, weight = torch.ones(3, dtype=torch.bfloat16), torch.tensor(0.5)
-    assert is_exempt("aten.rrelu_with_noise.default", (x, x, 0.1, 0.3, False))
+    assert is_exempt("aten.rrelu_with_noise.default", (x, x, 0.1, 0.3))
     assert not is_exempt("aten.rrelu_with_noise.default", (x, x, 0.1, 0.3, True))
     assert is_exempt("aten.lerp_.Tensor", (x, x, weight))
     assert x.lerp_(x, weight).dtype == torch.bfloat16

@@ -88,6 +88,7 @@ _CUDA = frozenset({"cuda", "rocm"})
 _BELOW_8 = frozenset({5, 6, 7})
 _ADDMM = _ops("addmm addmm_ _addmm_activation")
 _NORMS = _ops("native_batch_norm native_layer_norm native_group_norm")
+_UNMEASURED = "(?=.*d|(?=.*b)(?=.*f).*h)"
 _GROUPED = _ops("_grouped_mm")
 _CONVOLUTIONS = _ops("convolution _convolution cudnn_convolution")
 _FLASH_FOR_CPU = _ops("_scaled_dot_product_flash_attention_for_cpu")
@@ -213,10 +214,11 @@ FAMILIES: tuple[Family, ...] = (
     # A GPU's batch norm takes 16-bit activations with float32 weights. Its running statistics may have any dtype.
     Family(_ops("native_batch_norm"), _SCALAR_TYPE, (0, 1, 2), devices=_CUDA, matches="[df]"),
     Family(_ops("native_batch_norm"), _FLOAT, (0, 1, 2), devices=_CUDA, matches="bh|hb|[bh]d"),
-    # A CPU's norms were not measured with float64.
+    # A CPU's norms were not measured with float64, and its batch norm was not measured with three dtypes. The
+    # batch norm checks the statistics (positions 3 and 4) before the bias.
     Family(_NORMS, _SHARED, devices=_CPU, matches="(?=.*d)df(f|$)"),
-    Family(_NORMS, _SCALAR_TYPE, devices=_CPU, matches=r"(?=.*d)(.)\1"),
-    Family(_NORMS, _FLOAT_WEIGHTS, devices=_CPU, matches="(?=.*d)"),
+    Family(_NORMS, _SCALAR_TYPE, (0, 1, 3, 4, 2), devices=_CPU, matches=rf"{_UNMEASURED}(.)\1"),
+    Family(_NORMS, _FLOAT_WEIGHTS, devices=_CPU, matches=_UNMEASURED),
     Family(
         _ops("native_layer_norm_backward native_group_norm_backward"), _SCALAR_TYPE, (0, 1, 4), devices=GPUS
     ),
