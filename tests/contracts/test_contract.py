@@ -324,6 +324,9 @@ REAL: dict[str, Any] = {
     "nll_loss_forward": lambda dtype: torch.nn.functional.nll_loss(
         torch.ones(2, 2), torch.tensor([0, 1]), torch.ones(2, dtype=dtype)
     ),
+    "nll_loss2d_forward": lambda dtype: torch.nn.functional.nll_loss(
+        torch.ones(1, 2, 1, 2), torch.tensor([[[0, 1]]]), torch.ones(2, dtype=dtype)
+    ),
     "_prelu_kernel": lambda dtype: torch.prelu(torch.ones(2, 2), torch.ones(2, dtype=dtype)),
     "mse_loss": lambda dtype: torch.nn.functional.mse_loss(torch.ones(2), torch.ones(2, dtype=dtype)),
     "native_batch_norm": lambda dtype: torch.batch_norm(
