@@ -59,6 +59,12 @@ def by_elements(x: torch.Tensor) -> str:
     raise ValueError("never")
 
 
+def by_torch(x: torch.Tensor) -> str:
+    """A regression with predicted variances: torch raises for negative ones."""
+    torch.nn.functional.gaussian_nll_loss(x, x, x)
+    return "passed"
+
+
 def by_function(x: torch.Tensor) -> str:
     def is_bad(x: torch.Tensor) -> bool:
         return not x.max().item() < 100
@@ -85,7 +91,8 @@ def otherwise(x: torch.Tensor) -> str:
 
 @pytest.mark.parametrize("x", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize(
-    "program", [on_lines, on_one_line, by_variable, by_elements, by_function, by_assertion, otherwise]
+    "program",
+    [on_lines, on_one_line, by_variable, by_elements, by_torch, by_function, by_assertion, otherwise],
 )
 def test_a_guard_lets_unknown_values_pass(program: Program, x: torch.Tensor) -> None:
     assert followed(program, {"x": x}, known=False) == "passed"

@@ -103,9 +103,8 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         self._report, self._reported, self._copied = report, False, False
         self._merge: Call | None = None
         self._weights: list[torch.Tensor] = []
-        self._terms = (
-            WeakIdKeyDictionary()
-        )  # computed tensor -> kinds of the tensors that it was computed from
+        # Computed tensor -> kinds of the tensors that it was computed from.
+        self._terms: Any = WeakIdKeyDictionary()
         self._hooks, self._after_step = ExitStack(), ExitStack()
 
     def stepped(self, models: Sequence[nn.Module]) -> None:
@@ -133,11 +132,13 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
             self._merge = None
         self.detach()
         if self._copied and not self._reported:
-            self._copied = False
-            again = optimizers.register_optimizer_step_post_hook(
-                lambda *_: None if self._weights else self._watch(models)
-            )
-            self._after_step.enter_context(again)
+            self._copied, once = False, [models]
+
+            def again(*_: Any) -> None:
+                while once:
+                    self._watch(once.pop())
+
+            self._after_step.enter_context(optimizers.register_optimizer_step_post_hook(again))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -177,17 +178,11 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
             self._copied |= kinds == [{"copy"}, {"weight"}]
             return False
         both = set().union(*kinds)
-        parts = (
-            kind for kind, operand in zip(kinds, operands, strict=True) if scales or operand in self._terms
-        )
-        scaled = any("weight" in kind for kind in parts)
+        scaled = any("weight" in self._terms.get(operand, ()) for operand in operands)
+        scaled = name == "lerp" or (name == "add" and (scaled or (scales and "weight" in kinds[-1])))
         if both and result is not None and not any(result is operand for operand in operands):
             self._terms[result] = both
-        return (
-            len(operands) > 1
-            and both == {"weight", "copy"}
-            and (name == "lerp" or (name == "add" and scaled))
-        )
+        return len(operands) > 1 and both == {"weight", "copy"} and scaled
 
     def _kinds(self, tensor: torch.Tensor) -> set[str]:
         """Return the kinds of the tensors that a 16-bit tensor of a trained weight's shape was computed from."""
