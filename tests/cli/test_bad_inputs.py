@@ -348,6 +348,12 @@ def test_the_corrected_command(capsys, folder, monkeypatch, command, corrected):
     assert message.endswith(f" the corrected command: isotype {corrected}")
 
 
+def test_a_problem_of_a_word_that_the_correction_added_is_not_printed(capsys, folder, monkeypatch):
+    message = said(capsys, folder, monkeypatch, "doctor --gpu")
+    assert "did you mean --device?" in message
+    assert "expected one argument" not in message
+
+
 def test_the_number_of_processes_of_a_launcher_in_the_environment(capsys, folder, monkeypatch):
     monkeypatch.setenv("NPROC_PER_NODE", "4")
     assert said(capsys, folder, monkeypatch, "check swift sft chat").endswith(

@@ -331,18 +331,22 @@ def _bare(name: str) -> str:
 def corrected(
     words: Sequence[str], problems: Sequence[Problem], parse: Callable[[list[str]], object]
 ) -> tuple[list[str] | None, list[Problem]]:
-    """Correct a command's words by each problem's `swap`. Return (words, []), or (None, problems without a correction)."""
-    line = separated(words)
+    """Correct a command's words by each problem's `swap`. Return (words, []), or (None, problems without a correction).
+
+    Problems with words that a correction added are left out.
+    """
+    line, added = separated(words), set[str]()
     for _ in range(4):  # one correction may show the next problem
         if not problems or not all(problem.swap and _swap(line, *problem.swap) for problem in problems):
             break
+        added |= {word for problem in problems if problem.swap for word in problem.swap[1]}
         try:
             parse(line)
         except IsotypeError as error:
             problems = error.problems
         else:
             return line, []
-    return None, [*problems]
+    return None, [problem for problem in problems if re.split("[: ]", problem.given)[0] not in added]
 
 
 def separated(words: Sequence[str]) -> list[str]:
