@@ -128,10 +128,7 @@ class _Rows:
         rows = parameter.shape[0]
         start, stop = self._bounds(rows)
         scales = torch.zeros(rows, device=self.device)
-        codes = torch.empty(0, parameter.shape[1], dtype=torch.int8, device=self.device)
-        if stop > start:
-            dense = self._read(name, start, stop, None, replaces_conv1d(layer))
-            codes, scales[start:stop] = quantize_int8(dense)
+        codes, scales[start:stop] = quantize_int8(self._read(name, start, stop, None, replaces_conv1d(layer)))
         layer.state.SCB = self._sum_over_processes(scales)
         return codes
 

@@ -24,13 +24,8 @@ _SHARE = 64  # a GPU's memory over the memory for float32 block constants
 
 def shape_of(layer: Any) -> tuple[int, int]:
     """Return (out_features, in_features) of a base layer."""
-    if kind_of(layer) == "linear4bit":
-        rows, columns = quantization_state(layer).shape
-        return int(rows), int(columns)
-    weight = layer.weight if layer.weight is not None else layer.state.CB
-    rows, columns = weight.shape
     cls: Any = type(layer)
-    return (int(columns), int(rows)) if _transposed(cls) else (int(rows), int(columns))
+    return tuple(layer.weight.shape[::-1]) if _transposed(cls) else (layer.out_features, layer.in_features)
 
 
 @cache
