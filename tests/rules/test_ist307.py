@@ -127,6 +127,56 @@ def test_a_backward_without_anything_to_do_is_an_error_and_is_repaired() -> None
     assert str(real_step(model, WORDS).error) == str(error)
 
 
+class Switching(nn.Module):
+    """A sum over two adapters: PEFT's `set_adapter` freezes the first when it activates the second."""
+
+    def __init__(self, thaws: bool) -> None:
+        super().__init__()
+        self.thaws, config = thaws, peft.LoraConfig(target_modules=["body"], init_lora_weights=False)
+        self.net = peft.get_peft_model(Pooled("ignored"), config, "first")  # type: ignore[arg-type]
+        self.net.add_adapter("second", config)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros(())
+        for name in ("first", "second"):
+            self.net.set_adapter(name)
+            if self.thaws:
+                self.net.requires_grad_(True)
+            sums = sums + self.net(input_ids).mean()
+        return sums
+
+
+@pytest.mark.parametrize("thaws", [False, True])
+def test_an_adapter_that_the_forward_freezes_after_its_use(thaws: bool) -> None:
+    """huggingface/transformers #32084."""
+    model = Switching(thaws)
+    model(**WORDS).backward()
+    assert all(
+        (p.grad is None) != thaws for name, p in model.named_parameters() if "body.lora_A.first" in name
+    )
+    findings = [
+        f for f in isotype.check(Switching(thaws), WORDS, device="cpu").findings if f.code == "IST307"
+    ]
+    assert [(f.severity, f.message) for f in findings if not thaws] == [
+        ("warning", "2 parameters get no gradient: frozen before the backward")
+    ][thaws:]
+    for finding in findings[: not thaws]:
+        assert finding.cause.startswith("test_ist307.py:")
+        assert "set_adapter() freezes all other adapters" in finding.fixes[0].description
+        assert "first.weight" in finding.cause
+
+
+def test_a_frozen_adapter_whose_inputs_require_gradients() -> None:
+    """prepare_model_for_kbit_training after get_peft_model: the backward runs, and trains nothing."""
+    model = frozen_adapter()
+    model.enable_input_require_grads()
+    inputs = {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+    inputs["labels"] = inputs["input_ids"]
+    (finding,) = verified(model, inputs, "IST307")
+    assert finding.message == "no parameter is trainable: the step trains nothing"
+    assert finding.fixes[0].verified
+
+
 def test_what_runs_under_no_grad() -> None:
     (finding,) = found(RULE, traced(Adapted("no_grad"), WORDS))
     assert finding.cause.startswith(

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+import isotype
 from isotype.model.adapters import unmatched
 from isotype.model.recompute import idle_checkpoints
 from tests.rules.samples import adapter, trace, weight
@@ -70,6 +71,25 @@ def test_names_that_match_no_module(targets: str | list[str], missing: list[str]
     inputs = {"input_ids": torch.arange(4)[None], "labels": torch.arange(4)[None]}
     findings = found(RULE, traced(adapted, inputs))
     assert [finding.message.partition("match no module: ")[2] for finding in findings] == missing
+
+
+def test_an_optimizer_of_another_adapter() -> None:
+    """huggingface/peft #1303: a second `trainer.train()` uses the optimizer of the first adapter."""
+    config = peft.LoraConfig(target_modules=["0", "1"], init_lora_weights=False)
+    model = peft.get_peft_model(Net(), config, "first")  # type: ignore[arg-type]
+    model.add_adapter("second", config)
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), 0.1)
+
+    def messages(optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
+        loss = lambda net: net(torch.ones(1, 4)).sum()  # noqa: E731
+        report = isotype.check(model, loss, device="cpu", optimizer=optimizer)
+        return [(finding.message, finding.cause) for finding in report.findings]
+
+    assert messages(optimizer) == []
+    model.set_adapter("second")
+    held = "no optimizer holds base_model.model.encoder.*.lora_A.second.weight and others"
+    assert messages(optimizer) == [("no optimizer updates 4 of 4 trainable parameters", held)]
+    assert messages(torch.optim.SGD(model.parameters(), 0.1)) == []
 
 
 def test_a_step_with_nothing_wrong() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,10 @@ import torch
 from torch import nn
 
 import isotype
+from isotype.records.trace import Failure
+from isotype.rules import ist107_recomputation
 from tests.cpus import pretend
+from tests.rules.traces import traced
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 BF16 = torch.bfloat16
@@ -45,6 +49,19 @@ def test_training_after_an_evaluation() -> None:
     assert severity == "warning"
     assert message.endswith("repacks 1 4-bit weight, and the new layout has no backward")
     assert found(model(64), "cpu-avx512", "forward", "generate") == []
+
+
+def test_a_recomputation_that_fails_for_repacked_weights_has_no_other_cause() -> None:
+    failure = Failure(
+        "backward", "1", "", "AttributeError: 'NoneType' object has no attribute 'shape'", recomputed=True
+    )
+    trace = replace(traced(model(64), {"input": torch.ones(2, 64, dtype=BF16)}), failure=failure)
+    assert len([*ist107_recomputation.find(trace)]) == 1
+    weights = [
+        w if w.quantization is None else replace(w, quantization=replace(w.quantization, repacked=True))
+        for w in trace.weights
+    ]
+    assert list(ist107_recomputation.find(replace(trace, weights=tuple(weights)))) == []
 
 
 def test_the_cpu_at_hand_is_traced_without_repacking_and_repaired(monkeypatch: pytest.MonkeyPatch) -> None:

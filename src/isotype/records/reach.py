@@ -146,6 +146,7 @@ class Unreached:
         ignored: whether the parameter is used with gradients enabled, but the loss does not depend on the result.
         cut: `file:line` that drops the graph of a result (`detach()`, `.data`, `item()`); "" if there is none.
         cleared: whether code removed the computed gradient before the optimizer's step.
+        frozen: `file:line` that freezes the parameter between its forward and the backward; "" if there is none.
     """
 
     weight: str
@@ -156,6 +157,7 @@ class Unreached:
     ignored: bool = False
     cut: str = ""
     cleared: bool = False
+    frozen: str = ""
 
 
 @dataclass(frozen=True)

@@ -410,7 +410,7 @@ class Trace:
         unmoved: 16-bit parameters that have a gradient, but were not changed by the optimizer's step.
         spoiled: 16-bit parameters that became NaN or infinite in the optimizer's step.
         lost_terms: terms of the loss without a graph, as (line that drops the graph, line that adds the term).
-        unheld: trainable parameters with a gradient that are in no optimizer of the script.
+        unheld: trainable parameters with a gradient that are in no optimizer of the step.
         orphans: number of parameters in the optimizer that have no gradient and belong to no module that ran.
         unmatched: names in PEFT's `target_modules` and `modules_to_save` that match no module.
         idle_checkpoints: trained modules with gradient checkpointing that recompute nothing, because they are in eval mode.

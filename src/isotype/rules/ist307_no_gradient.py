@@ -10,7 +10,9 @@ only some parameters have a gradient, there is no error, but the parameters with
 
 - Reentrant gradient checkpointing (`use_reentrant=True`, or DeepSpeed's) computes no gradients unless an input of the
   checkpointed layer requires a gradient. The output of a frozen embedding requires no gradient.
-- `PeftModel.from_pretrained` loaded an adapter for inference.
+- `PeftModel.from_pretrained` loaded an adapter for inference, or `prepare_model_for_kbit_training` ran after
+  `get_peft_model` and froze the adapter. With `enable_input_require_grads`, `backward` raises no error.
+- Code freezes parameters between their forward and the backward. PEFT's `set_adapter` freezes all other adapters.
 - The loss, or a result inside of the model, was detached, or a tower runs under `torch.no_grad()`.
 - One term of the loss was detached, or is a number (`item()`): only the other terms train (reported by `isotype run`).
 - The loss has several elements, such as one for each token (`reduction="none"`): `backward` raises `grad can be
@@ -35,7 +37,7 @@ in the pooling head of a vision tower, get a note.
 
 **How safe is the fix?** The fix is safe: it makes hidden states require gradients, but changes none of their values.
 
-**Seen in** ostris/ai-toolkit #1054; huggingface/peft #2826; lm-sys/FastChat #581; microsoft/LoRA #120;
+**Seen in** ostris/ai-toolkit #1054; huggingface/peft #2826; huggingface/transformers #32084; lm-sys/FastChat #581; microsoft/LoRA #120;
 cloneofsimo/lora #26, #263; dropbox/hqq #41; locuslab/open-unlearning #178; brian6091/Dreambooth #23;
 LlamaChinese/Llama-Chinese #242; unslothai/unsloth #5039; sacmehta/EdgeNets #14;
 guopengf/FL-MRCM #10; bboylyg/NAD #8; thuml/predrnn-pytorch #11; somuchtome/SimAC #3; SheldonTsui/GOF_NeurIPS2021 #2.
@@ -46,7 +48,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from isotype.core.names import grouped, short
+from isotype.core.names import agree, grouped, short
 from isotype.records.finding import Finding, Fix, finding_at
 from isotype.records.reach import Unreached
 from isotype.records.trace import GRADIENTLESS, NOT_SCALAR, Call, Trace, Weight
@@ -57,6 +59,7 @@ from isotype.rules.kit.weight_sets import (
     layer_of,
     names,
     quantized,
+    repacked,
     trained,
     unseen_towers,
 )
@@ -78,9 +81,13 @@ def find(trace: Trace) -> Iterator[Finding]:
     if refused is not None and device_error(refused) == device_error(NOT_SCALAR):
         yield _not_scalar(refused)
         return
-    if (refused is None and trace.reached is None) or any(state.repacked for _, state in quantized(trace)):
+    if (refused is None and trace.reached is None) or repacked(trace):
         return  # IST407 reports repacked weights, which pass no gradient
-    by_function = grouped((part for part in trace.unreached if not part.ignored), lambda part: part.function)
+    frozen = grouped((part for part in trace.unreached if part.frozen), lambda part: part.frozen)
+    for line, parts in frozen.items():
+        yield _frozen(trace, refused, [trace.owners[part.weight] for part in parts], line)
+    without = (part for part in trace.unreached if not (part.ignored or part.frozen))
+    by_function = grouped(without, lambda part: part.function)
     for function, parts in by_function.items():
         weights = [trace.owners[part.weight] for part in parts]
         why = _in_function if function else _without_gradients
@@ -102,8 +109,9 @@ def find(trace: Trace) -> Iterator[Finding]:
         cause = f"the loss does not depend on what is computed with {_named(unused)}"
         finding = _finding(trace, None, unused, cause, (advice("exclude_modules", how),))
         yield replace(finding, severity="note")
-    none = refused is not None or (trace.reached == 0 and trained(trace))
-    if none and not (by_function or lost or trace.unheld):
+    adapted = any(weight.adapter for weight in trace.weights)
+    none = refused is not None or (trace.reached == 0 and (trained(trace) or adapted))
+    if none and not (frozen or by_function or lost or trace.unheld):
         yield _none_reached(trace, refused)
 
 
@@ -174,6 +182,17 @@ def _lost(trace: Trace, refused: Call | None, weights: Sequence[Weight], cut: st
     return _finding(trace, refused, weights, cause, fixes, "the optimizer's step finds no gradient of")
 
 
+def _frozen(trace: Trace, refused: Call | None, weights: Sequence[Weight], line: str) -> Finding:
+    """Return a finding for weights that the forward uses, and that the line freezes before the backward."""
+    cause = f"{short(line)} sets requires_grad of {_named(weights)} to False after the forward has used them"
+    how = f"set requires_grad to True again at {short(line)}, or freeze nothing before the backward ends"
+    if any(weight.adapter for weight in weights):
+        how += "; set_adapter() freezes all other adapters"
+    finding = _finding(trace, refused, weights, cause, (advice(line, how),))
+    get = agree(count(weights), "parameter", "get")
+    return replace(finding, message=f"{get} no gradient: frozen before the backward")
+
+
 def _left_out(trace: Trace, ignored: Iterable[Weight]) -> list[Weight]:
     """Return the parameters in `ignored` whose layer is recomputed without them."""
     recomputed = [call for call in trace.calls if call.recomputed]
@@ -194,12 +213,16 @@ def _none_reached(trace: Trace, refused: Call | None) -> Finding:
     weights = [weight for weight in trained(trace) if not lost or weight.name in lost]
     if not weights:
         frozen = [weight for weight in trace.weights if weight.adapter and weight.dtype.is_floating_point]
-        fixes = (
+        fixes = [
             fix("train the adapter", "trainable", names(frozen), "True"),
             advice("is_trainable", "PeftModel.from_pretrained(model, path, is_trainable=True)", "True"),
-        )
+        ]
+        if any(quantized(trace)):
+            how = "call prepare_model_for_kbit_training, which freezes all parameters, before get_peft_model"
+            fixes.append(advice("prepare_model_for_kbit_training", how))
         finding = _finding(trace, refused, frozen, "the adapter is frozen", fixes)
-        return replace(finding, message="no parameter is trainable: backward raises")
+        why = "backward raises" if refused else "the step trains nothing"
+        return replace(finding, message=f"no parameter is trainable: {why}")
     operands = (operand for call in trace.calls for operand in call.operands)
     used = {operand.origin.name for operand in operands if operand.origin.kind == "parameter"}
     if not any(used.intersection((weight.name, *weight.tied)) for weight in weights):

@@ -26,15 +26,15 @@ and dropout is off.
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
 
 **What is not reported.** Parameters with a master copy that an optimizer updates. Names that match at least one module.
-`isotype check` knows neither a script's optimizer nor its calls of `eval()`: only `isotype run` reports parameters without
-an optimizer, and gradient checkpointing in eval mode.
+`isotype check` knows only the optimizer of a trainer (`trainer.optimizer`), or the one that it gets as `optimizer=`, and no
+calls of `eval()`: only `isotype run` reports gradient checkpointing in eval mode.
 
 **How safe is the fix?** The fix trains the parameters that the author of the reported line wanted to train. `model.train()`
 also turns dropout on.
 
 **Seen in** microsoft/nni #4521; zjunlp/HVPNeT #5; CSCYQJ/MICCAI23-ProtoContra-SFDA #18;
 udacity/deep-learning-v2-pytorch #12; huggingface/diffusers #4733; huggingface/trl #6773, #6775; bghira/SimpleTuner #766;
-huggingface/diffusers #9850.
+huggingface/diffusers #9850; huggingface/peft #1303.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         old = f"{trace.setup.optimizer} holds {plural(trace.orphans, 'parameter')} of modules that did not run with gradients: the modules were replaced later, or ran in torch.no_grad()"
         how = "create the optimizer with all parameters to train, after the last change of the model; freeze the others (requires_grad_(False)) to save memory"
         message = f"no optimizer updates {count(weights)} of {count(trained(trace))} trainable parameters"
-        cause = old if trace.orphans else f"no optimizer of the script holds {and_others(names(weights))}"
+        cause = old if trace.orphans else f"no optimizer holds {and_others(names(weights))}"
         yield warning(message, phase="optimizer", cause=cause, fixes=(advice("optimizer", how),))
     wrong = [weight for weight in trace.weights if weight.set_on and weight.set_on[1] != weight.trainable]
     for (attribute, value), weights in grouped(wrong, lambda weight: weight.set_on or ("", False)).items():

@@ -38,7 +38,7 @@ from collections.abc import Iterator
 from isotype.core.names import plural
 from isotype.records.finding import Finding, Severity
 from isotype.records.trace import Trace
-from isotype.rules.kit.weight_sets import count, finding_of, modules, quantized
+from isotype.rules.kit.weight_sets import count, finding_of, modules, quantized, repacked
 from isotype.rules.kit.words import advice, fix
 
 TITLE = "4-bit weights that an evaluation on this CPU repacks"
@@ -47,19 +47,19 @@ TITLE = "4-bit weights that an evaluation on this CPU repacks"
 def find(trace: Trace) -> Iterator[Finding]:
     setup = trace.setup
     cut = {call.module for call in trace.calls if call.cuts}
-    done = [weight for weight, state in quantized(trace) if state.repacked and weight.module in cut]
+    done = [weight for weight in repacked(trace) if weight.module in cut]
     if done and "backward" in setup.phases:
         message = f"bitsandbytes has repacked {plural(count(done), '4-bit weight')} for this CPU: the new layout has no backward"
-        cause = f"{done[0].module} was evaluated without gradients before the training"
+        cause = f"{done[0].module} was evaluated without gradients before this step"
         how = "load the model again, and set support_avx512bf16_for_cpu = False on its 4-bit layers before the first evaluation"
         yield finding_of(
             "error", message, done, phase="load", cause=cause, fixes=(advice(done[0].module, how),)
         )
     if not setup.profile.repacks_4bit:
         return
-    repacked = [(weight, state) for weight, state in quantized(trace) if state.repacking is not None]
-    failing = [(weight, state) for weight, state in repacked if state.repacking]
-    weights = [weight for weight, _ in failing or repacked]
+    to_repack = [(weight, state) for weight, state in quantized(trace) if state.repacking is not None]
+    failing = [(weight, state) for weight, state in to_repack if state.repacking]
+    weights = [weight for weight, _ in failing or to_repack]
     device, amount = setup.profile.title, plural(count(weights), "4-bit weight")
     severity: Severity = "error" if failing else "warning"
     if failing:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 
 from isotype.compat.torch import FakeTensor, UncompiledMode, current_node, last_node_number, node_number
 from isotype.core.operators import leaves, numbers_in, operator_name, tensors_of
-from isotype.core.source import asking_line, is_called_by, shown
+from isotype.core.source import asking_frame, asking_line, is_called_by, shown
 from isotype.model.fold import calls_represented, repeats_of
 from isotype.model.loss import ends_behind
 from isotype.model.walk import listening, name_in_process, plain_tensors
@@ -110,6 +111,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         # Id of a leaf tensor -> the first line of user code that detaches a value computed from it.
         self.cuts: dict[int, str] = {}
         self._cut_nodes: set[int] = set()
+        # Id of a frozen parameter -> the line that froze it, and the number of calls before it.
+        self.frozen: dict[int, tuple[str, int]] = {}
         # Float dtypes of the step's inputs.
         self.inputs: dict[str, torch.dtype] = {}
         # Module name -> arguments of `Ledger.count` for the module's own parameters and buffers.
@@ -367,6 +370,15 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         if self.phase == "forward" and source and not in_library(source):
             for end in ends_behind(tensor, self._cut_nodes):
                 self.cuts.setdefault(id(getattr(end, "variable", None)), source)
+
+    def set_trainable(self, tensor: torch.Tensor, value: bool = True) -> None:
+        """Record that code is about to set `requires_grad` of a parameter. The line is that of the code that calls PEFT."""
+        if value:
+            self.frozen.pop(id(tensor), None)
+        elif tensor.requires_grad and id(tensor) in self.names:
+            frames = (frame for frame, _ in walk_stack(asking_frame()))
+            frame = next(f for f in frames if "peft" not in f.f_globals.get("__name__", "").split("."))
+            self.frozen[id(tensor)] = f"{frame.f_code.co_filename}:{frame.f_lineno}", len(self.calls)
 
     def _origin_of(
         self,

@@ -358,6 +358,15 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loop:
             "the loss is computed from detached values at loop.py:11",
         ),
         (
+            "",
+            _PLAIN_STEP.replace("optimizer.zero", "model[0].requires_grad_(False); optimizer.zero")
+            + "; model.requires_grad_(True)",
+            "IST307]: 2 parameters get no gradient: frozen before the backward",
+            "loop.py:11 sets requires_grad of 0.weight and others to False after the forward has used them",
+        ),
+        ("", f"model[0].requires_grad_(False); {_PLAIN_STEP}", "", ""),
+        ("", _PLAIN_STEP.replace("optimizer.step", "model[0].requires_grad_(False); optimizer.step"), "", ""),
+        (
             "model[1] = torch.nn.Linear(8, 1)",
             _PLAIN_STEP,
             "IST309]: no optimizer updates 2 of 4 trainable parameters",
@@ -367,7 +376,7 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loop:
             "optimizer = torch.optim.SGD(model[0].parameters(), lr=1e-3)",
             _PLAIN_STEP,
             "IST309]: no optimizer updates 2 of 4 trainable parameters",
-            "no optimizer of the script holds 1.weight and others",
+            "no optimizer holds 1.weight and others",
         ),
         (
             "model.gradient_checkpointing = True; model.eval()",
@@ -886,6 +895,24 @@ def test_a_crash_after_the_watch_is_explained_by_a_second_look(capsys: pytest.Ca
     assert "error[" not in before
     assert "isotype: a trace of the script's last known step explains the error:" in after
     assert "error[IST101]" in after
+
+
+def test_a_crash_after_a_step_that_a_later_cast_broke_for_another_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trace of the step finds float32 with bfloat16, but the script stopped at float32 with float16."""
+    source = (
+        "import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).bfloat16()\n"
+        "optimizer, x = torch.optim.SGD(model.parameters()), torch.ones(2, 4, dtype=torch.bfloat16)\n"
+        "model(x).sum().backward(); optimizer.step(); model[1].float()\n"
+        "other = torch.nn.Linear(4, 4)\nother(torch.ones(2, 4, dtype=torch.float16))\n"
+    )
+    status, _, err = _run_source(capsys, tmp_path / "other.py", source)
+    assert status == 1
+    _, _, after = _around(err)
+    assert "isotype: a trace of the script's last known step shows other errors, but not this one:" in after
+    assert after.index("   |   input  float16  [2, 4]") < after.index("error[IST101]")
+    assert "explains the error" not in after
 
 
 @pytest.mark.parametrize("look", [(), ("--no-preflight",)])

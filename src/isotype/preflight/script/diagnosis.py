@@ -84,6 +84,7 @@ _ABOUT_DTYPES = re.compile(
     r"dtype|scalar type|data type|not implemented for '|\b(c10::)?(B?Float16|Half|BFloat16|FP16|float32|Double)\b",
     re.IGNORECASE,
 )
+_NAMED_DTYPES = re.compile(r"\b(?:bfloat16|half|float|double)\b")
 
 
 class Diagnosis:
@@ -422,14 +423,22 @@ class Diagnosis:
             self._brief(_of(judge(self.watch.trace(setup, failure)), ist107_recomputation))
             return
         trains = any(words in text for words in _ABOUT_GRADIENTS)
-        report = self._traced_again(trains)
-        if not trains and not (report and report.errors):
-            report = self._traced_again(generates=True) or report
+        report = self._traced_again(trains=trains)
+        if not trains and not (report and _shows(report, text)):
+            alone = report is not None and report.trace.failure is not None
+            reports = [self._traced_again(generates=True, alone=alone), report]
+            known = (each for each in reports if each is not None)
+            report = max(known, key=lambda each: (_shows(each, text), bool(each.errors)), default=None)
         if report is None:
             return
-        if report.errors:
+        if (trains and report.errors) or _shows(report, text):
             self._say("a trace of the script's last known step explains the error:")
             self._output.render(report)
+        elif report.errors:
+            self._say("a trace of the script's last known step shows other errors, but not this one:")
+            for line in outside(error, model, report.trace).lines():
+                self._output.plain(line)
+            self._brief(report.errors)
         elif (end := report.trace.failure) is not None:
             self._say(f"a trace of the script's last known step ended in {end.phase}: {end.error}")
         else:
@@ -473,15 +482,20 @@ class Diagnosis:
             self._say(absent if live else f"{call.op} got incompatible dtypes:")
             self._output.call(call)
 
-    def _traced_again(self, trains: bool = False, generates: bool = False) -> Report | None:
-        """Trace the step again on fake tensors, and try the fixes. Return the report, or None if this is not possible."""
+    def _traced_again(
+        self, *, trains: bool = False, generates: bool = False, alone: bool = False
+    ) -> Report | None:
+        """Trace the step again on fake tensors, and try the fixes. Return the report, or None if this is not possible.
+
+        With `alone`, only the generation is traced.
+        """
         model = self.watch.model
         if model is None or self._request is None or uncopied(model):
             return None
         request = self._request(model)
         # The request may be for an evaluation before the training. If a backward raised, a training step is traced.
         phases = DEFAULT_PHASES if trains else request.phases
-        request = replace(request, phases=(*phases, *(["generate"] if generates else [])))
+        request = replace(request, phases=(*(() if alone else phases), *(["generate"] if generates else [])))
         try:
             free_gathered(model)  # parameters that FSDP had gathered at the crash
             with self._output.working("tracing the step again, and trying the fixes"):
@@ -511,6 +525,14 @@ def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Rep
             others = [other for other in report.findings if other is not finding]
             return replace(report, findings=(stopped, *others))
     return None
+
+
+def _shows(report: Report, text: str) -> bool:
+    """Return whether an operator of the traced step raises an error that names the same dtypes as the text."""
+    named = {*_NAMED_DTYPES.findall(text.lower())}
+    messages = (call.breach.message.lower() for call in report.trace.breaches() if call.breach)
+    shown = not named or any(named.issubset(_NAMED_DTYPES.findall(message)) for message in messages)
+    return shown and bool(report.errors)
 
 
 def _of(findings: Iterable[Finding], *rules: ModuleType) -> list[Finding]:

@@ -64,6 +64,11 @@ def borders(weights: Iterable[Weight], compute: torch.dtype) -> tuple[Action, ..
     return actions("boundary", modules(weights), f"float32:{dtype_name(compute)}")
 
 
+def repacked(trace: Trace) -> list[Weight]:
+    """Return the 4-bit weights whose layout has no backward (IST407)."""
+    return [weight for weight, state in quantized(trace) if state.repacked]
+
+
 def quantized(trace: Trace) -> Iterator[tuple[Weight, Quantization]]:
     """Yield the quantized weights, each with its state."""
     for weight in trace.weights:

@@ -120,11 +120,13 @@ class Gradients:
                 ignored = function is None
                 uses[key] = Unreached(origin.name, place.module, at, function or "", behind, ignored)
 
-    def unreached(self, cuts: Mapping[int, str]) -> Iterator[Unreached]:
-        """Yield the parameters that the forward used, but that got no gradient. `cuts` is `Recorder.cuts`."""
+    def unreached(self, cuts: Mapping[int, str], frozen: Mapping[int, Any]) -> Iterator[Unreached]:
+        """Yield the parameters that the forward used, but that got no gradient. The recorder has `cuts` and `frozen`."""
         for key, unreached in {**self._off, **self._used}.items():
             if key not in self.reached:
-                yield replace(unreached, cut=cuts.get(key, "") if unreached.ignored else "")
+                line, _ = frozen.get(key, ("", 0))
+                cut = cuts.get(key, "") if unreached.ignored else ""
+                yield replace(unreached, cut=cut, frozen=line, ignored=unreached.ignored and not line)
 
 
 def _function() -> str | None:

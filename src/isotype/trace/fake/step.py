@@ -32,6 +32,7 @@ from isotype.core.optimizers import (
     make_optimizer,
     names_instead,
     optimizers_in,
+    parameters_of,
     state_bytes,
     updates_of,
 )
@@ -149,7 +150,8 @@ def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
         model=type(model).__name__,
         input_dtypes=dict(step.recorder.inputs),
         reached=step.reached,
-        unreached=tuple(step.recorder.gradients.unreached(cuts)),
+        unreached=tuple(step.recorder.gradients.unreached(cuts, step.recorder.frozen)),
+        unheld=step.unheld,
         partial=partial,
         without_effect=step.without_effect,
         unmatched=unmatched(model),
@@ -206,6 +208,7 @@ class _Step:
         self.reached: int | None = None
         self.without_effect: tuple[str, ...] = ()
         self.stepped: Any = None
+        self.unheld: tuple[str, ...] = ()
         self.states_bytes, self.gradient_bytes = 0, 0  # at the start of a later micro-batch
         self.enough: Callable[[], bool] | None = None
         self.weights = tensors_and_weights(twin)
@@ -334,8 +337,10 @@ class _Step:
             self.gradient_bytes = self.recorder.ledger.alive("gradients")
         trainable = self._trainable()
         if all(isinstance(weight, FakeTensor) for weight in trainable):  # a DTensor has no counting hook
-            # A parameter that the step moves (`model.to("cuda")`) keeps its gradient and loses its hook.
-            self.reached = sum(weight.grad is not None or id(weight) in reached for weight in trainable)
+            # A parameter that the step moves (`model.to("cuda")`) keeps its gradient and loses its hook. A parameter
+            # that the forward makes trainable has no hook.
+            reached.update(id(weight) for weight in trainable if weight.grad is not None)
+            self.reached = sum(id(weight) in reached for weight in trainable)
 
     def _refuse(self, function: str, message: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Record a call of a Python function (not an operator) that raises `message` for these tensors."""
@@ -376,6 +381,10 @@ class _Step:
             return
         request: Any = self.code.optimizer or self.setup.optimizer
         copies = [names_instead(optimizer, self.code.model) for optimizer in optimizers_in(request)]
+        given = any(True for optimizer in optimizers_in(request) for _ in parameters_of(optimizer))
+        # A script's optimizers, which have names instead of parameters, may not be all.
+        held = updates_of(copies) if given else {}
+        self.unheld = tuple(name for name, _ in named if held and name not in held)
         ledger = self.recorder.ledger
         ledger.kind, ledger.share = "optimizer", self.process.share  # Adagrad's constructor makes its states
         # The list keeps the states of the optimizers alive.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ def gradients_of(
     trained = [weight for weight in weights if weight.requires_grad]
     reached = sum(weight.grad is not None for weight in trained)
     lost = [(id(w), recorder.names.get(id(w))) for w in trained if w.grad is None]
+    frozen = [w for root in roots for w in root.parameters() if w.grad is None and id(w) in recorder.frozen]
     held = {id(weight) for weight in weights}
     optimizers = living(torch.optim.Optimizer)
     elsewhere = {id(w): w for other in optimizers for w in parameters_of(other) if id(w) not in held}
@@ -82,7 +83,8 @@ def gradients_of(
             )
             for key, origin in lost
             if origin is not None and origin.name in used
-        ),
+        )
+        + tuple(_frozen(recorder, [w for w in frozen if not (w.requires_grad or id(w) in recorder.graded)])),
         "orphans": sum(origin is None for _, origin in lost),
         "idle": {recorder.names[id(weight)].name for weight in left if weight.grad is None},
         "unheld": tuple(
@@ -112,6 +114,17 @@ def _alone(optimizer: torch.optim.Optimizer, recorder: LiveRecorder, roots: Sequ
     alone = (scaler for scaler in living(torch.amp.GradScaler) if not hasattr(scaler, "process_group"))
     scaled = any(hasattr(stored_scale(scaler), ORIGIN) for scaler in alone)
     return "scaler" if scaled and any(map(is_flattened, roots)) else ""
+
+
+def _frozen(recorder: LiveRecorder, weights: Sequence[torch.Tensor]) -> Iterator[Unreached]:
+    """Yield the weights that the forward has used before a line of code froze them."""
+    names = {recorder.names[id(weight)].name: recorder.frozen[id(weight)] for weight in weights}
+    for at, call in enumerate(recorder.calls):
+        for operand in call.operands:
+            line, before = names.get(operand.origin.name, ("", 0))
+            if at < before and operand.origin.kind == "parameter" and call.phase == "forward":
+                del names[operand.origin.name]
+                yield Unreached(operand.origin.name, call.module, call.source, frozen=line)
 
 
 def _multiplied(recorder: LiveRecorder, scales: Sequence[torch.Tensor]) -> bool:

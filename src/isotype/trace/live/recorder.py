@@ -184,7 +184,7 @@ class LiveRecorder(Recorder):
 
     def begin_step(self) -> None:
         """Start another step: remove the calls and errors of the last step."""
-        for record in (self.calls, self.cuts, self._cut_nodes, self.graded):
+        for record in (self.calls, self.cuts, self._cut_nodes, self.frozen, self.graded):
             record.clear()
         self.terms = _Terms()
         self.failed, self.failure_text = None, ""
@@ -307,7 +307,8 @@ class LiveRecorder(Recorder):
                 self.ledger.count(value, "inputs")
 
     def _gradient(self, parameter: torch.Tensor) -> None:
-        self.graded.add(id(parameter))
+        if parameter.requires_grad:  # else code has frozen it after the forward
+            self.graded.add(id(parameter))
         if parameter.grad is not None:
             self._book(self.ledger.count, parameter.grad, "gradients")
 
@@ -328,9 +329,12 @@ class LiveFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, recorder = kwargs or {}, self._recorder
-        if getattr(func, "__self__", None) is DTYPE:
+        read = getattr(func, "__self__", None)
+        if read is DTYPE:
             recorder.reads_dtype(args[0])
             return func(*args, **kwargs)
+        if func is torch.Tensor.requires_grad_ or (read is torch.Tensor.requires_grad and len(args) > 1):
+            recorder.set_trainable(*args, *kwargs.values())
         name = getattr(func, "__name__", "")
         if name == "grad":
             recorder.begin_backward(args[0] if args else kwargs["outputs"], sums=False)
