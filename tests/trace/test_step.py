@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from isotype.model.loss import loss_of
@@ -167,6 +168,15 @@ def test_an_optimizer_that_is_not_traced() -> None:
 def test_deepspeeds_part_of_a_step_is_not_traced() -> None:
     trace = trace_step(StepCode(nn.Linear(WIDTH, 2), X), replace(SETUP, deepspeed=True))
     assert list(trace.untraced) == ["DeepSpeed's casts and sharding"]
+
+
+def test_kernels_of_weights_of_another_class_are_not_traced() -> None:
+    """pytorch/ao #4376: a weight that torchao has quantized computes by operators of its own, here without a backward."""
+    model = nn.Linear(WIDTH, 2)
+    old = model.weight.detach()
+    model.weight = nn.Parameter(TwoTensor(old, old))
+    expected = {"the kernels of TwoTensor weights": "they are traced as dense float32 weights"}
+    assert trace_step(StepCode(model, X), SETUP).untraced == expected
 
 
 def test_what_comes_after_a_failure_is_not_run() -> None:

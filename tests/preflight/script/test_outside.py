@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -38,5 +40,9 @@ def test_the_reasons_for_a_backward_that_raises() -> None:
     assert outside(detached.value, model, step).help.startswith("compute the loss outside of torch.no_grad()")
     assert outside(without.value, frozen, step).help.startswith(
         "no parameter of the model requires a gradient"
+    )
+    own = replace(step, untraced={"the kernels of Int8Tensor weights": "they are traced as dense weights"})
+    assert outside(detached.value, model, own).help.endswith(
+        "; the kernels of Int8Tensor weights may have no backward"
     )
     assert outside(vector.value, model, step).help == "call backward on a scalar, such as loss.mean()"

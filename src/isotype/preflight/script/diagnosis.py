@@ -442,7 +442,7 @@ class Diagnosis:
         elif (end := report.trace.failure) is not None:
             self._say(f"a trace of the script's last known step ended in {end.phase}: {end.error}")
         else:
-            without = f", without {listed(report.trace.untraced)}" if report.trace.untraced else ""
+            without = f", without {listed(report.trace.untraced)}," if report.trace.untraced else ""
             self._say(f"a trace of the script's last known step{without} runs clean: the cause is elsewhere")
             for line in outside(error, model, report.trace).lines():
                 self._output.plain(line)

@@ -55,7 +55,10 @@ def outside(error: BaseException, model: nn.Module, step: Trace) -> Outside:
     names = {id(tensor): name for name, tensor in held}
     source, variables = line_of(error), dict(tensors_at_hand(error))
     if gradientless := _without_gradients(error, model, names):
-        return Outside(source, (), gradientless)
+        kernels = (part for part in step.untraced if part.startswith("the kernels of"))
+        return Outside(
+            source, (), "; ".join([gradientless, *(f"{part} may have no backward" for part in kernels)])
+        )
     if (copied := _of_copy(error, model)) is not None:
         return replace(copied, source=source)
     states = dict(_of_optimizer(error))

@@ -15,6 +15,7 @@ from torch import nn
 
 from isotype.compat.torch import (
     FakeTensor,
+    is_traceable_wrapper_subclass,
     run_backward,
     storage_of,
     unscale_,
@@ -25,6 +26,7 @@ from isotype.compat.torch_casts import casts_in_place
 from isotype.compat.transformers import fp8_kernels_replaced
 from isotype.contracts.contract import contracts_of
 from isotype.contracts.pattern import Spelled
+from isotype.core.dtypes import dtype_name
 from isotype.core.errors import error_line
 from isotype.core.names import base_name, grouped
 from isotype.core.optimizers import (
@@ -40,6 +42,7 @@ from isotype.core.source import line_of
 from isotype.model.adapters import unmatched
 from isotype.model.boundary import exponent_by_ranges
 from isotype.model.fold import fold
+from isotype.model.shard import is_sharded
 from isotype.records.memory import Memory
 from isotype.records.request import DEEPSPEED, LossOf, named_inputs
 from isotype.records.trace import (
@@ -203,6 +206,12 @@ class _Step:
         self.known = _values(code.named_inputs)
         self.notes: list[str] = []
         self.untraced: dict[str, str] = {DEEPSPEED: ""} if setup.deepspeed else {}
+        for parameter in code.model.parameters():
+            # Weights of torchao and quanto have kernels of their own: some of them have no backward.
+            own: bool = is_traceable_wrapper_subclass(parameter)
+            if own and not is_sharded(parameter):
+                part = f"the kernels of {type(parameter).__name__} weights"
+                self.untraced[part] = f"they are traced as dense {dtype_name(parameter.dtype)} weights"
         self.hooks = contextlib.ExitStack()
         self.loss: torch.Tensor | None = None
         self.reached: int | None = None
