@@ -427,8 +427,10 @@ class Diagnosis:
         if not trains and not (report and _shows(report, text)):
             alone = report is not None and report.trace.failure is not None
             reports = [self._traced_again(generates=True, alone=alone), report]
-            known = (each for each in reports if each is not None)
-            report = max(known, key=lambda each: (_shows(each, text), bool(each.errors)), default=None)
+            known = (candidate for candidate in reports if candidate is not None)
+            report = max(
+                known, key=lambda candidate: (_shows(candidate, text), bool(candidate.errors)), default=None
+            )
         if report is None:
             return
         if (trains and report.errors) or _shows(report, text):
