@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import isotype
 from isotype.records.trace import Operand, Origin
 from isotype.rules import ist109_kernels
 from tests.reality import real_step
@@ -160,3 +161,14 @@ def test_a_loss_of_predictions_and_targets_that_have_no_kernel() -> None:
     assert line.description.startswith("cast the operands to float32 at test_ist109.py:")
     (finding,) = found(RULE, traced(model, lambda model: torch.cdist(model(X), model(X), p=1).sum()))
     assert "cast the outputs of 0 to float32" in {fix.description for fix in finding.fixes}
+
+
+def test_the_cause_names_the_dtype_that_has_no_kernel() -> None:
+    """A float32 graph beside bfloat16 features: on a GPU, `torch.sparse.mm` has no 16-bit kernel."""
+    graph, model = torch.eye(2).to_sparse(), nn.Linear(4, 4, dtype=BF16)
+    report = isotype.check(
+        model, lambda model: torch.sparse.mm(graph, model(X)).sum(), device="a100", wiring=False
+    )
+    (finding,) = (each for each in report.findings if each.code == "IST109")
+    assert finding.message.endswith("has no kernel for bfloat16 on this device")
+    assert " is called in bfloat16 at test_ist109.py:" in finding.cause

@@ -64,6 +64,8 @@ def find(trace: Trace) -> Iterator[Finding]:
         if any(operand.dtype.itemsize == 1 for operand in floats):
             yield finding  # its cause already names the float8 tensor
             continue
+        # The headline names the dtype without a kernel; other operands may have another dtype.
+        floats.sort(key=lambda operand: dtype_name(operand.dtype) not in finding.message.split())
         dtype, where, cause = dtype_name(floats[0].dtype), short(finding.source), floats[0].origin.cause
         # For an operator of integers, a cast to another float dtype does not help.
         if floats[0].dtype.itemsize >= 4 or _TAKES_INTEGERS.search(finding.op):
