@@ -178,6 +178,7 @@ def test_the_backward_of_float_labels_is_traced(name: str) -> None:
     model = Looked()
     trace = traced(model, lambda _: FLOATS[name](model.table.weight, torch.ones(2)).sum())
     assert (trace.failure, len(found(RULE, trace))) == (None, 1)
+    assert all(call.breach.message for call in trace.breaches() if call.breach is not None)
 
 
 def test_labels_that_autocast_casts_have_the_input_as_their_cause() -> None:

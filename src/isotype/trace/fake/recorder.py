@@ -273,8 +273,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return self._run(func, args, kwargs, tensors, edited)[0], too_large
         dtypes = tuple(tensor.dtype for _, tensor in tensors)
         verdict = self.contracts.judge(name, dtypes)
-        refused = None if verdict is None else Breach(verdict.message, verdict.assumed, None)
-        if not (verdict and verdict.accepted) and float_indices(name, dtypes):
+        refused = None
+        if verdict is not None and not verdict.accepted:
+            refused = Breach(verdict.message, verdict.assumed, None)
+        if float_indices(name, dtypes):
             args, kwargs = without_floats((args, kwargs), tensors, name)
             return self._judged(func, args, kwargs, tensors_in(func, args, kwargs), edited)[0], refused
         if verdict is None or (not verdict.accepted and is_exempt(name, args, self.contracts.kind)):
