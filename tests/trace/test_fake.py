@@ -70,6 +70,42 @@ def test_every_tensor_that_a_module_holds_is_faked_and_the_rest_copied() -> None
     assert twin.absent is None
 
 
+def _binds_default(layer: nn.Linear) -> Any:
+    return lambda x, layer=layer: layer(x) + layer.weight.sum()
+
+
+def _nests(layer: nn.Linear) -> Any:
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        return layer(x)
+
+    return lambda *args: multiply(*args)
+
+
+def _keeps_in_containers(layer: nn.Linear) -> Any:
+    held = {"weights": (layer.weight, [layer.bias])}
+    return lambda x, *, also=held: x @ held["weights"][0].T + also["weights"][1][0]
+
+
+def _calls_itself(layer: nn.Linear) -> Any:
+    def forward(x: torch.Tensor, times: int = 2) -> torch.Tensor:
+        return layer(forward(x, times - 1)) if times else x
+
+    return forward
+
+
+@pytest.mark.parametrize("stores", [_binds_default, _nests, _keeps_in_containers, _calls_itself])
+def test_a_forward_that_stores_its_layer_uses_the_twins_layer(stores: Any) -> None:
+    """A library that patches the layers of a model in a loop binds each of them as the default of an argument."""
+    model = nn.ModuleDict({"inner": nn.Linear(4, 4)})
+    model.forward = stores(model["inner"])  # type: ignore[method-assign, unused-ignore]
+    mode = fake_mode()
+    twin: Any = twin_of(model, mode)
+    with mode:
+        twin(torch.ones(2, 4)).sum().backward()
+    assert isinstance(twin["inner"].weight.grad, FakeTensor)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_what_belongs_to_the_process_is_shared() -> None:
     model = Holding()
     twin: Any = twin_of(model, fake_mode())

@@ -287,20 +287,40 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _with_copies(function: Any, memo: dict[int, Any]) -> Any:
-    """Return a function or method that uses copies in place of the modules, tensors and methods in its closure.
+    """Return a function or method that uses copies in place of the modules, tensors and methods that it stores.
 
-    For example, a copied hook then stores an output in the copied module.
+    A function stores them in its closure or its defaults (a loop over layers defines `def forward(x, layer=layer)`). For
+    example, a copied hook then stores an output in the copied module.
     """
     if isinstance(function, types.MethodType):
         return types.MethodType(_with_copies(function.__func__, memo), copied(function.__self__, memo))
+    if not isinstance(function, types.FunctionType) or id(function) in memo:
+        return memo.get(id(function), function)
+    memo[id(function)] = function  # a function can be in its own closure
+    closure = function.__closure__ or ()
+    stored = *(cell.cell_contents for cell in closure), function.__defaults__, function.__kwdefaults__
+    copies = [_with_copies_in(value, memo) for value in stored]
+    if any(map(operator.is_not, copies, stored)):
+        pairs = zip(closure, stored, copies, strict=False)
+        cells = [c if new is old and new is not function else types.CellType(new) for c, old, new in pairs]
+        memo[id(function)] = result = copy_of(function, function.__globals__, tuple(cells))
+        for cell in cells:
+            if cell.cell_contents is function:
+                cell.cell_contents = result
+        result.__defaults__, result.__kwdefaults__ = copies[-2:]
+    return memo[id(function)]
 
-    def cell_of(cell: Any) -> Any:
-        owner = getattr(cell.cell_contents, "__self__", cell.cell_contents)
-        ours = isinstance(owner, (nn.Module, torch.Tensor)) and id(owner) in memo
-        return types.CellType(copied(cell.cell_contents, memo)) if ours else cell
 
-    old = getattr(function, "__closure__", None) or ()
-    cells = tuple(map(cell_of, old))
-    if all(map(operator.is_, cells, old)):
-        return function
-    return copy_of(function, function.__globals__, cells)
+def _with_copies_in(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a stored value with copies in place of the modules, tensors and methods in it; itself without any of these."""
+    if isinstance(value, types.FunctionType):
+        return _with_copies(value, memo)
+    if type(value) in (tuple, list, dict):
+        parts = value.values() if isinstance(value, dict) else value
+        copies = [_with_copies_in(part, memo) for part in parts]
+        if all(map(operator.is_, copies, parts)):
+            return value
+        return dict(zip(value, copies, strict=True)) if isinstance(value, dict) else type(value)(copies)
+    owner = getattr(value, "__self__", value)
+    ours = isinstance(owner, (nn.Module, torch.Tensor)) and id(owner) in memo
+    return copied(value, memo) if ours else value

@@ -502,15 +502,6 @@ losses = [F.cross_entropy(F.linear(part, model.lm_head.weight), labels) for part
     ("script", "lines"),
     [
         (
-            "model = Net()\nreward = nn.Sequential(Net()).float()\nreward[0].head.bfloat16()\ntrain(model)\n"
-            "with torch.no_grad(): reward[0](ids)\n",
-            (
-                "|   input  float32  [2, 6, 8]",
-                "|   weight  bfloat16  [16, 8]   0.head.weight",
-                "= help   cast the tensors to one dtype at train.py:",
-            ),
-        ),
-        (
             "import copy\nmodel = Net()\naverage = copy.deepcopy(model.head).float()\ntrain(model)\n"
             "with torch.no_grad():\n    kept, new = average.weight, model.head.weight\n    kept.lerp_(new, 0.01)\n",
             (
@@ -566,7 +557,6 @@ losses = [F.cross_entropy(F.linear(part, model.lm_head.weight), labels) for part
         ),
     ],
     ids=[
-        "a reward model",
         "a moving average",
         "a metric",
         "an evaluation without autocast",
@@ -581,6 +571,60 @@ def test_a_crash_between_steps_is_shown_with_what_met_there(
     status, _, err = runs(script, "--no-preflight")
     assert status == 1
     assert "last known step runs clean: the cause is elsewhere\n  --> " in err
+    for line in lines:
+        assert line in err
+
+
+_BUFFER = """
+BUFFERS = {}
+
+def shared(layer):
+    def forward(hidden, layer=layer):
+        buffer = BUFFERS.setdefault(layer.weight.device.index, torch.empty_like(layer.weight.detach()))
+        return F.linear(hidden, buffer.copy_(layer.weight.detach()))
+    layer.forward = forward
+
+first, second = Net().requires_grad_(), Net(torch.float16)
+second.embed.half()
+for model in (first, second): shared(model.head)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "lines"),
+    [
+        (
+            "model = Net()\nreward = nn.Sequential(Net()).float()\nreward[0].head.bfloat16()\ntrain(model)\n"
+            "with torch.no_grad(): reward[0](ids)\n",
+            (
+                "isotype: a trace of another model of the script, Net, explains the error:",
+                "error[IST101]: bfloat16 instead of float32",
+                "= cause  head.weight is bfloat16",
+            ),
+        ),
+        *(
+            (
+                f"{_BUFFER}{calls}",
+                (
+                    "isotype: a trace of another model of the script, Net, explains the error:",
+                    "error[IST406]: a tensor outside of the model is bfloat16, but the other operands are float16",
+                    "= help   allocate that tensor in the dtype of the model that uses it (float16)",
+                ),
+            )
+            for calls in (
+                "first(ids, ids)[1].backward()\ndel first\nsecond(ids, ids)[1].backward()\n",
+                "train(first)\ntrain(second)\n",
+            )
+        ),
+    ],
+    ids=["a reward model", "a second model, no optimizer", "a second model"],
+)
+def test_a_crash_of_another_model_is_explained_by_its_trace(
+    runs: Runs, script: str, lines: tuple[str, ...]
+) -> None:
+    """unslothai/unsloth #4026: the buffer of dequantized weights keeps the dtype of the model that ran first."""
+    status, _, err = runs(script, "--no-preflight")
+    assert status == 1
     for line in lines:
         assert line in err
 

@@ -40,8 +40,9 @@ from isotype.preflight.script.family import Family, Options
 from isotype.preflight.script.missing_gpu import MissingGpu
 from isotype.preflight.script.numbers import Numbers
 from isotype.preflight.script.output import Output, peak_of
-from isotype.preflight.script.outside import casts_since, outside, stepped_at
+from isotype.preflight.script.outside import call_of, casts_since, outside, stepped_at
 from isotype.preflight.setup import compute_dtype
+from isotype.ranges.twin import unwrapped
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
 from isotype.records.request import DEFAULT_PHASES, StepRequest
@@ -63,7 +64,7 @@ from isotype.rules import (
 )
 from isotype.rules.kit.groups import code_of
 from isotype.trace.fake.recorder import TimeSpentError
-from isotype.trace.live.forward import Averages, StaleCasts
+from isotype.trace.live.forward import Averages, StaleCasts, named_inputs, trains
 from isotype.trace.live.gradients import KeptGraphs
 from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import MANY_SKIPPED, Beginning, Watch
@@ -350,7 +351,7 @@ class Diagnosis:
                         self._output.plain(line)
                 break
             if recorder is not None and recorder.failed is not None and recorder.failure_text == text:
-                explained = self._explain_once(partial(self._explain, text, type(link).__name__))
+                explained = self._explain_once(partial(self._explain, text, type(link).__name__, link))
                 break
             gradients = any(words in text for words in _ABOUT_GRADIENTS)
             if gradients or refused or _ABOUT_DTYPES.search(text):
@@ -376,7 +377,9 @@ class Diagnosis:
         explain()
         return True
 
-    def _explain(self, text: str, name: str) -> None:
+    def _explain(self, text: str, name: str, error: BaseException | None = None) -> None:
+        if error is not None and self._explain_by_other(error):
+            return
         recorder = self.watch.recorder
         assert recorder is not None
         call = recorder.failed
@@ -421,6 +424,8 @@ class Diagnosis:
         if type(error).__name__ == "CheckpointError" and recorder is not None and (setup := self._setup()):
             failure = Failure("backward", "", line_of(error), headline, recomputed=True)
             self._brief(_of(judge(self.watch.trace(setup, failure)), ist107_recomputation))
+            return
+        if self._explain_by_other(error):
             return
         trains = any(words in text for words in _ABOUT_GRADIENTS)
         report = self._traced_again(trains=trains)
@@ -497,17 +502,42 @@ class Diagnosis:
         request = self._request(model)
         # The request may be for an evaluation before the training. If a backward raised, a training step is traced.
         phases = DEFAULT_PHASES if trains else request.phases
-        request = replace(request, phases=(*(() if alone else phases), *(["generate"] if generates else [])))
+        report = self._traced(
+            replace(request, phases=(*(() if alone else phases), *(["generate"] if generates else [])))
+        )
+        for what in casts_since(self.report.trace, report.trace) if self.report and report else ():
+            self._say(f"after the step that was checked, the script has cast {what}")
+        return report
+
+    def _explain_by_other(self, error: BaseException) -> bool:
+        """Trace the call that raised the error if it is of a model that no recorded step has called.
+
+        Return True if this explained the error.
+        """
+        call, recorded = call_of(error), [*self.watch.roots, self.watch.model]
+        if call is None or self._request is None or uncopied(other := unwrapped(call[0])):
+            return False
+        inside = {id(part) for root in recorded if root is not None for part in root.modules()}
+        if any(id(part) in inside for part in other.modules()) or next(other.parameters(), None) is None:
+            return False
+        phases = () if trains(other) else (("generate",),)
+        request = self._request_of(Beginning(other, named_inputs(other, *call[1:]), *call[1:]), *phases)
+        report = self._traced(replace(request, autocast=self._request.keywords["autocast"]))
+        if report is None or not _shows(report, str(error)):
+            return False
+        self._say(f"a trace of another model of the script, {report.trace.model}, explains the error:")
+        self._output.render(report)
+        return True
+
+    def _traced(self, request: StepRequest) -> Report | None:
+        """Trace a step after a crash, and try the fixes. Return the report, or None if this is not possible."""
         try:
-            free_gathered(model)  # parameters that FSDP had gathered at the crash
+            free_gathered(request.model)  # parameters that FSDP had gathered at the crash
             with self._output.working("tracing the step again, and trying the fixes"):
-                report = look_ahead(request, TRIED_AFTER, AGAIN_SECONDS)
+                return look_ahead(request, TRIED_AFTER, AGAIN_SECONDS)
         except Exception as error:  # noqa: BLE001 - the script's error was shown; this is one more line
             self._say(f"the last known step could not be traced: {error_line(error)}")
             return None
-        for what in casts_since(self.report.trace, report.trace) if self.report else ():
-            self._say(f"after the step that was checked, the script has cast {what}")
-        return report
 
 
 # --------------------------------------------------------------------------------------------------------- helpers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -110,6 +111,14 @@ def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     variables = (value for frame in frames for value in frame.f_locals.values())
     return [value for value in variables if isinstance(value, torch.optim.Optimizer)][-1:]
+
+
+def call_of(error: BaseException) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:
+    """Return the outermost module whose call raised the error, with the call's arguments; None if no call did."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is nn.Module.__call__.__code__:
+            return frame.f_locals["self"], frame.f_locals["args"], frame.f_locals["kwargs"]
+    return None
 
 
 def casts_since(before: Trace, after: Trace) -> Iterator[str]:
