@@ -197,6 +197,13 @@ def test_the_number_of_devices_is_told_or_the_launchers(monkeypatch):
     assert plan("m", "--devices", "2").devices == 2
 
 
+def test_dora_over_shards_is_refused_as_in_the_training():
+    argv = ("sft", "--model_name_or_path", "m", "--use_dora", "True")
+    plan(*argv)
+    with pytest.raises(UsageError, match="DoRA needs norms of whole weights"):
+        plan(*argv, "--devices", "2", "--fsdp", "full_shard")
+
+
 def test_gathered_weights_may_be_kept():
     argv = ("sft", "--model_name_or_path", "m", "--fsdp", "full_shard", "--fsdp_config")
     assert plan(*argv[:-1]).reshard

@@ -110,6 +110,11 @@ def _problems(sharding: Sharding, training: Any, arguments: Any) -> Iterator[Pro
         expected = "weights on the device: offloading them to CPU memory is not supported"
         fix = "leave it out; --quantization nf4 and more processes reduce the memory per device"
         yield Problem("FSDP with cpu_offload (fsdp_offload_params)", expected, fix)
+    yield from whole_weight_problems(training, arguments)
+
+
+def whole_weight_problems(training: Any, arguments: Any) -> Iterator[Problem]:
+    """Yield a problem for each argument that needs whole weights. No process of a sharded run has whole weights."""
     if getattr(arguments, "use_dora", False):
         fix = "leave it out, or train without --fsdp (DDP: every process has the whole model)"
         expected = "plain LoRA: DoRA needs norms of whole weights, and no process has whole weights"

@@ -35,6 +35,7 @@ from isotype.train.command.command import Command
 from isotype.train.command.settings import Settings, settings_of
 from isotype.train.compilation import compiler_problems
 from isotype.train.initial_adapter import bias_problems, check_initial, initial_problems, start_of
+from isotype.train.launched import whole_weight_problems
 from isotype.train.rows.data import check_pictures
 from isotype.train.signals import early_stopping_problems
 
@@ -94,6 +95,7 @@ def argument_problems(settings: Settings) -> list[Problem]:
         *_targets(settings),
         *early_stopping_problems(settings),
         *initial_problems(settings),
+        *(whole_weight_problems(settings.training, settings.model) if settings.training.fsdp else ()),
     ]
 
 
