@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from isotype.preflight.script import diagnosis
+from isotype.preflight.script import crash, diagnosis
 from isotype.trace.live import watch
 
 
@@ -15,5 +15,10 @@ def _time_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """No trace, trial or recording takes too long, however busy this machine is."""
     monkeypatch.setattr("isotype.cli.run.PREFLIGHT_SECONDS", math.inf)
     monkeypatch.setattr(watch, "WATCH_SECONDS", math.inf)
-    for limit in ("TRIED_BEFORE", "TRIED_AFTER", "AGAIN_SECONDS", "MENTIONED_FROM"):
-        monkeypatch.setattr(diagnosis, limit, math.inf)
+    for module, limit in (
+        (diagnosis, "TRIED_BEFORE"),
+        (diagnosis, "MENTIONED_FROM"),
+        (crash, "TRIED_AFTER"),
+        (crash, "AGAIN_SECONDS"),
+    ):
+        monkeypatch.setattr(module, limit, math.inf)

@@ -905,7 +905,8 @@ def test_a_crash_after_a_step_that_a_later_cast_broke_for_another_reason(
         "import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).bfloat16()\n"
         "optimizer, x = torch.optim.SGD(model.parameters()), torch.ones(2, 4, dtype=torch.bfloat16)\n"
         "model(x).sum().backward(); optimizer.step(); model[1].float()\n"
-        "other = torch.nn.Linear(4, 4)\nother(torch.ones(2, 4, dtype=torch.float16))\n"
+        "input, weight = torch.ones(2, 4, dtype=torch.float16), torch.ones(4, 4)\n"
+        "torch.nn.functional.linear(input, weight)\n"
     )
     status, _, err = _run_source(capsys, tmp_path / "other.py", source)
     assert status == 1

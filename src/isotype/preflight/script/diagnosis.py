@@ -1,11 +1,10 @@
-"""The output of `isotype run`: before the first step, at the script's end, and under the traceback of a crash."""
+"""The output of `isotype run`: before the first step, after a step, and at the script's end."""
 
 from __future__ import annotations
 
 import os
-import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -17,17 +16,13 @@ from rich.console import Console
 from torch import nn
 
 from isotype.compat.accelerate import PREPARED, mixed_precision
-from isotype.contracts.contract import applies_to_cpus_only
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import causes, error_line
-from isotype.core.names import listed, plural
-from isotype.core.source import condition_at, line_of
-from isotype.model.shard import free_gathered, uncopied
+from isotype.core.errors import error_line
+from isotype.core.names import plural
+from isotype.model.shard import uncopied
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
-from isotype.preflight.script import setup_errors
 from isotype.preflight.script.ahead import (
-    TRIED_AFTER,
     TRIED_BEFORE,
     LossOfForward,
     look_ahead,
@@ -36,25 +31,22 @@ from isotype.preflight.script.ahead import (
     tried,
     without_tensors,
 )
+from isotype.preflight.script.crash import Crash, findings_of
 from isotype.preflight.script.family import Family, Options
 from isotype.preflight.script.missing_gpu import MissingGpu
 from isotype.preflight.script.numbers import Numbers
 from isotype.preflight.script.output import Output, peak_of
-from isotype.preflight.script.outside import call_of, casts_since, outside, stepped_at
 from isotype.preflight.setup import compute_dtype
-from isotype.ranges.twin import unwrapped
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
-from isotype.records.request import DEFAULT_PHASES, StepRequest
-from isotype.records.trace import GRADIENT_ERRORS, NOTHING_UNSCALED, Breach, Call, Failure, Setup, Trace
+from isotype.records.request import StepRequest
+from isotype.records.trace import Call, Setup, Trace
 from isotype.report.check.report import Report
 from isotype.rules import (
     ist107_recomputation,
     ist302_scaler_bfloat16,
     ist303_no_scaler,
-    ist307_no_gradient,
     ist308_clipped_scaled,
-    ist309_not_trained,
     ist503_rounded_updates,
     ist801_lost_updates,
     ist805_reductions,
@@ -62,30 +54,19 @@ from isotype.rules import (
     ist909_stale_casts,
     judge,
 )
-from isotype.rules.kit.groups import code_of
 from isotype.trace.fake.recorder import TimeSpentError
-from isotype.trace.live.forward import Averages, StaleCasts, named_inputs, trains
+from isotype.trace.live.forward import Averages, StaleCasts
 from isotype.trace.live.gradients import KeptGraphs
 from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import MANY_SKIPPED, Beginning, Watch
 
-AGAIN_SECONDS = 60.0
-"""Time limit in seconds for tracing the step again after a crash."""
 MENTIONED_FROM = 5.0
 """If the trace before the first step takes this many seconds, a line is printed even without findings."""
-_UNSCALE_REFUSED = "Attempting to unscale FP16 gradients"
 _ALL_SKIPPED = (
     "no real step was checked, because the optimizer took no step: the GradScaler skipped every step (infinite or NaN "
     "gradients), or the script ended first"
 )
 _SKIPPED = "the gradients are infinite or NaN, so the GradScaler skipped"
-_ABOUT_GRADIENTS = (_UNSCALE_REFUSED, *GRADIENT_ERRORS)
-# Words for incompatible dtypes in errors of torch and its libraries.
-_ABOUT_DTYPES = re.compile(
-    r"dtype|scalar type|data type|not implemented for '|\b(c10::)?(B?Float16|Half|BFloat16|FP16|float32|Double)\b",
-    re.IGNORECASE,
-)
-_NAMED_DTYPES = re.compile(r"\b(?:bfloat16|half|float|double)\b")
 
 
 class Diagnosis:
@@ -175,7 +156,7 @@ class Diagnosis:
         raised = "" if report.trace.failure is None else report.trace.failure.error
         repeats = [f for f in report.findings if f.kind == "untraced" and raised in f.cause]
         # Only the real step shows whether the script uses its GradScaler.
-        left_out = [*repeats, *_of(report.findings, ist302_scaler_bfloat16)]
+        left_out = [*repeats, *findings_of(report.findings, ist302_scaler_bfloat16)]
         report = replace(report, findings=tuple(f for f in report.findings if f not in left_out))
         self._say_ahead(report, time.perf_counter() - started)
         return report
@@ -220,7 +201,7 @@ class Diagnosis:
             late = [ist107_recomputation, ist302_scaler_bfloat16, ist808_counting]
             late += [ist303_no_scaler] if trace.spoiled or self._request.keywords["scaler"] else []
             late += [ist801_lost_updates] if trace.unmoved else []
-            shown = _of(findings, *late)
+            shown = findings_of(findings, *late)
             self._say_late([f for f in findings if f.module not in traced or f in shown])
         before = tuple(replace(call, phase="forward") for call in self.watch.evaluation)
         self._between(ist805_reductions, before)
@@ -259,7 +240,8 @@ class Diagnosis:
     def _between(self, rule: ModuleType, calls: tuple[Call, ...] = (), **seen: Any) -> None:
         """Report a rule's findings between two recorded steps, from a trace with `calls` and the fields `seen`."""
         if self._setup_seen is not None and self._speaks:
-            self._say_late(_of(judge(Trace(self._setup_seen, calls, (), {}, Memory({}), **seen)), rule))
+            trace = Trace(self._setup_seen, calls, (), {}, Memory({}), **seen)
+            self._say_late(findings_of(judge(trace), rule))
 
     def _say_late(self, findings: Sequence[Finding]) -> None:
         """Report findings of the real step. Skip finding codes already reported with this severity or as an error."""
@@ -297,11 +279,9 @@ class Diagnosis:
 
         `code` is the argument of `sys.exit`. `reason` is the exception that was handled at the exit, or None.
         """
-        recorder = self.watch.recorder
         explained = reason is not None and self.crashed(reason)
-        if not explained and code not in (None, 0) and recorder is not None and recorder.failed is not None:
-            # The script has printed a traceback and exited.
-            explained = self._explain_once(partial(self._explain, recorder.failure_text, "RuntimeError"))
+        if not explained and code not in (None, 0):
+            explained = self._crash().explain_printed()
         if not explained and (self._speaks or self._family.is_top):
             self._print_summary()
         self.watch.forget()
@@ -338,235 +318,10 @@ class Diagnosis:
 
     def crashed(self, error: BaseException) -> bool:
         """Explain the exception that ended the script, and return whether there was an explanation. Call `stop` first."""
-        explained = False
-        for link in causes(error):
-            text, recorder = str(link), self.watch.recorder
-            known = setup_errors.explained(link)
-            refused = any(words in text for words in ist308_clipped_scaled.REFUSALS)
-            if known is not None and (self._request is None or not refused):
-                explained = True
-                if self._family.claim("explained"):
-                    self._say("this set-up cannot train:")
-                    for line in known.lines():
-                        self._output.plain(line)
-                break
-            if recorder is not None and recorder.failed is not None and recorder.failure_text == text:
-                explained = self._explain_once(partial(self._explain, text, type(link).__name__, link))
-                break
-            gradients = any(words in text for words in _ABOUT_GRADIENTS)
-            if gradients or refused or _ABOUT_DTYPES.search(text):
-                explained = self._explain_once(partial(self._explain_elsewhere, link))
-                break
-            if sentence := self.gpu.explained(link):
-                explained = True
-                if self._family.claim("explained"):
-                    self._say(sentence)
-                break
+        explained = self._crash().explain(error)
         self.watch.forget()
         return explained
 
-    def _explain_once(self, explain: Callable[[], None]) -> bool:
-        """Call `explain`, unless another process of the run has explained the error. Return True if it was
-        explained."""
-        if self._family.knows("explained"):
-            if self._family.is_top:
-                self._say("the process that raised this error has explained the error above")
-            return True
-        if self._request is None or self.watch.model is None or not self._family.claim("explained"):
-            return False
-        explain()
-        return True
-
-    def _explain(self, text: str, name: str, error: BaseException | None = None) -> None:
-        if error is not None and self._explain_by_other(error):
-            return
-        recorder = self.watch.recorder
-        assert recorder is not None
-        call = recorder.failed
-        assert call is not None
-        verdict = recorder.contracts.judge(call.op, tuple(operand.dtype for operand in call.operands))
-        rejected = verdict is not None and not verdict.accepted
-        if not rejected and not _ABOUT_DTYPES.search(text):
-            foreseen = _matching(self.report, call, ())
-            if foreseen is not None and foreseen.findings[0].op == call.op:
-                self._say("predicted before the step:")
-                self._output.render(foreseen)
-                return
-            at = f" in {call.module}" if call.module else ""
-            self._say(f"{call.op}{at} ({call.phase}) raised this error; dtypes are not the cause:")
-            self._output.call(call)
-            return
-        # The script has caught the errors of other operators. So these are no breaches.
-        recorder.calls[:] = [c if c is call else replace(c, breach=None) for c in recorder.calls]
-        first, _, _ = text.strip().partition("\n")
-        self._diagnose(call, f"{name}: {first}")
-
-    def _explain_elsewhere(self, error: BaseException) -> None:
-        """Explain a dtype error that an operator raises after the recorded step, or that other code raises."""
-        text, recorder, model = str(error), self.watch.recorder, self.watch.model
-        headline = error_line(error)
-        assert model is not None
-        assert self._request is not None
-        if _UNSCALE_REFUSED in text:
-            self._request = partial(self._request, scaler=True)
-            if recorder is not None:
-                breach = Breach(f"{_UNSCALE_REFUSED}.", False, None)
-                call = Call("GradScaler.unscale_", "unscale", "", "", (), (), breach=breach)
-                recorder.calls.append(call)
-                self._diagnose(call, headline)
-                return
-        refused = any(words in text for words in ist308_clipped_scaled.REFUSALS)
-        if refused and (setup := self._setup_seen or self._setup()):
-            failure = Failure("optimizer", "", setup_errors.line_of_script(error), headline)
-            trace = Trace(setup, (), (), {}, Memory({}), failure)
-            self._brief(_of(judge(trace), ist308_clipped_scaled))
-            return
-        if type(error).__name__ == "CheckpointError" and recorder is not None and (setup := self._setup()):
-            failure = Failure("backward", "", line_of(error), headline, recomputed=True)
-            self._brief(_of(judge(self.watch.trace(setup, failure)), ist107_recomputation))
-            return
-        if self._explain_by_other(error):
-            return
-        trains = any(words in text for words in _ABOUT_GRADIENTS)
-        report = self._traced_again(trains=trains)
-        if not trains and not (report and _shows(report, text)):
-            alone = report is not None and report.trace.failure is not None
-            reports = [self._traced_again(generates=True, alone=alone), report]
-            known = (candidate for candidate in reports if candidate is not None)
-            report = max(
-                known, key=lambda candidate: (_shows(candidate, text), bool(candidate.errors)), default=None
-            )
-        if report is None:
-            return
-        if (trains and report.errors) or _shows(report, text):
-            self._say("a trace of the script's last known step explains the error:")
-            self._output.render(report)
-        elif report.errors:
-            self._say("a trace of the script's last known step shows other errors, but not this one:")
-            for line in outside(error, model, report.trace).lines():
-                self._output.plain(line)
-            self._brief(report.errors)
-        elif (end := report.trace.failure) is not None:
-            self._say(f"a trace of the script's last known step ended in {end.phase}: {end.error}")
-        else:
-            without = f", without {listed(report.trace.untraced)}," if report.trace.untraced else ""
-            self._say(f"a trace of the script's last known step{without} runs clean: the cause is elsewhere")
-            for line in outside(error, model, report.trace).lines():
-                self._output.plain(line)
-            for optimizer in stepped_at(error) if NOTHING_UNSCALED in text and recorder is not None else []:
-                self.watch.weigh_gradients(optimizer)
-                findings = judge(self.watch.trace(self._setup() or report.trace.setup))
-                self._brief(_of(findings, ist307_no_gradient, ist309_not_trained))
-
-    def _diagnose(self, call: Call, headline: str) -> None:
-        self.watch.scaler |= call.phase == "unscale"
-        setup = self._setup()
-        if setup is None:
-            self._output.call(call)
-            return
-        place = call.phase, call.module, call.source
-        failure = Failure(*place, headline, dtype_related=True, condition=condition_at(call.source))
-        trace = self.watch.trace(setup, failure)
-        recorder = self.watch.recorder
-        if recorder is not None and recorder.gathered is not None:
-            weights = (w if w.buffer else replace(w, gathered=recorder.gathered) for w in trace.weights)
-            trace = replace(trace, weights=tuple(weights))
-        # The finding of the failure would only repeat the traceback.
-        live = [finding for finding in judge(replace(trace, failure=None)) if finding.severity == "error"]
-        foreseen = _matching(self.report, call, live)
-        again = foreseen if foreseen is not None and tried(foreseen) else None
-        again = again or _matching(self._traced_again(generates=call.phase == "generate"), call, live)
-        if again is None and call.phase == "forward":  # perhaps in an evaluation during the step
-            again = _matching(self._traced_again(generates=True), call, live)
-        again = again or foreseen
-        if again is not None:
-            self._say("predicted before the step:" if foreseen else "a trace of the step explains the error:")
-            self._output.render(again)
-        elif live and (setup.profile.present or not applies_to_cpus_only(headline)):
-            self._output.render(Report(trace, tuple(live)))
-        else:
-            absent = f"this CPU has no kernel for these dtypes; a trace for {setup.profile.title} does not show the error:"
-            self._say(absent if live else f"{call.op} got incompatible dtypes:")
-            self._output.call(call)
-
-    def _traced_again(
-        self, *, trains: bool = False, generates: bool = False, alone: bool = False
-    ) -> Report | None:
-        """Trace the step again on fake tensors, and try the fixes. Return the report, or None if this is not possible.
-
-        With `alone`, only the generation is traced.
-        """
-        model = self.watch.model
-        if model is None or self._request is None or uncopied(model):
-            return None
-        request = self._request(model)
-        # The request may be for an evaluation before the training. If a backward raised, a training step is traced.
-        phases = DEFAULT_PHASES if trains else request.phases
-        report = self._traced(
-            replace(request, phases=(*(() if alone else phases), *(["generate"] if generates else [])))
-        )
-        for what in casts_since(self.report.trace, report.trace) if self.report and report else ():
-            self._say(f"after the step that was checked, the script has cast {what}")
-        return report
-
-    def _explain_by_other(self, error: BaseException) -> bool:
-        """Trace the call that raised the error if it is of a model that no recorded step has called.
-
-        Return True if this explained the error.
-        """
-        call, recorded = call_of(error), [*self.watch.roots, self.watch.model]
-        if call is None or self._request is None or uncopied(other := unwrapped(call[0])):
-            return False
-        inside = {id(part) for root in recorded if root is not None for part in root.modules()}
-        if any(id(part) in inside for part in other.modules()) or next(other.parameters(), None) is None:
-            return False
-        phases = () if trains(other) else (("generate",),)
-        request = self._request_of(Beginning(other, named_inputs(other, *call[1:]), *call[1:]), *phases)
-        report = self._traced(replace(request, autocast=self._request.keywords["autocast"]))
-        if report is None or not _shows(report, str(error)):
-            return False
-        self._say(f"a trace of another model of the script, {report.trace.model}, explains the error:")
-        self._output.render(report)
-        return True
-
-    def _traced(self, request: StepRequest) -> Report | None:
-        """Trace a step after a crash, and try the fixes. Return the report, or None if this is not possible."""
-        try:
-            free_gathered(request.model)  # parameters that FSDP had gathered at the crash
-            with self._output.working("tracing the step again, and trying the fixes"):
-                return look_ahead(request, TRIED_AFTER, AGAIN_SECONDS)
-        except Exception as error:  # noqa: BLE001 - the script's error was shown; this is one more line
-            self._say(f"the last known step could not be traced: {error_line(error)}")
-            return None
-
-
-# --------------------------------------------------------------------------------------------------------- helpers
-
-
-def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
-    """Return the report, beginning with the finding that explains `call` or is in `live`; None if there is none."""
-    if report is None:
-        return None
-    codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}
-    for finding in report.errors:
-        place = call.module in (finding.module, *finding.places) or call.source == finding.source
-        known = (place and finding.phase == call.phase) or finding.cause in causes
-        if known and (finding.code in codes or not live):
-            notes = "the script stopped here", *finding.notes
-            stopped = replace(finding, source=finding.source or call.source, notes=notes)
-            others = [other for other in report.findings if other is not finding]
-            return replace(report, findings=(stopped, *others))
-    return None
-
-
-def _shows(report: Report, text: str) -> bool:
-    """Return whether an operator of the traced step raises an error that names the same dtypes as the text."""
-    named = {*_NAMED_DTYPES.findall(text.lower())}
-    messages = (call.breach.message.lower() for call in report.trace.breaches() if call.breach)
-    shown = not named or any(named.issubset(_NAMED_DTYPES.findall(message)) for message in messages)
-    return shown and bool(report.errors)
-
-
-def _of(findings: Iterable[Finding], *rules: ModuleType) -> list[Finding]:
-    codes = {code_of(rule.__name__) for rule in rules}
-    return [finding for finding in findings if finding.code in codes]
+    def _crash(self) -> Crash:
+        known = self.report, self._request, self._setup_seen
+        return Crash(self.watch, self._family, self._output, self.gpu, *known, self._request_of, self._setup)

@@ -1,0 +1,313 @@
+"""Explains the exception that ended a script under `isotype run`, from the recorded step and from another trace of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
+
+from isotype.contracts.contract import applies_to_cpus_only
+from isotype.core.errors import causes, error_line
+from isotype.core.names import listed
+from isotype.core.source import condition_at, line_of
+from isotype.model.shard import free_gathered, uncopied
+from isotype.preflight.script import setup_errors
+from isotype.preflight.script.ahead import TRIED_AFTER, look_ahead, tried
+from isotype.preflight.script.family import Family
+from isotype.preflight.script.missing_gpu import MissingGpu
+from isotype.preflight.script.output import Output
+from isotype.preflight.script.outside import call_of, casts_since, outside, stepped_at
+from isotype.ranges.twin import unwrapped
+from isotype.records.finding import Finding
+from isotype.records.memory import Memory
+from isotype.records.request import DEFAULT_PHASES, StepRequest
+from isotype.records.trace import GRADIENT_ERRORS, NOTHING_UNSCALED, Breach, Call, Failure, Setup, Trace
+from isotype.report.check.report import Report
+from isotype.rules import (
+    ist107_recomputation,
+    ist307_no_gradient,
+    ist308_clipped_scaled,
+    ist309_not_trained,
+    judge,
+)
+from isotype.rules.kit.groups import code_of
+from isotype.trace.live.forward import named_inputs, trains
+from isotype.trace.live.watch import Beginning, Watch
+
+AGAIN_SECONDS = 60.0
+"""Time limit in seconds for tracing the step again after a crash."""
+_UNSCALE_REFUSED = "Attempting to unscale FP16 gradients"
+_ABOUT_GRADIENTS = (_UNSCALE_REFUSED, *GRADIENT_ERRORS)
+# Words for incompatible dtypes in errors of torch and its libraries.
+_ABOUT_DTYPES = re.compile(
+    r"dtype|scalar type|data type|not implemented for '|\b(c10::)?(B?Float16|Half|BFloat16|FP16|float32|Double)\b",
+    re.IGNORECASE,
+)
+_NAMED_DTYPES = re.compile(r"\b(?:bfloat16|half|float|double)\b")
+
+
+@dataclass
+class Crash:
+    """Explains the exception that ended a script.
+
+    Attributes:
+        watch: the watch of the script's steps, with the recorder of the last one.
+        family: the processes of the run; only one of them explains an error.
+        output: prints the explanation.
+        gpu: the GPU that the script asked for, and that this machine lacks.
+        report: the report of the trace before the first step; None without this trace.
+        request: builds the request for the last known step from its model; None if no step is known.
+        seen: the settings of the last recorded step; None before it has ended.
+        request_of: builds the request for a forward of any model, with the phases to trace.
+        setup: returns the settings of the watched step; None if its model is gone.
+    """
+
+    watch: Watch
+    family: Family
+    output: Output
+    gpu: MissingGpu
+    report: Report | None
+    request: partial[StepRequest] | None
+    seen: Setup | None
+    request_of: Callable[..., StepRequest]
+    setup: Callable[[], Setup | None]
+
+    def explain(self, error: BaseException) -> bool:
+        """Explain an exception, and return whether there was an explanation."""
+        for link in causes(error):
+            text, recorder = str(link), self.watch.recorder
+            known = setup_errors.explained(link)
+            refused = any(words in text for words in ist308_clipped_scaled.REFUSALS)
+            if known is not None and (self.request is None or not refused):
+                if self.family.claim("explained"):
+                    self.output.say("this set-up cannot train:")
+                    for line in known.lines():
+                        self.output.plain(line)
+                return True
+            if recorder is not None and recorder.failed is not None and recorder.failure_text == text:
+                return self._explain_once(partial(self._explain, text, type(link).__name__, link))
+            gradients = any(words in text for words in _ABOUT_GRADIENTS)
+            if gradients or refused or _ABOUT_DTYPES.search(text):
+                return self._explain_once(partial(self._explain_elsewhere, link))
+            if sentence := self.gpu.explained(link):
+                if self.family.claim("explained"):
+                    self.output.say(sentence)
+                return True
+        return False
+
+    def explain_printed(self) -> bool:
+        """Explain the error of the recorded step, whose traceback the script has printed before its exit."""
+        recorder = self.watch.recorder
+        if recorder is None or recorder.failed is None:
+            return False
+        return self._explain_once(partial(self._explain, recorder.failure_text, "RuntimeError"))
+
+    def _explain_once(self, explain: Callable[[], None]) -> bool:
+        """Call `explain`, unless another process of the run has explained the error. Return True if it was
+        explained."""
+        if self.family.knows("explained"):
+            if self.family.is_top:
+                self.output.say("the process that raised this error has explained the error above")
+            return True
+        if self.request is None or self.watch.model is None or not self.family.claim("explained"):
+            return False
+        explain()
+        return True
+
+    def _explain(self, text: str, name: str, error: BaseException | None = None) -> None:
+        if error is not None and self._explain_by_other(error):
+            return
+        recorder = self.watch.recorder
+        assert recorder is not None
+        call = recorder.failed
+        assert call is not None
+        verdict = recorder.contracts.judge(call.op, tuple(operand.dtype for operand in call.operands))
+        rejected = verdict is not None and not verdict.accepted
+        if not rejected and not _ABOUT_DTYPES.search(text):
+            foreseen = _matching(self.report, call, ())
+            if foreseen is not None and foreseen.findings[0].op == call.op:
+                self.output.say("predicted before the step:")
+                self.output.render(foreseen)
+                return
+            at = f" in {call.module}" if call.module else ""
+            self.output.say(f"{call.op}{at} ({call.phase}) raised this error; dtypes are not the cause:")
+            self.output.call(call)
+            return
+        # The script has caught the errors of other operators. So these are no breaches.
+        recorder.calls[:] = [c if c is call else replace(c, breach=None) for c in recorder.calls]
+        first, _, _ = text.strip().partition("\n")
+        self._diagnose(call, f"{name}: {first}")
+
+    def _explain_elsewhere(self, error: BaseException) -> None:
+        """Explain a dtype error that an operator raises after the recorded step, or that other code raises."""
+        text, recorder, model = str(error), self.watch.recorder, self.watch.model
+        headline = error_line(error)
+        assert model is not None
+        assert self.request is not None
+        if _UNSCALE_REFUSED in text:
+            self.request = partial(self.request, scaler=True)
+            if recorder is not None:
+                breach = Breach(f"{_UNSCALE_REFUSED}.", False, None)
+                call = Call("GradScaler.unscale_", "unscale", "", "", (), (), breach=breach)
+                recorder.calls.append(call)
+                self._diagnose(call, headline)
+                return
+        refused = any(words in text for words in ist308_clipped_scaled.REFUSALS)
+        if refused and (setup := self.seen or self.setup()):
+            failure = Failure("optimizer", "", setup_errors.line_of_script(error), headline)
+            trace = Trace(setup, (), (), {}, Memory({}), failure)
+            self.output.brief(findings_of(judge(trace), ist308_clipped_scaled))
+            return
+        if type(error).__name__ == "CheckpointError" and recorder is not None and (setup := self.setup()):
+            failure = Failure("backward", "", line_of(error), headline, recomputed=True)
+            self.output.brief(findings_of(judge(self.watch.trace(setup, failure)), ist107_recomputation))
+            return
+        if self._explain_by_other(error):
+            return
+        trains = any(words in text for words in _ABOUT_GRADIENTS)
+        report = self._traced_again(trains=trains)
+        if not trains and not (report and _shows(report, text)):
+            alone = report is not None and report.trace.failure is not None
+            reports = [self._traced_again(generates=True, alone=alone), report]
+            known = (candidate for candidate in reports if candidate is not None)
+            report = max(
+                known, key=lambda candidate: (_shows(candidate, text), bool(candidate.errors)), default=None
+            )
+        if report is None:
+            return
+        if (trains and report.errors) or _shows(report, text):
+            self.output.say("a trace of the script's last known step explains the error:")
+            self.output.render(report)
+        elif report.errors:
+            self.output.say("a trace of the script's last known step shows other errors, but not this one:")
+            for line in outside(error, model, report.trace).lines():
+                self.output.plain(line)
+            self.output.brief(report.errors)
+        elif (end := report.trace.failure) is not None:
+            self.output.say(f"a trace of the script's last known step ended in {end.phase}: {end.error}")
+        else:
+            without = f", without {listed(report.trace.untraced)}," if report.trace.untraced else ""
+            self.output.say(
+                f"a trace of the script's last known step{without} runs clean: the cause is elsewhere"
+            )
+            for line in outside(error, model, report.trace).lines():
+                self.output.plain(line)
+            for optimizer in stepped_at(error) if NOTHING_UNSCALED in text and recorder is not None else []:
+                self.watch.weigh_gradients(optimizer)
+                findings = judge(self.watch.trace(self.setup() or report.trace.setup))
+                self.output.brief(findings_of(findings, ist307_no_gradient, ist309_not_trained))
+
+    def _diagnose(self, call: Call, headline: str) -> None:
+        self.watch.scaler |= call.phase == "unscale"
+        setup = self.setup()
+        if setup is None:
+            self.output.call(call)
+            return
+        place = call.phase, call.module, call.source
+        failure = Failure(*place, headline, dtype_related=True, condition=condition_at(call.source))
+        trace = self.watch.trace(setup, failure)
+        recorder = self.watch.recorder
+        if recorder is not None and recorder.gathered is not None:
+            weights = (w if w.buffer else replace(w, gathered=recorder.gathered) for w in trace.weights)
+            trace = replace(trace, weights=tuple(weights))
+        # The finding of the failure would only repeat the traceback.
+        live = [finding for finding in judge(replace(trace, failure=None)) if finding.severity == "error"]
+        foreseen = _matching(self.report, call, live)
+        again = foreseen if foreseen is not None and tried(foreseen) else None
+        again = again or _matching(self._traced_again(generates=call.phase == "generate"), call, live)
+        if again is None and call.phase == "forward":  # perhaps in an evaluation during the step
+            again = _matching(self._traced_again(generates=True), call, live)
+        again = again or foreseen
+        if again is not None:
+            self.output.say(
+                "predicted before the step:" if foreseen else "a trace of the step explains the error:"
+            )
+            self.output.render(again)
+        elif live and (setup.profile.present or not applies_to_cpus_only(headline)):
+            self.output.render(Report(trace, tuple(live)))
+        else:
+            absent = f"this CPU has no kernel for these dtypes; a trace for {setup.profile.title} does not show the error:"
+            self.output.say(absent if live else f"{call.op} got incompatible dtypes:")
+            self.output.call(call)
+
+    def _traced_again(
+        self, *, trains: bool = False, generates: bool = False, alone: bool = False
+    ) -> Report | None:
+        """Trace the step again on fake tensors, and try the fixes. Return the report, or None if this is not possible.
+
+        With `alone`, only the generation is traced.
+        """
+        model = self.watch.model
+        if model is None or self.request is None or uncopied(model):
+            return None
+        request = self.request(model)
+        # The request may be for an evaluation before the training. If a backward raised, a training step is traced.
+        phases = DEFAULT_PHASES if trains else request.phases
+        report = self._traced(
+            replace(request, phases=(*(() if alone else phases), *(["generate"] if generates else [])))
+        )
+        for what in casts_since(self.report.trace, report.trace) if self.report and report else ():
+            self.output.say(f"after the step that was checked, the script has cast {what}")
+        return report
+
+    def _explain_by_other(self, error: BaseException) -> bool:
+        """Trace the call that raised the error if it is of a model that no recorded step has called.
+
+        Return True if this explained the error.
+        """
+        call, recorded = call_of(error), [*self.watch.roots, self.watch.model]
+        if call is None or self.request is None or uncopied(other := unwrapped(call[0])):
+            return False
+        inside = {id(part) for root in recorded if root is not None for part in root.modules()}
+        if any(id(part) in inside for part in other.modules()) or next(other.parameters(), None) is None:
+            return False
+        phases = () if trains(other) else (("generate",),)
+        request = self.request_of(Beginning(other, named_inputs(other, *call[1:]), *call[1:]), *phases)
+        report = self._traced(replace(request, autocast=self.request.keywords["autocast"]))
+        if report is None or not _shows(report, str(error)):
+            return False
+        self.output.say(f"a trace of another model of the script, {report.trace.model}, explains the error:")
+        self.output.render(report)
+        return True
+
+    def _traced(self, request: StepRequest) -> Report | None:
+        """Trace a step after a crash, and try the fixes. Return the report, or None if this is not possible."""
+        try:
+            free_gathered(request.model)  # parameters that FSDP had gathered at the crash
+            with self.output.working("tracing the step again, and trying the fixes"):
+                return look_ahead(request, TRIED_AFTER, AGAIN_SECONDS)
+        except Exception as error:  # noqa: BLE001 - the script's error was shown; this is one more line
+            self.output.say(f"the last known step could not be traced: {error_line(error)}")
+            return None
+
+
+def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
+    """Return the report, beginning with the finding that explains `call` or is in `live`; None if there is none."""
+    if report is None:
+        return None
+    codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}
+    for finding in report.errors:
+        place = call.module in (finding.module, *finding.places) or call.source == finding.source
+        known = (place and finding.phase == call.phase) or finding.cause in causes
+        if known and (finding.code in codes or not live):
+            notes = "the script stopped here", *finding.notes
+            stopped = replace(finding, source=finding.source or call.source, notes=notes)
+            others = [other for other in report.findings if other is not finding]
+            return replace(report, findings=(stopped, *others))
+    return None
+
+
+def _shows(report: Report, text: str) -> bool:
+    """Return whether an operator of the traced step raises an error that names the same dtypes as the text."""
+    named = {*_NAMED_DTYPES.findall(text.lower())}
+    messages = (call.breach.message.lower() for call in report.trace.breaches() if call.breach)
+    shown = not named or any(named.issubset(_NAMED_DTYPES.findall(message)) for message in messages)
+    return shown and bool(report.errors)
+
+
+def findings_of(findings: Iterable[Finding], *rules: ModuleType) -> list[Finding]:
+    """Return the findings of some rules."""
+    codes = {code_of(rule.__name__) for rule in rules}
+    return [finding for finding in findings if finding.code in codes]
