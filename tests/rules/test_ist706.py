@@ -61,6 +61,19 @@ def test_the_micro_batch_whose_gradients_ddp_averages(synced: str, averages: boo
     assert causes == ["the last forward before this step ran under no_sync()"] * wrong
 
 
+def test_a_forward_without_gradients_after_the_averaged_backward() -> None:
+    def step(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        model(X).sum().backward()
+        with torch.no_grad():
+            model(X)
+        optimizer.step()
+
+    with fake_process_group(2):
+        model = DistributedDataParallel(nn.Linear(8, 8))
+        model.register_comm_hook(None, lambda state, bucket: _done(bucket.buffer()))
+        assert watched(model, torch.optim.SGD(model.parameters(), lr=0.1), step) == []
+
+
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ShardedGradScaler])
 def test_a_scaler_that_decides_alone(scaler_class: type[torch.amp.GradScaler]) -> None:
     """facebookresearch/fairscale #421."""

@@ -106,8 +106,7 @@ def _alone(optimizer: torch.optim.Optimizer, recorder: LiveRecorder, roots: Sequ
     # DDP itself calls `c10d.broadcast_`.
     own = (call.op for call in recorder.calls if call.by_script and call.op.startswith(f"{COLLECTIVES}."))
     averaged = any("broadcast" not in op for op in own)
-    replicas = (root for root in roots if isinstance(root, nn.parallel.DistributedDataParallel))
-    local = (root for root in replicas if root.training and not root.require_forward_param_sync)
+    local = (root for root in roots if id(root) in recorder.unsynced)
     if not averaged and any(not held.isdisjoint(map(id, root.parameters())) for root in local):
         return "no_sync"
     # FSDP1's GradScaler has a process group. The recorder has marked the scale by which this step multiplied the loss.

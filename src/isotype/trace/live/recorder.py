@@ -71,6 +71,7 @@ class LiveRecorder(Recorder):
         weights: records of the parameters and buffers of every model that the script has called.
         terms: records the scalars of this step that have lost their graph.
         graded: ids of the parameters that got a gradient in a backward of this step.
+        unsynced: ids of the DDP models whose last forward with gradients ran under `no_sync()`.
         treatment: name of the simulated device's autocast list that contains the running function; "" if there is none.
         of_gradients: True to record only operators on accumulated gradients, and collectives.
     """
@@ -92,6 +93,7 @@ class LiveRecorder(Recorder):
         self.failure_text = ""
         self.weights: list[Weight] = []
         self.graded: set[int] = set()
+        self.unsynced: set[int] = set()
         self.terms = _Terms()
         self._marked: list[TensorWeakRef] = []
         self._process = os.getpid()
@@ -198,6 +200,12 @@ class LiveRecorder(Recorder):
     def begin_backward(self, tensors: Any, *, sums: bool) -> None:
         if not self.fault:
             self._book(self.terms.backward, tensors, sums)
+
+    def after_replica(self, replica: Any, args: Any, output: Any) -> None:
+        """Record, after a forward of a DDP model, whether DDP will average the gradients of this forward."""
+        if torch.is_grad_enabled():
+            change = self.unsynced.discard if replica.require_forward_param_sync else self.unsynced.add
+            change(id(replica))
 
     def add_up(self, note: Callable[..., None], *args: Any) -> None:
         """Call `note`, a method of `self.terms`, unless the recorder has stopped or records gradients."""

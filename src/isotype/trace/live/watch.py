@@ -343,6 +343,8 @@ class Watch:
                 prefix = f"{type(inner).__name__}."
             self._names.update({part: f"{prefix}{name}".rstrip(".") for name, part in inner.named_modules()})
             self._roots.append(inner)
+            if isinstance(inner, nn.parallel.DistributedDataParallel):
+                self._recording.callback(inner.register_forward_hook(recorder.after_replica).remove)
             self._without_modes(lambda: self._recording.enter_context(recorder.weigh(inner, prefix)))
         self._names.setdefault(module, "")
         recorder.mark_inputs(named_inputs(inner, args, kwargs))
@@ -480,6 +482,7 @@ class Watch:
         parts = (part for root in self._roots for part in root.modules() if part in self._names)
         # The code after a failed step may have changed the mode. Newer layers recompute in eval mode, too.
         recomputes = failure is not None or any(call.recomputed for call in calls)
+        idle = () if recomputes else (name for root in self._roots for name in idle_checkpoints(root))
         return Trace(
             setup=setup,
             calls=tuple(calls),
@@ -491,9 +494,7 @@ class Watch:
             model=type(self._roots[0]).__name__ if self._roots else "",
             input_dtypes=dict(recorder.inputs),
             unmatched=tuple(name for root in self._roots for name in unmatched(root)),
-            idle_checkpoints=()
-            if recomputes
-            else tuple(n for root in self._roots for n in idle_checkpoints(root)),
+            idle_checkpoints=tuple(idle),
             no_autocast=no_autocast,
             lost_terms=tuple(dict.fromkeys(recorder.terms.lost)),
             **self.gradients,
@@ -503,8 +504,7 @@ class Watch:
         """Return the autocast dtype under which most operators of the last forward ran; None without autocast."""
         assert self.recorder is not None
         # The second of two optimizers may step after the backward of the first.
-        if self.recorder.phase != "optimizer" or any(
-            call.phase == "backward" for call in self.recorder.calls
-        ):
+        backward = any(call.phase == "backward" for call in self.recorder.calls)
+        if backward or self.recorder.phase != "optimizer":
             self._autocast = autocast_of(self.recorder.calls)
         return self._autocast and self.stands.get(self._autocast, self._autocast)
