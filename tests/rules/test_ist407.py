@@ -99,3 +99,11 @@ def test_weights_that_an_evaluation_has_repacked_are_an_error() -> None:
     module[0].requires_grad_(False)  # as the first projections of a model whose embeddings are frozen
     module.append(nn.Linear(64, 2, dtype=BF16))
     assert found(module, "cpu-avx512", "forward", "backward") == []
+
+
+def test_repacked_weights_without_gradients_are_not_the_cause_of_a_detached_loss() -> None:
+    module = model(64).requires_grad_(False).append(nn.Linear(64, 2, dtype=BF16))
+    module[1].weight.quant_state.packing_format_for_cpu = True
+    x = torch.randn(2, 64, dtype=BF16)
+    report = isotype.check(module, lambda each: each(x).detach().sum(), device="cpu-avx512")
+    assert [each.code for each in report.errors] == ["IST307"]

@@ -59,7 +59,6 @@ from isotype.rules.kit.weight_sets import (
     layer_of,
     names,
     quantized,
-    repacked,
     trained,
     unseen_towers,
 )
@@ -81,7 +80,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if refused is not None and device_error(refused) == device_error(NOT_SCALAR):
         yield _not_scalar(refused)
         return
-    if (refused is None and trace.reached is None) or repacked(trace):
+    if (refused is None and trace.reached is None) or any(call.cuts for call in trace.calls):
         return  # IST407 reports repacked weights, which pass no gradient
     frozen = grouped((part for part in trace.unreached if part.frozen), lambda part: part.frozen)
     for line, parts in frozen.items():
