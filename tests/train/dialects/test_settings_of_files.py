@@ -20,6 +20,7 @@ from isotype.planning.from_request import _notes as left_out
 from isotype.planning.request import parse_request
 from isotype.train.command.parse import parse_command
 from isotype.train.command.settings import Settings
+from isotype.train.dialects.translate import in_isotype_names
 from isotype.train.preflight.step_plan import parse_options
 from isotype.train.training import run
 from tests.parsed import parse_settings
@@ -323,6 +324,11 @@ def test_a_file_of_another_program_is_named(
     assert f"a file of {program}\n" in text
     assert f"fix       {fix}" in text
     assert text.count("expected") == 1
+
+
+def test_the_settings_of_deepspeed_may_stand_in_a_file() -> None:
+    content = {"deepspeed": {"zero_optimization": {"stage": 2}}}
+    assert in_isotype_names(content, "sft", "file.yaml", trains=False) == (content, [])
 
 
 def test_arguments_of_llama_factory_are_named_at_once() -> None:

@@ -90,7 +90,8 @@ def in_isotype_names(
     values: dict[str, Any], method: str, path: str, *, trains: bool
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Return a file's values by isotype's names, and a problem for each refused name. Log the names that are not used."""
-    named = {*values, *(key for group in values.values() if isinstance(group, dict) for key in group)}
+    groups = (group for name, group in values.items() if isinstance(group, dict) and name != "deepspeed")
+    named = set(values).union(*groups)
     for name, (program, fix) in _OTHERS.items():
         if name in named:
             expected = "a file of isotype, TRL, axolotl or LLaMA-Factory"
