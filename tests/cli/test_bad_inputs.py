@@ -286,7 +286,7 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
             "check accelerate launch --num_processes 4 -m axolotl.cli.train axolotl.yml",
             "check axolotl.yml --devices 4",
         ),
-        ("check CUDA_VISIBLE_DEVICES=0 llamafactory-cli train factory.yaml", "check factory.yaml"),
+        ("check NCCL_P2P_DISABLE=1 llamafactory-cli train factory.yaml", "check factory.yaml"),
         (
             "check llamafactory-cli train --stage sft --model_name_or_path chat --finetuning_type full",
             "check --max_length 2048 --learning_rate 5e-05 --use_peft False --dtype auto --model_name_or_path chat",

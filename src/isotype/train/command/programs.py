@@ -25,7 +25,7 @@ _COUNTS = ("--num_processes", "--nproc_per_node", "--nproc-per-node", "--num_gpu
 def refuse_program(words: Sequence[str]) -> None:
     """Raise UsageError if `words` begin with another program. The fix is isotype's command for the same training."""
     line = separated(words)
-    start = next((at for at, word in enumerate(line) if not re.match(r"env$|[A-Z_]+=", word)), len(line))
+    start = next((at for at, word in enumerate(line) if not re.match(r"env$|\w+=", word)), len(line))
     named = line[start] if line[start + 1 :] else ""  # a single word may be a model
     expected = "MODEL, or a training command of isotype"
     if (script := "".join(line[start : start + 1])).endswith(".py"):
@@ -47,10 +47,12 @@ def refuse_program(words: Sequence[str]) -> None:
             variables = (word.split("=") for word in line[:at] if word.count("=") == 1)
             pairs = (*variables, *pairwise(line[:at]), *os.environ.items())
             counts = [count for name, count in pairs if name in _COUNTS and count.isdigit()]
-            kept += ("--devices", counts[0]) if counts else ()
-            kept += ("--use_peft", "False") if trains == "trl" and not _says_use_peft(line) else ()
+            known = bool(kept) or trains in _NAMING
+            if known:
+                kept += ("--devices", counts[0]) if counts else ()
+                kept += ("--use_peft", "False") if trains == "trl" and not _says_use_peft(line) else ()
             fix = f"write {' '.join(kept)} instead" if kept else "remove it"
-            swap = (tuple(line[:end]), kept) if kept or trains in _NAMING else None
+            swap = (tuple(line[:end]), kept) if known else None
             problem = Problem(" ".join(line[:end]), expected, fix, swap)
             break
         if named in LAUNCHERS and (module or after.endswith(".py")):
