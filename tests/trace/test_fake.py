@@ -93,7 +93,22 @@ def _calls_itself(layer: nn.Linear) -> Any:
     return forward
 
 
-@pytest.mark.parametrize("stores", [_binds_default, _nests, _keeps_in_containers, _calls_itself])
+def _shares_a_list(layer: nn.Linear) -> Any:
+    held: list[Any] = [layer]
+
+    def store(x: torch.Tensor) -> None:
+        held.append(x)
+
+    def forward(x: torch.Tensor) -> Any:
+        store(x)
+        return held[0](held[-1])
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    "stores", [_binds_default, _nests, _keeps_in_containers, _calls_itself, _shares_a_list]
+)
 def test_a_forward_that_stores_its_layer_uses_the_twins_layer(stores: Any) -> None:
     """A library that patches the layers of a model in a loop binds each of them as the default of an argument."""
     model = nn.ModuleDict({"inner": nn.Linear(4, 4)})
