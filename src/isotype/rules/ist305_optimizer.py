@@ -133,7 +133,7 @@ def _fixes(trace: Trace, broken: Sequence[Call], mismatched: Operand) -> Iterato
     kinds = {kind for kind, _ in trace.setup.updates.values()} or {optimizer}
     by_torch = all(kind in OPTIMIZERS or hasattr(torch.optim, kind) for kind in kinds)
     one_line = len({other.source for other in trace.calls if other.phase == call.phase}) == 1
-    if optimizer.startswith("fused "):
+    if "fused " in optimizer:
         yield advice("optimizer", "create the optimizer with fused=False")
     elif "fused" in optimizer:
         yield setting("use an optimizer that is not fused", "optimizer", "adamw")

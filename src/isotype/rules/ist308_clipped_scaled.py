@@ -107,9 +107,8 @@ def find(trace: Trace) -> Iterator[Finding]:
         return
     where = short(clips[0].source) or "the clipping"
     how = f"call scaler.unscale_(optimizer) before {where}"
-    if in_library(
-        clips[0].source
-    ):  # Lightning unscales in each step, and nothing else may unscale before the step
+    if in_library(clips[0].source):
+        # Lightning unscales in each step, and nothing else may unscale before the step.
         how = "multiply the limit of the clipping by scaler.get_scale()"
     yield finding_at(
         "warning",

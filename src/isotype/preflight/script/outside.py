@@ -57,9 +57,8 @@ def outside(error: BaseException, model: nn.Module, step: Trace) -> Outside:
     source, variables = line_of(error), dict(tensors_at_hand(error))
     if gradientless := _without_gradients(error, model, names):
         kernels = (part for part in step.untraced if part.startswith("the kernels of"))
-        return Outside(
-            source, (), "; ".join([gradientless, *(f"{part} may have no backward" for part in kernels)])
-        )
+        advice = [gradientless, *(f"{part} may have no backward" for part in kernels)]
+        return Outside(source, (), "; ".join(advice))
     if (copied := _of_copy(error, model)) is not None:
         return replace(copied, source=source)
     states = dict(_of_optimizer(error))

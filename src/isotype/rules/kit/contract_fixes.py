@@ -180,10 +180,8 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
         flow = [w.name for w in blamed if w.module and not w.buffer and w.kind != "norm"]
         makers += [name.rpartition(".")[0] for name in weights_meant(trace, flow)]
     makers = list(dict.fromkeys(makers))
-    if (
-        group.cause.kind == "input" and ".layers[" in group.cause.name
-    ):  # no fix can cast the tensors of a cache
-        owner = group.cause.name.partition(".")[0]
+    owner, layers, _ = group.cause.name.partition(".layers[")
+    if group.cause.kind == "input" and layers:  # no fix can cast the tensors of a cache
         yield advice(owner, f"create {owner} in {expected}")
         return
     for targets in (*([makers] if len(makers) > 1 else []), *([module] for module in makers)):

@@ -460,9 +460,8 @@ class _Step:
                 required = labels is not None and labels.default is inspect.Parameter.empty
                 dropped = () if required else ("labels",)
                 inputs = {k: v for k, v in self.inputs.items() if k not in dropped}
-                if "labels" in self.inputs and getattr(
-                    getattr(self.twin, "config", None), "is_encoder_decoder", False
-                ):
+                config = getattr(self.twin, "config", None)
+                if "labels" in self.inputs and getattr(config, "is_encoder_decoder", False):
                     # A training forward derives the decoder's tokens from the labels.
                     inputs.setdefault("decoder_input_ids", torch.zeros_like(self.inputs["labels"]))
                 self.loss_of(self.twin, inputs)
