@@ -272,7 +272,7 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
             "check kto --devices 8 --use_peft False chat --device t4",
         ),
         ("check python bad_build.py --epochs 2", "run bad_build.py --epochs 2"),
-        ("check bad_build.py --device t4 --epochs 2", "run --device t4 bad_build.py --epochs 2"),
+        ("check bad_build.py --device t4 --gpu t4", "run --device t4 bad_build.py --gpu t4"),
         (
             "check env NPROC_PER_NODE=8 swift sft --model chat",
             "check sft --devices 8 --model_name_or_path chat",
@@ -372,6 +372,7 @@ def test_the_number_of_processes_of_a_launcher_in_the_environment(capsys, folder
         "check chat --max_memory 10GiB",
         "check ppo chat",
         "check trl env chat",
+        "check swift rlhf --rlhf_type ppo chat",
         "check accelerate config",
         "sft chat --max_steps two",
         "sft chat --data a.jsonl --lr -1",

@@ -29,12 +29,11 @@ def refuse_program(words: Sequence[str]) -> None:
     named = line[start] if line[start + 1 :] else ""  # a single word may be a model
     expected = "MODEL, or a training command of isotype"
     if (script := "".join(line[start : start + 1])).endswith(".py"):
-        device = [word for pair in pairwise(line) if pair[0] == "--device" for word in pair]
-        others = [word for word in line[start:] if word not in device]
+        rest = line[start:]
+        at = rest.index("--device") if "--device" in rest else len(rest)
+        run = ("run", *rest[at : at + 2], *rest[:at], *rest[at + 2 :])
         fix = f"isotype run {script} runs it; isotype check {Path(script).stem}:FUNCTION checks a function in it that returns (model, inputs)"
-        problem = Problem(
-            f"the script {script}", expected, fix, (("check", *line), ("run", *device, *others))
-        )
+        problem = Problem(f"the script {script}", expected, fix, (("check", *line), run))
         raise UsageError("not a model", [problem])
     if named not in (*LAUNCHERS, *TRAINERS, "isotype"):
         return
@@ -74,8 +73,7 @@ def _kept(line: Sequence[str], at: int, program: str) -> tuple[int, tuple[str, .
     if word.startswith("--"):
         return at, ("sft",)
     if word == "rlhf":
-        method = next((value for name, value in pairwise(line) if name == "--rlhf_type"), "")
-        return (at + 1, (SAME_METHODS.get(method, method),))
+        word = next((value for name, value in pairwise(line) if name == "--rlhf_type"), "")
     method = SAME_METHODS.get(word, word)
     return (at + 1, (method,)) if method in METHODS else (at, ())
 
