@@ -25,7 +25,7 @@ def test_a_head_that_the_checkpoint_lacks() -> None:
         for part in ("original_module", "modules_to_save.default")
     ]
     (finding,) = find(trace(heads))
-    assert finding.message == "2 weights have never been quantized, but the layer computes with packed codes"
+    assert finding.message == "2 weights are not quantized, but the layer computes with packed codes"
     assert finding.cause == "score.weight is bfloat16: the checkpoint lacks it, or code replaced it"
     assert (
         finding.fixes[0].description

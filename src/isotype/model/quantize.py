@@ -105,9 +105,8 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         factors = _into_float16(absmax)
         values = (weight[part] * factors).to(torch.float16).float()
         largest = (absmax * factors).to(torch.float16).float()
-        codes[part] = (
-            values.mul_(127.0 / largest).round_().nan_to_num_()
-        )  # in rows of zeros, 0 x (127 / 0) is NaN
+        # In rows of zeros, 0 x (127 / 0) is NaN.
+        codes[part] = values.mul_(127.0 / largest).round_().nan_to_num_()
         scales[part] = (largest / factors).squeeze(1)
     return codes, scales
 

@@ -405,7 +405,7 @@ class Trace:
         repeated: the lines of two optimizer steps with the same gradients and no backward between them; else None.
         scaled: whether the optimizer used gradients that were still multiplied by a loss scale.
         unscaled: whether a GradScaler divided gradients by the loss scale although the loss was not multiplied by it.
-        alone: why each process makes another update than the other processes: "no_sync" (DDP has not averaged the
+        unequal: why each process makes another update than the other processes: "no_sync" (DDP has not averaged the
             gradients) or "scaler" (each process's GradScaler decides alone); "" if no reason is known.
         unmoved: 16-bit parameters that have a gradient, but were not changed by the optimizer's step.
         spoiled: 16-bit parameters that became NaN or infinite in the optimizer's step.
@@ -438,7 +438,7 @@ class Trace:
     repeated: tuple[str, str] | None = None
     scaled: bool = False
     unscaled: bool = False
-    alone: str = ""
+    unequal: str = ""
     unmoved: tuple[str, ...] = ()
     spoiled: tuple[str, ...] = ()
     lost_terms: tuple[tuple[str, str], ...] = ()

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 
+from isotype.core.names import in_module
 from isotype.records.trace import Operand
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Broken, Claim
@@ -51,7 +52,7 @@ def _is_of_adapter(operand: Operand, broken: Broken) -> bool:
         return False
     if owner is None or operand is broken.mismatched:
         return True
-    return broken.call.module.startswith(owner.module) or math.prod(operand.shape) == math.prod(owner.shape)
+    return in_module(broken.call.module, owner.module) or math.prod(operand.shape) == math.prod(owner.shape)
 
 
 CLAIMS = (Claim("operand", _takes_an_adapter),)

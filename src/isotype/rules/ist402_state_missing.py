@@ -39,7 +39,9 @@ def find(trace: Trace) -> Iterator[Finding]:
     if plain := [weight for weight in missing if weight.dtype.is_floating_point]:
         heads = dict.fromkeys(base_name(weight.module).rpartition(".")[2] for weight in plain)
         how = f"load the model with BitsAndBytesConfig(…, llm_int8_skip_modules={[*heads]})"
-        message = f"{agree(count(plain), 'weight', 'have')} never been quantized, but the layer computes with packed codes"
+        message = (
+            f"{agree(count(plain), 'weight', 'are')} not quantized, but the layer computes with packed codes"
+        )
         cause = f"{base_name(plain[0].name)} is {dtype_name(plain[0].dtype)}: the checkpoint lacks it, or code replaced it"
         yield finding_of("error", message, plain, cause=cause, fixes=(advice(plain[0].module, how),))
     if lost := [weight for weight in missing if not weight.dtype.is_floating_point]:

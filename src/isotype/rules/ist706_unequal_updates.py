@@ -57,6 +57,6 @@ _REASONS = {
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    if trace.alone:
-        message, cause, how = _REASONS[trace.alone]
-        yield Finding("error", message, phase="optimizer", cause=cause, fixes=(advice(trace.alone, how),))
+    if trace.unequal:
+        message, cause, how = _REASONS[trace.unequal]
+        yield Finding("error", message, phase="optimizer", cause=cause, fixes=(advice(trace.unequal, how),))

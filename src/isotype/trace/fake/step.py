@@ -389,10 +389,10 @@ class _Step:
                 self._refuse("GradScaler.step", NOTHING_UNSCALED, [("parameter", self._trainable()[0])])
             return
         request: Any = self.code.optimizer or self.setup.optimizer
-        copies = [names_instead(optimizer, self.code.model) for optimizer in optimizers_in(request)]
-        given = any(True for optimizer in optimizers_in(request) for _ in parameters_of(optimizer))
+        optimizers = optimizers_in(request)
+        copies = [names_instead(optimizer, self.code.model) for optimizer in optimizers]
         # A script's optimizers, which have names instead of parameters, may not be all.
-        held = updates_of(copies) if given else {}
+        held = updates_of(copies) if any([*parameters_of(optimizer)] for optimizer in optimizers) else {}
         self.unheld = tuple(name for name, _ in named if held and name not in held)
         ledger = self.recorder.ledger
         ledger.kind, ledger.share = "optimizer", self.process.share  # Adagrad's constructor makes its states

@@ -52,7 +52,8 @@ def gradients_of(
     trained = [weight for weight in weights if weight.requires_grad]
     reached = sum(weight.grad is not None for weight in trained)
     lost = [(id(w), recorder.names.get(id(w))) for w in trained if w.grad is None]
-    frozen = [w for root in roots for w in root.parameters() if w.grad is None and id(w) in recorder.frozen]
+    frozen = [w for root in roots for w in root.parameters() if id(w) in recorder.frozen and w.grad is None]
+    frozen = [w for w in frozen if not w.requires_grad and id(w) not in recorder.graded]
     held = {id(weight) for weight in weights}
     optimizers = living(torch.optim.Optimizer)
     elsewhere = {id(w): w for other in optimizers for w in parameters_of(other) if id(w) not in held}
@@ -69,22 +70,22 @@ def gradients_of(
     graded = [weight for weight in trained if weight.grad is not None]
     of_this_step = bool(graded) and all(id(weight) in recorder.graded for weight in graded)
     unmultiplied = of_this_step and not _multiplied(recorder, scales)
+    unused = (
+        Unreached(
+            origin.name,
+            used[origin.name],
+            ignored=True,
+            cut=recorder.cuts.get(key, ""),
+            # A script that keeps other gradients has removed these on purpose.
+            cleared=not reached and key in recorder.graded,
+        )
+        for key, origin in lost
+        if origin is not None and origin.name in used
+    )
     return {
         "plain": unmultiplied and not divides,
         "reached": reached if all_of_model else None,
-        "unreached": tuple(
-            Unreached(
-                origin.name,
-                used[origin.name],
-                ignored=True,
-                cut=recorder.cuts.get(key, ""),
-                # A script that keeps other gradients has removed these on purpose.
-                cleared=not reached and key in recorder.graded,
-            )
-            for key, origin in lost
-            if origin is not None and origin.name in used
-        )
-        + tuple(_frozen(recorder, [w for w in frozen if not (w.requires_grad or id(w) in recorder.graded)])),
+        "unreached": (*unused, *_frozen(recorder, frozen)),
         "orphans": sum(origin is None for _, origin in lost),
         "idle": {recorder.names[id(weight)].name for weight in left if weight.grad is None},
         "unheld": tuple(
@@ -93,11 +94,11 @@ def gradients_of(
         # The recorder has marked the loss scale if this step has multiplied a loss by it.
         "scaled": alone and not unscaled and any(hasattr(scale, ORIGIN) for scale in scales),
         "unscaled": unmultiplied and divides,
-        "alone": _alone(optimizer, recorder, roots),
+        "unequal": _unequal(optimizer, recorder, roots),
     }
 
 
-def _alone(optimizer: torch.optim.Optimizer, recorder: LiveRecorder, roots: Sequence[nn.Module]) -> str:
+def _unequal(optimizer: torch.optim.Optimizer, recorder: LiveRecorder, roots: Sequence[nn.Module]) -> str:
     """Return why each process makes another update: "no_sync" or "scaler". Return "" if no reason is known."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
