@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
+    MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
@@ -19,8 +20,9 @@ import isotype
 from isotype.compat.torch import fake_process_group
 from isotype.core.errors import UsageError
 from isotype.report.check.report import Report
+from isotype.trace.live.watch import Watch
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Net(nn.Module):
@@ -105,3 +107,24 @@ def test_a_model_that_fsdp1_has_flattened_is_refused() -> None:
         model = FullyShardedDataParallel(Net(None), device_id=torch.device("cpu"), sharding_strategy=whole)
         with pytest.raises(UsageError, match="check the model before FSDP1 or DeepSpeed wraps it"):
             isotype.check(model, {"x": torch.ones(2, 8)}, device="cpu")
+
+
+@pytest.mark.parametrize(("param_dtype", "gathered"), [(None, None), (FP16, FP16)])
+def test_fsdp1_casts_gradients_to_reduce_dtype_and_gathers_no_weights_in_it(
+    param_dtype: torch.dtype | None, gathered: torch.dtype | None
+) -> None:
+    seen: list[torch.dtype | None] = []
+    watch = Watch(after=lambda: seen.append(watch.recorder.gathered if watch.recorder else FP32))
+    with fake_process_group(2):
+        mixed = MixedPrecision(param_dtype=param_dtype, reduce_dtype=FP32)
+        net = Net(None).bfloat16()
+        model = FullyShardedDataParallel(net, device_id=torch.device("cpu"), mixed_precision=mixed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        watch.attach()
+        try:
+            model(torch.ones(2, 8, dtype=BF16)).sum().backward()
+            optimizer.step()
+        finally:
+            watch.detach()
+            watch.forget()
+    assert seen == [gathered]

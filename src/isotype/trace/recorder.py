@@ -409,10 +409,11 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             if before is not None and before.kind == "gradient":
                 before = before.before  # a gradient is cast in every layer: keep only the last cast
             if "torch.distributed.fsdp" in sys.modules and is_called_by("torch.distributed.fsdp"):
-                if self.gathered is None and before is not None and before.kind != "buffer":
+                if self.gathered is None and self.phase == "forward" and before and before.kind != "buffer":
                     self.gathered = dtype  # FSDP1's parameters are views, which name no parameter
-                option = PARAM_DTYPE if self.gathered in (dtype, None) else OUTPUT_DTYPE
-                return Origin("operator", dtype, option, "", source, before)
+                if self.gathered is not None:
+                    option = PARAM_DTYPE if self.gathered == dtype else OUTPUT_DTYPE
+                    return Origin("operator", dtype, option, "", source, before)
             kind: Any = self._cast_kind() if operands else "constant"
             like = self._like(dtype) if kind in ("cast", "constant") else None
             return Origin(kind, dtype, function, module, source, before, like)
