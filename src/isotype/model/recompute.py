@@ -50,10 +50,9 @@ def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: b
 
 def idle_checkpoints(model: nn.Module) -> tuple[str, ...]:
     """Return the trained modules with gradient checkpointing that recompute nothing, because they are in eval mode."""
-    on = ((name, part) for name, part in model.named_modules() if vars(part).get("gradient_checkpointing"))
-    return tuple(
-        name for name, part in on if not part.training and any(p.requires_grad for p in part.parameters())
-    )
+    parts = ((name, part) for name, part in model.named_modules() if not part.training)
+    on = ((name, part) for name, part in parts if vars(part).get("gradient_checkpointing"))
+    return tuple(name for name, part in on if any(p.requires_grad for p in part.parameters()))
 
 
 def checkpointing_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -43,9 +43,8 @@ def is_gathered(module: nn.Module) -> bool:
 def is_flattened(model: nn.Module) -> bool:
     """Return whether FSDP1 has replaced parameters of `model` by this process's parts of flattened parameters."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(
-        isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()
-    )
+    flat = getattr(fsdp, "FullyShardedDataParallel", ())
+    return any(isinstance(module, flat) for module in model.modules())
 
 
 def uncopied(model: nn.Module) -> str:

@@ -22,8 +22,8 @@ the model computes the loss, the loss needs no second cast of the logits. Megatr
         loss = loss + F.cross_entropy(rows.float(), targets)
 
 **What is not reported.** A float32 copy that a loss uses as a whole, because softmax and loss need float32. Copies of
-outputs from which a script computes its own loss, if the check did not trace this loss. The rule ignores copies below 1 % of the step's peak memory; copies below 5 % get a note. The reported memory is the
-size of the copies.
+outputs from which a script computes its own loss, if the check did not trace this loss. The rule ignores copies below
+1 % of the step's peak memory; copies below 5 % get a note. The reported memory is the size of the copies.
 
 **How safe is the fix?** Softmax and loss still compute in float32, with the same values.
 

@@ -142,18 +142,19 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._reported and (match := _AVERAGES.fullmatch(name := operator_name(func))):
+        name = operator_name(func)
+        adds, follows = ADDS_IN_PLACE.match(name), _FOLLOWED.fullmatch(name)
+        if not self._reported and (adds or follows):
             source = shown(asking_line())
             if name.endswith("_.Tensor") and "peft/tuners/" in source and args[0].dtype in HALVES:
                 self._merge, self._reported = self._call(name, args[0], source, MERGED_WEIGHT), True
                 return result
             firsts = [arg[0] if isinstance(arg, (list, tuple)) and arg else arg for arg in args]
             scales = (kwargs or {}).get("alpha", 1) != 1
-            averages = self._follow(
-                match["name"], list(tensors_of(firsts)), next(tensors_of(result), None), scales
-            )
+            operands, new = list(tensors_of(firsts)), next(tensors_of(result), None)
+            averages = follows is not None and self._follow(follows["name"], operands, new, scales)
             copies = (t for t in tensors_of(args[0]) if self._kinds(t) == {"copy"})
-            in_place = next(copies, None) if ADDS_IN_PLACE.match(name) else None
+            in_place = next(copies, None) if adds else None
             if averages or in_place is not None:
                 self._reported = True
                 average = next(tensors_of(args)) if in_place is None else in_place
@@ -162,9 +163,8 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
 
     def _call(self, name: str, changed: torch.Tensor, source: str, described: str) -> Call:
         origin = Origin("outside", changed.dtype, described)
-        return Call(
-            name, "forward", "", source, (Operand("self", changed.dtype, tuple(changed.shape), origin),), ()
-        )
+        operand = Operand("self", changed.dtype, tuple(changed.shape), origin)
+        return Call(name, "forward", "", source, (operand,), ())
 
     def _follow(
         self, name: str, operands: Sequence[torch.Tensor], result: torch.Tensor | None, scales: bool
@@ -207,10 +207,8 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         self._terms.clear()
 
 
-_AVERAGES = re.compile(
-    r"aten\.(?:_foreach_)?(?P<name>mul|div|sub|rsub|add|lerp|copy_|(?:add|sub|lerp|addcmul|addcdiv|addmm|addbmm|baddbmm)_)\.\w+"
-)
-"""Operators that compute averages."""
+_FOLLOWED = re.compile(r"aten\.(?:_foreach_)?(?P<name>mul|div|sub|rsub|add|lerp|copy_)\.\w+")
+"""Names of the operators that compute averages, except those that add to their first argument."""
 
 
 def _product(weight: nn.Parameter) -> torch.Tensor:
