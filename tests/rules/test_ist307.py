@@ -103,7 +103,7 @@ def test_a_loss_of_several_elements_is_an_error() -> None:
     (finding,) = isotype.check(model, losses, device="cpu", phases=STEP).errors
     assert (finding.code, finding.phase) == ("IST307", "backward")
     assert (finding.message, finding.cause[-6:]) == (
-        "the loss has several elements: backward raises",
+        "the loss has 8 elements: backward raises",
         "[2, 4]",
     )
     assert finding.notes == (f"the device raises: {error}",)

@@ -372,12 +372,12 @@ class Failure:
 
 
 GRADIENTLESS = ("torch.autograd.backward", "GradScaler.step")
-"""Calls that raise an error if there are no gradients, whatever the dtypes are."""
+"""Calls that raise one of the errors in `GRADIENT_ERRORS`, whatever the dtypes are."""
 NO_GRADIENT = "element 0 of tensors does not require grad and does not have a grad_fn"
 NOT_SCALAR = "grad can be implicitly created only for scalar outputs"
 NOTHING_UNSCALED = "No inf checks were recorded for this optimizer."
 GRADIENT_ERRORS = (NO_GRADIENT, NOT_SCALAR, NOTHING_UNSCALED)
-"""Error messages of the calls in `GRADIENTLESS` if there are no gradients."""
+"""Error messages of the calls in `GRADIENTLESS`: there are no gradients, or the loss is no scalar."""
 
 
 @dataclass(frozen=True, eq=False)

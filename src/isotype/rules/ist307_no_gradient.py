@@ -45,10 +45,11 @@ guopengf/FL-MRCM #10; bboylyg/NAD #8; thuml/predrnn-pytorch #11; somuchtome/SimA
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from isotype.core.names import agree, grouped, short
+from isotype.core.names import agree, grouped, plural, short
 from isotype.records.finding import Finding, Fix, finding_at
 from isotype.records.reach import Unreached
 from isotype.records.trace import GRADIENTLESS, NOT_SCALAR, Call, Trace, Weight
@@ -115,11 +116,12 @@ def find(trace: Trace) -> Iterator[Finding]:
 
 
 def _not_scalar(refused: Call) -> Finding:
+    shape = refused.operands[0].shape
     return finding_at(
         "error",
-        "the loss has several elements: backward raises",
+        f"the loss has {plural(math.prod(shape), 'element')}: backward raises",
         [refused],
-        cause=f"the loss function returns a tensor of the shape {list(refused.operands[0].shape)}",
+        cause=f"the loss function returns a tensor of the shape {list(shape)}",
         notes=device_error(refused),
         fixes=(advice("loss", "return a scalar, such as loss.mean()"),),
     )

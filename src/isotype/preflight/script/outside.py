@@ -91,11 +91,11 @@ def _help(
 
 def _without_gradients(error: BaseException, model: nn.Module, names: Mapping[int, str]) -> str:
     """Return advice for an error about missing gradients; "" for another error."""
-    if NO_GRADIENT in str(error) and not any(parameter.requires_grad for parameter in model.parameters()):
-        return "no parameter of the model requires a gradient: call requires_grad_() of those to train"
     how = "compute the loss outside of torch.no_grad(), and not from detached values"
     if NO_GRADIENT in str(error):
-        return how
+        frozen = not any(parameter.requires_grad for parameter in model.parameters())
+        why = "no parameter of the model requires a gradient: call requires_grad_() of those to train"
+        return why if frozen else how
     if NOT_SCALAR in str(error):
         return "call backward on a scalar, such as loss.mean()"
     if NOTHING_UNSCALED not in str(error):
