@@ -288,7 +288,7 @@ def apply_like_fsdp(function: Callable[[Any], Any], values: Any) -> Any:
     return getattr(_fsdp_state, "_apply_to_tensors", tree_map)(function, values)
 
 
-def free_gathered(module: Any) -> None:
+def reshard(module: Any) -> None:
     """Give a module its sharded parameters back, even if its forward has raised an error.
 
     After such an error, `module.reshard()` does nothing if the module keeps gathered parameters until the backward.

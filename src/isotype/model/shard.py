@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat import torch as torch_compat
-from isotype.compat.torch import sharded_policy
+from isotype.compat.torch import reshard, sharded_policy
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.core.names import with_parents
@@ -79,7 +78,7 @@ def gathering(model: nn.Module) -> dict[str, tuple[str, torch.dtype | None]]:
 def free_gathered(model: nn.Module) -> None:
     """Free gathered parameters: some FSDP2 groups keep them after a forward without a backward, or after an error."""
     for module in filter(is_gathered, model.modules()):
-        torch_compat.free_gathered(module)
+        reshard(module)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -73,10 +73,8 @@ def find(trace: Trace) -> Iterator[Finding]:
                 )
     elif _backward_in_float16(trace):
         message = "the backward runs in float16 without loss scaling: gradients below 6e-8 become zero"
-        autocast = setup.autocast == torch.float16
-        cause = (
-            f"{'autocast to float16' if autocast else 'float16 compute'}, and no GradScaler scales the loss"
-        )
+        how = "autocast to float16" if setup.autocast == torch.float16 else "float16 compute"
+        cause = f"{how}, and no GradScaler scales the loss"
     else:
         return
     yield finding_of(

@@ -87,12 +87,11 @@ def find(trace: Trace) -> Iterator[Finding]:
     if frozen and any(weight.adapter for weight in trace.weights):
         values = sum(math.prod(weight.shape) * weight.repeats for weight in frozen)
         targets = ", ".join(distinct_names(".".join(weight.name.split(".")[-2:]) for weight in frozen))
+        how = f"add these names to LoraConfig.target_parameters: {targets}"
         yield finding_of(
             "note",
             f"{agree(count(frozen), 'stacked expert weight', 'have')} no adapter: {values:,} values stay frozen",
             frozen,
             cause="stacked experts are parameters, not linear layers",
-            fixes=(
-                advice("target_parameters", f"add these names to LoraConfig.target_parameters: {targets}"),
-            ),
+            fixes=(advice("target_parameters", how),),
         )

@@ -94,8 +94,8 @@ class Numbers:
         """Return a number of the tensor's type that lets the code continue: 1 or True by default."""
         frame = asking_frame()
         # torch.nn.functional checks some arguments, such as the variances of gaussian_nll_loss.
-        inner = (inner for inner, _ in walk_stack(frame_above(1)))
-        between = takewhile(lambda inner: inner is not frame, inner)
+        frames = (inner for inner, _ in walk_stack(frame_above(1)))
+        between = takewhile(lambda inner: inner is not frame, frames)
         checks = (inner for inner in between if inner.f_code.co_filename == functional.__file__)
         frame = next((check for check in checks if use_in(check)[0] is not None), frame)
         number = 1.0 if frame is None else self._number(frame, tensor)
