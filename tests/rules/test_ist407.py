@@ -9,7 +9,7 @@ from torch import nn
 
 import isotype
 from isotype.records.trace import Failure
-from isotype.rules import ist107_recomputation
+from isotype.rules import ist107_recomputation, ist407_repacked
 from tests.cpus import pretend
 from tests.rules.traces import traced
 
@@ -61,7 +61,9 @@ def test_a_recomputation_that_fails_for_repacked_weights_has_no_other_cause() ->
         w if w.quantization is None else replace(w, quantization=replace(w.quantization, repacked=True))
         for w in trace.weights
     ]
-    assert list(ist107_recomputation.find(replace(trace, weights=tuple(weights)))) == []
+    trace = replace(trace, weights=tuple(weights))
+    assert list(ist107_recomputation.find(trace)) == []
+    assert [each.severity for each in ist407_repacked.find(trace)] == ["error"]
 
 
 def test_the_cpu_at_hand_is_traced_without_repacking_and_repaired(monkeypatch: pytest.MonkeyPatch) -> None:

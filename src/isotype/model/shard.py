@@ -41,8 +41,7 @@ def is_gathered(module: nn.Module) -> bool:
 
 def is_flattened(model: nn.Module) -> bool:
     """Return whether FSDP1 has replaced parameters of `model` by this process's parts of flattened parameters."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    flat = getattr(fsdp, "FullyShardedDataParallel", ())
+    flat = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     return any(isinstance(module, flat) for module in model.modules())
 
 

@@ -320,8 +320,8 @@ def _with_copies_in(value: Any, memo: dict[int, Any]) -> Any:
         copies = [_with_copies_in(part, memo) for part in parts]
         if all(map(operator.is_, copies, parts)):
             return value
-        copy = dict(zip(value, copies, strict=True)) if isinstance(value, dict) else type(value)(copies)
-        return memo.setdefault(id(value), copy)  # functions may share the value
+        new = dict(zip(value, copies, strict=True)) if isinstance(value, dict) else type(value)(copies)
+        return memo.setdefault(id(value), new)  # functions may share the value
     owner = getattr(value, "__self__", value)
     ours = isinstance(owner, (nn.Module, torch.Tensor)) and id(owner) in memo
     return copied(value, memo) if ours else value

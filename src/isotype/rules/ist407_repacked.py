@@ -47,7 +47,8 @@ TITLE = "4-bit weights that an evaluation on this CPU repacks"
 def find(trace: Trace) -> Iterator[Finding]:
     setup = trace.setup
     cut = {call.module for call in trace.calls if call.cuts}
-    done = [weight for weight in repacked(trace) if weight.module in cut]
+    failed = trace.failure is not None and trace.failure.recomputed  # see IST107
+    done = [weight for weight in repacked(trace) if failed or weight.module in cut]
     if done and "backward" in setup.phases:
         message = f"bitsandbytes has repacked {plural(count(done), '4-bit weight')} for this CPU: the new layout has no backward"
         cause = f"{done[0].module} was evaluated without gradients before this step"
