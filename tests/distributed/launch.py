@@ -62,6 +62,12 @@ EVERY_LOAD: dict[str, dict[str, Any]] = {
         "changes": {},
         "lora": {**_LORA, "modules_to_save": ["lm_head", "embed_tokens"]},
     },
+    "DoRA": {"precision": _BF16, "changes": {}, "lora": {**_LORA, "use_dora": True}},
+    "DoRA nf4": {
+        "precision": {**_BF16, "quantization": "nf4"},
+        "changes": {},
+        "lora": {**_LORA, "use_dora": True},
+    },
     "full": {"precision": {**_BF16, "trainable": "full"}, "changes": {}, "lora": {}},
 }
 """Arguments of `tests.distributed.ranks.load` by what is special."""

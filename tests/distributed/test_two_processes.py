@@ -36,7 +36,7 @@ from tests.distributed.launch import (
 )
 from tests.zoo.processors import picture, save_vision_model
 
-LOADS = {name: EVERY_LOAD[name] for name in ("pinned", "nf4", "int8", "mixed", "full")}
+LOADS = {name: EVERY_LOAD[name] for name in ("pinned", "nf4", "int8", "mixed", "full", "DoRA", "DoRA nf4")}
 MODELS = {"experts": "qwen3-moe", "turned": "gpt2"}
 PACKED = {**EVERY_LOAD["plain"], "precision": {"dtype": "bfloat16", "quantization": "mxfp4"}}
 WHOLE = ("gguf", "mxfp4")
@@ -54,6 +54,17 @@ TRAININGS = {
         *SHARDED,
     ),
     "nf4": ("--quantization", "nf4", "--dtype", "float32", "--save_steps", 2, *SHARDED),
+    "DoRA": (
+        "--use_dora",
+        "True",
+        "--quantization",
+        "nf4",
+        "--dtype",
+        "float32",
+        "--save_steps",
+        2,
+        *SHARDED,
+    ),
     "full": ("--use_peft", "False", "--dtype", "bfloat16", "--save_steps", 2, *SHARDED),
     "ddp": ("--quantization", "int8", "--dtype", "float32"),
 }
@@ -311,6 +322,25 @@ def test_a_sharded_checkpoint_goes_on_in_one_process(together, tmp_path):
     resumed = [*TRAININGS["mixed"][:4], "--resume_from_checkpoint", checkpoint]
     alone(argv(together.model, together.data, tmp_path, 1, *STEPS, *resumed))
     assert losses(tmp_path)[-2:] == pytest.approx(losses(together.root / "mixed")[-2:], abs=2e-5)
+
+
+@pytest.mark.exhaustive
+def test_a_sharded_dora_goes_on_in_one_process_and_in_two(every, tmp_path):
+    out = every.root / "DoRA"
+    options = [*TRAININGS["DoRA"][:-2], "--resume_from_checkpoint", out / "checkpoint-2"]
+    alone(argv(every.model, every.data, tmp_path / "one", 1, *STEPS, *options))
+    assert losses(tmp_path / "one")[-2:] == pytest.approx(losses(out)[-2:], abs=2e-5)
+    # A new training of the saved adapter begins with the saved magnitudes, not with the norms of the weights.
+    further = {"model_name_or_path": out, "output_dir": tmp_path / "two"}
+    command = argv(every.model, every.data, tmp_path / "two", 2, *STEPS, *TRAININGS["DoRA"][2:])
+    for flag, value in further.items():
+        command[command.index(f"--{flag}") + 1] = str(value)
+    in_processes(2, [{"job": "train", "argv": ["sft", *command]}], tmp_path)
+    single = [str(out) if word == str(every.model) else word for word in command if word not in SHARDED]
+    single[single.index("--per_device_train_batch_size") + 1] = "4"
+    single[single.index("--output_dir") + 1] = str(tmp_path / "three")
+    alone(single)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "three"), abs=2e-5)
 
 
 @pytest.mark.exhaustive

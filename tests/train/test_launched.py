@@ -17,9 +17,11 @@ def training(fsdp: bool = False, **settings: Any) -> SimpleNamespace:
     )
 
 
-def taken(arguments: SimpleNamespace, **model: Any) -> Sharding | None:
+def taken(arguments: SimpleNamespace, *, dora: bool = False) -> Sharding | None:
+    method = SimpleNamespace(name="dpo", compares=lambda _: True)
+    precision = SimpleNamespace(quantization="int8")
     return take_sharding(
-        arguments, SimpleNamespace(use_dora=False, **model) if not model else SimpleNamespace(**model)
+        SimpleNamespace(training=arguments, use_dora=dora, method=method, precision=precision)
     )
 
 
@@ -44,9 +46,15 @@ def test_everything_that_cannot_be_done_is_named_at_once(monkeypatch: pytest.Mon
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")  # and no FSDP_VERSION: accelerate means 1
     with pytest.raises(UsageError) as raised:
-        taken(training(chat_template_path="other/model"), use_dora=True)
+        taken(training(chat_template_path="other/model"), dora=True)
     text = str(raised.value)
-    for named in ("fsdp_version 1", "fsdp_offload_params", "--use_dora", "--chat_template_path other/model"):
+    for named in (
+        "fsdp_version 1",
+        "fsdp_offload_params",
+        "--use_dora in dpo",
+        "--use_dora --quantization int8",
+        "--chat_template_path other/model",
+    ):
         assert named in text
 
 

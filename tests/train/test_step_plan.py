@@ -197,11 +197,16 @@ def test_the_number_of_devices_is_told_or_the_launchers(monkeypatch):
     assert plan("m", "--devices", "2").devices == 2
 
 
-def test_dora_over_shards_is_refused_as_in_the_training():
-    argv = ("sft", "--model_name_or_path", "m", "--use_dora", "True")
-    plan(*argv)
-    with pytest.raises(UsageError, match="DoRA needs norms of whole weights"):
-        plan(*argv, "--devices", "2", "--fsdp", "full_shard")
+def test_dora_over_shards_is_refused_where_a_process_needs_whole_weights():
+    argv = ("--model_name_or_path", "m", "--use_dora", "True", "--devices", "2", "--fsdp", "full_shard")
+    plan("sft", *argv)
+    plan("sft", *argv, "--quantization", "nf4")
+    for more, reason in (
+        (("dpo", *argv), "reference adapter needs norms of whole weights"),
+        (("sft", *argv, "--quantization", "int8"), "PEFT does not dequantize sharded int8 weights"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            plan(*more)
 
 
 def test_gathered_weights_may_be_kept():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from isotype.checkpoint.mapping.match import match
 from isotype.checkpoint.opened import Checkpoint, config_of, downloaded, headers_of, open_checkpoint
 from isotype.checkpoint.stored_weights import StoredWeights, fill_buffers
 from isotype.checkpoint.weightless import forget_quantization, skeleton, store
+from isotype.compat.peft import dora_without_weights
 from isotype.compat.torch import own_parameters
 from isotype.compat.transformers import draw, rename
 from isotype.core.errors import PrecisionError
 from isotype.core.formats import MXFP4
-from isotype.core.names import base_name
+from isotype.core.names import base_name, grouped, with_parents
 from isotype.core.random_states import random_states_kept
 from isotype.model.experts.quantize import quantize_parts, with_constants
 from isotype.model.experts.stack import QuantizedStack, held_stack
@@ -30,10 +31,10 @@ from isotype.model.finite import require_finite
 from isotype.model.fitted import quantize_by
 from isotype.model.modes import KeepsValues
 from isotype.model.quantize import quantize_int8, state_4bit
-from isotype.model.quantized import quantization_state, replaces_conv1d
-from isotype.model.shard import device_of, mesh_over_all, shard_model
+from isotype.model.quantized import dense_weight, quantization_state, replaces_conv1d
+from isotype.model.shard import device_of, is_gathered, mesh_over_all, shard_model
 from isotype.model.targets import remember_drawn
-from isotype.model.walk import Place, places
+from isotype.model.walk import Place, kind_of, places
 from isotype.precision.policy import PrecisionPolicy
 
 
@@ -69,7 +70,8 @@ def load_sharded(
 
     Raises:
         CheckpointError: `path` is no checkpoint, the checkpoint lacks needed tensors, or values are not finite.
-        PrecisionError: the checkpoint is saved in bitsandbytes' format, whose codes cannot be cut into rows.
+        PrecisionError: the checkpoint is saved in bitsandbytes' format, whose codes cannot be cut into rows; or `adapt`
+            adds DoRA to int8 layers.
         UsageError: there is no process group.
     """
     checkpoint = open_checkpoint(path, revision)
@@ -102,10 +104,12 @@ def load_sharded(
     fill_buffers(model, stored)
     model = store(model, policy)
     if adapt is not None:
-        with KeepsValues():
+        with KeepsValues(), dora_without_weights():
             model = adapt(model)
+    magnitudes = new_magnitudes(model)
     shard_model(model, policy, mesh, reshard=reshard)
     _fill(model, _Rows(stored, policy, mesh, device, checkpoint.name))
+    _fill_magnitudes(model, magnitudes)
     model.bytes_read = stored.bytes_read
     return model
 
@@ -229,3 +233,49 @@ def _fill(model: nn.Module, rows: _Rows) -> None:
         for _, holder, other in owners[parameter]:
             own_parameters(holder.module)[other] = replacement
     model.load_state_dict({}, strict=False)  # FSDP2 registers new parameters after a load
+
+
+def new_magnitudes(model: nn.Module) -> dict[str, list[str]]:
+    """Return layer -> adapters whose DoRA magnitudes are NaN, because the adapters are new (see `dora_without_weights`).
+
+    Raise PrecisionError for DoRA on int8 layers: FSDP2 makes `Int8Params` plain tensors, which PEFT does not dequantize.
+    """
+    new: dict[str, list[str]] = {}
+    for place in places(model):
+        layer: Any = place.module
+        for adapter, magnitude in getattr(layer, "lora_magnitude_vector", {}).items():
+            if kind_of(layer.get_base_layer()) == "linear8bit":
+                what = f"DoRA on {base_name(place.name)}, which is stored in int8"
+                expected = (
+                    "DoRA on layers in 4 or 16 bits: PEFT does not dequantize sharded int8 weights for DoRA"
+                )
+                fix = "store these layers in nf4, or train LoRA without DoRA"
+                raise PrecisionError.of("DoRA on sharded int8 weights", what, expected, fix)
+            if magnitude.weight.isnan().any():
+                new.setdefault(place.name, []).append(adapter)
+    return new
+
+
+@torch.no_grad()
+def _fill_magnitudes(model: nn.Module, new: Mapping[str, Sequence[str]]) -> None:
+    """Set magnitudes of DoRA to the norms of W + s B A (https://arxiv.org/abs/2402.09353), one gathered block at a time."""
+    from torch.distributed.tensor import distribute_tensor
+
+    units = {name for name, module in model.named_modules() if is_gathered(module)}
+    for unit, names in grouped(new, lambda name: next(n for n in with_parents(name) if n in units)).items():
+        block: Any = model.get_submodule(unit)
+        block.unshard()
+        norms = []
+        for name in names:
+            layer: Any = model.get_submodule(name)
+            base = layer.get_base_layer()
+            weight = dense_weight(base) if kind_of(base) == "linear4bit" else base.weight
+            for adapter in new[name]:
+                magnitude = layer.lora_magnitude_vector[adapter]
+                change = layer.lora_B[adapter].weight @ layer.lora_A[adapter].weight
+                norms.append((magnitude, magnitude.get_weight_norm(weight, change, layer.scaling[adapter])))
+        block.reshard()
+        for magnitude, norm in norms:
+            sharded = magnitude.weight
+            part = distribute_tensor(norm, sharded.device_mesh, sharded.placements, src_data_rank=None)
+            sharded.to_local().copy_(part.to_local())

@@ -6,6 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
+from torch import nn
+
+from isotype.compat.replaced import replaced
 from isotype.compat.torch import forget_parametrized
 
 DORA_CACHE: Final = "_dora_cache"
@@ -55,6 +59,23 @@ def why_whole_rows(model: Any) -> str:
 def takes_outputs_first(wrapper: Any) -> bool:
     """Return whether a `ParamWrapper` reads the shape of its weight as `[experts, outputs, inputs]`."""
     return bool(wrapper._did_swap_in_out_features)
+
+
+@contextmanager
+def dora_without_weights() -> Iterator[None]:
+    """In the `with` block, new DoRA magnitudes of linear layers on the meta device are NaN, because the weights are unknown."""
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    plain = DoraLinearLayer.update_layer
+
+    def update_layer(self: Any, *, base_layer: Any, lora_B: Any, **rest: Any) -> None:  # noqa: N803 - PEFT's name
+        if base_layer.weight.is_meta and type(self) is DoraLinearLayer:
+            self.weight = nn.Parameter(torch.full((lora_B.shape[0],), torch.nan, dtype=lora_B.dtype))
+        else:
+            plain(self, base_layer=base_layer, lora_B=lora_B, **rest)
+
+    with replaced(DoraLinearLayer, "update_layer", update_layer):
+        yield
 
 
 # PEFT reads torch's cached value of a parametrized weight before it adds the adapter (`ParamWrapper._activate_lora`).

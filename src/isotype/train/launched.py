@@ -43,15 +43,15 @@ class Sharding:
     source: str = field(default="--fsdp_config version", compare=False)
 
 
-def take_sharding(training: Any, arguments: Any) -> Sharding | None:
+def take_sharding(settings: Any) -> Sharding | None:
     """Return the sharding that `--fsdp` or `accelerate launch` requests, or None. Unsupported sharding is a UsageError.
 
     accelerate would load the whole model in every process, and does not shard on a CPU. Therefore isotype shards the model
     during loading (`isotype.checkpoint.shard`). ACCELERATE_USE_FSDP is unset to prevent accelerate from sharding.
     """
-    sharding = requested_sharding(training)
+    sharding = requested_sharding(settings.training)
     os.environ.pop("ACCELERATE_USE_FSDP", None)
-    if sharding is not None and (problems := list(_problems(sharding, training, arguments))):
+    if sharding is not None and (problems := list(_problems(sharding, settings))):
         raise UsageError("the model cannot be sharded with these arguments", problems)
     return sharding
 
@@ -102,7 +102,7 @@ def _true(value: Any) -> bool:
     return str(value).lower() in ("true", "1", "full_shard")
 
 
-def _problems(sharding: Sharding, training: Any, arguments: Any) -> Iterator[Problem]:
+def _problems(sharding: Sharding, settings: Any) -> Iterator[Problem]:
     if sharding.version != 2:
         fix = f"set {sharding.source} to 2; FSDP1 flattens parameters of several dtypes into one"
         yield Problem(f"{sharding.source} {sharding.version}", "FSDP2", fix)
@@ -110,15 +110,23 @@ def _problems(sharding: Sharding, training: Any, arguments: Any) -> Iterator[Pro
         expected = "weights on the device: offloading them to CPU memory is not supported"
         fix = "leave it out; --quantization nf4 and more processes reduce the memory per device"
         yield Problem("FSDP with cpu_offload (fsdp_offload_params)", expected, fix)
-    yield from whole_weight_problems(training, arguments)
+    yield from whole_weight_problems(settings)
 
 
-def whole_weight_problems(training: Any, arguments: Any) -> Iterator[Problem]:
+def whole_weight_problems(settings: Any) -> Iterator[Problem]:
     """Yield a problem for each argument that needs whole weights. No process of a sharded run has whole weights."""
-    if getattr(arguments, "use_dora", False):
+    training = settings.training
+    if settings.use_dora and settings.method.compares(training):
         fix = "leave it out, or train without --fsdp (DDP: every process has the whole model)"
-        expected = "plain LoRA: DoRA needs norms of whole weights, and no process has whole weights"
-        yield Problem("--use_dora", expected, fix)
+        expected = (
+            "plain LoRA: DoRA of the reference adapter needs norms of whole weights, and no process has them"
+        )
+        yield Problem(f"--use_dora in {settings.method.name}", expected, fix)
+    if settings.use_dora and settings.precision.quantization == "int8":
+        expected = "weights in 4 or 16 bits: PEFT does not dequantize sharded int8 weights for DoRA"
+        yield Problem(
+            "--use_dora --quantization int8", expected, "--quantization nf4, or leave --use_dora out"
+        )
     template = getattr(training, "chat_template_path", None)
     if template is not None:
         expected = "the model's own chat template: tokens cannot be added to a sharded embedding"

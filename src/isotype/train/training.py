@@ -126,7 +126,7 @@ def run(settings: Settings, console: Console) -> Outcome:
     require_fitting_libraries()
     with interrupts_kept():
         settings = start_of(settings)
-        sharding = take_sharding(settings.training, settings.model)
+        sharding = take_sharding(settings)
         profile = training_device(settings)
         settings = _for_machine(settings, sharding, profile)
         if (gpus := gpus_left(settings.training) + 1) > 1:

@@ -95,7 +95,7 @@ def argument_problems(settings: Settings) -> list[Problem]:
         *_targets(settings),
         *early_stopping_problems(settings),
         *initial_problems(settings),
-        *(whole_weight_problems(settings.training, settings.model) if settings.training.fsdp else ()),
+        *(whole_weight_problems(settings) if settings.training.fsdp else ()),
     ]
 
 

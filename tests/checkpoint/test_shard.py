@@ -1,0 +1,31 @@
+"""What a load over several processes refuses. Loads themselves are in tests/distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import isotype
+from isotype.checkpoint.shard import new_magnitudes
+from isotype.core.errors import PrecisionError
+
+
+def test_dora_on_int8_layers_is_not_sharded(saved: Callable[..., Path]) -> None:
+    path = saved("llama", torch.bfloat16)
+    policy = isotype.resolve_precision(path, dtype="bfloat16", quantization="int8", device="cpu")
+    model = isotype.add_lora(isotype.load(path, policy), policy, r=2, use_dora=True)
+    with pytest.raises(PrecisionError, match=r"DoRA on model\.layers\.0\.\S+, which is stored in int8"):
+        new_magnitudes(model)
+
+
+def test_only_magnitudes_without_values_are_new(saved: Callable[..., Path]) -> None:
+    path = saved("llama", torch.bfloat16)
+    policy = isotype.resolve_precision(path, dtype="bfloat16", device="cpu")
+    model = isotype.add_lora(isotype.load(path, policy), policy, r=2, use_dora=True)
+    assert new_magnitudes(model) == {}
+    layer = model.base_model.model.model.layers[1].mlp.up_proj
+    layer.lora_magnitude_vector["default"].weight.data.fill_(torch.nan)
+    assert new_magnitudes(model) == {"base_model.model.model.layers.1.mlp.up_proj": ["default"]}
