@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft.tuners.lora.dora import DoraLinearLayer
 
 import isotype
 from isotype.checkpoint.shard import new_magnitudes
+from isotype.compat.peft import dora_without_weights
 from isotype.core.errors import PrecisionError
 
 
@@ -19,6 +21,20 @@ def test_dora_on_int8_layers_is_not_sharded(saved: Callable[..., Path]) -> None:
     model = isotype.add_lora(isotype.load(path, policy), policy, r=2, use_dora=True)
     with pytest.raises(PrecisionError, match=r"DoRA on model\.layers\.0\.\S+, which is stored in int8"):
         new_magnitudes(model)
+
+
+def test_peft_needs_the_weights_for_new_magnitudes() -> None:
+    base, pair = (
+        torch.nn.Linear(4, 3, device="meta"),
+        {"lora_A": torch.ones(2, 4), "lora_B": torch.zeros(3, 2)},
+    )
+    layer = DoraLinearLayer(fan_in_fan_out=False)
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        layer.update_layer(base_layer=base, scaling=1.0, **pair)
+    with dora_without_weights():
+        layer.update_layer(base_layer=base, scaling=1.0, **pair)
+    assert layer.weight.shape == (3,)
+    assert layer.weight.isnan().all()
 
 
 def test_only_magnitudes_without_values_are_new(saved: Callable[..., Path]) -> None:
