@@ -58,7 +58,9 @@ def test_a_recomputation_that_fails_for_repacked_weights_has_no_other_cause() ->
     trace = replace(traced(model(64), {"input": torch.ones(2, 64, dtype=BF16)}), failure=failure)
     assert len([*ist107_recomputation.find(trace)]) == 1
     weights = [
-        w if w.quantization is None else replace(w, quantization=replace(w.quantization, repacked=True))
+        w
+        if w.quantization is None
+        else replace(w, quantization=replace(w.quantization, repacked=True, repacking=None))
         for w in trace.weights
     ]
     trace = replace(trace, weights=tuple(weights))
