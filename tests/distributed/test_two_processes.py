@@ -292,7 +292,11 @@ def test_what_a_process_holds_is_foreseen_in_every_way(every, name):
 
 def _as_foreseen(together: Together, name: str, at: int) -> None:
     report = foreseen(together.root / "held", CASES[name], 2)
-    phases = {phase: sum(kinds.values()) for phase, kinds in report.memory.phases.items()}
+    # A report has the highest moment of any step. The measured step is the first, which begins without optimizer states.
+    phases = {
+        phase: sum(size for kind, size in kinds.items() if phase == "optimizer" or kind != "optimizer")
+        for phase, kinds in report.memory.phases.items()
+    }
     for process in together.results:
         for phase, held in process[at].items():
             assert phases[phase] == pytest.approx(held, rel=0.05), phase
