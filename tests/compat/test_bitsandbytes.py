@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ from tests.models import quiet
 from tests.pairwise import pairwise
 
 COLUMNS = (16, 30, 48, 64, 80, 96, 200, 4304)
+
+
+def test_the_warning_about_a_missing_package_is_hidden() -> None:
+    assert '"Failed to load CPU gemm_4bit_forward' in Path(ops.__file__).read_text(encoding="utf-8")
+    bnb_blocks.hide_missing_kernel()
+    bnb_blocks.hide_missing_kernel()
+    for words, shown in (("Failed to load CPU gemm_4bit_forward: %s", False), ("another warning: %s", True)):
+        record = ops.logger.makeRecord(ops.logger.name, logging.WARNING, "", 0, words, ("No module",), None)
+        assert bool(ops.logger.filter(record)) is shown
 
 
 def by_hand(codes: torch.Tensor, state: Any) -> torch.Tensor:

@@ -31,6 +31,7 @@ from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.values import dense
 from isotype.checkpoint.weightless import wanted_quantization
+from isotype.compat.bitsandbytes import hide_missing_kernel
 from isotype.core.dtypes import to_safetensors_name
 from isotype.core.errors import CheckpointError
 from isotype.core.names import listed
@@ -74,6 +75,7 @@ def load(
             are not finite; or an adapter's base does not exist or does not fit.
         PrecisionError: the checkpoint is already quantized, in another format than the policy's storage.
     """
+    hide_missing_kernel()
     revision = kwargs.pop("revision", None)
     more = {**kwargs, "model_class": model_class}
     if not is_adapter(path):

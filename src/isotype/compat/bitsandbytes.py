@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import logging
 import re
 import sys
 from collections.abc import Callable
@@ -18,6 +19,15 @@ from isotype.compat.torch import give_class
 QUANTIZED_LAYERS: Final = "bitsandbytes.nn.modules"
 REPACK: Final = "_convert_weight_packed_for_cpu"
 """Function in `bitsandbytes.nn.modules` that repacks 4-bit weights for CPU kernels."""
+
+
+def hide_missing_kernel() -> None:
+    """Hide bitsandbytes' warning, at its import, that the package kernels is missing. isotype computes without it."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_missing_kernel)
+
+
+def _is_no_missing_kernel(record: logging.LogRecord) -> bool:
+    return "gemm_4bit_forward" not in record.getMessage()
 
 
 def quantized_on(parameter: Any, device: str) -> Any:
