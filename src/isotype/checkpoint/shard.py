@@ -268,8 +268,7 @@ def _fill_magnitudes(model: nn.Module, new: Mapping[str, Sequence[str]]) -> None
         norms = []
         for name in names:
             layer: Any = model.get_submodule(name)
-            base = layer.get_base_layer()
-            weight = dense_weight(base) if kind_of(base) == "linear4bit" else base.weight
+            weight = dense_weight(layer.get_base_layer())
             for adapter in new[name]:
                 magnitude = layer.lora_magnitude_vector[adapter]
                 change = layer.lora_B[adapter].weight @ layer.lora_A[adapter].weight

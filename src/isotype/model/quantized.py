@@ -48,16 +48,21 @@ def codes_of(layer: Any) -> torch.Tensor:
 
 
 def dense_weight(layer: Any, dtype: torch.dtype | None = None, state: Any = None) -> torch.Tensor:
-    """Return a bitsandbytes layer's weight `[out, in]`; `state` replaces a 4-bit layer's quantization state.
+    """Return a layer's weight, dequantized if it is quantized; `state` replaces a 4-bit layer's quantization state.
 
-    By default, `dtype` is the dtype of the quantization state, or float32 for int8.
+    By default, `dtype` is the weight's dtype, the dtype of the quantization state, or float32 for int8. A quantized weight
+    has the shape `[out, in]`.
     """
-    if kind_of(layer) == "linear4bit":
+    kind = kind_of(layer)
+    if kind == "linear4bit":
         state = quantization_state(layer) if state is None else state
         if dtype not in (None, state.dtype):  # bitsandbytes' kernel returns the state's dtype
             state = copy.copy(state)
             state.dtype = dtype
         return dequantize_4bit(layer.weight.data, state)
+    if kind != "linear8bit":
+        weight: torch.Tensor = layer.weight
+        return weight if dtype is None else weight.to(dtype)
     codes, scales = codes_of(layer), row_scales(layer)
     assert scales is not None, "the layer has lost its row scales"
     # code x row scale / 127 (LLM.int8, https://arxiv.org/abs/2208.07339)

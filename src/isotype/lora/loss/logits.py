@@ -14,7 +14,6 @@ from isotype.compat.torch import FakeTensor
 from isotype.lora.loops.products import Sum, is_used, write_sums
 from isotype.lora.weights import total_memory
 from isotype.model.quantized import dense_weight
-from isotype.model.walk import kind_of
 
 SCRATCH = 64 << 20
 """Maximum bytes of a chunk's logits on a CPU, or on a GPU whose memory is not known."""
@@ -59,8 +58,7 @@ def head_of(model: Any, temperature: float = 1.0) -> Head:
     if hasattr(module, "lora_A"):
         fix = "train it with modules_to_save"
         raise ValueError(f"a LoRA adapter on the language-model head is not supported; {fix}")
-    quantized = kind_of(module) in ("linear4bit", "linear8bit")
-    weight, bias = dense_weight(module) if quantized else module.weight, getattr(module, "bias", None)
+    weight, bias = dense_weight(module), getattr(module, "bias", None)
     if isinstance(weight, DTensor):
         weight = weight.full_tensor()
         bias = bias.full_tensor() if isinstance(bias, DTensor) else bias
