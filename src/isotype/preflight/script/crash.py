@@ -79,17 +79,15 @@ class Crash:
         for link in causes(error):
             text, recorder = str(link), self.watch.recorder
             known = setup_errors.explained(link)
-            refused = any(words in text for words in ist308_clipped_scaled.REFUSALS)
+            refused = _has(text, ist308_clipped_scaled.REFUSALS)
             if known is not None and (self.request is None or not refused):
                 if self.family.claim("explained"):
                     self.output.say("this set-up cannot train:")
-                    for line in known.lines():
-                        self.output.plain(line)
+                    self.output.outside(known)
                 return True
             if recorder is not None and recorder.failed is not None and recorder.failure_text == text:
                 return self._explain_once(partial(self._explain, text, type(link).__name__, link))
-            gradients = any(words in text for words in _ABOUT_GRADIENTS)
-            if gradients or refused or _ABOUT_DTYPES.search(text):
+            if _has(text, _ABOUT_GRADIENTS) or refused or _ABOUT_DTYPES.search(text):
                 return self._explain_once(partial(self._explain_elsewhere, link))
             if sentence := self.gpu.explained(link):
                 if self.family.claim("explained"):
@@ -154,8 +152,7 @@ class Crash:
                 recorder.calls.append(call)
                 self._diagnose(call, headline)
                 return
-        refused = any(words in text for words in ist308_clipped_scaled.REFUSALS)
-        if refused and (setup := self.seen or self.setup()):
+        if _has(text, ist308_clipped_scaled.REFUSALS) and (setup := self.seen or self.setup()):
             failure = Failure("optimizer", "", setup_errors.line_of_script(error), headline)
             trace = Trace(setup, (), (), {}, Memory({}), failure)
             self.output.brief(findings_of(judge(trace), ist308_clipped_scaled))
@@ -166,9 +163,9 @@ class Crash:
             return
         if self._explain_by_other(error):
             return
-        trains = any(words in text for words in _ABOUT_GRADIENTS)
-        report = self._traced_again(trains=trains)
-        if not trains and not (report and _shows(report, text)):
+        of_gradients = _has(text, _ABOUT_GRADIENTS)
+        report = self._traced_again(trains=of_gradients)
+        if not of_gradients and not (report and _shows(report, text)):
             alone = report is not None and report.trace.failure is not None
             reports = [self._traced_again(generates=True, alone=alone), report]
             known = (candidate for candidate in reports if candidate is not None)
@@ -177,13 +174,12 @@ class Crash:
             )
         if report is None:
             return
-        if (trains and report.errors) or _shows(report, text):
+        if (of_gradients and report.errors) or _shows(report, text):
             self.output.say("a trace of the script's last known step explains the error:")
             self.output.render(report)
         elif report.errors:
             self.output.say("a trace of the script's last known step shows other errors, but not this one:")
-            for line in outside(error, model, report.trace).lines():
-                self.output.plain(line)
+            self.output.outside(outside(error, model, report.trace))
             self.output.brief(report.errors)
         elif (end := report.trace.failure) is not None:
             self.output.say(f"a trace of the script's last known step ended in {end.phase}: {end.error}")
@@ -192,8 +188,7 @@ class Crash:
             self.output.say(
                 f"a trace of the script's last known step{without} runs clean: the cause is elsewhere"
             )
-            for line in outside(error, model, report.trace).lines():
-                self.output.plain(line)
+            self.output.outside(outside(error, model, report.trace))
             for optimizer in stepped_at(error) if NOTHING_UNSCALED in text and recorder is not None else []:
                 self.watch.weigh_gradients(optimizer)
                 findings = judge(self.watch.trace(self.setup() or report.trace.setup))
@@ -297,6 +292,10 @@ def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Rep
             others = [other for other in report.findings if other is not finding]
             return replace(report, findings=(stopped, *others))
     return None
+
+
+def _has(text: str, phrases: Iterable[str]) -> bool:
+    return any(phrase in text for phrase in phrases)
 
 
 def _shows(report: Report, text: str) -> bool:

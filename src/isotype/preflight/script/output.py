@@ -11,6 +11,7 @@ from rich.console import Console
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes, named
+from isotype.preflight.script.outside import Outside
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
 from isotype.records.trace import Call
@@ -47,6 +48,10 @@ class Output:
                 self.plain(f"   = cause  {finding.cause}")
             for fix in finding.fixes[:1]:
                 self.plain(f"   = help   {fix.text}   ({fix_standing(fix)})")
+
+    def outside(self, error: Outside) -> None:
+        for line in error.lines():
+            self.plain(line)
 
     def _place(self, source: str, *parts: str) -> None:
         self.plain(f"  --> {'   '.join(filter(None, (*parts, short_source(source))))}")
