@@ -85,4 +85,4 @@ def test_a_float32_cache_is_created_in_the_other_dtype() -> None:
     assert finding.cause == "the input past.layers[0].keys is float32"
     descriptions = [fix.description for fix in finding.fixes]
     assert "create past in bfloat16" in descriptions
-    assert not [each for each in descriptions if each.startswith("cast the outputs")]
+    assert not [text for text in descriptions if text.startswith("cast the outputs")]

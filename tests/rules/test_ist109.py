@@ -169,6 +169,6 @@ def test_the_cause_names_the_dtype_that_has_no_kernel() -> None:
     report = isotype.check(
         model, lambda model: torch.sparse.mm(graph, model(X)).sum(), device="a100", wiring=False
     )
-    (finding,) = (each for each in report.findings if each.code == "IST109")
+    (finding,) = (other for other in report.findings if other.code == "IST109")
     assert finding.message.endswith("has no kernel for bfloat16 on this device")
     assert " is called in bfloat16 at test_ist109.py:" in finding.cause

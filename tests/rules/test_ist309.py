@@ -87,8 +87,8 @@ def test_an_optimizer_of_another_adapter() -> None:
 
     assert messages(optimizer) == []
     model.set_adapter("second")
-    held = "no optimizer holds base_model.model.encoder.*.lora_A.second.weight and others"
-    assert messages(optimizer) == [("no optimizer updates 4 of 4 trainable parameters", held)]
+    cause = "no optimizer holds base_model.model.encoder.*.lora_A.second.weight and others"
+    assert messages(optimizer) == [("no optimizer updates 4 of 4 trainable parameters", cause)]
     assert messages(torch.optim.SGD(model.parameters(), 0.1)) == []
 
 

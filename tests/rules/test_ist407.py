@@ -65,7 +65,7 @@ def test_a_recomputation_that_fails_for_repacked_weights_has_no_other_cause() ->
     ]
     trace = replace(trace, weights=tuple(weights))
     assert list(ist107_recomputation.find(trace)) == []
-    assert [each.severity for each in ist407_repacked.find(trace)] == ["error"]
+    assert [finding.severity for finding in ist407_repacked.find(trace)] == ["error"]
 
 
 def test_the_cpu_at_hand_is_traced_without_repacking_and_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,5 +109,5 @@ def test_repacked_weights_without_gradients_are_not_the_cause_of_a_detached_loss
     module = model(64).requires_grad_(False).append(nn.Linear(64, 2, dtype=BF16))
     module[1].weight.quant_state.packing_format_for_cpu = True
     x = torch.randn(2, 64, dtype=BF16)
-    report = isotype.check(module, lambda each: each(x).detach().sum(), device="cpu-avx512")
-    assert [each.code for each in report.errors] == ["IST307"]
+    report = isotype.check(module, lambda module: module(x).detach().sum(), device="cpu-avx512")
+    assert [finding.code for finding in report.errors] == ["IST307"]

@@ -82,8 +82,8 @@ def _nests(layer: nn.Linear) -> Any:
 
 
 def _keeps_in_containers(layer: nn.Linear) -> Any:
-    held = {"weights": (layer.weight, [layer.bias])}
-    return lambda x, *, also=held: x @ held["weights"][0].T + also["weights"][1][0]
+    tensors = {"weights": (layer.weight, [layer.bias])}
+    return lambda x, *, also=tensors: x @ tensors["weights"][0].T + also["weights"][1][0]
 
 
 def _calls_itself(layer: nn.Linear) -> Any:
@@ -94,14 +94,14 @@ def _calls_itself(layer: nn.Linear) -> Any:
 
 
 def _shares_a_list(layer: nn.Linear) -> Any:
-    held: list[Any] = [layer]
+    stored: list[Any] = [layer]
 
     def store(x: torch.Tensor) -> None:
-        held.append(x)
+        stored.append(x)
 
     def forward(x: torch.Tensor) -> Any:
         store(x)
-        return held[0](held[-1])
+        return stored[0](stored[-1])
 
     return forward
 

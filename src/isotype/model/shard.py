@@ -91,6 +91,13 @@ def device_of(policy: PrecisionPolicy) -> torch.device:
     return accelerator or torch.device("cpu")
 
 
+def process_count() -> int:
+    """Return the number of processes in torch's process group, or 1 without a group."""
+    from torch import distributed
+
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
 def mesh_over_all(device: torch.device) -> Any:
     """Return a one-dimensional `DeviceMesh` of all processes. Raise UsageError without a process group."""
     from torch import distributed

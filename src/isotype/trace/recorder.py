@@ -371,7 +371,13 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             for end in ends_behind(tensor, self._cut_nodes):
                 self.cuts.setdefault(id(getattr(end, "variable", None)), source)
 
-    def set_trainable(self, tensor: torch.Tensor, value: bool = True) -> None:
+    def set_trainable(self, func: Any, *args: Any) -> None:
+        """Note that `func(*args)` freezes or unfreezes a parameter: `requires_grad_` or a setting of `requires_grad`."""
+        sets = getattr(func, "__self__", None) is torch.Tensor.requires_grad and len(args) > 1
+        if sets or func is torch.Tensor.requires_grad_:
+            self._set_trainable(*args)
+
+    def _set_trainable(self, tensor: torch.Tensor, value: bool = True) -> None:
         """Record that code is about to set `requires_grad` of a parameter. The line is that of the code that calls PEFT."""
         if value:
             self.frozen.pop(id(tensor), None)

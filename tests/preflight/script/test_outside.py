@@ -41,8 +41,10 @@ def test_the_reasons_for_a_backward_that_raises() -> None:
     assert outside(without.value, frozen, step).help.startswith(
         "no parameter of the model requires a gradient"
     )
-    own = replace(step, untraced={"the kernels of Int8Tensor weights": "they are traced as dense weights"})
-    assert outside(detached.value, model, own).help.endswith(
+    with_kernels = replace(
+        step, untraced={"the kernels of Int8Tensor weights": "they are traced as dense weights"}
+    )
+    assert outside(detached.value, model, with_kernels).help.endswith(
         "; the kernels of Int8Tensor weights may have no backward"
     )
     assert outside(vector.value, model, step).help == "call backward on a scalar, such as loss.mean()"

@@ -25,6 +25,7 @@ from isotype.core.optimizers import parameters_of
 from isotype.core.random_states import RandomStates
 from isotype.core.source import asking_line, shown
 from isotype.model.loss import find_loss
+from isotype.model.shard import process_count
 from isotype.report.nonfinite import problem_of
 from isotype.report.text import short_source
 from isotype.trace.live.forward import named_inputs
@@ -176,7 +177,7 @@ class Numbers:
 
     def _explain(self, model: nn.Module, forwards: tuple[_Forward, ...], scale: float | None) -> None:
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        if inner is model and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        if inner is model and process_count() > 1:
             self._say("the step was not run again: other processes hold parts of the model")
             return
         where, outside = short_source(self._backward_at), False

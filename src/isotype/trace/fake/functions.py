@@ -82,8 +82,7 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self._recorder.swapped(args), self._recorder.swapped(kwargs) if kwargs else {}
         read = getattr(func, "__self__", None)
-        if func is torch.Tensor.requires_grad_ or (read is torch.Tensor.requires_grad and len(args) > 1):
-            self._recorder.set_trainable(*args, *kwargs.values())
+        self._recorder.set_trainable(func, *args, *(kwargs or {}).values())
         if read in _READS:
             return func(*args)
         if read is DTYPE:

@@ -208,8 +208,8 @@ class _Step:
         self.untraced: dict[str, str] = {DEEPSPEED: ""} if setup.deepspeed else {}
         for parameter in code.model.parameters():
             # Weights of torchao and quanto have kernels of their own: some of them have no backward.
-            own: bool = is_traceable_wrapper_subclass(parameter)
-            if own and not is_sharded(parameter):
+            has_kernels: bool = is_traceable_wrapper_subclass(parameter)
+            if has_kernels and not is_sharded(parameter):
                 part = f"the kernels of {type(parameter).__name__} weights"
                 self.untraced[part] = f"they are traced as dense {dtype_name(parameter.dtype)} weights"
         self.hooks = contextlib.ExitStack()
@@ -392,8 +392,8 @@ class _Step:
         optimizers = optimizers_in(request)
         copies = [names_instead(optimizer, self.code.model) for optimizer in optimizers]
         # A script's optimizers, which have names instead of parameters, may not be all.
-        held = updates_of(copies) if any([*parameters_of(optimizer)] for optimizer in optimizers) else {}
-        self.unheld = tuple(name for name, _ in named if held and name not in held)
+        updated = updates_of(copies) if any([*parameters_of(optimizer)] for optimizer in optimizers) else {}
+        self.unheld = tuple(name for name, _ in named if updated and name not in updated)
         ledger = self.recorder.ledger
         ledger.kind, ledger.share = "optimizer", self.process.share  # Adagrad's constructor makes its states
         # The list keeps the states of the optimizers alive.

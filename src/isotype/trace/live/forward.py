@@ -193,7 +193,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
             return set()
         gradients = [weight.grad for weight in alike if weight.grad is not None]
         for kind, known in (("weight", alike), ("gradient", gradients)):
-            if any(type(held) in _PLAIN and storage_of(held) == storage_of(tensor) for held in known):
+            if any(type(other) in _PLAIN and storage_of(other) == storage_of(tensor) for other in known):
                 return {kind}
         return {"copy"}
 

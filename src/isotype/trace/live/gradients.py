@@ -20,7 +20,7 @@ from isotype.compat.torch_scaler import stored_scale
 from isotype.core.operators import COLLECTIVES
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import asking_line, shown
-from isotype.model.shard import is_flattened
+from isotype.model.shard import is_flattened, process_count
 from isotype.model.walk import living
 from isotype.records.reach import Unreached
 from isotype.records.trace import HALVES, Origin
@@ -100,15 +100,14 @@ def gradients_of(
 
 def _unequal(optimizer: torch.optim.Optimizer, recorder: LiveRecorder, roots: Sequence[nn.Module]) -> str:
     """Return why each process makes another update: "no_sync" or "scaler". Return "" if no reason is known."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+    if process_count() == 1:
         return ""
-    held = {id(weight) for weight in parameters_of(optimizer)}
+    updated = {id(weight) for weight in parameters_of(optimizer)}
     # DDP itself calls `c10d.broadcast_`.
-    own = (call.op for call in recorder.calls if call.by_script and call.op.startswith(f"{COLLECTIVES}."))
-    averaged = any("broadcast" not in op for op in own)
+    ops = (call.op for call in recorder.calls if call.by_script and call.op.startswith(f"{COLLECTIVES}."))
+    averaged = any("broadcast" not in op for op in ops)
     local = (root for root in roots if id(root) in recorder.unsynced)
-    if not averaged and any(not held.isdisjoint(map(id, root.parameters())) for root in local):
+    if not averaged and any(not updated.isdisjoint(map(id, root.parameters())) for root in local):
         return "no_sync"
     # FSDP1's GradScaler has a process group. The recorder has marked the scale by which this step multiplied the loss.
     alone = (scaler for scaler in living(torch.amp.GradScaler) if not hasattr(scaler, "process_group"))

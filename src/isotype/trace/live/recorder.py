@@ -337,12 +337,10 @@ class LiveFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, recorder = kwargs or {}, self._recorder
-        read = getattr(func, "__self__", None)
-        if read is DTYPE:
+        if getattr(func, "__self__", None) is DTYPE:
             recorder.reads_dtype(args[0])
             return func(*args, **kwargs)
-        if func is torch.Tensor.requires_grad_ or (read is torch.Tensor.requires_grad and len(args) > 1):
-            recorder.set_trainable(*args, *kwargs.values())
+        recorder.set_trainable(func, *args, *kwargs.values())
         name = getattr(func, "__name__", "")
         if name == "grad":
             recorder.begin_backward(args[0] if args else kwargs["outputs"], sums=False)
