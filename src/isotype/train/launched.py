@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from torch import distributed
 
 from isotype.core.errors import Problem, TrainingError, UsageError
-from isotype.model.shard import process_count
 
 T = TypeVar("T")
 
@@ -64,7 +63,7 @@ def processes() -> int:
 
 def from_first(compute: Callable[[], T]) -> T:
     """Call `compute` in rank 0 only. Return the result, or raise the exception, in every process."""
-    if process_count() == 1:
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return compute()
     box: list[Any] = [None]
     if distributed.get_rank() == 0:
