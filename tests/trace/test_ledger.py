@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.compat.torch import dense_parts
-from isotype.model.fold import STANDS_FOR
+from isotype.model.walk import STANDS_FOR
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.check import check
 from isotype.records.memory import Memory

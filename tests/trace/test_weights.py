@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from isotype.model.fold import STANDS_FOR
+from isotype.model.walk import STANDS_FOR
 from isotype.records.trace import Quantization, Weight
 from isotype.trace.fake.twin import fake_mode, twin_of
 from isotype.trace.weights import weights_of

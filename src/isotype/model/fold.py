@@ -22,10 +22,7 @@ from torch import nn
 from isotype.compat.swapped import swap
 from isotype.compat.torch import forward_hooks, forward_pre_hooks, own_buffers, own_parameters
 from isotype.core.names import grouped
-from isotype.model.walk import FoldedList, lists_of_blocks
-
-STANDS_FOR = "_stands_for"
-"""Attribute of a layer in a folded model: the number of layers for which it stands."""
+from isotype.model.walk import STANDS_FOR, FoldedList, lists_of_blocks
 
 _FEWEST = 4  # for up to 3 equal layers folding saves little
 _POSITION = re.compile(r"(^|_)(idx|layer|(layer|block|depth)_?(idx|id|index|number|num|i))$")
@@ -123,14 +120,6 @@ def _source(forward: Callable[..., Any]) -> str:
 def stands_for(model: nn.Module) -> dict[str, int]:
     """Return the number of layers for which each layer in a folded list stands, by the layer's full name."""
     return {n: getattr(m, STANDS_FOR) for n, m in model.named_modules() if hasattr(m, STANDS_FOR)}
-
-
-def repeats_of(model: nn.Module) -> dict[str, int]:
-    """Return module name -> number of modules of the original model for which this module stands."""
-    repeats: dict[str, int] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        repeats[name] = repeats.get(name.rpartition(".")[0], 1) * int(getattr(module, STANDS_FOR, 1))
-    return repeats
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:

@@ -33,11 +33,10 @@ from isotype.core.names import (
 from isotype.model.boundary import original_class, sharing
 from isotype.model.experts.layer import DOWN, is_experts_wrapper, layout_of, outermost
 from isotype.model.experts.stack import held_stack, quantized_stack, seen_dense
-from isotype.model.fold import repeats_of
 from isotype.model.modes import result_of
 from isotype.model.parts import LANGUAGE, PARTS, Parts, unread_layers
 from isotype.model.read_weights import layers_read
-from isotype.model.walk import is_tuner_layer, kind_of, places
+from isotype.model.walk import is_tuner_layer, kind_of, places, repeats_of
 
 _ENDS = {
     "ForSequenceClassification": "SEQ_CLS",

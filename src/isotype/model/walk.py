@@ -100,12 +100,24 @@ _BLOCK_PARTS = re.compile(
 )
 
 
+STANDS_FOR = "_stands_for"
+"""Attribute of a layer in a folded model: the number of layers for which it stands."""
+
+
 class FoldedList(nn.ModuleList):
     """A ModuleList from which `isotype.model.fold` has removed layers. The remaining layers keep their numbers as names."""
 
     def __getitem__(self, index: Any) -> Any:
         layers = list(self._modules.values())[index]
         return nn.ModuleList(cast("list[nn.Module]", layers)) if isinstance(index, slice) else layers
+
+
+def repeats_of(model: nn.Module) -> dict[str, int]:
+    """Return module name -> number of modules of the original model for which this module stands."""
+    repeats: dict[str, int] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        repeats[name] = repeats.get(name.rpartition(".")[0], 1) * int(getattr(module, STANDS_FOR, 1))
+    return repeats
 
 
 def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, nn.Module]]:

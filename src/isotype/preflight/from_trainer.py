@@ -22,7 +22,7 @@ from isotype.model.recompute import checkpointing
 from isotype.model.rollout import CACHES, rollout
 from isotype.model.shard import is_sharded
 from isotype.precision.devices.profile import device_profile
-from isotype.records.request import LossOf, StepRequest, batches_ahead
+from isotype.records.request import LossOf, StepRequest
 
 
 def request_of_trainer(trainer: Any, inputs: Any = None, device: Any = None) -> StepRequest:
@@ -158,7 +158,7 @@ def _request(model: nn.Module, loss: Any, arguments: Any, optimizer: Any) -> Ste
         optimizer=optimizer if known else getattr(arguments.optim, "value", arguments.optim),
         learning_rate=None if known else arguments.learning_rate,
         accumulates=arguments.gradient_accumulation_steps,
-        ahead=batches_ahead(arguments.gradient_accumulation_steps, torch.device(arguments.device).type),
+        fetches_all=True,
         **_processes_of(model, arguments),
     )
 

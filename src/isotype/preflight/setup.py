@@ -24,9 +24,9 @@ from isotype.core.optimizers import (
 )
 from isotype.model.adapters import adapter_words
 from isotype.model.enforce import policy_of
-from isotype.model.fold import STANDS_FOR
 from isotype.model.parts import towers_of
 from isotype.model.shard import uncopied
+from isotype.model.walk import STANDS_FOR
 from isotype.precision.by_ranges import known_families
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
@@ -61,6 +61,7 @@ def setup_of(request: StepRequest) -> Setup:
     optimizers = [names_instead(part, request.model) for part in optimizers_in(optimizer)]
     kinds = map(class_of, optimizers or [optimizer])
     rate = request.learning_rate
+    micro_batches = 2 if request.accumulates is True else int(request.accumulates)
     evaluation = request.evaluation
     between = [evaluation.between if isinstance(evaluation, LossOf) else "evaluate"]
     phases = {*request.phases, *(between if evaluation is not None else ())}
@@ -84,7 +85,9 @@ def setup_of(request: StepRequest) -> Setup:
         gradient_checkpointing={} if checkpointing is True else checkpointing or None,
         checkpoint_dtype=dtype if isinstance(dtype, torch.dtype) else None,
         attention=attention_of(config),
-        accumulates=2 if request.accumulates is True else int(request.accumulates),
+        accumulates=micro_batches,
+        # accelerate's loader fetches one batch more, which stays in the host's memory.
+        ahead=max(1, micro_batches) - 1 + (profile.kind == "cpu") if request.fetches_all else 0,
         batch={n: tuple(v.shape) for n, v in inputs.items() if isinstance(v, torch.Tensor)},
         towers=tuple(names[id(tower)] for _, tower in towers_of(without_peft(request.model))),
         details=(

@@ -306,7 +306,7 @@ def measure(
         tokens=run.tokens,
         batches=run.rows or len(run.batches),
         spread=recorder.spread(),
-        modules=recorder.modules(twin.weight_ranges()),
+        modules=recorder.module_ranges(twin.weight_ranges()),
         operators=recorder.operators(),
         stream=_stream(recorder, twin),
         loss=losses,

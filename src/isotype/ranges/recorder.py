@@ -247,7 +247,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def kind(self, name: str) -> str:
         return self._modules[name].kind
 
-    def modules(self, weights: Mapping[str, WeightRange]) -> tuple[ModuleRange, ...]:
+    def module_ranges(self, weights: Mapping[str, WeightRange]) -> tuple[ModuleRange, ...]:
         """Return the called modules in the order of their first call. `weights` has the ranges of the modules' parameters."""
         modules = []
         for name, sizes in self._modules.items():

@@ -14,15 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isotype.compat.accelerate import FORWARD_BEFORE, HOOK
 from isotype.compat.bitsandbytes import dequantize_4bit
-from isotype.compat.torch import (
-    COMPILED_CALL,
-    COMPILER,
-    ORIGINAL,
-    PARAMETERS,
-    own_buffers,
-    own_modules,
-    own_parameters,
-)
+from isotype.compat.torch import COMPILED_CALL, COMPILER, ORIGINAL, PARAMETERS, own_buffers, own_parameters
 from isotype.core.names import base_name
 from isotype.model.boundary import set_boundary
 from isotype.model.quantized import dense_weight, quantization_state, row_scales
@@ -71,8 +63,7 @@ def _weights_in(module: nn.Module) -> dict[str, Weight]:
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside DDP and `torch.compile` wrappers."""
     while type(model).__module__.startswith(("torch.nn.parallel", COMPILER)):
-        held = {**vars(model), **own_modules(model)}
-        model = next(getattr(model, name) for name in _WRAPPED if name in held)
+        model = next(getattr(model, name) for name in _WRAPPED if hasattr(model, name))
     return model
 
 

@@ -56,7 +56,6 @@ class StepSettings:
         shard_integers: whether FSDP shards frozen weights that are stored as integers: True in isotype, False in
             accelerate.
         autocast_eval: whether autocast is also on in evaluation and in the phase `"generate"`.
-        ahead: number of batches in the device's memory besides the current batch.
         room: device memory that the step may take; None for the device's limit.
         ranges: measured value ranges. If it is None, `run` measures the ranges of a float16 step, provided that the
             weights are available and the measurement is short.
@@ -70,7 +69,6 @@ class StepSettings:
     find_unused: bool = False
     shard_integers: bool = True
     autocast_eval: bool = False
-    ahead: int = 0
     room: Room | None = None
     ranges: Ranges | None = None
 
@@ -97,6 +95,8 @@ class StepRequest(StepSettings):
         reference: kind of the frozen reference copy that the loss uses (`weights` or `adapters`); None if there is
             none.
         accumulates: number of micro-batches in an optimizer step, or True for several.
+        fetches_all: whether all micro-batches of an optimizer step are fetched before the first is computed, as in a
+            `Trainer`.
         wiring: True to measure, on a small copy of the model, which predictions depend on which inputs. If a wrapper
             calls the model with other inputs than `inputs`: those other inputs, instead of True.
         others: batches that other processes get at the same time.
@@ -117,6 +117,7 @@ class StepRequest(StepSettings):
     evaluation: Any = None
     reference: MemoryKind | None = None
     accumulates: bool | int = False
+    fetches_all: bool = False
     wiring: bool | Mapping[str, Any] = True
     others: Sequence[Mapping[str, Any]] = ()
 
@@ -125,12 +126,3 @@ def named_inputs(inputs: Any) -> Mapping[str, Any]:
     """Return a step's inputs by name; an empty mapping for a callable, which creates its inputs."""
     named: Mapping[str, Any] = inputs.inputs if isinstance(inputs, LossOf) else inputs
     return {} if callable(named) else named
-
-
-def batches_ahead(micro_batches: int, kind: str) -> int:
-    """Return how many batches a `Trainer` has in a device's memory besides the current one.
-
-    A `Trainer` first fetches all micro-batches of an optimizer step. accelerate's loader fetches one more, which stays
-    in the host's memory. `kind` is the device's.
-    """
-    return micro_batches - 1 + (kind == "cpu")

@@ -314,6 +314,7 @@ class Setup(StepSettings):
         attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None if unknown.
         accumulates: number of micro-batches in an optimizer step. From the second micro-batch on, gradients are in
             memory.
+        ahead: number of batches in the device's memory besides the current batch.
         batch: shapes of the inputs by argument name, for the report.
         details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
         towers: names of the parts of the model for images or audio only.
@@ -334,6 +335,7 @@ class Setup(StepSettings):
     checkpoint_dtype: torch.dtype | None = None
     attention: str | None = None
     accumulates: int = 1
+    ahead: int = 0
     batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     details: tuple[str, ...] = ()
     towers: tuple[str, ...] = ()

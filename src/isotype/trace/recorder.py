@@ -21,9 +21,9 @@ from torch import nn
 from isotype.compat.torch import FakeTensor, UncompiledMode, current_node, last_node_number, node_number
 from isotype.core.operators import leaves, numbers_in, operator_name, tensors_of
 from isotype.core.source import asking_frame, asking_line, is_called_by, shown
-from isotype.model.fold import calls_represented, repeats_of
+from isotype.model.fold import calls_represented
 from isotype.model.loss import ends_behind
-from isotype.model.walk import listening, name_in_process, plain_tensors
+from isotype.model.walk import listening, name_in_process, plain_tensors, repeats_of
 from isotype.records.finding import in_library
 from isotype.records.memory import MemoryKind, Phase
 from isotype.records.trace import (

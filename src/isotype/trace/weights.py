@@ -17,11 +17,10 @@ from isotype.core.names import unparametrized
 from isotype.core.threads import SMALL, one_thread
 from isotype.model.experts.stack import QuantizedStack, held_stack
 from isotype.model.finite import all_finite
-from isotype.model.fold import repeats_of
 from isotype.model.quantized import is_repacked, quantization_state, repacking, row_scales
 from isotype.model.read_weights import layers_read
 from isotype.model.shard import gathering, local
-from isotype.model.walk import Place, kind_of, places
+from isotype.model.walk import Place, kind_of, places, repeats_of
 from isotype.precision.policy import is_pinned
 from isotype.records.memory import MemoryKind
 from isotype.records.trace import HALVES, Quantization, Weight

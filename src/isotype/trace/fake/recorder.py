@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from operator import attrgetter
@@ -139,17 +139,17 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def register_real(
         self,
-        model: nn.Module,
-        twin: nn.Module,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        fakes: Mapping[str, torch.Tensor],
         of_loss: Iterable[tuple[str, torch.Tensor]],
         of_inputs: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
         """Before the step, register the real tensors that its code may use.
 
         Args:
-            model: the real model. If the code uses a weight of this model, the fake of the same name replaces the
-                weight.
-            twin: the copy of `model` on fake tensors.
+            tensors: (name, tensor) for each parameter and buffer of the model. If the code uses such a tensor, the fake
+                of the same name replaces the tensor.
+            fakes: name -> parameter or buffer of the model's copy on fake tensors.
             of_loss: (name, tensor) for each tensor that the loss function can read, such as a class weight.
             of_inputs: (name, tensor) for each tensor in the inputs, also inside of objects such as caches.
         """
@@ -157,13 +157,13 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             self._named[id(tensor)] = tensor, Origin("data", tensor.dtype, name)
         for name, tensor in of_inputs:
             self._named[id(tensor)] = tensor, Origin("input", tensor.dtype, name)
-        fakes = dict(_tensors(twin))
-        for name, tensor in _tensors(model):
-            if name in fakes and is_real(tensor):
-                self._outside[id(tensor)] = (tensor, fakes[name])
-        for name, buffer in model.named_buffers():
-            if name in fakes and is_real(buffer) and not buffer.is_meta and buffer.numel() <= LIMIT:
-                self.values.give(fakes[name], buffer.detach().cpu().clone())
+        for name, tensor in tensors:
+            if name not in fakes or not is_real(tensor):
+                continue
+            buffer = not isinstance(tensor, nn.Parameter) and id(tensor) not in self._outside
+            self._outside[id(tensor)] = (tensor, fakes[name])
+            if buffer and not tensor.is_meta and tensor.numel() <= LIMIT:
+                self.values.give(fakes[name], tensor.detach().cpu().clone())
                 self.values.came_rounded(fakes[name], name, written=True)
 
     def _note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -471,11 +471,6 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         recomputed = self.phase == "backward" and recomputes and not isinstance(error, TimeSpentError)
         name, condition = frame.name if frame else "", condition_at(source)
         return Failure(self.phase, name, source, error_line(error), mixed, operands, recomputed, condition)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 _DTYPE_WORDS = re.compile(

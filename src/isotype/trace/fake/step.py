@@ -116,7 +116,11 @@ def trace_step(
             change(twin)
     recorder = FakeRecorder(contracts_of(setup.profile), setup.compute, mode, lines)
     recorder.deadline = deadline
-    recorder.register_real(model, twin, tensors_of_loss(code.loss), _named(code.named_inputs))
+    tensors, fakes = (
+        [*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)]
+        for m in (model, twin)
+    )
+    recorder.register_real(tensors, dict(fakes), tensors_of_loss(code.loss), _named(code.named_inputs))
     step = _Step(code, twin, setup, recorder)
     real = weights_of(model) if code.weights is None else code.weights
     weights = _with_history([weight for _, weight in step.weights], real, {})

@@ -32,7 +32,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.preflight.run import run, trace_of
 from isotype.ranges.pictures import NONE
-from isotype.records.request import DEFAULT_PHASES, StepRequest, batches_ahead
+from isotype.records.request import DEFAULT_PHASES, StepRequest
 from isotype.records.trace import Trace
 from isotype.report.check.report import Report
 from isotype.report.text import format_duration
@@ -158,7 +158,7 @@ class PlannedStep:
             deepspeed=plan.deepspeed,
             reference=plan.copied,
             accumulates=-(-plan.step_rows // rows),
-            ahead=batches_ahead(max(1, plan.step_rows // rows), device_profile(plan.device).kind),
+            fetches_all=True,
             room=self.room,
             evaluation=self._between_steps(model, rows, tokens),
             ranges=self.ranges,
