@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import isotype
 import results
-from isotype.model.experts.quantize import quantize_parts
-from isotype.model.experts.stack import place_stack, stacked_weights
+from isotype.model.experts.quantize import place_quantized
+from isotype.model.experts.stack import stacked_weights
 from isotype.precision.devices.profile import device_profile
 from isotype.records.trace import Setup
 from isotype.rules.kit.costs import bytes_moved
@@ -55,9 +55,7 @@ def model_of(arguments: argparse.Namespace, way: str, dtype: torch.dtype = torch
     if arguments.storage != "none":
         for _, module, name in list(stacked_weights(model)):
             weight = getattr(module, name).data
-            place_stack(
-                module, name, *quantize_parts([weight], weight.shape, arguments.storage, torch.float32)
-            )
+            place_quantized(module, name, [weight], arguments.storage, torch.float32)
     policy = isotype.resolve_precision(model, dtype=dtype, device="cpu")
     targets: Any = _ATTENTION if way == "attention" else "all-linear"
     model = isotype.add_lora(model, policy, r=16, lora_alpha=16, target_modules=targets)

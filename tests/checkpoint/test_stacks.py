@@ -15,7 +15,6 @@ from bitsandbytes.nn import parametrize as bnb
 from safetensors.torch import load_file, save_file
 
 import isotype
-from isotype.checkpoint import fill
 from isotype.checkpoint.facts import facts_of_module
 from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.weightless import skeleton, store
@@ -185,7 +184,7 @@ def test_one_expert_at_a_time(
     def counted(parts: Any, *args: Any, **settings: Any) -> Any:
         return quantize_parts((sizes.append(len(part)) or part for part in parts), *args, **settings)
 
-    monkeypatch.setattr(fill, "quantize_parts", counted)
+    monkeypatch.setattr("isotype.model.experts.quantize.quantize_parts", counted)
     model = isotype.load(path, policy)
     held = stacks(model)
     assert sizes == [1] * sum(stack.shape[0] for stack, _ in held.values())

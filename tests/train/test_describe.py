@@ -11,8 +11,8 @@ from rich.console import Console
 
 import isotype
 from isotype.lora.fuse import FusionReport
-from isotype.model.experts.quantize import quantize_parts
-from isotype.model.experts.stack import place_stack, stacked_weights
+from isotype.model.experts.quantize import place_quantized
+from isotype.model.experts.stack import stacked_weights
 from isotype.train.describe import parameter_counts, show_fusion
 from tests.models import quiet, tiny_model
 
@@ -50,7 +50,7 @@ def test_experts_in_4_bits_count_as_the_values_they_stand_for() -> None:
     counts = parameter_counts(model.requires_grad_(False))
     for _, module, name in list(stacked_weights(model)):
         weight = getattr(module, name).data
-        place_stack(module, name, *quantize_parts([weight], weight.shape, "nf4", weight.dtype))
+        place_quantized(module, name, [weight], "nf4", weight.dtype)
     assert (
         parameter_counts(model) == counts == (sum(p.numel() for p in tiny_model("qwen3-moe").parameters()), 0)
     )

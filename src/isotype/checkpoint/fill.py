@@ -22,15 +22,8 @@ from isotype.core.formats import FORMATS, MXFP4
 from isotype.core.names import grouped
 from isotype.model.boundary_choice import float32_by_ranges
 from isotype.model.enforce import dtypes_to_load
-from isotype.model.experts.quantize import quantize_parts
-from isotype.model.experts.stack import (
-    codes_of,
-    is_transposed,
-    place_stack,
-    quantized_stack,
-    saved_stack,
-    shape_of,
-)
+from isotype.model.experts.quantize import place_quantized
+from isotype.model.experts.stack import codes_of, place_stack, quantized_stack, saved_stack, shape_of
 from isotype.model.finite import not_finite
 from isotype.model.fitted import quantize_by
 from isotype.model.quantize import quantize_int8
@@ -67,16 +60,10 @@ class Placement:
         return self.modules[path] if path in self.modules else model.get_submodule(path)
 
 
-def placement_of(
-    model: nn.Module,
-    policy: PrecisionPolicy,
-    quantized: Collection[str],
-    device: Callable[[str], Any],
-    stacks: Mapping[str, str],
-    pinned: Sequence[str],
-    convert_gguf: ConvertGguf | None = None,
-) -> Placement:
-    """Return a model's `Placement` under a policy; tensors that match a `pinned` pattern stay in float32."""
+def dtypes_of(
+    model: nn.Module, policy: PrecisionPolicy, quantized: Collection[str], pinned: Sequence[str]
+) -> dict[str, torch.dtype]:
+    """Return `Placement.dtypes` of a model under a policy; tensors that match a `pinned` pattern stay in float32."""
     wanted = dtypes_to_load(model, tuple(places(model)), policy)
     dtypes = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -89,9 +76,7 @@ def placement_of(
     dtypes |= {name: torch.float32 if name in wide else policy.plain for name in quantized}
     # transformers ties weights after the load, so the values that are loaded must be exact for all their modules.
     tied = (name for name, others in aliases(model).items() if torch.float32 in map(dtypes.get, others))
-    dtypes |= dict.fromkeys(tuple(tied), torch.float32)
-    names, moments, double = frozenset(quantized), policy.moments_by_weight(), policy.double_quant
-    return Placement(dtypes, names, device, convert_gguf, stacks=stacks, double_quant=double, moments=moments)
+    return dtypes | dict.fromkeys(tuple(tied), torch.float32)
 
 
 def fill(
@@ -215,19 +200,15 @@ def _parts(model: nn.Module, source: Source, files: Tensors, placement: Placemen
 def _placed_stack(
     model: nn.Module, name: str, parts: Iterable[torch.Tensor], placement: Placement
 ) -> torch.Tensor:
-    """Quantize a stacked weight, set it as the weight `name` of a model, and return its codes."""
-    owner, leaf = placement.owner(model, name), name.rpartition(".")[2]
-    codes, stack = quantize_parts(
+    return place_quantized(
+        placement.owner(model, name),
+        name.rpartition(".")[2],
         parts,
-        shape_of(owner, leaf),
         placement.stacks[name],
         placement.dtypes[name],
         double_quant=placement.double_quant,
-        transposed=is_transposed(owner),
         device=placement.device(name),
     )
-    place_stack(owner, leaf, codes, stack)
-    return codes_of(owner, leaf)
 
 
 def _values_to_check(

@@ -17,7 +17,7 @@ import torch
 
 from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.facts import quantization_options
-from isotype.checkpoint.fill import Placement, fill, placement_of
+from isotype.checkpoint.fill import Placement, dtypes_of, fill
 from isotype.checkpoint.formats.headers import (
     CheckpointHeaders,
     Format,
@@ -261,7 +261,9 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy, convert: Conv
     def device(name: str) -> Any:
         return get_device(device_map, name, valid_torch_device=True)
 
-    return placement_of(model, policy, quantized, device, stacks, tuple(settings.dtype_plan), convert)
+    dtypes = dtypes_of(model, policy, quantized, tuple(settings.dtype_plan))
+    names, moments, double = frozenset(quantized), policy.moments_by_weight(), policy.double_quant
+    return Placement(dtypes, names, device, convert, stacks=stacks, double_quant=double, moments=moments)
 
 
 def _save_stacks_whole(model: Any) -> None:

@@ -18,7 +18,7 @@ from isotype.checkpoint.adapter import (
     load_base,
     read_adapter,
 )
-from isotype.checkpoint.fill import fill, place, placement_of
+from isotype.checkpoint.fill import Placement, dtypes_of, fill, place
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.formats.tensor import TensorHeader
@@ -174,9 +174,17 @@ def load_module(
     if policy.quantized:
         _quantize(model, policy)
     kinds = ("linear4bit", "linear8bit")
-    quantized = [f"{place.name}.weight" for place in places(model) if place.kind in kinds]
+    quantized = frozenset(f"{place.name}.weight" for place in places(model) if place.kind in kinds)
     stacks = formats_of_stacks(model, policy)
-    placement = placement_of(model, policy, quantized, lambda name: device, stacks, policy.pinned)
+    dtypes = dtypes_of(model, policy, quantized, policy.pinned)
+    placement = Placement(
+        dtypes,
+        quantized,
+        lambda name: device,
+        stacks=stacks,
+        double_quant=policy.double_quant,
+        moments=policy.moments_by_weight(),
+    )
     store_blank(model, stacks, policy)
     if adapter is None:
         _, broken = fill(model, matched.weights, placement)

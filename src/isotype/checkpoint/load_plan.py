@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from isotype.checkpoint.facts import quantization_of
-from isotype.checkpoint.fill import placement_of
+from isotype.checkpoint.fill import dtypes_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.match import Match, match, unknown_quantization
@@ -115,9 +115,9 @@ def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
     stacks = (
         formats_of_stacks(model, policy, _skipped(model, policy.unquantized)) if policy.quantization else {}
     )
-    placement = placement_of(model, policy, quantized, lambda _: "cpu", stacks, policy.pinned)
+    dtypes = dtypes_of(model, policy, quantized, policy.pinned)
     formats = {name: policy.storage_of(name.removesuffix(".weight")) for name in quantized}
-    return {name: dtype_name(dtype) for name, dtype in placement.dtypes.items()} | formats | stacks
+    return {name: dtype_name(dtype) for name, dtype in dtypes.items()} | formats | stacks
 
 
 def quantized_weights(model: Any, policy: PrecisionPolicy | None = None) -> frozenset[str]:

@@ -14,6 +14,7 @@ from isotype.model.boundary_choice import computes_float32, range_boundaries
 from isotype.model.experts.stack import (
     NESTED,
     QuantizedStack,
+    codes_of,
     constants_4bit,
     is_transposed,
     place_stack,
@@ -140,6 +141,30 @@ def quantize_parts(
         blank = blank_stack(shape, storage, dtype, double_quant=True, transposed=transposed, device=device)[1]
         stack = with_constants(blank, constants)
     return codes, stack
+
+
+def place_quantized(
+    module: nn.Module,
+    name: str,
+    parts: Iterable[torch.Tensor],
+    storage: str,
+    dtype: torch.dtype,
+    *,
+    double_quant: bool = False,
+    device: Any = "cpu",
+) -> nn.Parameter:
+    """Quantize a stacked weight (see `quantize_parts`), set it as the weight `name` of a module, and return its codes."""
+    codes, stack = quantize_parts(
+        parts,
+        shape_of(module, name),
+        storage,
+        dtype,
+        double_quant=double_quant,
+        transposed=is_transposed(module),
+        device=device,
+    )
+    place_stack(module, name, codes, stack)
+    return codes_of(module, name)
 
 
 def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedStack:
