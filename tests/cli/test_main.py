@@ -16,6 +16,7 @@ from isotype.cli import main as cli
 from isotype.cli.main import main, take_debug_flag
 from isotype.cli.output import first_to_fail, quiet_libraries
 from isotype.cli.training import DEMO
+from isotype.core.arguments import COMMANDS
 from isotype.core.terminal import print_the_nearest
 from isotype.data.methods import METHODS
 from isotype.precision import versions
@@ -74,6 +75,13 @@ def test_every_help_page_prints(capsys):
             main([command, "--help"])
         assert caught.value.code == 0
         assert command in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_an_argument_holds_when_it_is_added(command: str) -> None:
+    """Python 3.14 formats the help of an argument in `add_argument`, before a parser's `set_defaults`."""
+    for described in COMMANDS[command]["arguments"].values():
+        assert described["help"] % {"default": None, **described}
 
 
 def test_the_help_of_doctor_says_what_it_does(capsys):

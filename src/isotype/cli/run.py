@@ -22,7 +22,7 @@ from isotype.core.console import TerminalConsole
 from isotype.core.errors import IsotypeError, Problem, UsageError
 from isotype.core.terminal import shown
 from isotype.precision.devices.names import require_device
-from isotype.preflight.script.family import PREFLIGHT_SECONDS, Options
+from isotype.preflight.script.family import Options
 from isotype.preflight.script.processes import is_python_script
 from isotype.preflight.script.session import Session, show
 
@@ -60,9 +60,7 @@ def run(argv: Sequence[str], console: Console) -> int:
 def parse(argv: Sequence[str]) -> Options:
     """Parse isotype's options before SCRIPT or `-m MODULE`. All later arguments are the script's."""
     flags, rest = _split(list(argv))
-    parser = Parser.of("run")
-    parser.set_defaults(preflight_seconds=PREFLIGHT_SECONDS)
-    options = parser.parse_args(flags)
+    options = Parser.of("run").parse_args(flags)
     target = options.module or (_script(rest.pop(0)) if rest else None)
     problems = []
     if options.device is not None:

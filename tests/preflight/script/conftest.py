@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from isotype.core.arguments import COMMANDS
 from isotype.preflight.script import crash, diagnosis
 from isotype.trace.live import watch
 
@@ -13,7 +14,7 @@ from isotype.trace.live import watch
 @pytest.fixture(autouse=True)
 def _time_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """No trace, trial or recording takes too long, however busy this machine is."""
-    monkeypatch.setattr("isotype.cli.run.PREFLIGHT_SECONDS", math.inf)
+    monkeypatch.setitem(COMMANDS["run"]["arguments"]["--preflight-seconds"], "default", math.inf)
     monkeypatch.setattr(watch, "WATCH_SECONDS", math.inf)
     for module, limit in (
         (diagnosis, "TRIED_BEFORE"),

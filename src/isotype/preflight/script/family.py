@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from isotype.core.arguments import COMMANDS
+
 VARIABLE = "ISOTYPE_RUN"
 """Environment variable with the path of the shared folder. All processes of a run inherit it."""
 
@@ -59,7 +61,7 @@ def family() -> Family:
     return Family(folder, os.getpid())
 
 
-PREFLIGHT_SECONDS = 10.0
+PREFLIGHT_SECONDS: float = COMMANDS["run"]["arguments"]["--preflight-seconds"]["default"]
 """Time limit in seconds for the trace of the first step. It is enough for thousands of operators."""
 
 
