@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from isotype.core.errors import PrecisionError, UsageError
-from isotype.model.shard import integers_named, shard_model
+from isotype.model.shard import device_of, integers_named, shard_model
 from isotype.precision.policy import PrecisionPolicy
 
 POLICY = PrecisionPolicy(compute=torch.bfloat16, storage="bfloat16")
+
+
+def test_the_device_of_a_policy_is_one_that_this_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without a GPU a torch that is built for CUDA names its device all the same, unless it is asked to check."""
+
+    def built_for_cuda(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for_cuda)
+    assert device_of(replace(POLICY, device="t4")) == torch.device("cpu")
 
 
 def test_one_process_alone_is_told_how_to_start_several() -> None:

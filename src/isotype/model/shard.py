@@ -87,8 +87,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def device_of(policy: PrecisionPolicy) -> torch.device:
     """Return the device of this process's part of a model: a CPU if the policy says so or there is no accelerator."""
-    accelerator = torch.accelerator.current_accelerator() if policy.device != "cpu" else None
-    return accelerator or torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator if accelerator and policy.device != "cpu" else torch.device("cpu")
 
 
 def process_count() -> int:
