@@ -101,6 +101,17 @@ def test_inputs_in_a_dataclass_are_cast_as_the_installed_torch_does() -> None:
         assert isotype.check(model, {"batch": Batch(torch.ones(2, 8))}, device="cpu").ok is casts
 
 
+def test_parameters_that_a_forward_has_left_gathered() -> None:
+    model = Net(None)
+    with fake_process_group(1) as mesh:
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+        model(torch.ones(2, 8))
+        assert {parameter.dtype for parameter in model.parameters()} == {BF16}
+        report = isotype.check(model, {"x": torch.ones(2, 8)}, device="h100", learning_rate=1e-5)
+    assert report.ok
+    assert {weight.dtype for weight in report.trace.weights} == {FP32}
+
+
 def test_a_model_that_fsdp1_has_flattened_is_refused() -> None:
     with fake_process_group(1):
         whole = ShardingStrategy.NO_SHARD

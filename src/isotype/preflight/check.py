@@ -21,6 +21,7 @@ from isotype.core.arguments import did_you_mean
 from isotype.core.errors import Problem, UsageError
 from isotype.core.names import in_module
 from isotype.core.optimizers import optimizers_in
+from isotype.model.shard import free_gathered
 from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
@@ -142,6 +143,7 @@ def check(
         request = _changed(_with_inputs(model, inputs), changes)
     else:
         request = _changed(request_of_trainer(model, inputs, device), changes)
+    free_gathered(request.model)  # FSDP2 keeps parameters that a forward without a backward has gathered
     return run(request, verify=verify, seconds=seconds)
 
 
