@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 from tools.sources import ROOT
@@ -59,7 +60,7 @@ def test_a_function_that_is_left_out_with_all_its_parameters_is_one_line() -> No
 
 def test_a_measured_run_is_read(tmp_path: Path) -> None:
     (tmp_path / "seconds.1").write_text('["t.py::test_a", 1.5, 0.25]\n["t.py::test_b", 0.5, 0.0]\n')
-    with sqlite3.connect(tmp_path / "coverage.vm.pid1") as data:
+    with closing(sqlite3.connect(tmp_path / "coverage.vm.pid1")) as data, data:
         data.executescript(
             """create table context (id integer, context text); create table file (id integer, path text);
             create table arc (file_id integer, context_id integer, fromno integer, tono integer);

@@ -17,6 +17,7 @@ import os
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,7 +103,7 @@ def read(folder: Path) -> dict[str, Measured]:
     branches: defaultdict[str, set[Branch]] = defaultdict(set)
     for written in folder.glob("coverage.*.*"):
         # https://coverage.readthedocs.io/en/latest/dbschema.html: the API gives the contexts of lines, not those of branches.
-        with sqlite3.connect(f"file:{written}?mode=ro", uri=True) as data:
+        with closing(sqlite3.connect(f"file:{written}?mode=ro", uri=True)) as data:
             if not data.execute("select 1 from sqlite_master where name = 'arc'").fetchone():
                 continue  # of a process that a test killed before it wrote
             query = "select context, path, fromno, tono from arc join context on context.id = context_id join file on file.id = file_id"
