@@ -56,6 +56,16 @@ def test_what_overflows_is_found_without_being_asked() -> None:
     assert "IST809" in codes(checked(model(2.0**14)))
 
 
+def test_a_fix_that_computes_in_float16_runs_clean_only_if_its_values_are_measured() -> None:
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    report = check(layers, {"input": torch.zeros(4, 64)}, device="t4", autocast="bfloat16")
+    (finding,) = report.findings
+    assert [(fix.outcome, fix.verified) for fix in finding.fixes] == [
+        ("nothing else is found", True),  # in float16
+        ("the step then runs clean", True),  # in float32
+    ]
+
+
 @pytest.mark.parametrize("autocast", ["bfloat16", False])
 def test_other_steps_are_not_measured(autocast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:

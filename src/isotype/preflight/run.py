@@ -102,6 +102,7 @@ class _Step:
 
     Attributes:
         known: actions -> the findings of the step with these actions.
+        whole: actions of steps that were traced as a whole, with measured values if they compute in float16.
         tried: actions of a tried fix -> the findings, or None if the fix cannot be applied or causes another error.
     """
 
@@ -110,6 +111,7 @@ class _Step:
     reach: Reach | None = None
     untouched: Untouched | None = None
     known: dict[tuple[Action, ...], tuple[Finding, ...]] = field(default_factory=dict)
+    whole: set[tuple[Action, ...]] = field(default_factory=set)
     tried: dict[tuple[Action, ...], tuple[Finding, ...] | None] = field(default_factory=dict)
 
     def trace(
@@ -138,17 +140,21 @@ class _Step:
         """Return the findings of the step with `actions`. The step is traced only the first time."""
         key = tuple(actions)
         if key not in self.known:
-            self.known[key] = judge(self.trace(actions))
+            self._judge(key, self.trace(actions))
         return self.known[key]
+
+    def _judge(self, actions: tuple[Action, ...], trace: Trace) -> None:
+        self.known[actions] = judge(trace)
+        if not trace.untraced and (trace.setup.ranges is not None or not computes_float16(trace)):
+            self.whole.add(actions)
 
     def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
         """Return the findings, each with its advice and the fixes that work. `_roots` joins errors of one cause."""
-        all_known = not trace.untraced and (trace.setup.ranges is not None or not computes_float16(trace))
-        fixed = [replace(f, fixes=self._working(f, findings, all_known)) for f in findings]
+        fixed = [replace(f, fixes=self._working(f, findings)) for f in findings]
         order = {place: at for at, place in enumerate(dict.fromkeys(map(_place, trace.breaches())))}
         return _roots(fixed, self.tried, order)
 
-    def _working(self, finding: Finding, findings: Sequence[Finding], all_known: bool) -> tuple[Fix, ...]:
+    def _working(self, finding: Finding, findings: Sequence[Finding]) -> tuple[Fix, ...]:
         good: list[Fix] = []
         costly: list[Fix] = []
         advice = [fix for fix in finding.fixes if all(action.kind == "advice" for action in fix.actions)]
@@ -160,7 +166,7 @@ class _Step:
                 continue
             whole = all(other.kind != "untraced" for other in after)
             if resolves(finding, findings, after):
-                good.append(replace(fix, verified=whole, outcome=_outcome(after, all_known)))
+                good.append(replace(fix, verified=whole, outcome=_outcome(after, fix.actions in self.whole)))
             elif finding.severity == "error" and resolves(finding, findings, after, True):
                 new = {f.code for f in after if f.severity == "warning"} - {f.code for f in findings}
                 outcome = f"the finding is gone, but the step then has {', '.join(sorted(new))}"
@@ -191,7 +197,7 @@ class _Step:
                     if not shown <= errors:
                         self.tried[actions] = None
                     return None
-                self.known[actions] = judge(trace)
+                self._judge(actions, trace)
             self.tried[actions] = self.known[actions]
         except UsageError:
             self.tried[actions] = None  # this model lacks a target of the actions
@@ -263,12 +269,12 @@ def _downstream(errors: Sequence[Finding]) -> str:
 _FIXES_SHOWN: Mapping[Severity, int] = {"error": 3, "warning": 3, "note": 1}
 
 
-def _outcome(after: Sequence[Finding], all_known: bool) -> str:
+def _outcome(after: Sequence[Finding], whole: bool) -> str:
     if any(finding.kind == "untraced" for finding in after):
         return "the finding is gone, but the step was not traced to its end"
     remaining = sum(finding.severity != "note" for finding in after)
     if not remaining:
-        return "the step then runs clean" if all_known else "nothing else is found"
+        return "the step then runs clean" if whole else "nothing else is found"
     return f"the finding is gone; {plural(remaining, 'other finding')} left"
 
 
