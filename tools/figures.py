@@ -152,8 +152,8 @@ def provenance(records: Sequence[Record]) -> str:
     """A line for each command, machine and commit that figures come from."""
     lines: dict[str, None] = {}
     for each in records:
-        taken = " (older row)" if each.taken_over else ""
-        lines[f"`{each.command}`: {each.machine}, {each.date}, commit {each.commit}{taken}"] = None
+        commit = re.sub(r"\+$", " with uncommitted changes", each.commit)
+        lines[f"`{each.command}`: {each.machine}, {each.date}, commit {commit}"] = None
     return "Printed by " + ";\n".join(lines) + "."
 
 
