@@ -78,13 +78,14 @@ def with_tensors_in(
     dtype: torch.dtype,
     values: Any,
     kinds: Collection[torch.dtype] = FLOATS,
-    cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = torch.Tensor.to,
+    cast: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Any:
-    """Return nested values in which `cast` has changed the tensors with a dtype in `kinds` to `dtype`."""
+    """Return nested values in which `cast`, or `Tensor.to`, has changed the tensors with a dtype in `kinds` to `dtype`."""
 
     def convert(leaf: Any) -> Any:
-        wrong = isinstance(leaf, torch.Tensor) and leaf.dtype in kinds and leaf.dtype != dtype
-        return cast(leaf, dtype) if wrong else leaf
+        if not isinstance(leaf, torch.Tensor) or leaf.dtype not in kinds or leaf.dtype == dtype:
+            return leaf
+        return leaf.to(dtype) if cast is None else cast(leaf)
 
     return map_leaves(convert, values)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -315,7 +316,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return self.kernels.run(func, args, kwargs)  # the fake kernel accepts the operand
 
         integers = {tensor.dtype for _, tensor in tensors} - FLOATS
-        args, kwargs = with_tensors_in(floats[0], (args, kwargs), integers, self._cast)
+        args, kwargs = with_tensors_in(floats[0], (args, kwargs), integers, partial(self._cast, floats[0]))
         return func(*args, **kwargs)
 
     def _keep(self, func: Any, tensors: Any, result: Any, value: Any) -> None:
@@ -392,10 +393,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if schema_of(func).mutates and args and isinstance(args[0], (list, tuple)):
             return None  # the operator writes a list of tensors in place: the list keeps its old values
         other = self.values.stand_in(func, args, kwargs)
-        args, kwargs = with_tensors_in(target, (args, kwargs), cast=self._cast)
+        args, kwargs = with_tensors_in(target, (args, kwargs), cast=partial(self._cast, target))
         return other(*args, **kwargs) if other else self.kernels.run(func, args, kwargs)
 
-    def _cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+    def _cast(self, dtype: torch.dtype, tensor: torch.Tensor) -> Any:
         return self.kernels.run(aten._to_copy.default, (tensor,), {"dtype": dtype})
 
     # ---------------------------------------------------------------------------------------- above the operators
