@@ -28,7 +28,7 @@ import results
 from isotype.model.experts.quantize import place_quantized
 from isotype.model.experts.stack import stacked_weights
 from isotype.precision.devices.profile import device_profile
-from isotype.records.trace import Setup
+from isotype.records.request import Setup
 from isotype.rules.kit.costs import bytes_moved
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step

@@ -36,7 +36,8 @@ from isotype.planning.rates import REACHED, Reached, with_rates
 from isotype.planning.request import parse_request
 from isotype.precision.devices.profile import device_profile
 from isotype.records.memory import Memory
-from isotype.records.trace import Call, Setup, Trace
+from isotype.records.request import Setup
+from isotype.records.trace import Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.costs import fuses, least_flops, step_time, traffic_of
 

@@ -21,7 +21,8 @@ from isotype.precision.devices.profile import device_profile
 from isotype.preflight.check import function_arguments
 from isotype.records.finding import Action, Finding, Fix
 from isotype.records.memory import Memory
-from isotype.records.trace import Failure, Setup, Trace
+from isotype.records.request import Setup
+from isotype.records.trace import Failure, Trace
 from isotype.report.check.report import Report
 from isotype.train.command.parse import parse_command
 from isotype.train.preflight.plan import repaired_command, with_commands

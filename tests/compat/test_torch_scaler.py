@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from isotype.compat.torch_scaler import loss_scale, sharded_scaler
+from isotype.compat.torch import loss_scale
+from isotype.compat.torch_fsdp import sharded_scaler
 
 
 def test_the_loss_scale_is_had_without_waiting() -> None:

@@ -25,8 +25,8 @@ from isotype.preflight.check import check
 from isotype.preflight.run import with_settings
 from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Action
-from isotype.records.request import LossOf
-from isotype.records.trace import Setup, Trace
+from isotype.records.request import LossOf, Setup
+from isotype.records.trace import Trace
 from isotype.trace.fake.recorder import FakeRecorder
 from tests.reality import real_step
 from tests.refusals import refused

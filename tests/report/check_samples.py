@@ -11,7 +11,8 @@ from isotype.precision.devices.profile import device_profile
 from isotype.precision.ranges import OperatorRange, Ranges
 from isotype.records.finding import Action, Cost, Finding, Fix
 from isotype.records.memory import Memory
-from isotype.records.trace import Breach, Call, Failure, Operand, Origin, Quantization, Setup, Trace, Weight
+from isotype.records.request import Setup
+from isotype.records.trace import Breach, Call, Failure, Operand, Origin, Quantization, Trace, Weight
 from isotype.report.check.report import Report
 
 F32, BF16, F16, U8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8

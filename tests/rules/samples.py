@@ -12,7 +12,8 @@ from isotype.precision.devices.profile import device_profile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.records.memory import Memory, Phase
 from isotype.records.reach import Labels, Leak, NoReach, Reach
-from isotype.records.trace import Breach, Call, Failure, Operand, Origin, Quantization, Setup, Trace, Weight
+from isotype.records.request import Setup
+from isotype.records.trace import Breach, Call, Failure, Operand, Origin, Quantization, Trace, Weight
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 LAYER = "model.layers.0.self_attn.q_proj"

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import isotype
-from isotype.compat.torch import fake_process_group
+from isotype.compat.torch_fsdp import fake_process_group
 from tests.corpus.cases.crashes_parts import nf4
 from tests.rules.traces import BF16, FP32, batch, found, llama, of_llama, traced
 

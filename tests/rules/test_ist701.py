@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import isotype
-from isotype.compat.torch import fake_process_group
+from isotype.compat.torch_fsdp import fake_process_group
 from isotype.rules.ist701_fsdp_uniform import find
 from tests.rules.samples import BF16, FP16, FP32, POLICY, adapter, norm, packed, trace, weight
 from tests.zoo import ARCHITECTURES

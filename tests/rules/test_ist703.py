@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import isotype
-from isotype.compat.torch import fake_process_group
+from isotype.compat.torch_fsdp import fake_process_group
 from isotype.rules.ist703_skipped_modules import find
 from isotype.trace.reach.measure import measure_reach
 from tests.rules.samples import FP32, trace, weight

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from isotype.compat.torch import fake_process_group
+from isotype.compat.torch_fsdp import fake_process_group
 from isotype.records.finding import Finding
 from isotype.rules.ist706_unequal_updates import find
 from isotype.trace.live.watch import Watch

@@ -16,7 +16,8 @@ from isotype.precision.devices.profile import device_profile
 from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
 from isotype.records.memory import Phase
-from isotype.records.trace import Setup, Trace
+from isotype.records.request import Setup
+from isotype.records.trace import Trace
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
 from tests import cpus

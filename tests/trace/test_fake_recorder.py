@@ -12,7 +12,8 @@ from torch.nn import functional as nnf
 
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.setup import compute_dtype
-from isotype.records.trace import Origin, Setup, Trace
+from isotype.records.request import Setup
+from isotype.records.trace import Origin, Trace
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
 from tests.reality import real_step

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 )
 
 import isotype
-from isotype.compat.torch import fake_process_group
+from isotype.compat.torch_fsdp import fake_process_group
 from isotype.core.errors import UsageError
 from isotype.report.check.report import Report
 from isotype.trace.live.watch import Watch

@@ -19,7 +19,7 @@ from isotype.model.walk import STANDS_FOR
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.check import check
 from isotype.records.memory import Memory
-from isotype.records.trace import Setup
+from isotype.records.request import Setup
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
 from isotype.trace.ledger import Ledger

@@ -20,10 +20,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from isotype.compat.torch import is_simulated, no_modes, put_under, take_out
 from isotype.preflight.check import check
-from isotype.records.trace import Failure, Setup
-from isotype.trace.live.forward import named_inputs
+from isotype.records.request import Setup
+from isotype.records.trace import Failure
+from isotype.trace.live.forward import Beginning, named_inputs
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder
-from isotype.trace.live.watch import Beginning, Watch
+from isotype.trace.live.watch import Watch
 from tests.measured_step import measure_step
 
 

@@ -13,12 +13,11 @@ from isotype.core.optimizers import OPTIMIZERS, make_optimizer, names_instead, s
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.script.ahead import request_of_script
 from isotype.preflight.setup import setup_of
-from isotype.records.request import StepRequest
-from isotype.records.trace import Setup
+from isotype.records.request import Setup, StepRequest
 from isotype.report.check.cost import optimizer_words
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
-from isotype.trace.live.watch import Beginning
+from isotype.trace.live.forward import Beginning
 from isotype.train.command.command import specs
 from tests.small import BF16, FP16, FP32
 

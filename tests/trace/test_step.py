@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from isotype.model.loss import loss_of
 from isotype.precision.devices.profile import device_profile
-from isotype.records.request import LossOf
-from isotype.records.trace import Setup, Trace
+from isotype.records.request import LossOf, Setup
+from isotype.records.trace import Trace
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.step import trace_step

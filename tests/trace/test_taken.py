@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from isotype.records.trace import FLOATS, Trace
+from isotype.core.dtypes import FLOATS
+from isotype.records.trace import Trace
 from isotype.rules.kit.groups import groups
 from isotype.trace.taken import call_of
 from tests.measured_step import measure_step

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.check import check
-from isotype.records.trace import Setup
+from isotype.records.request import Setup
 from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
 from isotype.trace.fake.untouched import Untouched, beside_twin

@@ -260,49 +260,25 @@ def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self if dtype in (None, self.dtype) else super(type(self), self).to(*args, **kwargs)
 
 
-def unshard(model: nn.Module) -> bool:
-    """Remove FSDP2's classes and hooks from a copy of a model. Return whether the model was sharded."""
-    sharded = [module for module in model.modules() if hasattr(module, "set_reshard_after_forward")]
-    for module in sharded:
-        module.__class__ = type(module).__bases__[-1]
-        for hooks in (forward_pre_hooks(module), forward_hooks(module)):
-            for number, hook in list(hooks.items()):
-                if type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp"):
-                    del hooks[number]
-    return bool(sharded)
-
-
-def sharded_policy(module: nn.Module) -> Any:
-    """Return the `MixedPrecisionPolicy` of a module that FSDP2 has sharded; None for another module."""
-    states: Iterator[Any] = (getattr(hook, "__self__", None) for hook in forward_pre_hooks(module).values())
-    return next((state._mp_policy for state in states if hasattr(state, "_mp_policy")), None)
-
-
-def apply_like_fsdp(function: Callable[[Any], Any], values: Any) -> Any:
-    """Return `values` with `function` applied to each tensor that FSDP2 casts in a module's inputs and outputs.
-
-    torch 2.13 also finds tensors in dataclasses; older releases use `tree_map`.
-    """
-    from torch.distributed.fsdp._fully_shard import _fsdp_state
-
-    return getattr(_fsdp_state, "_apply_to_tensors", tree_map)(function, values)
-
-
-def reshard(module: Any) -> None:
-    """Give a module its sharded parameters back, even if its forward has raised an error.
-
-    After such an error, `module.reshard()` does nothing if the module keeps gathered parameters until the backward.
-    """
-    state = module._get_fsdp_state()
-    # torch before 2.13 has one group per module, or None.
-    for group in getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]):
-        if group is not None:
-            group._to_sharded()
-
-
 def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Parse the arguments of a `Tensor.to` call: (device, dtype, non_blocking, memory format)."""
     return tuple(torch._C._nn._parse_to(*args, **kwargs))
+
+
+def loss_scale(scaler: Any) -> torch.Tensor | float | None:
+    """Return a GradScaler's loss scale without synchronizing; None if `scaler` is None or disabled.
+
+    The scale is a float32 tensor of shape `[]` on the GradScaler's device. Before the first backward, it is a number.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return None
+    scale: torch.Tensor | None = scaler._scale
+    return float(scaler.get_scale()) if scale is None else scale.reshape(())
+
+
+def stored_scale(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+    """Return the tensor by which `scaler.scale` multiplies; None before its first call and for a disabled scaler."""
+    return getattr(scaler, "_scale", None)
 
 
 def unscale_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
@@ -498,28 +474,6 @@ def fake_errors_unlogged() -> Iterator[None]:
 def forget_parametrized(module: nn.Module, name: str) -> None:
     """Drop a parametrized tensor's cached value (`torch.nn.utils.parametrize.cached`)."""
     parametrize._cache.pop((id(module), name), None)
-
-
-# ------------------------------------------------------------------------------------------------ process group
-
-
-@contextmanager
-def fake_process_group(size: int) -> Iterator[Any]:
-    """Yield a one-dimensional `DeviceMesh` of `size` processes. This process has rank 0.
-
-    Raises:
-        ValueError: this process has a process group already.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    hook = sys.excepthook  # torch replaces the hook by one that prints the rank before every line
-    torch.distributed.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    try:
-        yield init_device_mesh("cpu", (size,))
-    finally:
-        torch.distributed.destroy_process_group()
-        sys.excepthook = hook
 
 
 def runs_without_gradients(function: Any) -> bool:

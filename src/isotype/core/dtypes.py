@@ -23,7 +23,10 @@ _WORDS = {name: word for word, name in STORED.items()}
 EXACT_INTEGERS = {torch.bfloat16: 256, torch.float16: 2048}
 """Dtype -> the largest n for which the dtype represents all integers from 0 to n."""
 
-COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
+COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, *HALVES)
+FLOATS = frozenset({torch.float64, *COMPUTE_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2})
+"""Float dtypes that a step may have."""
 
 GGUF_BLOCKS: tuple[str, ...] = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 """Block types of the `gguf` library. A block has 32 codes and a float16 scale; types `_1` also have a float16 minimum."""

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from isotype.compat import torch_norm
 from isotype.compat.torch import PLAIN, FakeTensor, has_kernel
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name
 from isotype.lora.gpu import elementwise
 
 Operation = Literal["rms_norm", "rms_norm_promoted", "gated", "rotary", "float32_product"]
@@ -75,7 +75,6 @@ _CANDIDATES: Mapping[str, tuple[Any, str, str]] = {
     "addmm": (Products(scales=True), "aten::addmm.dtype_out", "product with a float32 result"),
     "mm": (Products(scales=False), "aten::mm.dtype_out", "product with a float32 result"),
 }
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Errors relative to the norm: the arithmetic is float32, and a rounding to b bits has an error of at most 2^-b.
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -101,7 +100,7 @@ def kernel_of(operation: Operation, *tensors: torch.Tensor, detail: str = "") ->
     The kernel depends on the dtype of the first tensor. `detail` is the activation of a gated product.
     """
     first = tensors[0]
-    if first.device.type not in DEVICES or first.dtype not in _DTYPES or torch.compiler.is_compiling():
+    if first.device.type not in DEVICES or first.dtype not in COMPUTE_DTYPES or torch.compiler.is_compiling():
         return None
     if any(x.device != first.device for x in tensors):
         return None

@@ -17,14 +17,13 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from isotype.compat.torch import PARAMETERS, own_modules, own_parameters
+from isotype.core.dtypes import HALVES
 from isotype.lora.kernels import kernel_of
 from isotype.lora.loops import elementwise
 from isotype.model.boundary import boundary_of
 from isotype.model.boundary_choice import returns_float32
 from isotype.model.modes import is_close, result_of
 from isotype.model.shard import is_sharded
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def norm_parts(module: Any) -> NormParts | None:
     alone = list(own_parameters(module)) == ["weight"] and not own_modules(module)
     if not alone or weight is None or weight.dim() != 1 or not isinstance(eps, float):
         return None
-    widens = weight.dtype in _HALVES and returns_float32(module, weight.dtype)
+    widens = weight.dtype in HALVES and returns_float32(module, weight.dtype)
     if boundary_of(module) is not None or widens:
         return None
     generator = torch.Generator().manual_seed(0)

@@ -13,6 +13,7 @@ from torch import nn
 
 from isotype.compat.bitsandbytes import multiplies, with_float32_constants
 from isotype.compat.torch import FakeTensor, copy_each, has_kernel, multiply_each, storage_of, version_of
+from isotype.core.dtypes import COMPUTE_DTYPES
 from isotype.model.quantized import codes_of, dense_weight, quantization_state
 from isotype.model.walk import kind_of
 
@@ -92,7 +93,7 @@ class DenseWeights:
         device = x.device.type
         if kind_of(layer) != "linear4bit" or not 0 < x.shape[0] <= FEW or device == "cpu":
             return False
-        if not has_kernel("bitsandbytes::gemm_4bit", device) or x.dtype not in _MULTIPLIED:
+        if not has_kernel("bitsandbytes::gemm_4bit", device) or x.dtype not in COMPUTE_DTYPES:
             return False
         return layer not in self._copies and multiplies(quantization_state(layer))
 
@@ -145,8 +146,6 @@ class DenseWeights:
     def __reduce__(self) -> tuple[type[DenseWeights], tuple[int]]:
         return DenseWeights, (self.budget,)  # a copy of the model creates its own copies
 
-
-_MULTIPLIED = (torch.float32, torch.bfloat16, torch.float16)
 
 _Identity = tuple[int, int, torch.dtype]
 """(address of a weight, its version, dtype of the copy). For a fake tensor, the storage's id replaces the address."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from isotype.compat.liger import without_liger
 from isotype.compat.transformers import keep_weights
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.errors import PrecisionError
 from isotype.core.names import base_name, plural
 from isotype.model.boundary import BoundarySettings, set_boundary
@@ -32,7 +32,6 @@ from isotype.precision.policy import PrecisionPolicy, is_pinned
 POLICY_ATTRIBUTE = "precision_policy"
 
 _PARAMETRIZED = ".parametrizations."
-_ROUNDED = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,7 @@ def _quantization(place: Place, policy: PrecisionPolicy, by_ranges: BoundarySett
 
 def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
     """Cast rotary frequencies and pinned buffers from 16 bits to float32. Rotary frequencies get exact values."""
-    rounded = {n: b for n, b in place.module.named_buffers(recurse=False) if b.dtype in _ROUNDED}
+    rounded = {n: b for n, b in place.module.named_buffers(recurse=False) if b.dtype in HALVES}
     rotary = {name for name in rounded if "inv_freq" in name}
     fresh = dict(fresh_rotary(place.name, place.module).named_buffers(recurse=False)) if rotary else {}
     changes = []

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.torch import reshard, sharded_policy
+from isotype.compat.torch_fsdp import reshard, sharded_policy
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.core.names import with_parents

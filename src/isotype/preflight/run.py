@@ -25,8 +25,8 @@ from isotype.ranges import measure as ranges_measure
 from isotype.ranges.measure import given_batches, of_module
 from isotype.records.finding import Action, Finding, Fix, Severity
 from isotype.records.reach import Reach
-from isotype.records.request import StepRequest, named_inputs
-from isotype.records.trace import Call, Setup, Trace
+from isotype.records.request import Setup, StepRequest, named_inputs
+from isotype.records.trace import Call, Trace
 from isotype.report.check.report import Report
 from isotype.rules import judge, resolves, unjudged
 from isotype.rules.kit.contract_rule import settled

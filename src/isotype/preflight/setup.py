@@ -31,8 +31,7 @@ from isotype.precision.by_ranges import known_families
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
 from isotype.records.memory import BETWEEN_STEPS, PHASES
-from isotype.records.request import LossOf, StepRequest, StepSettings, named_inputs
-from isotype.records.trace import Setup
+from isotype.records.request import LossOf, Setup, StepRequest, StepSettings, named_inputs
 from isotype.trace.sides import tallies, whole
 from isotype.trace.weights import unread_weights
 

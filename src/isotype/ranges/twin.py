@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from isotype.compat.accelerate import FORWARD_BEFORE, HOOK
 from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.compat.torch import COMPILED_CALL, COMPILER, ORIGINAL, PARAMETERS, own_buffers, own_parameters
+from isotype.core.dtypes import HALVES
 from isotype.core.names import base_name
 from isotype.model.boundary import set_boundary
 from isotype.model.quantized import dense_weight, quantization_state, row_scales
@@ -23,7 +24,6 @@ from isotype.ranges.weights import OnDemand, Weight, WeightRange, Weights
 
 _WRAPPED = (ORIGINAL, "module")
 _QUANTIZED = ("linear4bit", "linear8bit")
-_HALVES = (torch.float16, torch.bfloat16)
 
 Read = Callable[[nn.Module, str, torch.Tensor], Weight]
 """A function (module, name of a parameter in the module, parameter) -> weight."""
@@ -158,7 +158,7 @@ def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
         config.use_cache = False  # a recomputed block would fill the cache twice
     for holder in (attributes, own_buffers(module)):
         for name, value in list(holder.items()):
-            if isinstance(value, torch.Tensor) and value.dtype in _HALVES:
+            if isinstance(value, torch.Tensor) and value.dtype in HALVES:
                 holder[name] = value.to(dtype)
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from isotype.precision.devices.room import Room
+from isotype.precision.devices.profile import DeviceProfile
+from isotype.precision.devices.room import Room, room_of
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
+from isotype.precision.versions import Incompatibility
 from isotype.records.memory import MemoryKind, Phase
 
 DEFAULT_PHASES: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimizer")
@@ -120,6 +122,59 @@ class StepRequest(StepSettings):
     fetches_all: bool = False
     wiring: bool | Mapping[str, Any] = True
     others: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True)
+class Setup(StepSettings):
+    """Settings of the step. `StepSettings` describes the fields that are not listed.
+
+    Attributes:
+        autocast: autocast dtype around forward and loss, or None.
+        learning_rate: learning rate of the optimizer; None if unknown.
+        updates: parameter -> (optimizer, learning rate); empty if `optimizer` and `learning_rate` apply to all.
+        phases: the requested phases, in order.
+        policy: the intended policy; None if the compute dtype was derived from the model.
+        compute: dtype to which the trace converts mismatched operands, unless their part of the model has another
+            dtype. It is the policy's dtype, autocast's dtype, or the dtype of most modules.
+        gradient_checkpointing: arguments of the model's `gradient_checkpointing_enable`; None keeps the model's setting.
+        checkpoint_dtype: dtype of the checkpoint according to the model's config; None if the config names none.
+        attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None if unknown.
+        accumulates: number of micro-batches in an optimizer step. From the second micro-batch on, gradients are in
+            memory.
+        ahead: number of batches in the device's memory besides the current batch.
+        batch: shapes of the inputs by argument name, for the report.
+        details: rank, scale and targets of the adapters, and gradient checkpointing, in words.
+        towers: names of the parts of the model for images or audio only.
+        data: a description of the data set's rows; "" if there is no data set.
+        incompatible: incompatible versions of this machine's libraries; empty if `profile` is not of this machine.
+        family_ranges: a published statement on the float16 range of this model family, with its source; else "".
+    """
+
+    profile: DeviceProfile
+    autocast: torch.dtype | None
+    scaler: bool
+    optimizer: str
+    compute: torch.dtype
+    learning_rate: float | None = None
+    phases: tuple[Phase, ...] = ("forward", "backward", "unscale", "optimizer")
+    policy: PrecisionPolicy | None = None
+    gradient_checkpointing: Mapping[str, Any] | None = None
+    checkpoint_dtype: torch.dtype | None = None
+    attention: str | None = None
+    accumulates: int = 1
+    ahead: int = 0
+    batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    details: tuple[str, ...] = ()
+    towers: tuple[str, ...] = ()
+    data: str = ""
+    incompatible: tuple[Incompatibility, ...] = ()
+    family_ranges: str = ""
+    updates: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+
+    @property
+    def limit(self) -> Room:
+        """Device memory that the step may take: `room`, or the device's limit."""
+        return self.room or room_of(self.profile, all_free=True)
 
 
 def named_inputs(inputs: Any) -> Mapping[str, Any]:

@@ -28,10 +28,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.core.names import grouped, short
 from isotype.records.finding import Finding, Fix, finding_at
-from isotype.records.trace import FLOATS, Call, Trace
+from isotype.records.trace import Call, Trace
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import repacked

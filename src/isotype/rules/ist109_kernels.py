@@ -27,10 +27,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.core.names import short
 from isotype.records.finding import Finding, finding_at
-from isotype.records.trace import FLOATS, UNSAFE, Call, Trace
+from isotype.records.trace import UNSAFE, Call, Trace
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Broken, Claim
 from isotype.rules.kit.words import advice, device_error, fix

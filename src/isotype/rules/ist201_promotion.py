@@ -37,10 +37,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import FLOATS, HALVES, dtype_name
 from isotype.core.names import base_name, plural
 from isotype.records.finding import Action, Cost, Finding, Fix, finding_at, places
-from isotype.records.trace import FLOATS, HALVES, Call, Operand, Origin, Trace, Weight
+from isotype.records.trace import Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.groups import Group, distinct

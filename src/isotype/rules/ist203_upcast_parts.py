@@ -36,10 +36,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import agree, base_name, format_bytes, listed
 from isotype.records.finding import Cost, Finding
-from isotype.records.trace import HALVES, Trace, Weight
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.weight_sets import cast_fix, elements, extra_bytes, finding_of, main_dtype, names
 from isotype.rules.kit.words import advice

@@ -35,10 +35,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import agree, format_bytes, grouped, short
 from isotype.records.finding import Cost, Finding, finding_at
-from isotype.records.trace import FSDP_CASTS, HALVES, Call, Trace
+from isotype.records.trace import FSDP_CASTS, Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.groups import per_trace
 from isotype.rules.kit.words import advice

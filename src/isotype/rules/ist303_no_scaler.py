@@ -33,10 +33,10 @@ from dataclasses import replace
 
 import torch
 
-from isotype.core.dtypes import parse_dtype
+from isotype.core.dtypes import HALVES, parse_dtype
 from isotype.core.names import agree, plural
 from isotype.records.finding import Action, Finding, Fix
-from isotype.records.trace import HALVES, Trace, Weight
+from isotype.records.trace import Trace, Weight
 from isotype.rules import ist404_compute_dtype
 from isotype.rules.kit import costs
 from isotype.rules.kit.value_ranges import flushed

@@ -26,11 +26,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import agree, short, starred
 from isotype.core.optimizers import OPTIMIZERS
 from isotype.records.finding import Action, Finding, Fix
-from isotype.records.trace import GRADIENTLESS, HALVES, Call, Operand, Trace
+from isotype.records.trace import GRADIENTLESS, Call, Operand, Trace
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, trained
 from isotype.rules.kit.words import advice, cause_text, device_error, evidence, setting

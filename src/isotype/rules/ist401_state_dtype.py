@@ -29,10 +29,10 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import agree, named
 from isotype.records.finding import Finding
-from isotype.records.trace import HALVES, Trace, Weight
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.weight_sets import count, finding_of, modules, quantized
 from isotype.rules.kit.words import fix
 

@@ -27,10 +27,10 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import agree, named
 from isotype.records.finding import Cost, Finding, Fix
-from isotype.records.trace import HALVES, Quantization, Trace, Weight
+from isotype.records.trace import Quantization, Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.weight_sets import count, finding_of, main_dtype, modules, quantized
 from isotype.rules.kit.words import actions

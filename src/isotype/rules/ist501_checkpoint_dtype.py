@@ -38,10 +38,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.core.names import format_bytes, plural
 from isotype.records.finding import Cost, Finding, Severity
-from isotype.records.trace import FLOATS, Trace, Weight
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.weight_sets import (
     cast_fix,

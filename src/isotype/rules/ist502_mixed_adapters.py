@@ -33,9 +33,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.records.finding import Finding
-from isotype.records.trace import FLOATS, Trace
+from isotype.records.trace import Trace
 from isotype.rules.kit.weight_sets import finding_of, names
 from isotype.rules.kit.words import fix
 

@@ -46,11 +46,11 @@ from dataclasses import replace
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import grouped, short, starred
 from isotype.core.operators import ADDS_IN_PLACE
 from isotype.records.finding import Finding, Fix
-from isotype.records.trace import COPY_OF_WEIGHT, HALVES, MERGED_WEIGHT, Call, Trace, Weight
+from isotype.records.trace import COPY_OF_WEIGHT, MERGED_WEIGHT, Call, Trace, Weight
 from isotype.rules.kit.costs import flops_share
 from isotype.rules.kit.weight_sets import casts, count, finding_of, names, spacing
 from isotype.rules.kit.words import actions, advice

@@ -32,11 +32,11 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import grouped, plural, short
 from isotype.core.operators import ATTENTION_KERNELS
 from isotype.records.finding import Finding, Kind, finding_at
-from isotype.records.trace import HALVES, NO_ATTENTION_KERNEL, Call, Trace
+from isotype.records.trace import NO_ATTENTION_KERNEL, Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.groups import Claim, Group

@@ -53,12 +53,12 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.formats import why_kept
 from isotype.core.names import format_bytes, grouped, plural, stacked
 from isotype.records.finding import Cost, Finding, Fix, Kind, Safety
 from isotype.records.memory import BETWEEN_STEPS, Phase
-from isotype.records.trace import HALVES, Trace
+from isotype.records.trace import Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.routers import router_products
 from isotype.rules.kit.weight_sets import count, is_frozen_base, quantized

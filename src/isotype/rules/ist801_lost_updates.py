@@ -32,11 +32,11 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import base_name
 from isotype.precision.ranges import ModuleRange
 from isotype.records.finding import Finding, Fix
-from isotype.records.trace import HALVES, Trace, Weight
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.weight_sets import borders, casts, count, finding_of, float32_masters, spacing, trained
 from isotype.rules.kit.words import advice
 

@@ -30,10 +30,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import agree, grouped, named, short
 from isotype.records.finding import Finding, Fix, finding_at
-from isotype.records.trace import HALVES, Call, Trace, Weight
+from isotype.records.trace import Call, Trace, Weight
 from isotype.rules.kit.weight_sets import count, finding_of, names
 from isotype.rules.kit.words import advice, fix
 

@@ -26,10 +26,10 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import agree
 from isotype.records.finding import Finding, Fix
-from isotype.records.trace import HALVES, Trace, Weight
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.weight_sets import borders, casts, count, finding_of
 from isotype.rules.kit.words import advice
 

@@ -25,10 +25,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import grouped, short
 from isotype.records.finding import Finding, finding_at
-from isotype.records.trace import HALVES, Call, Trace
+from isotype.records.trace import Call, Trace
 from isotype.rules.kit.weight_sets import spacing
 from isotype.rules.kit.words import advice, evidence
 

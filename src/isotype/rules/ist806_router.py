@@ -27,10 +27,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import starred
 from isotype.records.finding import Action, Finding, Fix, finding_at
-from isotype.records.trace import HALVES, Call, Operand, Trace, Weight
+from isotype.records.trace import Call, Operand, Trace, Weight
 from isotype.rules.kit.routers import router_products
 from isotype.rules.kit.words import actions, advice, evidence
 

@@ -33,10 +33,10 @@ from collections.abc import Iterator
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import grouped, short
 from isotype.records.finding import Finding, finding_at
-from isotype.records.trace import HALVES, Call, Trace
+from isotype.records.trace import Call, Trace
 from isotype.rules.kit.words import TRANSFORMERS, advice, evidence
 
 TITLE = "An epsilon that 16 bits round away"

@@ -30,9 +30,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.records.finding import Finding
-from isotype.records.trace import HALVES, Trace
+from isotype.records.trace import Trace
 from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, spacing, trained
 
 TITLE = "Gradients of many micro-batches added up in 16 bits"

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from isotype.compat.torch import FakeTensor, UncompiledMode, current_node, last_node_number, node_number
+from isotype.core.dtypes import FLOATS
 from isotype.core.operators import leaves, numbers_in, operator_name, tensors_of
 from isotype.core.source import asking_frame, asking_line, is_called_by, shown
 from isotype.model.fold import calls_represented
@@ -29,7 +30,6 @@ from isotype.records.memory import MemoryKind, Phase
 from isotype.records.trace import (
     CAST_FUNCTIONS,
     CASTS,
-    FLOATS,
     FROM_NUMPY,
     OUTPUT_DTYPE,
     PARAM_DTYPE,

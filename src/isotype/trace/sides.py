@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from isotype.core.dtypes import FLOATS, HALVES
 from isotype.core.names import with_parents
-from isotype.records.trace import FLOATS, HALVES, Origin, Setup, Weight
+from isotype.records.request import Setup
+from isotype.records.trace import Origin, Weight
 
 _HELD = ("parameter", "buffer", "attribute")
 # Origins outside of the modules. Such a tensor belongs to no part of the model.

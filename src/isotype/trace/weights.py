@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from isotype.compat.torch import has_values
 from isotype.compat.transformers import pinned, pinned_strictly
+from isotype.core.dtypes import HALVES
 from isotype.core.names import unparametrized
 from isotype.core.threads import SMALL, one_thread
 from isotype.model.experts.stack import QuantizedStack, held_stack
@@ -23,7 +24,7 @@ from isotype.model.shard import gathering, local
 from isotype.model.walk import Place, kind_of, places, repeats_of
 from isotype.precision.policy import is_pinned
 from isotype.records.memory import MemoryKind
-from isotype.records.trace import HALVES, Quantization, Weight
+from isotype.records.trace import Quantization, Weight
 
 # Larger tensors get no median and no digits. Norms, biases and adapters are far smaller.
 _MOST_ELEMENTS = 1 << 24

@@ -22,7 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from isotype.checkpoint.opened import facts_of
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.compat.accelerate import mark_as_skipped
-from isotype.compat.torch_scaler import loss_scale
+from isotype.compat.torch import loss_scale
 from isotype.compat.transformers import calling_trainer
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, UsageError, error_line

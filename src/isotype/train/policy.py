@@ -15,7 +15,7 @@ from isotype.checkpoint.damage import measure_quality
 from isotype.checkpoint.measure_ranges import measure_ranges
 from isotype.checkpoint.opened import Checkpoint, downloaded
 from isotype.checkpoint.resolve import read_measurement, resolve_request, with_storage_reason
-from isotype.compat.torch_scaler import sharded_scaler
+from isotype.compat.torch_fsdp import sharded_scaler
 from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import MIXED
 from isotype.model.enforce import Change, enforce_model, policy_of

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isotype.compat.hub import asking, offline_if_unreachable
 from isotype.core.arguments import did_you_mean, wrong_choice
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageError, first_line, one_line
 from isotype.core.names import listed, pattern_problems
 from isotype.core.optimizers import package_of
@@ -29,7 +29,6 @@ from isotype.data.tokens import token_faults
 from isotype.model.parts import ALL, PARTS, read_parts
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.policy import PrecisionPolicy
-from isotype.records.trace import HALVES
 from isotype.train.command.arguments import name_problems, number_problems
 from isotype.train.command.command import Command
 from isotype.train.command.settings import Settings, settings_of

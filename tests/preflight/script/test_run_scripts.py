@@ -351,7 +351,7 @@ def test_a_cast_that_fsdp_makes_is_named(runs: Runs) -> None:
     script = """
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from isotype.compat.torch import fake_process_group
+from isotype.compat.torch_fsdp import fake_process_group
 
 with fake_process_group(1) as mesh:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
@@ -370,7 +370,7 @@ with fake_process_group(1) as mesh:
 def test_weights_that_fsdp_has_gathered_at_the_error_are_not_cast_by_the_script(runs: Runs) -> None:
     script = """
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from isotype.compat.torch import fake_process_group
+from isotype.compat.torch_fsdp import fake_process_group
 
 with fake_process_group(1) as mesh:
     model = Net().float()
@@ -388,7 +388,7 @@ def test_fsdp1_gathers_weights_and_casts_inputs_but_not_buffers(runs: Runs) -> N
     """pytorch/pytorch #143900."""
     script = """
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-from isotype.compat.torch import fake_process_group
+from isotype.compat.torch_fsdp import fake_process_group
 
 class Blurred(Net):
     def __init__(self):

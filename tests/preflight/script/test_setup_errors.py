@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from isotype.compat import bitsandbytes
-from isotype.compat.torch import fake_process_group
+from isotype.compat.torch_fsdp import fake_process_group
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.script.missing_gpu import MissingGpu
 from isotype.preflight.script.setup_errors import explained

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.lora.unpadded import Sequences, current
 from isotype.precision.devices.profile import DeviceProfile
 
-DTYPES = (torch.float16, torch.bfloat16)
 _MOST_HEAD = 256
 _ALIGNED = 8
 """Head sizes must be multiples of this number."""
@@ -45,7 +44,7 @@ def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> 
     """Return a clause that says why variable-length attention is impossible; None if it is possible."""
     if profile.kind != "cuda":
         return f"variable-length attention is for NVIDIA GPUs, and this is {profile.title}"
-    if dtype not in profile.flash_attention or dtype not in DTYPES:
+    if dtype not in profile.flash_attention or dtype not in HALVES:
         return f"{profile.title} has no FlashAttention in {dtype_name(dtype)}"
     if not takes_lengths():
         return f"torch {torch.__version__} has no variable-length attention with a scale and windows"
@@ -76,7 +75,7 @@ def why_not_call(
 ) -> str | None:
     """Return a clause that says why a call needs a mask instead of sequence lengths; None if lengths are enough."""
     query, key, value = inputs
-    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+    if query.dtype not in HALVES or not query.dtype == key.dtype == value.dtype:
         return f"queries, keys and values are {', '.join(sorted({dtype_name(x.dtype) for x in inputs}))}"
     sizes = {x.shape[-1] for x in inputs}
     if len(sizes) > 1 or max(sizes) > _MOST_HEAD or max(sizes) % _ALIGNED:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import torch
 
 from isotype.compat.torch import FakeTensor, FakeTensorMode
+from isotype.core.dtypes import HALVES
 from isotype.precision.devices.profile import DeviceProfile, this_cpu_emulates
 
 VALUE = "_isotype_value"
 """Attribute with the known value of a fake tensor."""
-
-_LOW = (torch.bfloat16, torch.float16)
 
 
 class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -28,7 +27,7 @@ class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__(allow_non_fake_inputs=True)
         cpu = profile if profile is not None and profile.kind == "cpu" else None
         self.is_cpu = cpu is not None
-        self.emulated = frozenset(dtype for dtype in _LOW if cpu and cpu.supports(dtype) != "native")
+        self.emulated = frozenset(dtype for dtype in HALVES if cpu and cpu.supports(dtype) != "native")
 
 
 def is_on_cpu(x: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch import nn
 
 from isotype.compat.accelerate import is_prepared, mixed_precision
 from isotype.compat.torch import fake_errors_unlogged, no_modes, tree_map
-from isotype.core.dtypes import autocast_dtype
+from isotype.core.dtypes import HALVES, autocast_dtype
 from isotype.core.optimizers import names_instead, parameters_of
 from isotype.model.loss import find_loss, loss_of
 from isotype.model.walk import living
@@ -29,12 +29,11 @@ from isotype.preflight.run import run
 from isotype.ranges.twin import unwrapped
 from isotype.records.finding import in_library
 from isotype.records.request import DEFAULT_PHASES, LossOf, StepRequest
-from isotype.records.trace import HALVES
 from isotype.report.check.report import Report
 from isotype.trace.fake.code import LossOfOutput
 from isotype.trace.fake.twin import fake_mode
+from isotype.trace.live.forward import Beginning
 from isotype.trace.live.recorder import device_of
-from isotype.trace.live.watch import Beginning
 
 TRIED_BEFORE = 2.0
 """Fixes are tried before the first step if the estimated time of all trials is at most this many seconds."""

@@ -22,8 +22,8 @@ from isotype.preflight.script.outside import call_of, casts_since, outside, step
 from isotype.ranges.twin import unwrapped
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
-from isotype.records.request import DEFAULT_PHASES, StepRequest
-from isotype.records.trace import GRADIENT_ERRORS, NOTHING_UNSCALED, Breach, Call, Failure, Setup, Trace
+from isotype.records.request import DEFAULT_PHASES, Setup, StepRequest
+from isotype.records.trace import GRADIENT_ERRORS, NOTHING_UNSCALED, Breach, Call, Failure, Trace
 from isotype.report.check.report import Report
 from isotype.rules import (
     ist107_recomputation,
@@ -33,8 +33,8 @@ from isotype.rules import (
     judge,
 )
 from isotype.rules.kit.groups import code_of
-from isotype.trace.live.forward import named_inputs, trains
-from isotype.trace.live.watch import Beginning, Watch
+from isotype.trace.live.forward import Beginning, named_inputs, trains
+from isotype.trace.live.watch import Watch
 
 AGAIN_SECONDS = 60.0
 """Time limit in seconds for tracing the step again after a crash."""

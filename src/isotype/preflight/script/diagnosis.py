@@ -39,8 +39,8 @@ from isotype.preflight.script.output import Output, peak_of
 from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
-from isotype.records.request import StepRequest
-from isotype.records.trace import Call, Setup, Trace
+from isotype.records.request import Setup, StepRequest
+from isotype.records.trace import Call, Trace
 from isotype.report.check.report import Report
 from isotype.rules import (
     ist107_recomputation,
@@ -55,10 +55,10 @@ from isotype.rules import (
     judge,
 )
 from isotype.trace.fake.recorder import TimeSpentError
-from isotype.trace.live.forward import Averages, StaleCasts
+from isotype.trace.live.forward import Averages, Beginning, StaleCasts
 from isotype.trace.live.gradients import KeptGraphs
 from isotype.trace.live.recorder import device_of
-from isotype.trace.live.watch import MANY_SKIPPED, Beginning, Watch
+from isotype.trace.live.watch import MANY_SKIPPED, Watch
 
 MENTIONED_FROM = 5.0
 """If the trace before the first step takes this many seconds, a line is printed even without findings."""

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.core.names import grouped, plural, short
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import line_of, tensors_at_hand
 from isotype.model.walk import name_in_process
-from isotype.records.trace import FLOATS, NO_GRADIENT, NOT_SCALAR, NOTHING_UNSCALED, Trace
+from isotype.records.trace import NO_GRADIENT, NOT_SCALAR, NOTHING_UNSCALED, Trace
 from isotype.report.text import short_source
 from isotype.rules.kit.words import and_others
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes, plural
-from isotype.records.trace import Setup, Trace
+from isotype.records.request import Setup
+from isotype.records.trace import Trace
 from isotype.report.check.record import Record
 from isotype.report.html import format_number
 from isotype.report.text import format_duration, format_flops, format_kinds, format_share

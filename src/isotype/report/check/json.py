@@ -18,7 +18,8 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.records.finding import Finding, Fix
 from isotype.records.memory import Products, StepTime
-from isotype.records.trace import Failure, Origin, Setup
+from isotype.records.request import Setup
+from isotype.records.trace import Failure, Origin
 from isotype.report.check.record import Outlook, Record, repair_outlook
 from isotype.report.check.text import cost_clauses, fix_standing, sharding_notes, verdict
 from isotype.rules import Rule, all_rules

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from isotype.core.errors import PrecisionError, Problem
 from isotype.records.finding import Finding, marked
-from isotype.records.trace import Setup
+from isotype.records.request import Setup
 from isotype.report.check.html import to_html
 from isotype.report.check.json import to_json, to_sarif
 from isotype.report.check.record import Record

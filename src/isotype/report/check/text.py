@@ -18,7 +18,8 @@ from isotype.core.names import format_bytes, grouped, listed, named, plain_name,
 from isotype.core.terminal import printed_command
 from isotype.precision import by_ranges
 from isotype.records.finding import Cost, Finding, Fix, Scope, marked
-from isotype.records.trace import Operand, Setup
+from isotype.records.request import Setup
+from isotype.records.trace import Operand
 from isotype.report.check.cost import (
     device_words,
     flops_words,

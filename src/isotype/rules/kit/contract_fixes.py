@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import FLOATS, HALVES, dtype_name
 from isotype.core.names import distinct_names, grouped, listed, short, starred, with_parents
 from isotype.records.finding import Fix, Safety, in_library
-from isotype.records.trace import FLOATS, HALVES, Call, Operand, Origin, Trace, Weight
+from isotype.records.trace import Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit.groups import SCATTERS, Group, per_trace
 from isotype.rules.kit.weight_sets import count, main_dtype, quantized, trained
 from isotype.rules.kit.words import advice, fix

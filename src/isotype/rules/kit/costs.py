@@ -18,10 +18,11 @@ import torch
 from isotype.compat.glibc import LARGEST_KEPT
 from isotype.compat.torch import operator_schema
 from isotype.core import operators
+from isotype.core.dtypes import FLOATS, HALVES
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.finding import Cost
 from isotype.records.memory import Products, StepTime
-from isotype.records.trace import CAST_FUNCTIONS, FLOATS, HALVES, Call, Operand, Origin, Trace, Weight
+from isotype.records.trace import CAST_FUNCTIONS, Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit.groups import per_trace
 
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")

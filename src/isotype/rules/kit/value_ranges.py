@@ -13,9 +13,10 @@ from itertools import zip_longest
 
 import torch
 
+from isotype.core.dtypes import FLOATS
 from isotype.core.names import base_name, grouped, short, starred
 from isotype.precision.ranges import FLOAT16_LARGEST, OperatorRange, Ranges, is_attention, is_fill
-from isotype.records.trace import FLOATS, Call, Operand, Trace
+from isotype.records.trace import Call, Operand, Trace
 from isotype.rules.kit.groups import per_trace
 
 _CAST = "aten._to_copy.default"

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.formats import FOUR_BITS
 from isotype.core.names import distinct_names, in_module, plain_name, starred
 from isotype.records.finding import Action, Finding, Fix, Severity, places
-from isotype.records.trace import HALVES, Quantization, Trace, Weight
+from isotype.records.trace import Quantization, Trace, Weight
 from isotype.rules.kit.words import actions, fix, safety_of_cast
 
 _SMALLEST = {torch.bfloat16: -126, torch.float16: -14}  # exponent of the smallest normal value

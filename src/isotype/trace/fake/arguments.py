@@ -17,8 +17,9 @@ from isotype.compat.torch import (
     tree_map,
     unset_fake_temporarily,
 )
+from isotype.core.dtypes import FLOATS, HALVES
 from isotype.core.operators import MASKED, float_indices, leaves, schema_of
-from isotype.records.trace import FLOATS, HALVES, Breach
+from isotype.records.trace import Breach
 
 # Operators that write a number into a tensor -> the names of the number's argument. torch raises if the number does
 # not fit into the tensor's dtype (`Scalar::to`, c10/core/Scalar.h).

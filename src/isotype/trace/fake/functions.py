@@ -23,7 +23,7 @@ from isotype.compat.torch_device import cpu_stands_for, fused_attention, names_o
 from isotype.compat.triton import without_kernels
 from isotype.contracts.contract import are_powers_of_two, autocast_lists
 from isotype.contracts.families import ONLY_POWERS_OF_TWO
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import FLOATS, HALVES, dtype_name
 from isotype.core.names import format_bytes
 from isotype.core.operators import given_tensors
 from isotype.precision.devices.attention import (
@@ -35,7 +35,7 @@ from isotype.precision.devices.attention import (
     needs_repeated_heads,
 )
 from isotype.precision.devices.profile import DeviceProfile
-from isotype.records.trace import ATTENTION, FLOATS, HALVES, NO_ATTENTION_KERNEL, Breach
+from isotype.records.trace import ATTENTION, NO_ATTENTION_KERNEL, Breach
 from isotype.trace.fake.arguments import in_operands_dtype, map_leaves, with_tensors_in, without_floats
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.twin import SPARSE

@@ -31,7 +31,7 @@ from isotype.compat.torch import (
 from isotype.contracts.contract import NO_FLOAT8, Contracts, is_exempt
 from isotype.contracts.families import by_shapes
 from isotype.contracts.pattern import CORRUPTS
-from isotype.core.dtypes import named_integer
+from isotype.core.dtypes import FLOATS, named_integer
 from isotype.core.errors import error_line, first_line
 from isotype.core.operators import (
     BFLOAT16_WITHOUT_MEMORY,
@@ -43,7 +43,7 @@ from isotype.core.operators import (
     tensors_in,
 )
 from isotype.core.source import condition_at, raising_line, shown, tensors_at_hand
-from isotype.records.trace import FLOATS, SHARED, UNSAFE, Breach, Failure, Origin
+from isotype.records.trace import SHARED, UNSAFE, Breach, Failure, Origin
 from isotype.trace.fake.arguments import (
     as_measured,
     cast_result,

@@ -28,7 +28,7 @@ from isotype.compat.torch import in_backward, storage_of
 from isotype.core.operators import tensors_of
 from isotype.model.shard import Group, groups_of
 from isotype.model.walk import STANDS_FOR
-from isotype.records.trace import Setup
+from isotype.records.request import Setup
 from isotype.trace.ledger import Ledger
 
 

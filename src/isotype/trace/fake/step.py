@@ -44,7 +44,7 @@ from isotype.model.boundary import exponent_by_ranges
 from isotype.model.fold import fold
 from isotype.model.shard import is_sharded
 from isotype.records.memory import Memory
-from isotype.records.request import DEEPSPEED, LossOf, named_inputs
+from isotype.records.request import DEEPSPEED, LossOf, Setup, named_inputs
 from isotype.records.trace import (
     NO_GRADIENT,
     NOT_SCALAR,
@@ -53,7 +53,6 @@ from isotype.records.trace import (
     Call,
     Failure,
     Origin,
-    Setup,
     Trace,
     Weight,
 )

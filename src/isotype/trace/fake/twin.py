@@ -21,15 +21,14 @@ from isotype.compat.torch import (
     TENSOR_DATA,
     FakeTensor,
     FakeTensorMode,
-    apply_like_fsdp,
     give_class,
     mark_as_parameter,
     storage_of,
     tree_map,
-    unshard,
     without_dispatch,
     without_modes,
 )
+from isotype.compat.torch_fsdp import apply_like_fsdp, unshard
 from isotype.model.shard import gathered_by
 from isotype.model.walk import copied, empty_copies, fill_copies, kind_of
 from isotype.precision.devices.profile import DeviceProfile

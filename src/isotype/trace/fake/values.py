@@ -23,9 +23,9 @@ from isotype.compat.torch import (
     without_functions,
     without_modes,
 )
+from isotype.core.dtypes import HALVES
 from isotype.core.operators import leaves, operator_name
 from isotype.precision.devices.simulated import VALUE
-from isotype.records.trace import HALVES
 from isotype.trace.fake.arguments import map_leaves
 from isotype.trace.fake.twin import fake_like
 from isotype.trace.fake.unknown import Numbers

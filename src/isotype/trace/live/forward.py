@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch.optim import optimizer as optimizers
 from torch.utils.weak import WeakIdKeyDictionary
 
 from isotype.compat.torch import UncompiledMode, put_under, storage_of, take_out
+from isotype.core.dtypes import HALVES
 from isotype.core.operators import ADDS_IN_PLACE, operator_name, tensors_of
 from isotype.core.source import asking_line, is_called_by, shown
-from isotype.records.trace import COPY_OF_WEIGHT, HALVES, MERGED_WEIGHT, Call, Operand, Origin
+from isotype.records.trace import COPY_OF_WEIGHT, MERGED_WEIGHT, Call, Operand, Origin
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -28,6 +30,22 @@ def trains(module: nn.Module) -> bool:
     if not torch.is_grad_enabled() or is_called_by("torch.nn.utils.parametrize"):
         return False
     return any(p.requires_grad and not p.is_meta for p in module.parameters())
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """A forward that is about to run and will be recorded.
+
+    Attributes:
+        model: the called module.
+        inputs: the inputs of the forward by argument name.
+        args, kwargs: the original arguments.
+    """
+
+    model: nn.Module
+    inputs: Mapping[str, Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
 
 
 def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,15 +15,15 @@ from torch.optim import optimizer as optimizers
 from torch.utils.weak import TensorWeakRef
 
 from isotype.compat.standard import frame_above
-from isotype.compat.torch import last_node_number, no_modes, node_number, version_of
-from isotype.compat.torch_scaler import stored_scale
+from isotype.compat.torch import last_node_number, no_modes, node_number, stored_scale, version_of
+from isotype.core.dtypes import HALVES
 from isotype.core.operators import COLLECTIVES
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import asking_line, shown
 from isotype.model.shard import is_flattened, process_count
 from isotype.model.walk import living
 from isotype.records.reach import Unreached
-from isotype.records.trace import HALVES, Origin
+from isotype.records.trace import Origin
 from isotype.trace.live.recorder import LiveRecorder, summands
 from isotype.trace.recorder import ORIGIN
 

@@ -26,13 +26,13 @@ from isotype.compat import torch_device
 from isotype.compat.standard import frame_above
 from isotype.compat.torch import OpOverload, current_node, forget_gradient_hooks, node_number
 from isotype.contracts.contract import autocast_lists, contracts_here
-from isotype.core.dtypes import autocast_dtype
+from isotype.core.dtypes import FLOATS, HALVES, autocast_dtype
 from isotype.core.errors import error_line, first_line
 from isotype.core.operators import COLLECTIVES, given_tensors, leaves, tensors_in
 from isotype.core.source import asking_line, shown
 from isotype.records.finding import in_library
 from isotype.records.memory import Phase
-from isotype.records.trace import CASTS, FLOATS, HALVES, UNSAFE, Breach, Call, Origin, Weight
+from isotype.records.trace import CASTS, UNSAFE, Breach, Call, Origin, Weight
 from isotype.trace.fake.code import named_tensors
 from isotype.trace.fake.recorder import is_about_dtypes
 from isotype.trace.recorder import ORIGIN, Recorder

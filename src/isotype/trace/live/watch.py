@@ -42,8 +42,9 @@ from isotype.core.optimizers import class_of, learning_rate_of, parameters_of
 from isotype.model.adapters import unmatched
 from isotype.model.recompute import idle_checkpoints
 from isotype.records.memory import Memory, Phase
-from isotype.records.trace import Call, Failure, Origin, Setup, Trace
-from isotype.trace.live.forward import autocast_of, named_inputs, trains
+from isotype.records.request import Setup
+from isotype.records.trace import Call, Failure, Origin, Trace
+from isotype.trace.live.forward import Beginning, autocast_of, named_inputs, trains
 from isotype.trace.live.gradients import LastStep, Sample, after_step, gradients_of, optimizers_of, samples_of
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of, in_dtypes, warnings_at_callers
 
@@ -64,22 +65,6 @@ _EVALUATION_CALLS = 20_000
 
 _OPTIMIZERS = 3
 """With several optimizers, as for a GAN, at least this number of steps is recorded."""
-
-
-@dataclass(frozen=True)
-class Beginning:
-    """A forward that is about to run and will be recorded.
-
-    Attributes:
-        model: the called module.
-        inputs: the inputs of the forward by argument name.
-        args, kwargs: the original arguments.
-    """
-
-    model: nn.Module
-    inputs: Mapping[str, Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -154,6 +139,11 @@ class Watch:
         return self._model() if self._model is not None else None
 
     @property
+    def _live(self) -> LiveRecorder:
+        assert self.recorder is not None
+        return self.recorder
+
+    @property
     def roots(self) -> tuple[nn.Module, ...]:
         """The outermost modules that the recorded steps have called."""
         return tuple(self._roots)
@@ -214,8 +204,7 @@ class Watch:
         self._module_hooks.enter_context(modules.register_module_forward_hook(after, always_call=True))
 
     def _enter_modes(self) -> None:
-        assert self.recorder is not None
-        self._modes = (self.recorder, LiveFunctions(self.recorder))
+        self._modes = (self._live, LiveFunctions(self._live))
         put_under(*self._modes)
 
     def _leave_modes(self) -> None:
@@ -259,16 +248,15 @@ class Watch:
             elif self.state != "watching":
                 self._end_evaluation()
                 return
-            assert self.recorder is not None
             self._last = LastStep()
-            if self.recorder.phase == "unscale":
+            if self._live.phase == "unscale":
                 self._skip()
             # `torch.autograd.grad` leaves no gradients that could accumulate.
-            if self.recorder.phase == "backward" and self.recorder.graded and not in_backward():
+            if self._live.phase == "backward" and self._live.graded and not in_backward():
                 self._pause()
                 return
             self._register(module, args, kwargs)
-        self.recorder.enter(self._names.get(module, type(module).__name__), module=module)
+        self._live.enter(self._names.get(module, type(module).__name__), module=module)
 
     def _leaves(self) -> None:
         records = self.state in ("watching", "evaluating")
@@ -288,11 +276,14 @@ class Watch:
         inner = original(module)
         if any(map(is_compiled, (module, *module.modules()))):
             self._note("torch.compile is off in the recorded steps: compiled code has no operators to record")
-        self.state, self._mine = "looking", (os.getpid(), threading.get_ident())
-        self._model = weakref.ref(inner)
-        self._before(Beginning(inner, named_inputs(inner, args, kwargs), args, kwargs))
+        self.state = "looking"
+        self._before(self._beginning(inner, args, kwargs))
         self._record(LiveRecorder(device_of(module), seconds=WATCH_SECONDS, kind=self.kind), "forward")
         self.state = "watching"
+
+    def _beginning(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Beginning:
+        self._model, self._mine = weakref.ref(module), (os.getpid(), threading.get_ident())
+        return Beginning(module, named_inputs(module, args, kwargs), args, kwargs)
 
     def _record(self, recorder: LiveRecorder, phase: Phase) -> None:
         self.recorder = recorder
@@ -315,8 +306,7 @@ class Watch:
     def _evaluate(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         self._evaluations[module] = self._evaluations.get(module, 0) + 1
         self._evaluated += 1
-        self._model, self._mine = weakref.ref(module), (os.getpid(), threading.get_ident())
-        beginning = Beginning(module, named_inputs(module, args, kwargs), args, kwargs)
+        beginning = self._beginning(module, args, kwargs)
         if self.state == "evaluating":
             self._without_modes(lambda: self._evaluates(beginning))
         else:
@@ -335,8 +325,7 @@ class Watch:
 
     def _register(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Register the names, weights and inputs of an outermost module."""
-        recorder, inner, prefix = self.recorder, original(module), ""
-        assert recorder is not None
+        recorder, inner, prefix = self._live, original(module), ""
         if inner not in self._names:
             inside = {id(part) for part in inner.modules()}
             if self._roots and not any(id(root) in inside for root in self._roots):
@@ -361,22 +350,20 @@ class Watch:
     def _pause(self) -> None:
         """Pause the recording while gradients accumulate, because later micro-batches only repeat the first micro-batch."""
         self.state = "paused"
-        assert self.recorder is not None
-        updates = optimizers_of(self.recorder.names)
+        updates = optimizers_of(self._live.names)
         why = "gradients accumulate" if updates else "no optimizer of torch updates this model"
         self._note(f"{why}: only the first forward and backward of each step was recorded")
-        self.recorder.of_gradients = True  # for clipping and unscaling, which follow the last micro-batch
+        self._live.of_gradients = True  # for clipping and unscaling, which follow the last micro-batch
         self._module_hooks.close()
 
     def _skip(self) -> None:
         """End a step that the GradScaler has skipped, and start the next step."""
-        assert self.recorder is not None
         self.scaler, self.skipped, self.skipping = True, self.skipped + 1, True
         self._without_modes(self._after)
         self.skipping = False
         if self.skipped == MANY_SKIPPED:
             self.detach()
-        self.recorder.begin_step()
+        self._live.begin_step()
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._is_mine():
@@ -411,30 +398,30 @@ class Watch:
 
     def weigh_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the optimizer that is about to step, and the gradients of its parameters."""
-        assert self.recorder is not None
+        recorder = self._live
         self.optimizer = class_of(optimizer)
         self.learning_rate = learning_rate_of(optimizer)
-        self.gradients = gradients_of(optimizer, self.recorder, self._roots, self.scaler)
+        self.gradients = gradients_of(optimizer, recorder, self._roots, self.scaler)
         scaled, idle = not self.gradients.pop("plain"), self.gradients.pop("idle")
-        weights = self.recorder.weights
+        weights = recorder.weights
         weights[:] = [replace(w, trainable=w.trainable and w.name not in idle) for w in weights]
-        unscales = any(call.phase == "unscale" for call in self.recorder.calls)
+        unscales = any(call.phase == "unscale" for call in recorder.calls)
         self.scaler = unscales or (self.scaler and scaled)
         for weight in parameters_of(optimizer):
-            if weight.grad is not None and (origin := self.recorder.names.get(id(weight))) is not None:
-                self.recorder.mark_gradient(weight, origin.name)
+            if weight.grad is not None and (origin := recorder.names.get(id(weight))) is not None:
+                recorder.mark_gradient(weight, origin.name)
 
     def _weigh_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the memory that the optimizer held before the step: its states, and its own copies of the weights."""
-        assert self.recorder is not None
+        recorder = self._live
         for weight in parameters_of(optimizer):
-            if id(weight) not in self.recorder.names:
-                self.recorder.ledger.count(weight, "optimizer")
+            if id(weight) not in recorder.names:
+                recorder.ledger.count(weight, "optimizer")
             for key, state in optimizer.state.get(weight, {}).items():
                 for tensor in tensors_of(state):
-                    self.recorder.ledger.count(tensor, "optimizer")
-                    self.recorder.mark(tensor, Origin("outside", tensor.dtype, f"the optimizer's {key}"))
-        self._held = self.recorder.ledger.alive("optimizer")
+                    recorder.ledger.count(tensor, "optimizer")
+                    recorder.mark(tensor, Origin("outside", tensor.dtype, f"the optimizer's {key}"))
+        self._held = recorder.ledger.alive("optimizer")
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         recorder, watching = self.recorder, self.state == "watching"
@@ -471,8 +458,7 @@ class Watch:
 
     def trace(self, setup: Setup, failure: Failure | None = None, no_autocast: str = "") -> Trace:
         """Return the trace of the last recorded step. Errors that the script has caught are left out."""
-        assert self.recorder is not None
-        recorder = self.recorder
+        recorder = self._live
         calls = recorder.calls
         if failure is None:
             # The script has caught every error. Only breaches of the simulated device, which have a conversion, remain.
@@ -502,9 +488,8 @@ class Watch:
 
     def autocast(self) -> torch.dtype | None:
         """Return the autocast dtype under which most operators of the last forward ran; None without autocast."""
-        assert self.recorder is not None
         # The second of two optimizers may step after the backward of the first.
-        backward = any(call.phase == "backward" for call in self.recorder.calls)
-        if backward or self.recorder.phase != "optimizer":
-            self._autocast = autocast_of(self.recorder.calls)
+        backward = any(call.phase == "backward" for call in self._live.calls)
+        if backward or self._live.phase != "optimizer":
+            self._autocast = autocast_of(self._live.calls)
         return self._autocast and self.stands.get(self._autocast, self._autocast)

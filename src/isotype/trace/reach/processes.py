@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from isotype.compat.peft import without_peft
-from isotype.compat.torch import TorchDispatchMode, fake_process_group
+from isotype.compat.torch import TorchDispatchMode
+from isotype.compat.torch_fsdp import fake_process_group
 from isotype.compat.transformers import unsplit_classes
 from isotype.core.operators import COLLECTIVES
 from isotype.model.loss import find_loss

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from isotype.compat.replaced import Replacements
-from isotype.compat.torch_scaler import loss_scale
+from isotype.compat.torch import loss_scale
 from isotype.compat.transformers import batches_as_they_are, steps_seen
 from isotype.core.errors import Problem, TrainingError, error_line
 from isotype.core.random_states import RandomStates
