@@ -98,7 +98,7 @@ def _fix_of_range(event: NonFinite) -> str:
         return f"use a loss scale of {number(scale)} or less (GradScaler lowers its scale after an overflow)"
     if event.phase == "unscale":
         return "store the trained weights in float32, so that their gradients are float32"
-    return "use bfloat16 if the device runs it, or a float32 residual stream with float16 matmuls"
+    return "use bfloat16 if the device runs it, or float32"
 
 
 def _rows(event: NonFinite) -> str:

@@ -166,7 +166,7 @@ def not_finite(
         what += f"\n    this step {why or 'was run again, and all of its values were finite'}"
     of_data = first is not None and (first.cause in _OF_THE_DATA or first.entries == (0.0, 0.0))
     tries = [] if of_data else _tries(arguments, step, script)
-    problems = [Problem(what, "finite numbers", "; ".join(tries) or "see the operator below")]
+    problems = [Problem(what, "finite numbers", "; or ".join(tries) or "see the operator below")]
     if first is not None:
         problems.append(problem_of(first))
     return TrainingError(headline, problems, _hint(checkpoint, script, pictures))
@@ -214,7 +214,7 @@ def _tries(arguments: Any, step: int, script: bool) -> list[str]:
     if step > 1:
         tries.append(flag("learning_rate", f"{arguments.learning_rate / 10:g}"))
         if not arguments.warmup_steps:
-            tries.append(flag("warmup_steps", "0.05"))
+            tries.append(f"{flag('warmup_steps', '0.05')} (a share of all steps)")
         if arguments.max_grad_norm <= 0:
             tries.append(flag("max_grad_norm", "1"))
     elif not arguments.fp16:
