@@ -134,8 +134,8 @@ class Run:
     def reasons(self) -> tuple[str, ...]:
         """Why it is not compared, or is off; "" in the place of a reason that nobody has."""
         if not self.compared:
-            return (f"Not compared: {self.published['not_compared']}",)
-        return tuple(f"Why the {what} differs: {self.published[f'{what}_reason']}" for what in self.off)
+            return (f"The speed was not compared: {self.published['not_compared']}.",)
+        return tuple(f"The {what} differs: {self.published[f'{what}_reason']}." for what in self.off)
 
     def ratio(self, reached: Reached) -> float:
         """Foreseen over published."""
@@ -275,16 +275,14 @@ def table() -> str:
     lines = [
         *model_lines(REACHED),
         "",
-        "| run | card | rows of tokens | tokens/s published | predicted | ratio | GiB published | predicted | ratio |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| run | card | sequences × tokens | tokens/s published | predicted | predicted / published | GiB published | predicted"
+        " | predicted / published | notes |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    notes: dict[str, int] = {}
     for run in runs():
         each, memory = run.published, run.memory_ratio
-        speed = (
-            (f"{run.foreseen(REACHED):,.0f}", f"{run.ratio(REACHED):.2f}")
-            if run.compared
-            else ("", "not compared")
-        )
+        speed = (f"{run.foreseen(REACHED):,.0f}", f"{run.ratio(REACHED):.2f}") if run.compared else ("", "")
         peak = (
             (f"{each['gib']:g}", f"{run.peak:.1f}", f"{memory:.2f}")
             if memory
@@ -295,22 +293,21 @@ def table() -> str:
         cells = [
             f"{run.short} ({marks})", each["device"], f"{each['rows']} × {each['length']:,}",
             f"{run.speed:,.0f}", *speed, *peak,
+            ", ".join(str(notes.setdefault(reason, len(notes) + 1)) for reason in run.reasons),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     off = sorted(abs(math.log(run.ratio(REACHED))) for run in held())
-    within = sum(each <= math.log(SPEED) for each in off)
+    within = sum(each <= math.log(REACHED.spread) for each in off)
     lines += [
         "",
-        f"Of {len(off)} held-back runs, {within} have a predicted speed that is wrong by a factor of at most {SPEED};"
-        f" for half of the {len(off)}, the factor is at most {math.exp(off[len(off) // 2]):.2f}.",
+        f"Of the {len(off)} held-back runs, {within} are within the range that a plan prints; for half of them, the predicted speed"
+        f" is wrong by at most {math.expm1(off[len(off) // 2]):.0%}. Notes:".replace("%", " %"),
+        "",
+        *(f"{number}. {reason}" for reason, number in notes.items()),
+        "",
+        "Sources:",
         "",
     ]
-    reasons: dict[str, list[str]] = {}
-    for run in runs():
-        for reason in run.reasons:
-            reasons.setdefault(reason, []).append(run.short)
-    lines += [f"- {reason} ({'; '.join(dict.fromkeys(names))})." for reason, names in reasons.items()]
-    lines += ["", "Sources:", ""]
     for name, source in published()["sources"].items():
         lines.append(
             f"- [{name}]({source['url']}): {source['says']}. The source does not state: {source['leaves_open']}."
@@ -327,7 +324,8 @@ def model_lines(reached: Reached) -> list[str]:
 
     return [
         f"The fitted numbers: matrix products reach {share('t4')} of the peak rate on a T4, {share('a100-80g')} on an A100, {share('h100')} on an H100, and "
-        f"{share('rtx4090')} on an RTX 4090. Operators between products have {100 * reached.between:.0f} % of their traced bytes and launches. A launch takes "
+        f"{share('rtx4090')} on an RTX 4090. Fused kernels between matrix products move {100 * reached.between:.0f} % of the bytes in the trace, and need "
+        f"{100 * reached.between:.0f} % of its kernel launches. A launch takes "
         f"{1e6 * reached.launch:.0f} µs. A plan prints the range from {1 / reached.spread:.2g} to {reached.spread:.3g} times the predicted speed.",
     ]
 
