@@ -11,24 +11,9 @@ from isotype.train.dialects.reader import tables
 
 PAGE = Path(__file__).parents[3] / "docs" / "dialects.md"
 ROWS = (
-    (
-        "idle",
-        "No effect.",
-        "These names have no effect in isotype; each line ends with the reason:",
-        "no effect;",
-    ),
-    (
-        "differs",
-        "Not done.",
-        "isotype trains without these settings; each line ends with the reason:",
-        "not done;",
-    ),
-    (
-        "refused",
-        "Refused.",
-        "isotype refuses a file that sets one of these names; each line ends with what isotype expects instead:",
-        "refused; isotype expects",
-    ),
+    ("idle", "No effect", "The training is the same without these names, for the reason after them:"),
+    ("differs", "Not done", "isotype trains without these settings, for the reason after them:"),
+    ("refused", "Refused", "isotype refuses a file that sets one of these names, and expects instead:"),
 )
 BLOCK = re.compile(r"(<!-- names of other trainers: [^\n]* -->\n).*?(<!-- end of the names -->)", re.S)
 
@@ -46,16 +31,16 @@ def _of(table: dict[str, Any]) -> str:
         - {name for name, *_ in pairs}
     )
     parts = [
-        f"**{table['title']}, by the same name.** {_listed([name for name, _, ours in pairs if not ours])}.",
-        f"**{table['title']}, by another name.** {_listed([f'{name}` → `{ours}' for name, _, ours in pairs if ours])}.",
-        f"**{table['title']}, translated together with other names.** {_listed(ruled)}.",
+        f"## {table['title']}",
+        f"**The same name in isotype.** {_listed([name for name, _, ours in pairs if not ours])}.",
+        f"**Another name in isotype.** {_listed([f'{name}` → `{ours}' for name, _, ours in pairs if ours])}.",
+        f"**Read together.** isotype derives its arguments from several of these names at once: {_listed(ruled)}.",
     ]
-    for kind, title, lead, verdict in ROWS:
+    for kind, title, lead in ROWS:
         lines = [
-            f"- {_listed(names.split())}: {verdict} {why.removeprefix('no effect: ')}"
-            for why, names in table[kind].items()
+            f"- {_listed(names.split())}: {why.removeprefix('no effect: ')}" for why, names in table[kind].items()
         ]
-        parts.append("\n".join([f"**{title}** {lead}", "", *lines]))
+        parts.append("\n".join([f"**{title}.** {lead}", "", *lines]))
     return "\n\n".join(parts)
 
 
@@ -68,7 +53,7 @@ def documented() -> str:
                 "",
                 _of(tables()["axolotl"]),
                 "",
-                "**axolotl's types of rows**",
+                "**Types of data sets (`type` in `datasets`).**",
                 "",
             ]
         )
