@@ -38,7 +38,8 @@ def _of(table: dict[str, Any]) -> str:
     ]
     for kind, title, lead in ROWS:
         lines = [
-            f"- {_listed(names.split())}: {why.removeprefix('no effect: ')}" for why, names in table[kind].items()
+            f"- {_listed(names.split())}: {why.removeprefix('no effect: ')}"
+            for why, names in table[kind].items()
         ]
         parts.append("\n".join([f"**{title}.** {lead}", "", *lines]))
     return "\n\n".join(parts)
