@@ -28,9 +28,8 @@ import results
 from isotype.model.experts.quantize import place_quantized
 from isotype.model.experts.stack import stacked_weights
 from isotype.precision.devices.profile import device_profile
-from isotype.records.request import Setup
+from isotype.records.request import Setup, StepRequest
 from isotype.rules.kit.costs import bytes_moved
-from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
 
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -82,7 +81,7 @@ def counted(way: str) -> tuple[int, int, int]:
     )
     calls = [
         call
-        for call in trace_step(StepCode(model, {"input_ids": ids, "labels": ids}), setup).calls
+        for call in trace_step(StepRequest(model, {"input_ids": ids, "labels": ids}), setup).calls
         if ".mlp.experts" in call.module and bytes_moved(call)
     ]
     return len(calls), sum(map(bytes_moved, calls)), sum(call.flops for call in calls)

@@ -16,9 +16,8 @@ from isotype.precision.devices.profile import device_profile
 from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
 from isotype.records.memory import Phase
-from isotype.records.request import Setup
+from isotype.records.request import Setup, StepRequest
 from isotype.records.trace import Trace
-from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
 from tests import cpus
 from tests.models import one_layer, tiny_batch, tiny_model
@@ -42,7 +41,7 @@ def traced(
         compute=autocast or compute_dtype(model),
         phases=phases,
     )
-    return trace_step(StepCode(model, inputs), setup)
+    return trace_step(StepRequest(model, inputs), setup)
 
 
 def of_llama(dtype: torch.dtype = BF16, lora: bool = True, autocast: torch.dtype | None = None) -> Trace:

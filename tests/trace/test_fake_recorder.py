@@ -12,9 +12,8 @@ from torch.nn import functional as nnf
 
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.setup import compute_dtype
-from isotype.records.request import Setup
+from isotype.records.request import Setup, StepRequest
 from isotype.records.trace import Origin, Trace
-from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
 from tests.reality import real_step
 from tests.rules.traces import traced
@@ -45,7 +44,7 @@ def on(device: str, model: nn.Module, inputs: Any, **lines: torch.dtype) -> Trac
         optimizer="adamw",
         compute=compute_dtype(model),
     )
-    return trace_step(StepCode(model, inputs), setup, lines=lines)
+    return trace_step(StepRequest(model, inputs), setup, lines=lines)
 
 
 # ------------------------------------------------------------------------------------------- numbers that do not fit

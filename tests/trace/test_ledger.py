@@ -19,8 +19,7 @@ from isotype.model.walk import STANDS_FOR
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.check import check
 from isotype.records.memory import Memory
-from isotype.records.request import Setup
-from isotype.trace.fake.code import StepCode
+from isotype.records.request import Setup, StepRequest
 from isotype.trace.fake.step import trace_step
 from isotype.trace.ledger import Ledger
 from isotype.train.models import weightless_model
@@ -32,7 +31,7 @@ PHASES: Any = ("forward", "backward", "optimizer")
 
 def traced_memory(model: nn.Module, inputs: Any, optimizer: str = "adamw") -> Memory:
     setup = Setup(device_profile("cpu"), None, False, optimizer, BF16, phases=PHASES)
-    return trace_step(StepCode(model, inputs), setup).memory
+    return trace_step(StepRequest(model, inputs), setup).memory
 
 
 # ------------------------------------------------------------------------------------------------------- the book
@@ -263,7 +262,7 @@ def test_folded_layers_count_as_the_whole_model(dtype: torch.dtype, trainable: s
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trainable == "all" or "norm" in name)
         setup = Setup(device_profile("cpu"), None, False, "adamw", dtype, phases=PHASES)
-        return trace_step(StepCode(model, ids(8, 32)), setup)
+        return trace_step(StepRequest(model, ids(8, 32)), setup)
 
     whole, folded = trace((1,) * 12), trace((1, 11))
     assert folded.flops == whole.flops
@@ -436,7 +435,7 @@ def test_the_picture_of_a_folded_model_goes_up_and_down_layer_by_layer() -> None
     setup = Setup(device_profile("cpu"), None, False, "sgd", FP32, phases=("forward", "backward"))
 
     def heights(stands: tuple[int, ...]) -> list[list[int]]:
-        timeline = trace_step(StepCode(Stack(stands), ids(8, 32)), setup).memory.timeline
+        timeline = trace_step(StepRequest(Stack(stands), ids(8, 32)), setup).memory.timeline
         return [[p.total for p in timeline if p.phase == phase] for phase in ("forward", "backward")]
 
     for whole, folded in zip(heights((1,) * 24), heights((1, 23)), strict=True):

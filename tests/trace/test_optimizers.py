@@ -15,7 +15,6 @@ from isotype.preflight.script.ahead import request_of_script
 from isotype.preflight.setup import setup_of
 from isotype.records.request import Setup, StepRequest
 from isotype.report.check.cost import optimizer_words
-from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.step import trace_step
 from isotype.trace.live.forward import Beginning
 from isotype.train.command.command import specs
@@ -97,7 +96,7 @@ def test_a_step_of_two_optimizers_has_the_operators_and_states_of_both() -> None
     assert optimizer_words(setup) == "SGD lr 0.5 and Adagrad lr 0 and AdamW lr 0.25"
     same_rate = setup_of(replace(request, learning_rate=1e-3))
     assert optimizer_words(same_rate) == "SGD lr 0.001 and Adagrad lr 0.001 and AdamW lr 0.001"
-    trace = trace_step(StepCode(model, request.inputs, request.optimizer), setup)
+    trace = trace_step(StepRequest(model, request.inputs, optimizer=request.optimizer), setup)
     assert trace.failure is None
     adagrad, adamw = 2 * (16 + 4), 2 * 64 + 4  # the states of both, each with its step counters
     assert trace.memory.phases["forward"]["optimizer"] == adagrad + adamw
@@ -170,7 +169,7 @@ def test_states_of_kernels_of_their_own_are_counted_as_they_are(name: str, kind:
     states = [state for parameter in model.parameters() for state in real.state[parameter].items()]
     held = sum(value.nbytes for key, value in states if torch.is_tensor(value) and "qmap" not in key)
     setup = Setup(device_profile("a100"), None, scaler=False, optimizer=name, compute=FP32)
-    trace = trace_step(StepCode(model, {"input": torch.ones(2, 100)}), setup)
+    trace = trace_step(StepRequest(model, {"input": torch.ones(2, 100)}), setup)
     assert trace.memory.phases["optimizer"].get("optimizer", 0) == held
     assert trace.memory.phases["backward"].get("optimizer", 0) == held
 
@@ -209,7 +208,7 @@ def test_states_of_other_packages_are_counted_by_their_moments(
 def test_states_of_an_embedding_are_not_quantized() -> None:
     setup = Setup(device_profile("a100"), None, scaler=False, optimizer="adamw_8bit", compute=FP32)
     model = nn.Sequential(nn.Embedding(100, 50), nn.Linear(50, 1, bias=False))
-    trace = trace_step(StepCode(model, {"input": torch.ones(2, dtype=torch.long)}), setup)
+    trace = trace_step(StepRequest(model, {"input": torch.ones(2, dtype=torch.long)}), setup)
     assert trace.memory.phases["optimizer"]["optimizer"] == 2 * 4 * (100 * 50 + 50)
 
 
@@ -240,7 +239,7 @@ def test_steps_on_fakes_as_on_real_tensors(name: str, dtype: torch.dtype) -> Non
     """What the real optimizer does in this dtype, the step on fakes does too."""
     model = nn.Linear(2, 3).to(dtype)
     setup = Setup(device_profile("cpu"), None, False, name, dtype)
-    trace = trace_step(StepCode(model, {"input": torch.ones(1, 2, dtype=dtype)}), setup)
+    trace = trace_step(StepRequest(model, {"input": torch.ones(1, 2, dtype=dtype)}), setup)
     assert trace.failure is None
     assert not list(trace.breaches())
     make_optimizer(name, parameters(dtype), None).step()

@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from isotype.model.loss import loss_of
 from isotype.precision.devices.profile import device_profile
-from isotype.records.request import LossOf, Setup
+from isotype.records.request import LossOf, Setup, StepRequest
 from isotype.records.trace import Trace
-from isotype.trace.fake.code import StepCode
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.step import trace_step
 from tests.reality import real_step
@@ -62,7 +61,7 @@ def test_a_model_that_returns_nothing_to_train_on() -> None:
         def forward(self, **_: Any) -> Any:
             return {"ids": torch.zeros(2, dtype=torch.long)}
 
-    failure = trace_step(StepCode(Silent(), X), SETUP).failure
+    failure = trace_step(StepRequest(Silent(), X), SETUP).failure
     assert failure is not None
     assert failure.error == "TypeError: the model returned dict without a float tensor to train on"
 
@@ -72,7 +71,7 @@ def test_inputs_as_a_dict_a_closure_and_a_loss_over_inputs_give_the_same_step() 
         return model(**inputs).float().mean()
 
     given: list[Any] = [X, lambda model: mean(model, X), LossOf(mean, X)]
-    traces = [trace_step(StepCode(nn.Linear(WIDTH, 2), each), SETUP) for each in given]
+    traces = [trace_step(StepRequest(nn.Linear(WIDTH, 2), each), SETUP) for each in given]
     steps = [[(call.op, call.phase, call.module) for call in trace.calls] for trace in traces]
     assert steps[0] == steps[1] == steps[2]
     assert all(trace.failure is None for trace in traces)
@@ -82,7 +81,7 @@ def test_the_loss_of_the_closure_is_the_one_that_is_followed() -> None:
     def squared(model: nn.Module) -> torch.Tensor:
         return model(torch.ones(2, WIDTH)).square().sum()
 
-    ops = [call.op for call in trace_step(StepCode(nn.Linear(WIDTH, 2), squared), SETUP).calls]
+    ops = [call.op for call in trace_step(StepRequest(nn.Linear(WIDTH, 2), squared), SETUP).calls]
     assert ops.index("aten.pow.Tensor_Scalar") < ops.index("aten.sum.default")
 
 
@@ -101,7 +100,7 @@ def test_the_loss_of_the_closure_is_the_one_that_is_followed() -> None:
 )
 def test_the_phases_that_were_asked_for(asked: tuple[Any, ...]) -> None:
     setup = replace(SETUP, phases=asked, scaler="unscale" in asked)
-    assert phases_seen(trace_step(StepCode(nn.Linear(WIDTH, 2), X), setup)) == list(asked)
+    assert phases_seen(trace_step(StepRequest(nn.Linear(WIDTH, 2), X), setup)) == list(asked)
 
 
 def test_generation_runs_without_gradients_labels_and_autocast() -> None:
@@ -118,8 +117,8 @@ def test_generation_runs_without_gradients_labels_and_autocast() -> None:
 
     inputs = {"x": torch.ones(2, WIDTH), "labels": torch.zeros(2, dtype=torch.long)}
     setup = replace(SETUP, phases=("forward", "generate"), autocast=BF16)
-    trace_step(StepCode(Looking(), inputs), setup)
-    trace_step(StepCode(Looking(), inputs), replace(setup, autocast_eval=True))
+    trace_step(StepRequest(Looking(), inputs), setup)
+    trace_step(StepRequest(Looking(), inputs), replace(setup, autocast_eval=True))
     assert seen.all() == [(False, True, True), (True, False, False), (False, True, True), (True, False, True)]
 
 
@@ -130,7 +129,7 @@ def test_generation_of_an_encoder_with_a_decoder() -> None:
     )  # fmt: skip
     rows = torch.ones(2, 5, dtype=torch.long)
     inputs = {"input_ids": rows, "labels": rows[:, :3] - 101}
-    code = StepCode(transformers.T5ForConditionalGeneration(config), inputs)
+    code = StepRequest(transformers.T5ForConditionalGeneration(config), inputs)
     trace = trace_step(code, replace(SETUP, phases=("generate",)))
     assert trace.failure is None
     assert {call.outside for call in trace.calls} == {None}
@@ -142,31 +141,31 @@ def test_generation_keeps_labels_that_the_forward_requires() -> None:
             return super().forward(x) * labels
 
     inputs = {"x": torch.ones(2, 2), "labels": torch.ones(2, 2)}
-    assert trace_step(StepCode(Critic(2, 2), inputs), replace(SETUP, phases=("generate",))).failure is None
+    assert trace_step(StepRequest(Critic(2, 2), inputs), replace(SETUP, phases=("generate",))).failure is None
 
 
 def test_generation_of_ones_own() -> None:
     asked = Seen()
     setup = replace(SETUP, phases=("generate",))
-    trace_step(StepCode(nn.Linear(2, 2), X, generate=lambda model: asked.append(type(model))), setup)
+    trace_step(StepRequest(nn.Linear(2, 2), X, generate=lambda model: asked.append(type(model))), setup)
     assert asked.all() == [nn.Linear]
 
 
 def test_nothing_trainable_is_a_note() -> None:
-    trace = trace_step(StepCode(nn.Linear(WIDTH, 2).requires_grad_(False), X), SETUP)
+    trace = trace_step(StepRequest(nn.Linear(WIDTH, 2).requires_grad_(False), X), SETUP)
     assert trace.notes == ("no backward: nothing that the loss depends on is trainable",)
     assert trace.failure is None
     assert phases_seen(trace) == ["forward"]
 
 
 def test_an_optimizer_that_is_not_traced() -> None:
-    trace = trace_step(StepCode(nn.Linear(WIDTH, 2), X), replace(SETUP, optimizer="adamw_bnb_8bit"))
+    trace = trace_step(StepRequest(nn.Linear(WIDTH, 2), X), replace(SETUP, optimizer="adamw_bnb_8bit"))
     assert trace.untraced == {"the step of optimizer adamw_bnb_8bit": "the optimizer has its own kernels"}
     assert trace.notes == ()
 
 
 def test_deepspeeds_part_of_a_step_is_not_traced() -> None:
-    trace = trace_step(StepCode(nn.Linear(WIDTH, 2), X), replace(SETUP, deepspeed=True))
+    trace = trace_step(StepRequest(nn.Linear(WIDTH, 2), X), replace(SETUP, deepspeed=True))
     assert list(trace.untraced) == ["DeepSpeed's casts and sharding"]
 
 
@@ -176,7 +175,7 @@ def test_kernels_of_weights_of_another_class_are_not_traced() -> None:
     old = model.weight.detach()
     model.weight = nn.Parameter(TwoTensor(old, old))
     expected = {"the kernels of TwoTensor weights": "they are traced as dense float32 weights"}
-    assert trace_step(StepCode(model, X), SETUP).untraced == expected
+    assert trace_step(StepRequest(model, X), SETUP).untraced == expected
 
 
 def test_what_comes_after_a_failure_is_not_run() -> None:
@@ -185,7 +184,7 @@ def test_what_comes_after_a_failure_is_not_run() -> None:
             super().forward(x)
             raise ValueError("three channels, not four")
 
-    trace = trace_step(StepCode(nn.Sequential(Failing(WIDTH, 2)), X), SETUP)
+    trace = trace_step(StepRequest(nn.Sequential(Failing(WIDTH, 2)), X), SETUP)
     assert trace.failure is not None
     assert (trace.failure.phase, trace.failure.module) == ("forward", "0")
     assert trace.failure.error == "ValueError: three channels, not four"
@@ -194,7 +193,7 @@ def test_what_comes_after_a_failure_is_not_run() -> None:
 
 def test_dropout_and_batch_norm_are_those_of_training() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).eval()
-    trace = trace_step(StepCode(model, X), SETUP)
+    trace = trace_step(StepRequest(model, X), SETUP)
     ops = [call.op for call in trace.calls]
     assert any("bernoulli" in op for op in ops)
     assert "aten.native_batch_norm_backward.default" in ops
@@ -210,7 +209,7 @@ def test_unscale_refuses_float16_gradients_as_the_real_scaler_does(dtype: torch.
     model, inputs = nn.Linear(WIDTH, 2).to(dtype), {"input": torch.ones(2, WIDTH, dtype=dtype)}
     setup = replace(SETUP, scaler=True, compute=dtype)
     found = [
-        call for call in trace_step(StepCode(model, inputs), setup).breaches() if call.phase == "unscale"
+        call for call in trace_step(StepRequest(model, inputs), setup).breaches() if call.phase == "unscale"
     ]
     outcome = real_step(model, inputs, scaler=True)
     assert bool(found) == (outcome.phase == "unscale") == (dtype == FP16)
@@ -223,7 +222,7 @@ def test_unscale_refuses_float16_gradients_as_the_real_scaler_does(dtype: torch.
 def test_unscale_of_several_dtypes() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.LayerNorm(4))
     setup = replace(SETUP, scaler=True)
-    trace = trace_step(StepCode(model, X), setup)
+    trace = trace_step(StepRequest(model, X), setup)
     assert [call.op for call in trace.calls if call.phase == "unscale" and "unscale" in call.op] == [
         "aten._amp_foreach_non_finite_check_and_unscale_.default"
     ]
@@ -255,13 +254,13 @@ def test_checkpointing_is_switched_on_in_the_twin_alone(reentrant: bool) -> None
     model = Checkpointed()
     inputs = {"x": torch.ones(2, WIDTH, requires_grad=True)}
     kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-    trace = trace_step(StepCode(model, inputs), replace(SETUP, gradient_checkpointing=kwargs))
+    trace = trace_step(StepRequest(model, inputs), replace(SETUP, gradient_checkpointing=kwargs))
     assert not model.again
     assert trace.failure is None
     again = [call for call in trace.calls if call.recomputed]
     assert "aten.addmm.default" in [call.op for call in again]
     assert {call.module for call in again if call.flops} == {"proj"}
-    assert not any(call.recomputed for call in trace_step(StepCode(model, inputs), SETUP).calls)
+    assert not any(call.recomputed for call in trace_step(StepRequest(model, inputs), SETUP).calls)
 
 
 # ------------------------------------------------------------------------------------------------------- changes
@@ -274,7 +273,7 @@ def _cast(twin: nn.Module) -> None:
 
 def test_a_change_is_made_to_the_twin_alone() -> None:
     model = nn.Linear(WIDTH, 2)
-    trace = trace_step(StepCode(model, X), SETUP, change=_cast)
+    trace = trace_step(StepRequest(model, X), SETUP, change=_cast)
     assert {weight.dtype for weight in trace.weights} == {BF16}
     assert {parameter.dtype for parameter in model.parameters()} == {FP32}
 
@@ -282,7 +281,7 @@ def test_a_change_is_made_to_the_twin_alone() -> None:
 def test_magnitudes_come_from_the_real_weights() -> None:
     model = nn.Linear(1, 1, bias=False)
     model.weight.data.fill_(3.0)
-    (weight,) = trace_step(StepCode(model, {"input": torch.ones(1, 1)}), SETUP).weights
+    (weight,) = trace_step(StepRequest(model, {"input": torch.ones(1, 1)}), SETUP).weights
     assert (weight.largest, weight.median_magnitude, weight.exact_in) == (3.0, 3.0, BF16)
 
 
@@ -296,9 +295,9 @@ def test_a_line_that_casts_to_another_dtype() -> None:
             return self.proj(input.float())
 
     setup, inputs = replace(SETUP, compute=BF16), {"input": torch.ones(2, WIDTH, dtype=BF16)}
-    first, *_ = trace_step(StepCode(Casting(), inputs), setup).breaches()
+    first, *_ = trace_step(StepRequest(Casting(), inputs), setup).breaches()
     line = first.operands[1].origin.source
-    edited = trace_step(StepCode(Casting(), inputs), setup, lines={line: BF16})
+    edited = trace_step(StepRequest(Casting(), inputs), setup, lines={line: BF16})
     assert not list(edited.breaches())
 
 
@@ -312,14 +311,14 @@ def test_a_part_that_the_forward_casts() -> None:
             return self.head.float()(x)
 
     model = Upcasting()
-    trace = trace_step(StepCode(model, {"x": torch.ones(2, 57)}), SETUP)
+    trace = trace_step(StepRequest(model, {"x": torch.ones(2, 57)}), SETUP)
     assert trace.failure is None
     assert not list(trace.breaches())
     assert model.head.weight.dtype == BF16
 
 
 def test_the_record() -> None:
-    trace = trace_step(StepCode(net(1), ids()), replace(SETUP, compute=BF16))
+    trace = trace_step(StepRequest(net(1), ids()), replace(SETUP, compute=BF16))
     assert trace.model == "Net"
     assert trace.modules["layers.0.norm"] == "ScaledNorm"
     assert trace.setup.compute == BF16
@@ -332,7 +331,7 @@ def test_casts_that_autocast_keeps_end_with_the_forward(outer: bool) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     setup = replace(SETUP, autocast=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=outer):
-        trace = trace_step(StepCode(model, {"input": torch.ones(1, 64)}), setup)
+        trace = trace_step(StepRequest(model, {"input": torch.ones(1, 64)}), setup)
         assert torch.is_autocast_enabled("cpu") is outer
     assert trace.memory.phases["optimizer"]["activations"] == 0
 
@@ -344,10 +343,10 @@ def test_the_state_that_an_optimizer_keeps_stays_in_its_dtype(implementation: di
     model(**X).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    assert not list(trace_step(StepCode(model, X, optimizer=optimizer), SETUP).breaches())
+    assert not list(trace_step(StepRequest(model, X, optimizer=optimizer), SETUP).breaches())
     model.to(torch.bfloat16)
     given = {name: value.to(torch.bfloat16) for name, value in X.items()}
-    (first, *_) = trace_step(StepCode(model, given, optimizer=optimizer), SETUP).breaches()
+    (first, *_) = trace_step(StepRequest(model, given, optimizer=optimizer), SETUP).breaches()
     assert first.phase == "optimizer"
     names = {operand.origin.name for operand in first.operands}
     assert "the optimizer's exp_avg of weight" in names
@@ -381,13 +380,13 @@ def test_an_optimizer_steps_the_parameters_of_its_groups() -> None:
     kinds = OfKinds([matrices, rest])
     torch.optim.lr_scheduler.LambdaLR(muon, lambda _: 1.0)
     for optimizer, shapes in ((muon, {(WIDTH, WIDTH)}), (kinds, {(WIDTH, WIDTH), (WIDTH,)})):
-        trace = trace_step(StepCode(model, X, optimizer=optimizer), SETUP)
+        trace = trace_step(StepRequest(model, X, optimizer=optimizer), SETUP)
         assert (trace.failure, trace.notes, trace.untraced) == (None, (), {})
         updates = (call for call in trace.calls if call.phase == "optimizer")
         updated = {operand.shape for call in updates for operand in call.operands}
         assert shapes <= updated
         assert ((WIDTH,) in shapes) == ((WIDTH,) in updated)
-    trace = trace_step(StepCode(model, X, optimizer=OfRate(0.1, [model.weight])), SETUP)
+    trace = trace_step(StepRequest(model, X, optimizer=OfRate(0.1, [model.weight])), SETUP)
     assert trace.failure is None
     assert trace.untraced["the step of optimizer OfRate"].startswith("its constructor raises")
 
@@ -410,7 +409,7 @@ def test_an_expert_that_stands_for_tokens_without_one_is_taken_for_another() -> 
                 out.index_add_(0, rows, x[rows] @ self.weights[expert])
             return out
 
-    trace = trace_step(StepCode(Experts(), {"x": torch.ones(6, WIDTH)}), SETUP)
+    trace = trace_step(StepRequest(Experts(), {"x": torch.ones(6, WIDTH)}), SETUP)
     assert trace.failure is None
 
 
@@ -426,7 +425,7 @@ def test_a_part_that_a_checkpointed_forward_casts() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(self.cast, x, use_reentrant=False)
 
-    trace = trace_step(StepCode(Upcasting(), {"x": torch.ones(2, WIDTH, requires_grad=True)}), SETUP)
+    trace = trace_step(StepRequest(Upcasting(), {"x": torch.ones(2, WIDTH, requires_grad=True)}), SETUP)
     assert trace.failure is None
 
 
@@ -446,7 +445,7 @@ def test_a_layer_that_hooks_cast_for_its_forward(how: str) -> None:
     stored.register_forward_pre_hook(lambda module, args: cast(module, BF16))
     stored.register_forward_hook(lambda module, args, output: cast(module, torch.float8_e4m3fn))
     x = {"input": torch.ones(2, WIDTH, dtype=BF16)}
-    trace = trace_step(StepCode(model, x), replace(SETUP, compute=BF16))
+    trace = trace_step(StepRequest(model, x), replace(SETUP, compute=BF16))
     assert trace.failure is None
     assert not list(trace.breaches())
     assert [weight.dtype for weight in trace.weights][2:] == [torch.float8_e4m3fn] * 2
@@ -460,7 +459,7 @@ def test_a_trace_frees_the_twin_and_its_fakes() -> None:
         return sum(type(each) is FakeRecorder for each in gc.get_objects())
 
     before = recorders()
-    trace_step(StepCode(net(), X), SETUP)
+    trace_step(StepRequest(net(), X), SETUP)
     assert recorders() == before
 
 
@@ -472,7 +471,7 @@ def test_a_step_ends_where_what_was_seen_is_enough() -> None:
         return True
 
     setup = Setup(device_profile("cpu"), None, False, "sgd", BF16)
-    assert phases_seen(trace_step(StepCode(wide_norms(), ids()), setup, enough=enough)) == ["forward"]
+    assert phases_seen(trace_step(StepRequest(wide_norms(), ids()), setup, enough=enough)) == ["forward"]
     assert [call.breach is not None for call in asked[0].calls].count(True) == 2
-    assert "optimizer" in phases_seen(trace_step(StepCode(net(), ids()), setup, enough=enough))
+    assert "optimizer" in phases_seen(trace_step(StepRequest(net(), ids()), setup, enough=enough))
     assert len(asked) == 1  # of a step that breaks no contract nothing is asked

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.check import check
-from isotype.records.request import Setup
-from isotype.trace.fake.code import StepCode
+from isotype.records.request import Setup, StepRequest
+from isotype.trace.fake.code import state_reached_by
 from isotype.trace.fake.step import trace_step
 from isotype.trace.fake.untouched import Untouched, beside_twin
 from tests.reality import real_step
@@ -280,9 +280,9 @@ def test_what_is_saved_once_is_put_back_after_each_of_several_traces() -> None:
 
     model = nn.Linear(WIDTH, WIDTH)
     setup = Setup(device_profile("cpu"), None, False, "sgd", FP32)
-    saved = StepCode(model, loss).reached()
+    saved = state_reached_by(StepRequest(model, loss))
     for _ in range(3):
-        trace_step(StepCode(model, loss), setup, untouched=saved)
+        trace_step(StepRequest(model, loss), setup, untouched=saved)
         assert kept == []
         assert memoized.cache_info().currsize == 0
 

@@ -26,12 +26,12 @@ from isotype.ranges.measure import given_batches, of_module
 from isotype.records.finding import Action, Finding, Fix, Severity
 from isotype.records.reach import Reach
 from isotype.records.request import Setup, StepRequest, named_inputs
-from isotype.records.trace import Call, Trace
+from isotype.records.trace import Call, Trace, Weight
 from isotype.report.check.report import Report
 from isotype.rules import judge, resolves, unjudged
 from isotype.rules.kit.contract_rule import settled
 from isotype.rules.kit.value_ranges import computes_float16
-from isotype.trace.fake.code import StepCode, surroundings
+from isotype.trace.fake.code import state_reached_by, surroundings
 from isotype.trace.fake.step import failed_trace, trace_step
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.reach.measure import measure_reach
@@ -56,9 +56,9 @@ def run(
     started = time.perf_counter()
     setup = setup_of(request)
     try:
-        step = _Step(_code_of(request), setup)
+        step = _Step(request, setup, weights_of(request.model))
         # No other code runs between these traces, so the objects that the step can reach are saved once for all traces.
-        untouched = step.code.reached()
+        untouched = state_reached_by(request)
         tried = replace(step, untouched=untouched)
         trace = traced or tried.trace(deadline=time.monotonic() + seconds)
         reach = trace.reach or reach_of(request, max(trace.memory.peak // 4, COPIED))
@@ -89,7 +89,7 @@ def trace_of(request: StepRequest) -> Trace:
     """Return the trace of a requested step, without findings. If the step cannot be traced, the trace has a `failure`."""
     setup = setup_of(request)
     try:
-        return _Step(_code_of(request), setup).trace()
+        return _Step(request, setup, weights_of(request.model)).trace()
     except IsotypeError:
         raise
     except Exception as error:  # noqa: BLE001 - as in `run`
@@ -106,8 +106,9 @@ class _Step:
         tried: actions of a tried fix -> the findings, or None if the fix cannot be applied or causes another error.
     """
 
-    code: StepCode
+    request: StepRequest
     setup: Setup
+    weights: Sequence[Weight]
     reach: Reach | None = None
     untouched: Untouched | None = None
     known: dict[tuple[Action, ...], tuple[Finding, ...]] = field(default_factory=dict)
@@ -124,8 +125,9 @@ class _Step:
             apply_actions(twin, actions)
 
         trace = trace_step(
-            self.code,
+            self.request,
             with_settings(self.setup, actions),
+            weights=self.weights,
             change=change if actions else None,
             lines={
                 action.target: getattr(torch, action.value) for action in actions if action.kind == "line"
@@ -202,19 +204,6 @@ class _Step:
         except UsageError:
             self.tried[actions] = None  # this model lacks a target of the actions
         return self.tried[actions]
-
-
-def _code_of(request: StepRequest) -> StepCode:
-    return StepCode(
-        request.model,
-        request.inputs,
-        None if isinstance(request.optimizer, str) else request.optimizer,
-        request.generate,
-        request.fold,
-        weights_of(request.model),
-        request.evaluation,
-        request.reference,
-    )
 
 
 def _roots(

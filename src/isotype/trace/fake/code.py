@@ -6,8 +6,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -20,16 +19,14 @@ from isotype.compat.torch import ORIGINAL, fake_errors_unlogged, no_saved_tensor
 from isotype.compat.transformers import fakes_taken_for_real
 from isotype.core.random_states import random_states_kept
 from isotype.model.loss import is_partial, loss_of
-from isotype.records.memory import MemoryKind
-from isotype.records.request import LossOf, named_inputs
-from isotype.records.trace import Weight
+from isotype.records.request import LossOf, StepRequest
 from isotype.trace.fake.untouched import Untouched, beside_twin
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def loss_function(inputs: Any) -> LossFunction:
-    """Return the loss function of a step, called with (model, inputs). `StepCode.inputs` explains `inputs`."""
+    """Return the loss function of a step, called with (model, inputs). `StepRequest.inputs` explains `inputs`."""
     if isinstance(inputs, LossOf):
         return inputs.function
     if callable(inputs):
@@ -48,53 +45,23 @@ class LossOfOutput:
         return loss_of(output)
 
 
-@dataclass(frozen=True, eq=False)
-class StepCode:
-    """The code that runs in a step.
+def loss_in(inputs: Any) -> Any:
+    """Return the loss function in a request's inputs; the inputs themselves if the model computes the loss."""
+    return inputs.function if isinstance(inputs, LossOf) else inputs
 
-    Attributes:
-        model: any module, real or on the meta device; it is not changed.
-        inputs: keyword arguments of the model, a function of the model that returns the loss, or a `LossOf`.
-        optimizer: an optimizer, an optimizer class or a callable (parameters -> optimizer); None for the setup's
-            optimizer.
-        generate: code of the phase `generate`; None for one forward without labels and gradients.
-        folded: True to trace only one of several equal layers, see `isotype.model.fold`.
-        weights: the result of `weights_of(model)`, if the caller has it; None to call this slow function.
-        evaluation: inputs of an evaluation between steps (phase `evaluate`); None for no evaluation.
-        reference: kind of memory for a frozen copy of the model's weights; None if there is no such copy.
-    """
 
-    model: nn.Module
-    inputs: Any
-    optimizer: Any = None
-    generate: Callable[[nn.Module], Any] | None = None
-    folded: bool = False
-    weights: Sequence[Weight] | None = None
-    evaluation: Any = None
-    reference: MemoryKind | None = None
-
-    @property
-    def named_inputs(self) -> Mapping[str, Any]:
-        """The inputs by name; empty if `inputs` is a callable, which creates the model's inputs."""
-        return named_inputs(self.inputs)
-
-    @property
-    def loss(self) -> Any:
-        """The loss function; `inputs` itself if the model computes the loss."""
-        return self.inputs.function if isinstance(self.inputs, LossOf) else self.inputs
-
-    def reached(self) -> Untouched:
-        """Save the state that this code can change outside of the model's copy (the twin)."""
-        return Untouched(
-            [
-                ("the loss", self.loss),
-                ("the inputs", self.inputs.inputs if isinstance(self.inputs, LossOf) else None),
-                ("generate", self.generate),
-                ("the evaluation", self.evaluation),
-                ("the optimizer", self.optimizer),
-                *beside_twin(self.model),
-            ]
-        )
+def state_reached_by(request: StepRequest) -> Untouched:
+    """Save the state that the code of a step can change outside of the model's copy (the twin)."""
+    return Untouched(
+        [
+            ("the loss", loss_in(request.inputs)),
+            ("the inputs", request.inputs.inputs if isinstance(request.inputs, LossOf) else None),
+            ("generate", request.generate),
+            ("the evaluation", request.evaluation),
+            ("the optimizer", request.optimizer),
+            *beside_twin(request.model),
+        ]
+    )
 
 
 @contextlib.contextmanager

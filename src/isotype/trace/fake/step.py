@@ -44,7 +44,7 @@ from isotype.model.boundary import exponent_by_ranges
 from isotype.model.fold import fold
 from isotype.model.shard import is_sharded
 from isotype.records.memory import Memory
-from isotype.records.request import DEEPSPEED, LossOf, Setup, named_inputs
+from isotype.records.request import DEEPSPEED, LossOf, Setup, StepRequest, named_inputs
 from isotype.records.trace import (
     NO_GRADIENT,
     NOT_SCALAR,
@@ -57,9 +57,10 @@ from isotype.records.trace import (
     Weight,
 )
 from isotype.trace.fake.code import (
-    StepCode,
     loss_function,
+    loss_in,
     named_tensors,
+    state_reached_by,
     surroundings,
     switches_of,
     tensors_of_loss,
@@ -78,9 +79,10 @@ Change = Callable[[nn.Module], None]
 
 @casts_in_place()
 def trace_step(
-    code: StepCode,
+    request: StepRequest,
     setup: Setup,
     *,
+    weights: Sequence[Weight] | None = None,
     change: Change | None = None,
     lines: Mapping[str, torch.dtype] | None = None,
     deadline: float = math.inf,
@@ -90,8 +92,9 @@ def trace_step(
     """Trace one step on a copy of its model on fake tensors (the twin).
 
     Args:
-        code: the code that runs in the step.
+        request: the model, and the code that runs in the step.
         setup: settings of the step.
+        weights: the result of `weights_of(request.model)`, if the caller has it; None to call this slow function.
         change: a fix to try, which changes the twin before the step.
         lines: code changes to try, `file:line` -> dtype. In such a line, casts and new tensors get the dtype.
         deadline: latest end of the step by `time.monotonic`, in seconds. The step fails at its first operator after the
@@ -100,13 +103,13 @@ def trace_step(
         enough: function that is called with the unfinished trace after a forward or backward with wrong dtypes. The
             trace ends if the function returns True.
     """
-    model, untouched = code.model, untouched or code.reached()
+    model, untouched = request.model, untouched or state_reached_by(request)
     mode = fake_mode(setup.profile)
-    twin = twin_of(model, mode, switches_of(code.loss))
+    twin = twin_of(model, mode, switches_of(loss_in(request.inputs)))
     # Before folding, since checkpointing may skip layers by number.
     if setup.gradient_checkpointing is not None:
         twin.gradient_checkpointing_enable(**setup.gradient_checkpointing)  # type: ignore[operator]
-    if code.folded:
+    if request.fold:
         fold(twin)
     with mode:
         if "backward" in setup.phases:
@@ -119,11 +122,12 @@ def trace_step(
         [*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)]
         for m in (model, twin)
     )
-    recorder.register_real(tensors, dict(fakes), tensors_of_loss(code.loss), _named(code.named_inputs))
-    step = _Step(code, twin, setup, recorder)
-    real = weights_of(model) if code.weights is None else code.weights
-    weights = _with_history([weight for _, weight in step.weights], real, {})
-    recorder.sides = sides_of(setup, weights, recorder.inputs.values())
+    inputs = _named(named_inputs(request.inputs))
+    recorder.register_real(tensors, dict(fakes), tensors_of_loss(loss_in(request.inputs)), inputs)
+    step = _Step(request, twin, setup, recorder)
+    real = weights_of(model) if weights is None else weights
+    with_values = _with_history([weight for _, weight in step.weights], real, {})
+    recorder.sides = sides_of(setup, with_values, recorder.inputs.values())
     if enough is not None:
         step.enough = lambda: enough(_trace_so_far(step, real))
     try:
@@ -137,7 +141,7 @@ def trace_step(
 
 def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
     """Return the trace of the step so far. `weights` are the records of the real model's weights."""
-    model, before = step.code.model, {weight.name: weight.dtype for _, weight in step.weights}
+    model, before = step.request.model, {weight.name: weight.dtype for _, weight in step.weights}
     attention = step.functions.attention
     partial = getattr(step.loss_of, "partial", False)
     cuts = {} if partial else step.recorder.cuts
@@ -193,23 +197,23 @@ def _with_history(
 
 
 class _Step:
-    def __init__(self, code: StepCode, twin: nn.Module, setup: Setup, recorder: FakeRecorder) -> None:
-        self.code, self.twin, self.setup, self.recorder = code, twin, setup, recorder
-        self.mode, self.loss_of = recorder.fake, loss_function(code.inputs)
-        kept = {p: state for o in optimizers_in(code.optimizer) for p, state in o.state.items()}
+    def __init__(self, request: StepRequest, twin: nn.Module, setup: Setup, recorder: FakeRecorder) -> None:
+        self.request, self.twin, self.setup, self.recorder = request, twin, setup, recorder
+        self.mode, self.loss_of = recorder.fake, loss_function(request.inputs)
+        kept = {p: state for o in optimizers_in(request.optimizer) for p, state in o.state.items()}
         # If the model is cast after the first step, the optimizer's state keeps its earlier dtype.
         self.states = {
             name: fake_inputs(kept[parameter], self.mode)
-            for name, parameter in code.model.named_parameters()
+            for name, parameter in request.model.named_parameters()
             if parameter in kept
         }
-        self.inputs = fake_inputs(code.named_inputs, self.mode)
-        self.evaluated = fake_inputs(named_inputs(code.evaluation or {}), self.mode)
+        self.inputs = fake_inputs(named_inputs(request.inputs), self.mode)
+        self.evaluated = fake_inputs(named_inputs(request.evaluation or {}), self.mode)
         # The values are copied outside of the modes: inside of a mode the copies would be fakes.
-        self.known = _values(code.named_inputs)
+        self.known = _values(named_inputs(request.inputs))
         self.notes: list[str] = []
         self.untraced: dict[str, str] = {DEEPSPEED: ""} if setup.deepspeed else {}
-        for parameter in code.model.parameters():
+        for parameter in request.model.parameters():
             # Weights of torchao and quanto have kernels of their own: some of them have no backward.
             has_kernels: bool = is_traceable_wrapper_subclass(parameter)
             if has_kernels and not is_sharded(parameter):
@@ -273,8 +277,8 @@ class _Step:
                 same = storage_of(state) == storage_of(tensor)
                 ledger.count(state, "weights", weight.repeats, held if same else None)
                 self.recorder.mark(state, Origin("state", state.dtype, weight.module, weight.module))
-        if self.code.reference is not None:
-            ledger.add(self.code.reference, ledger.alive(self.code.reference))
+        if self.request.reference is not None:
+            ledger.add(self.request.reference, ledger.alive(self.request.reference))
 
     def _weigh(self) -> None:
         ledger = self.recorder.ledger
@@ -391,9 +395,12 @@ class _Step:
             if self.setup.scaler and self.reached == 0:
                 self._refuse("GradScaler.step", NOTHING_UNSCALED, [("parameter", self._trainable()[0])])
             return
-        request: Any = self.code.optimizer or self.setup.optimizer
+        request: Any = self.request.optimizer
+        request = (
+            self.setup.optimizer if isinstance(request, str) else request
+        )  # a fix may name another optimizer
         optimizers = optimizers_in(request)
-        copies = [names_instead(optimizer, self.code.model) for optimizer in optimizers]
+        copies = [names_instead(optimizer, self.request.model) for optimizer in optimizers]
         # A script's optimizers, which have names instead of parameters, may not be all.
         updated = updates_of(copies) if any([*parameters_of(optimizer)] for optimizer in optimizers) else {}
         self.unheld = tuple(name for name, _ in named if updated and name not in updated)
@@ -403,7 +410,7 @@ class _Step:
         self.stepped = [self._step_of(optimizer, named) for optimizer in copies or [request]]
         ledger.kind, ledger.share = "activations", 1.0
         self.states_bytes = ledger.alive("optimizer")
-        if self.code.evaluation is not None:  # as a training loop does after every step
+        if self.request.evaluation is not None:  # as a training loop does after every step
             for parameter in trained:
                 parameter.grad = None
             ledger.add("gradients", -ledger.alive("gradients"))
@@ -447,17 +454,17 @@ class _Step:
             ledger.count(value, "inputs")
         twin.eval()
         with torch.no_grad(), self._autocast():
-            result = loss_function(self.code.evaluation)(twin, self.evaluated)
-        if isinstance(self.code.evaluation, LossOf) and self.code.evaluation.kept:
+            result = loss_function(self.request.evaluation)(twin, self.evaluated)
+        if isinstance(self.request.evaluation, LossOf) and self.request.evaluation.kept:
             size = sum(value.nbytes for _, value in named_tensors(result, ""))
-            ledger.add("predictions", self.code.evaluation.kept * size)
+            ledger.add("predictions", self.request.evaluation.kept * size)
         twin.train("backward" in self.setup.phases)
         del calls[before:]
 
     def _generate(self) -> None:
         with torch.no_grad(), self._autocast(self.setup.autocast_eval):
-            if self.code.generate is not None:
-                self.code.generate(self.twin)
+            if self.request.generate is not None:
+                self.request.generate(self.twin)
             else:
                 labels = inspect.signature(self.twin.forward).parameters.get("labels")
                 required = labels is not None and labels.default is inspect.Parameter.empty
