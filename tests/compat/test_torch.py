@@ -124,6 +124,7 @@ def test_modes_and_their_stacks() -> None:
         assert not stays_at_the_bottom(called)
 
 
+@pytest.mark.newest  # torch 2.10 wraps no mode yet
 def test_a_mode_is_still_wrapped_in_a_switch_of_the_compiler_unless_it_says_otherwise() -> None:
     """Where this fails, torch wraps no mode any more, and `UncompiledMode` can be a plain one."""
 
@@ -260,6 +261,7 @@ def test_many_tensors_are_multiplied_and_copied_by_one_call() -> None:
     ]
 
 
+@pytest.mark.newest  # torch 2.10 records the place only under fake tensors, so the file is read by torch.load
 def test_a_storage_on_the_meta_device_knows_its_place_in_the_file(tmp_path: Path) -> None:
     values = torch.arange(4, dtype=torch.int32)
     torch.save(values, tmp_path / "values.pt")
