@@ -15,6 +15,8 @@ COMPILE := $(BIN)/python -m compileall -qq -x '$(UNUSED)'
 
 # What a user's step goes through; pages, documents, the corpus, the zoo and chains of kills say nothing new about older libraries.
 CORE := $(addprefix tests/,core precision contracts model checkpoint trace rules preflight train test_public.py)
+# The places where isotype reads or changes other libraries belong to it where their versions differ.
+LIBRARIES := $(CORE) tests/compat tests/lora
 # What needs neither fork, flock nor bash.
 PORTABLE := $(addprefix tests/,precision rules data model ranges planning) $(wildcard tests/preflight/test_*.py)
 
@@ -70,10 +72,10 @@ test-portable: $(VENV)/.installed  ## the part of the suite that also runs on Wi
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not exhaustive and not slow" $(PORTABLE)
 
 test-oldest: $(OLDEST)/.installed  ## the core of the suite on the oldest libraries that pyproject.toml allows
-	$(OLDEST)/bin/python -m pytest -p no:cacheprovider -n auto --dist worksteal -m "not exhaustive and not newest and not slow" $(CORE)
+	$(OLDEST)/bin/python -m pytest -p no:cacheprovider -n auto --dist worksteal -m "not exhaustive and not newest and not slow" $(LIBRARIES)
 
 test-newest: $(NEWEST)/.installed  ## the core of the suite on the newest libraries that pyproject.toml allows
-	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n auto --dist worksteal -m "not exhaustive and not newest and not slow" $(CORE)
+	$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n auto --dist worksteal -m "not exhaustive and not newest and not slow" $(LIBRARIES)
 
 test-mains: $(MAINS)/.installed  ## the tests that docs/compat.md names, on the main branches of transformers, PEFT and TRL
 	$(MAINS)/bin/python -m pytest -p no:cacheprovider -n auto --dist worksteal $$($(MAINS)/bin/python -m tools.patches)

@@ -12,6 +12,9 @@ from tests.fake_gpu import CASES, OFTEN, RARE
 from tests.pairwise import few
 from tests.processes import run_module
 
+# torch 2.10 decomposes addmm with an out_dtype wrongly for fake tensors.
+pytestmark = pytest.mark.newest
+
 
 @pytest.fixture(scope="module")
 def launches(request: pytest.FixtureRequest) -> dict[str, Any]:
