@@ -65,7 +65,8 @@ def test_places_and_fixes() -> None:
     [
         ("/home/me/my model.py:3", "file:///home/me/my%20model.py"),
         ("my model.py:3", "my%20model.py"),
-        (r"C:\me\model.py:3", "file:///C:/me/model.py"),
+        (r"C:\me\my model.py:3", "file:///C:/me/my%20model.py"),
+        (r"\\host\shared\model.py:3", "file://host/shared/model.py"),
         ("model.py", None),
         ("model.py:0", None),
         ("", None),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from isotype.contracts.contract import contracts_here
 from isotype.lora import kernels
 from isotype.precision.devices import machine
 from isotype.precision.devices.machine import (
@@ -334,7 +335,10 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_table_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.10.0+cpu")
-    doubt = "operators were measured with torch 2.13.0, and the installed torch is 2.10.0"
+    table = contracts_here("cpu").measured
+    assert table is not None
+    measured = table.torch_version.partition("+")[0]
+    doubt = f"operators were measured with torch {measured}, and the installed torch is 2.10.0"
     text = io.StringIO()
     render_doctor(_report(), Console(file=text, width=120))
     assert doubt in text.getvalue()

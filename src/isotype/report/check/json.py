@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath, PureWindowsPath
+from pathlib import PureWindowsPath
 from typing import Any
 from urllib.parse import quote
 
@@ -206,5 +206,6 @@ def _uri(path: str) -> str:
     """Return a path as a URI reference. Absolute paths get the scheme `file:`, and relative paths get no scheme."""
     windows = PureWindowsPath(path)
     if windows.drive:
-        return windows.as_uri()
-    return PurePosixPath(path).as_uri() if path.startswith("/") else quote(path)
+        host = "" if windows.drive.startswith("\\\\") else "///"
+        return f"file:{host}{quote(windows.as_posix(), safe='/:')}"
+    return f"file://{quote(path)}" if path.startswith("/") else quote(path)
