@@ -4,8 +4,8 @@ The step runs on whole fake tensors. The ledger counts only the memory that one 
 in the order of torch 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py):
 
 - A group's weights are gathered into one flat buffer, and copied out of this buffer. In the forward, the buffer is
-  freed after the copy of the next group's weights. In the backward, the buffer is freed right after the copy of this
-  group's weights, but the next group is gathered while this group still computes.
+  freed after the copy of the next group's weights (before the copy from torch 2.15 on). In the backward, the buffer is
+  freed right after the copy of this group's weights, but the next group is gathered while this group still computes.
 - The input of a group's reduce-scatter is freed when the next group reduces.
 
 DDP holds all weights, and a copy of every gradient in its buckets (torch/csrc/distributed/c10d/reducer.cpp, without
@@ -28,6 +28,7 @@ from isotype.compat.torch import in_backward, storage_of
 from isotype.core.operators import tensors_of
 from isotype.model.shard import Group, groups_of
 from isotype.model.walk import STANDS_FOR
+from isotype.precision.devices.attention import RELEASE
 from isotype.records.request import Setup
 from isotype.trace.ledger import Ledger
 
@@ -169,12 +170,14 @@ class ProcessMemory:
             tensor.register_hook(lambda _: self._prepare(gathering))  # type: ignore[no-untyped-call]
 
     def _gather(self, gathering: _Gathering) -> None:
-        """Gather a group's weights into a flat buffer and copy them out. Then free the previous group's flat buffer.
+        """Gather a group's weights into a flat buffer and copy them out. Free the previous group's flat buffer.
 
-        torch 2.13 does not free the previous buffer first, because the variable `prev_all_gather_state` in
-        `wait_for_unshard` still refers to this buffer.
+        torch before 2.15 frees it after the copy: `prev_all_gather_state` in `wait_for_unshard` refers to it.
         """
-        self._ledger.add("gathered", gathering.whole * (1 if gathering.is_prefetched else 2))
+        self._ledger.add("gathered", gathering.whole * (not gathering.is_prefetched))
+        if RELEASE >= (2, 15):
+            self._free_flat()
+        self._ledger.add("gathered", gathering.whole)
         self._free_flat()
         gathering.is_gathered, gathering.is_prefetched = True, False
 
