@@ -81,7 +81,7 @@ def test_a_spawned_process_joins_when_it_unpickles_what_it_is_given(monkeypatch:
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", lambda process: None)
     monkeypatch.setattr(session, "family", lambda: None)
     monkeypatch.setattr(session.Session, "watch", lambda self: joined.append(self.options))
-    options = Options("train.py", False, ("x",), 2, "t4")
+    options = Options("train.py", False, ("x",), 2, "t4", 10.0, False)
     processes = Processes(session.Session(options), session.join)
     processes.watch()
     try:

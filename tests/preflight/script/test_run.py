@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,15 +165,17 @@ def test_arguments_after_the_script_are_the_script_s(monkeypatch: pytest.MonkeyP
     script = tmp_path / "train.py"
     script.touch()
     path = str(script)
-    assert parse([path, "--steps", "3"]) == Options(path, False, ("--steps", "3"))
+    defaults = Options(path, False, (), 1, None, 10.0, False)
+    assert parse([path, "--steps", "3"]) == replace(defaults, arguments=("--steps", "3"))
     assert parse(["--steps", "3", "--device", "t4", "--no-preflight", path, "x"]) == Options(
-        path, False, ("x",), 3, "t4", 0.0
+        path, False, ("x",), 3, "t4", 0.0, False
     )
-    assert parse(["--preflight-seconds", "2.5", path]) == Options(path, False, (), seconds=2.5)
-    options = Options(path, False, ("x",), 2, "t4", 0.5)
+    assert parse(["--preflight-seconds", "2.5", path]) == replace(defaults, seconds=2.5)
+    options = Options(path, False, ("x",), 2, "t4", 0.5, True)
     assert parse([*options.flags(), path, "x"]) == options
-    assert parse(["--steps", "2", "-m", "package.train", "-m"]) == Options("package.train", True, ("-m",), 2)
-    assert parse(["--", path]) == Options(path, False, ())
+    module = replace(defaults, target="package.train", module=True, arguments=("-m",), steps=2)
+    assert parse(["--steps", "2", "-m", "package.train", "-m"]) == module
+    assert parse(["--", path]) == defaults
 
 
 @pytest.mark.parametrize(
@@ -1045,7 +1048,9 @@ def test_a_look_ahead_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tm
 
     monkeypatch.setattr("isotype.preflight.script.ahead.run", run)
     console = Console(record=True, width=100, file=io.StringIO())
-    diagnosis = Diagnosis(Options("train.py", False, ()), console, Family(tmp_path, os.getpid()))
+    diagnosis = Diagnosis(
+        Options("train.py", False, (), 1, None, 10.0, False), console, Family(tmp_path, os.getpid())
+    )
     diagnosis.begin()
     model = torch.nn.Linear(2, 2)
     model(torch.ones(1, 2))

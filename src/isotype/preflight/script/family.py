@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from isotype.core.arguments import COMMANDS
-
 VARIABLE = "ISOTYPE_RUN"
 """Environment variable with the path of the shared folder. All processes of a run inherit it."""
 
@@ -61,10 +59,6 @@ def family() -> Family:
     return Family(folder, os.getpid())
 
 
-PREFLIGHT_SECONDS: float = COMMANDS["run"]["arguments"]["--preflight-seconds"]["default"]
-"""Time limit in seconds for the trace of the first step. It is enough for thousands of operators."""
-
-
 @dataclass(frozen=True)
 class Options:
     """Options of `isotype run`.
@@ -78,10 +72,10 @@ class Options:
     target: str
     module: bool
     arguments: tuple[str, ...]
-    steps: int = 1
-    device: str | None = None
-    seconds: float = PREFLIGHT_SECONDS
-    watch: bool = False
+    steps: int
+    device: str | None
+    seconds: float
+    watch: bool
 
     def flags(self) -> Sequence[str]:
         device = () if self.device is None else ("--device", self.device)
