@@ -73,3 +73,26 @@ def test_an_error_is_at_the_line_that_raised_not_at_the_end_of_its_finally() -> 
     file, _, line = line_of(caught.value).rpartition(":")
     assert Path(file).read_text().splitlines()[int(line) - 1].strip() == "x.view(3)"
     assert dict(tensors_at_hand(caught.value)) == {"x": x}
+
+
+def test_the_tensors_of_a_failing_expression_are_found_by_the_names_in_it() -> None:
+    """Lightning-AI/litgpt #542: the float32 cache is an attribute, and other variables are not in the expression."""
+
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("held", torch.zeros(2, 4))
+            self.weight = nn.Parameter(torch.zeros(2, 4))
+
+    def write(cache: Cache, unused: torch.Tensor) -> None:
+        new, rows = unused * 2, torch.arange(1)
+        cache.held[rows] = new[rows] + cache.weight.grad[rows]
+
+    cache, unused = Cache(), torch.zeros(2, 4, dtype=BF16)
+    cache.weight.grad = torch.ones(2, 4)
+    cache.held = cache.held.half()
+    with pytest.raises(RuntimeError) as caught:
+        write(cache, unused)
+    at_hand = dict(tensors_at_hand(caught.value))
+    assert list(at_hand) == ["cache.held", "rows", "new", "cache.weight.grad"]
+    assert at_hand["cache.weight.grad"] is cache.weight.grad

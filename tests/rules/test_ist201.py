@@ -112,6 +112,26 @@ def test_no_fix_casts_a_weight_that_is_narrow_already() -> None:
     assert "3" not in {action.target for fix in finding.fixes for action in fix.actions}
 
 
+class OwnCode(nn.Module):
+    """Attention whose own code computes in float32 and returns the input's dtype; `unused` is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = torch.view_as_real(torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))).flatten(-2)
+        return x + (wide @ self.unused.weight.float() @ wide.mT @ wide).to(x.dtype)
+
+
+def test_casts_of_a_layer_s_inputs_and_outputs_are_no_fixes_of_its_own_code() -> None:
+    """xjdr-alt/entropix #59: complex rotations are float32, whatever the dtype of the layer's inputs is."""
+    layers = nn.Sequential(nn.Linear(64, 64), OwnCode()).to(BF16)
+    (*_, finding) = found(RULE, on(traced(layers, forward, phases=WHOLE[:2]), "a100"))
+    assert finding.fixes
+    assert {action.kind for fix in finding.fixes for action in fix.actions}.isdisjoint({"input", "output"})
+
+
 def test_an_optimizer_that_multiplies_in_float32() -> None:
     """HomebrewML/HeavyBall #2: the preconditioners of bfloat16 gradients need float32."""
     trace = traced(model(), forward, phases=("forward",))

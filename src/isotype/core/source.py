@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import linecache
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import islice, takewhile
 from pathlib import Path
 from traceback import walk_stack, walk_tb
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -70,21 +71,64 @@ def raising_line(error: BaseException) -> str:
 def tensors_at_hand(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of the local variables at an error, and of the weights of the module that raised the error.
 
-    If torch raised the error, the local variables of the code that called torch are included.
+    If torch raised the error, the local variables of the code that called torch are included. The tensors that the
+    failing lines name (`self.cache`, `p.grad`) come first; if they have several dtypes, only they are yielded.
     """
-    frames = [frame for frame, _ in reversed([*walk_tb(error.__traceback__)])]
-    outside = (frame for frame in frames if not is_library(frame.f_code.co_filename))
-    variables: dict[str, Any] = {}
-    for frame in [*frames[:1], *islice(outside, 1)]:
-        local = frame.f_locals
+    steps = list(_steps(error))
+    outside = (step for step in reversed(steps) if not is_library(step.tb_frame.f_code.co_filename))
+    first = list(islice(outside, 1))
+    named = {name: tensor for step in first for name, tensor in _named_at(step)}
+    variables: dict[str, Any] = dict(named)
+    several = len({tensor.dtype for tensor in named.values() if tensor.is_floating_point()}) > 1
+    for step in () if several else (*steps[-1:], *first):
+        local = step.tb_frame.f_locals
         variables |= {name: value for name, value in local.items() if name not in variables}
-        if isinstance(local.get("self"), torch.nn.Module) and frame is frames[0]:
+        if isinstance(local.get("self"), torch.nn.Module) and step is steps[-1]:
             variables |= dict(local["self"].named_parameters(recurse=False))
     yielded: set[int] = set()
     for name, value in variables.items():
         if isinstance(value, torch.Tensor) and id(value) not in yielded:
             yielded.add(id(value))
             yield name, value
+
+
+def _steps(error: BaseException) -> Iterator[TracebackType]:
+    step = error.__traceback__
+    while step is not None:
+        yield step
+        step = step.tb_next
+
+
+def _named_at(step: TracebackType) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) for each variable and attribute that the lines of a failing expression name."""
+    code, local = step.tb_frame.f_code, dict(step.tb_frame.f_locals)
+    first, last, *_ = next(islice(code.co_positions(), step.tb_lasti // 2, None))
+    lines = range(first or 0, (last or 0) + 1)
+    words = " ".join(linecache.getline(code.co_filename, number) for number in lines)
+    for name in re.findall(r"(?<![\w.])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", words):
+        value: Any = local
+        known = ""
+        for part in name.split("."):
+            parts = _parts(value)
+            if part not in parts:
+                break
+            value, known = parts[part], f"{known}.{part}".lstrip(".")
+        if isinstance(value, torch.Tensor):
+            yield known, value
+
+
+def _parts(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, torch.Tensor):
+        return {"grad": value.grad} if value.is_leaf else {}
+    held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    if isinstance(value, torch.nn.Module):
+        own = (
+            value.named_parameters(recurse=False),
+            value.named_buffers(recurse=False),
+            value.named_children(),
+        )
+        held = {**held, **{name: part for parts in own for name, part in parts}}
+    return held
 
 
 def condition_at(source: str) -> str:

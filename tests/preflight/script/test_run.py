@@ -209,6 +209,21 @@ def test_a_healthy_raw_loop_is_watched_in_a_line(capsys: pytest.CaptureFixture[s
     assert last.replace("\n", " ").endswith("; later steps and evaluations are not included ")
 
 
+def test_notes_are_in_the_last_lines(capsys: pytest.CaptureFixture[str], loop: Loop) -> None:
+    """pytorch/torchtitan #3667, #2389: a router whose bfloat16 scores choose experts is a note, not a warning."""
+    router = (
+        "class Router(torch.nn.Linear):\n"
+        "    def forward(self, x): return super().forward(x).float().softmax(-1).topk(2).values\n"
+        "model = Router(8, 8).bfloat16()\noptimizer = torch.optim.SGD(model.parameters(), lr=1.0)"
+    )
+    script = loop(router, "model(x.bfloat16()).sum().backward(); optimizer.step()")
+    status, _, err = _run(capsys, "--device", "a100", script)
+    assert status == 0
+    words = " ".join(err.split())
+    assert "operators, no findings and 1 note; peak" in words
+    assert words.endswith("isotype: note[IST806]: experts are chosen from bfloat16 scores")
+
+
 @pytest.mark.parametrize("loss", ["of_script", "Loss()"], ids=["a function", "a module"])
 def test_a_loss_of_the_script_is_judged_after_the_first_step(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, loss: str

@@ -515,17 +515,6 @@ losses = [F.cross_entropy(F.linear(part, model.lm_head.weight), labels) for part
             ("= help   NumPy has no bfloat16: write .float() before .numpy() at train.py:",),
         ),
         (
-            "def loss(model):\n    with torch.autocast('cpu', torch.bfloat16): return model(ids, ids)[1]\n"
-            "model = Net(torch.float32)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-            "for _ in range(2): loss(model).backward(); optimizer.step()\n"
-            "with torch.no_grad(): model.head(model.embed(ids))\n",
-            (
-                "|   input  bfloat16  [2, 6, 8]",
-                "|   weight  float32  [16, 8]   head.weight",
-                "= help   the training step runs under autocast to bfloat16, but this code runs without autocast: ",
-            ),
-        ),
-        (
             "from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn\n"
             "model = Net(torch.float32)\naverages = AveragedModel(model.float(), multi_avg_fn=get_ema_multi_avg_fn())\nmodel.bfloat16()\n"
             "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor _ in range(2):\n    with torch.autocast('cpu', torch.bfloat16): loss = model(ids, ids)[1]\n"
@@ -559,7 +548,6 @@ losses = [F.cross_entropy(F.linear(part, model.lm_head.weight), labels) for part
     ids=[
         "a moving average",
         "a metric",
-        "an evaluation without autocast",
         "averages of another dtype",
         "an optimizer's state",
         "an optimizer without gradients",
@@ -571,6 +559,51 @@ def test_a_crash_between_steps_is_shown_with_what_met_there(
     status, _, err = runs(script, "--no-preflight")
     assert status == 1
     assert "last known step runs clean: the cause is elsewhere\n  --> " in err
+    for line in lines:
+        assert line in err
+
+
+_UNDER_AUTOCAST = """
+def loss(model):
+    with torch.autocast("cpu", torch.bfloat16): return model(ids, ids)[1]
+model = Net(torch.float32)
+model.head.register_buffer("cache", torch.zeros(2, 6, 16), persistent=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2): loss(model).backward(); optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "lines"),
+    [
+        (
+            "with torch.no_grad(): model.head(model.embed(ids))\n",
+            (
+                "isotype: a trace of the call of Linear explains the error:",
+                "isotype: the training step runs under autocast to bfloat16, but this call runs without autocast",
+                "error[IST101]: bfloat16 instead of float32",
+                "= cause  the input input is bfloat16",
+            ),
+        ),
+        (
+            "class Cached(nn.Module):\n    def __init__(self, net): super().__init__(); self.net = net\n"
+            "    def forward(self, ids): self.net.head.cache[ids > 0] = self.net(ids)[0][ids > 0]\n"
+            "with torch.no_grad(), torch.autocast('cpu', torch.bfloat16): Cached(model)(ids)\n",
+            (
+                "isotype: a trace of the call of Cached explains the error:",
+                "error[IST103]: ",
+                "= cause  the buffer net.head.cache is float32",
+            ),
+        ),
+    ],
+    ids=["without autocast", "a cache"],
+)
+def test_an_evaluation_that_fails_in_another_call_of_the_model_is_traced(
+    runs: Runs, script: str, lines: tuple[str, ...]
+) -> None:
+    """Lightning-AI/litgpt #542: autocast returns bfloat16, which an evaluation writes into a float32 cache."""
+    status, _, err = runs(f"{_UNDER_AUTOCAST}{script}", "--no-preflight")
+    assert status == 1
     for line in lines:
         assert line in err
 

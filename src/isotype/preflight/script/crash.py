@@ -9,6 +9,7 @@ from functools import partial
 from types import ModuleType
 
 from isotype.contracts.contract import applies_to_cpus_only
+from isotype.core.dtypes import dtype_name
 from isotype.core.errors import causes, error_line
 from isotype.core.names import listed
 from isotype.core.source import condition_at, line_of
@@ -165,16 +166,12 @@ class Crash:
             return
         of_gradients = _has(text, _ABOUT_GRADIENTS)
         report = self._traced_again(trains=of_gradients)
-        if not of_gradients and not (report and _shows(report, text)):
-            alone = report is not None and report.trace.failure is not None
-            reports = [self._traced_again(generates=True, alone=alone), report]
-            known = (candidate for candidate in reports if candidate is not None)
-            report = max(
-                known, key=lambda candidate: (_shows(candidate, text), bool(candidate.errors)), default=None
-            )
+        shown = report is not None and ((of_gradients and report.errors) or _shows(report, text))
+        if not shown and not of_gradients and self._explain_by_call(error, "the call of {}"):
+            return
         if report is None:
             return
-        if (of_gradients and report.errors) or _shows(report, text):
+        if shown:
             self.output.say("a trace of the script's last known step explains the error:")
             self.output.render(report)
         elif report.errors:
@@ -227,22 +224,15 @@ class Crash:
             self.output.say(absent if live else f"{call.op} got incompatible dtypes:")
             self.output.call(call)
 
-    def _traced_again(
-        self, *, trains: bool = False, generates: bool = False, alone: bool = False
-    ) -> Report | None:
-        """Trace the step again on fake tensors, and try the fixes. Return the report, or None if this is not possible.
-
-        With `alone`, only the generation is traced.
-        """
+    def _traced_again(self, *, trains: bool = False, generates: bool = False) -> Report | None:
+        """Trace the step again on fake tensors, and try the fixes. Return the report, or None if this is not possible."""
         model = self.watch.model
         if model is None or self.request is None or uncopied(model):
             return None
         request = self.request(model)
         # The request may be for an evaluation before the training. If a backward raised, a training step is traced.
         phases = DEFAULT_PHASES if trains else request.phases
-        report = self._traced(
-            replace(request, phases=(*(() if alone else phases), *(["generate"] if generates else [])))
-        )
+        report = self._traced(replace(request, phases=(*phases, *(["generate"] if generates else []))))
         for what in casts_since(self.report.trace, report.trace) if self.report and report else ():
             self.output.say(f"after the step that was checked, the script has cast {what}")
         return report
@@ -253,19 +243,33 @@ class Crash:
         Return True if this explained the error.
         """
         call, recorded = call_of(error), [*self.watch.roots, self.watch.model]
-        if call is None or self.request is None or uncopied(other := unwrapped(call[0])):
-            return False
         inside = {id(part) for root in recorded if root is not None for part in root.modules()}
-        if any(id(part) in inside for part in other.modules()) or next(other.parameters(), None) is None:
+        if call is None or any(id(part) in inside for part in unwrapped(call[0]).modules()):
             return False
-        phases = () if trains(other) else (("generate",),)
-        request = self.request_of(Beginning(other, named_inputs(other, *call[1:]), *call[1:]), *phases)
-        report = self._traced(replace(request, autocast=self.request.keywords["autocast"]))
-        if report is None or not _shows(report, str(error)):
+        return self._explain_by_call(error, "another model of the script, {},")
+
+    def _explain_by_call(self, error: BaseException, of: str) -> bool:
+        """Trace the call of a model that raised the error. Return True if this explained the error."""
+        call = call_of(error)
+        if call is None or self.request is None or uncopied(model := unwrapped(call[0])):
             return False
-        self.output.say(f"a trace of another model of the script, {report.trace.model}, explains the error:")
-        self.output.render(report)
-        return True
+        if next(model.parameters(), None) is None:
+            return False
+        phases = () if model.training and trains(model) else (("generate",),)
+        request = self.request_of(Beginning(model, named_inputs(model, *call[1:]), *call[1:]), *phases)
+        trained = self.request.keywords["autocast"]
+        for autocast in dict.fromkeys((trained, False)):
+            report = self._traced(replace(request, autocast=autocast, autocast_eval=autocast is not False))
+            if report is not None and _shows(report, str(error)):
+                self.output.say(f"a trace of {of.format(report.trace.model)} explains the error:")
+                if autocast != trained:
+                    to = dtype_name(trained)
+                    self.output.say(
+                        f"the training step runs under autocast to {to}, but this call runs without autocast"
+                    )
+                self.output.render(report)
+                return True
+        return False
 
     def _traced(self, request: StepRequest) -> Report | None:
         """Trace a step after a crash, and try the fixes. Return the report, or None if this is not possible."""

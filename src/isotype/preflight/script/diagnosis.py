@@ -292,6 +292,7 @@ class Diagnosis:
         for note in watch.notes:
             self._say(note)
         findings = [finding for finding in (*self._findings(), *self._late) if finding.severity != "note"]
+        notes = [finding for finding in self._findings() if finding.severity == "note"]
         if self.report is None or not self.report.complete:
             self._brief([finding for finding in findings if finding not in self._late])
         if not watch.seen:
@@ -305,11 +306,13 @@ class Diagnosis:
             return
         steps, last = len(watch.seen), watch.seen[-1]
         words = plural(len(findings), "finding") if findings else "no findings"
+        words += f" and {plural(len(notes), 'note')}" if notes else ""
         watched = "step 1" if steps == 1 else f"steps 1-{steps}"
         self._say(
             f"{watched} watched: {plural(last.operators, 'operator')}, {words}; {peak_of(last.memory)}; "
             "later steps and evaluations are not included"
         )
+        self._output.notes(notes)
 
     def _findings(self) -> tuple[Finding, ...]:
         return self.report.findings if self.report is not None and self.report.complete else self._live

@@ -49,6 +49,11 @@ class Output:
             for fix in finding.fixes[:1]:
                 self.plain(f"   = help   {fix.text}   ({fix_standing(fix)})")
 
+    def notes(self, notes: Sequence[Finding]) -> None:
+        for note in notes:
+            where = f" ({note.module})" if note.module else ""
+            self.say(f"note[{note.code}]: {note.message}{where}")
+
     def outside(self, error: Outside) -> None:
         for line in error.lines():
             self.plain(line)

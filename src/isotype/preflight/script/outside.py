@@ -64,9 +64,8 @@ def outside(error: BaseException, model: nn.Module, step: Trace) -> Outside:
     states = dict(_of_optimizer(error))
     floats = ((n, t) for n, t in (states or variables).items() if t.dtype in FLOATS and t.dim())
     tensors = tuple((n, t.dtype, tuple(t.shape), names.get(id(t)) or _elsewhere(t)) for n, t in floats)
-    autocast = max((call.autocast for call in step.calls if call.autocast), key=str, default=None)
     dtypes = {dtype for _, dtype, *_ in tensors}
-    return Outside(source, tensors[:_SHOWN], _help(error, short(source), bool(states), dtypes, autocast))
+    return Outside(source, tensors[:_SHOWN], _help(error, short(source), bool(states), dtypes))
 
 
 def _elsewhere(tensor: torch.Tensor) -> str:
@@ -74,18 +73,11 @@ def _elsewhere(tensor: torch.Tensor) -> str:
     return name_in_process(tensor) if isinstance(tensor, nn.Parameter) else ""
 
 
-def _help(
-    error: BaseException, at: str, optimizes: bool, dtypes: set[torch.dtype], autocast: torch.dtype | None
-) -> str:
+def _help(error: BaseException, at: str, optimizes: bool, dtypes: set[torch.dtype]) -> str:
     if "ScalarType BFloat16" in str(error):
         return f"NumPy has no bfloat16: write .float() before .numpy() at {at}"
     if optimizes:
         return "create the optimizer after the last cast of the model, or load the optimizer's state again"
-    if autocast is not None and any(isinstance(owner, nn.Module) for owner in _owners(error, "forward")):
-        return (
-            f"the training step runs under autocast to {dtype_name(autocast)}, but this code runs without autocast: use "
-            "torch.autocast here, too, or call isotype.enforce(model, policy)"
-        )
     return f"cast the tensors to one dtype at {at}" if len(dtypes) > 1 else ""
 
 

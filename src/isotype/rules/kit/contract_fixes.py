@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from isotype.core.dtypes import FLOATS, HALVES, dtype_name
-from isotype.core.names import distinct_names, grouped, listed, short, starred, with_parents
+from isotype.core.names import distinct_names, grouped, in_module, listed, short, starred, with_parents
 from isotype.records.finding import Fix, Safety, in_library
 from isotype.records.trace import Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit.groups import SCATTERS, Group, per_trace
@@ -179,7 +179,7 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
     if not _is_own(group.mismatched, group.calls[0]):
         flow = [w.name for w in blamed if w.module and not w.buffer and w.kind != "norm"]
         makers += [name.rpartition(".")[0] for name in weights_meant(trace, flow)]
-    makers = list(dict.fromkeys(makers))
+    makers = [module for module in dict.fromkeys(makers) if _leads_to(trace, module, group)]
     owner, layers, _ = group.cause.name.partition(".layers[")
     if group.cause.kind == "input" and layers:  # no fix can cast the tensors of a cache
         yield advice(owner, f"create {owner} in {expected}")
@@ -192,10 +192,26 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
         inputs = listed(dict.fromkeys((group.cause.name, *others)), 8)
         yield fix(f"pass {inputs} to the model in {expected}", "input", ("",), expected)
     # An operator of the loss has no module whose inputs a fix could cast.
-    called = [call.module for call in group.calls if call.module and not _is_own(group.mismatched, call)]
+    # A cast of a module's inputs changes no dtype that the module's own code chooses.
+    chosen = {cause.module for cause in group.causes if cause.kind in ("cast", "constant", "operator")}
+    called = [
+        c.module for c in group.calls if c.module not in ("", *chosen) and not _is_own(group.mismatched, c)
+    ]
     places = modules_meant(trace, called)
     if places:
         yield fix(f"cast the inputs of {listed(places, 2)} to {expected}", "input", places, expected)
+
+
+def _leads_to(trace: Trace, module: str, group: Group) -> bool:
+    """Return whether `module` runs and one of the group's calls is outside of it, so that it can use the module's output."""
+    outside = (not in_module(starred(call.module), module) for call in group.calls)
+    return starred(module) in _running(trace) and ("*" in module or any(outside))
+
+
+@per_trace
+def _running(trace: Trace) -> set[str]:
+    modules = {starred(call.module) for call in trace.calls}
+    return {name for module in modules for name in with_parents(module)}
 
 
 def _decide(group: Group, modules: Iterable[str]) -> bool:
