@@ -126,7 +126,7 @@ class StepRequest(StepSettings):
 
 @dataclass(frozen=True)
 class Setup(StepSettings):
-    """Settings of the step. `StepSettings` describes the fields that are not listed.
+    """Settings of the step. `isotype.records.request.StepSettings` describes the fields that are not listed.
 
     Attributes:
         autocast: autocast dtype around forward and loss, or None.
