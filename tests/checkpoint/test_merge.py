@@ -965,7 +965,7 @@ def test_what_the_terminal_shows() -> None:
         "                  held-back rows of t.jsonl (8) (30 tokens)",
         "logits            differ from the trained model's by at most 0.5 (KL 0.0125 nats); the base model's",
         "                  logits differ by KL 0.1 nats",
-        "loss              base 3.0000, trained 2.0000, merged 2.2500 (75.0 % of the fall)",
+        "loss              base 3.0000, trained 2.0000, merged 2.2500 (75.0 % of the reduction)",
         "smallest          format that keeps 98.0 % of what was learned: --gguf q8_0 (8.5 bits a weight,",
         "                  keeps 99.4 %)",
         "output            merged (1.91 MiB)",

@@ -294,5 +294,5 @@ def _kept(logits: LogitsDifference) -> Iterator[tuple[str, str]]:
     )
     if logits.losses is not None:
         base, trained, merged = logits.losses
-        fall = "" if logits.fall is None else f" ({share(logits.fall)} of the fall)"
+        fall = "" if logits.fall is None else f" ({share(logits.fall)} of the reduction)"
         yield "loss", f"base {base:.4f}, trained {trained:.4f}, merged {merged:.4f}{fall}"
