@@ -10,7 +10,8 @@ matter; each set-up runs in a process forked from one that has imported the libr
 Run: python benchmarks/foreseen.py --seed 1 --count 70 [--only sft none …] [--jobs 2] [--json FILE]. Prints a line per set-up, the shares
 within 5 and 10 %, and of what is off the settings that it has in common. Ends with 1 where fewer than 95 % are within 5 %, or one is not within 10 %.
 `--experts` runs a fixed list of mixtures instead, of every storage (mxfp4 of gpt-oss, whose experts it writes as blocks).
-`--wide` draws from every method, more architectures, images, compiled models and unfused layers (its ratios are not recorded).
+`--wide` draws from every method, more architectures, images, compiled models and unfused layers, `--padded` also
+of rows with several lengths (their ratios are not recorded).
 `--at SEED/NUMBER …` runs some of the set-ups again, `--kinds` prints what the foreseen peak is made of.
 """
 
@@ -36,7 +37,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from random_setups import Setup, command_of, draw, draw_wide, mixtures, save_model, save_rows
+from random_setups import Setup, command_of, draw, draw_padded, draw_wide, mixtures, save_model, save_rows
 from records import keep_foreseen
 from results import ROOT, Measure, append, parsed
 
@@ -303,6 +304,7 @@ def main() -> int:
     parser.add_argument(
         "--wide", action="store_true", help="every method, more architectures, images, compiled models"
     )
+    parser.add_argument("--padded", action="store_true", help="as --wide, with rows of several lengths")
     parser.add_argument("--first", type=int, default=0, help="number of the first set-up")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--kinds", action="store_true", help="print what the foreseen peaks are made of")
@@ -311,7 +313,7 @@ def main() -> int:
     places = options.at or [
         f"{options.seed}/{number}" for number in range(options.first, options.first + options.count)
     ]
-    drawn = draw_wide if options.wide else draw
+    drawn = draw_padded if options.padded else draw_wide if options.wide else draw
     setups = (
         mixtures() if options.experts else [(place, drawn(*map(int, place.split("/")))) for place in places]
     )
@@ -340,7 +342,7 @@ def main() -> int:
             append(
                 f"foreseen-experts/{storage}", {"ratio": Measure(statistics.median(of), "", (of[0], of[-1]))}
             )
-    elif options.record and not options.wide:
+    elif options.record and not (options.wide or options.padded):
         keep_foreseen(options.seed, [ratio for _, ratio in ratios], NEAR, FAR)
     errors = [abs(ratio - 1) for _, ratio in ratios]
     near = sum(error <= NEAR for error in errors)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,7 @@ class Setup:
         evaluation: `off`, `default` rows, or rows a step.
         completion: tokens of a completion (grpo, rloo).
         beta: 0 without a reference model (grpo, rloo).
+        padded: whether rows have several lengths, so that batches have padding; the longest are in one batch.
     """
 
     architecture: str
@@ -128,6 +129,7 @@ class Setup:
     beta: float = 0.0
     fused: bool = True
     compiled: bool = False
+    padded: str = ""
 
     @property
     def name(self) -> str:
@@ -136,6 +138,7 @@ class Setup:
         words += [self.adapters if self.adapters == "full" else f"{self.adapters} r{self.rank}"]
         words += [f"dropout {self.dropout:g}"] if self.dropout else []
         words += ["packed"] if self.packing else []
+        words += [self.padded] if self.padded else []
         words += [f"checkpointing {self.checkpointing}"] if self.checkpointing != "False" else []
         words += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
         words += [f"completion {self.completion}, beta {self.beta:g}"] if self.completion else []
@@ -210,6 +213,26 @@ def draw_wide(seed: int, number: int) -> Setup:
         fused=dice.random() < 0.75,
         compiled=dice.random() < 0.15,
     )  # fmt: skip
+
+
+def draw_padded(seed: int, number: int) -> Setup:
+    """As `draw_wide`, with rows of several lengths, by length or with all rows in one batch."""
+    dice = random.Random(f"padded/{seed}/{number}")
+    method = dice.choice(("sft", "sft", "dpo", "kto"))
+    by_length = method in ("sft", "kto") and dice.random() < 0.4
+    rows = dice.choice((2, 4, 8))
+    return replace(
+        draw_wide(seed, number),
+        architecture=dice.choice((*ARCHITECTURES, *TYPES)),
+        method=method,
+        packing=False,
+        rows=rows,
+        evaluation=dice.choice(("off", "off", "default", "4", "16")),
+        length=dice.choice((96, 128, 192)),
+        completion=0,
+        beta=0.0,
+        padded="by length" if by_length else "padded",
+    )
 
 
 def mixtures() -> list[tuple[str, Setup]]:
@@ -303,10 +326,12 @@ def save_rows(setup: Setup, folder: Path) -> None:
         return " ".join(f"w{dice.randrange(WORDS)}" for _ in range(count))
 
     pictured = setup.architecture in PICTURED
+    parts = cycle((8, 3, 5, 2, 7, 1, 4)) if setup.padded else cycle((8,))
 
     def row() -> dict[str, Any]:
+        part = next(parts)
         # A reward model's row is left out where it is longer than `max_length`, with its first and its last token.
-        half = setup.length // 2 - (2 if setup.method == "reward" else 0)
+        half = setup.length * part // 16 - (2 if setup.method == "reward" else 0)
         if pictured:
             return _pictured_row(setup.method, words, folder, dice)
         if setup.completion:
@@ -318,9 +343,12 @@ def save_rows(setup: Setup, folder: Path) -> None:
             return {"prompt": words(half), "chosen": " " + words(half), "rejected": " " + words(half)}
         # Two documents fill a packed row, so that every batch is the largest that can occur.
         share = next(shares) if setup.packing else 8
-        return {"text": words(setup.length * share // 8 - 2 if setup.packing else setup.length + 8)}
+        return {
+            "text": words(setup.length * share // 8 - 2 if setup.packing else setup.length * part // 8 + 8)
+        }
 
-    steps = 3 * setup.rows * setup.accumulation * (2 if setup.packing else 1)
+    # Of several lengths, all rows are in one batch, which is the fullest.
+    steps = setup.rows if setup.padded else 3 * setup.rows * setup.accumulation * (2 if setup.packing else 1)
     folder.mkdir()
     held = setup.rows if setup.evaluation in ("off", "default") else int(setup.evaluation)
     for split, count in (("train", steps), ("test", held * (2 if setup.packing else 1))):
@@ -378,6 +406,7 @@ def command_of(setup: Setup, root: Path) -> list[str]:
         words += ["--reward_funcs", "random_setups.reward"]
     elif setup.architecture not in PICTURED:
         words += ["--max_length", setup.length]
+    words += ["--train_sampling_strategy", "group_by_length"] if setup.padded == "by length" else []
     words += [] if setup.fused else ["--no_fuse"]
     words += ["--torch_compile", "True", "--torch_compile_backend", "eager"] if setup.compiled else []
     if setup.evaluation != "off":

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.sharded_memory import CASES, foreseen, save_model
+from benchmarks.sharded_memory import CASES, foreseen, of_first_step, save_model
 from filelock import FileLock
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
@@ -292,11 +292,7 @@ def test_what_a_process_holds_is_foreseen_in_every_way(every, name):
 
 def _as_foreseen(together: Together, name: str, at: int) -> None:
     report = foreseen(together.root / "held", CASES[name], 2)
-    # A report has the highest moment of any step. The measured step is the first, which begins without optimizer states.
-    phases = {
-        phase: sum(size for kind, size in kinds.items() if phase == "optimizer" or kind != "optimizer")
-        for phase, kinds in report.memory.phases.items()
-    }
+    phases = of_first_step(report.memory)
     for process in together.results:
         for phase, held in process[at].items():
             assert phases[phase] == pytest.approx(held, rel=0.05), phase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -81,6 +82,7 @@ def test_models_are_known_by_what_they_compute(name: str, sides: frozenset[str])
     model = (tiny_model(name) if name in CONFIGS else ARCHITECTURES[name].build(torch.float32)).train()
     state = torch.get_rng_state()
     assert tried(model).sides == sides
+    assert tried(copy.deepcopy(model).to("meta")).sides == sides  # tries a small copy
     assert all(module.training for module in model.modules())
     assert torch.equal(torch.get_rng_state(), state)
 

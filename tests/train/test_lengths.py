@@ -49,7 +49,10 @@ def turn(role: str, words: int) -> list[dict[str, str]]:
     ],
 )
 def test_the_length_of_a_row(model, method, row, length, prompt):
-    assert lengths_of(method, processing_class(model), [row]) == Lengths((length,), 1, prompt=prompt)
+    found = lengths_of(method, processing_class(model), [row])
+    assert found == Lengths((length,), 1, prompt=prompt, answers=found.answers)
+    assert [max(answers) for answers in found.answers] == [length]
+    assert [len(answers) for answers in found.answers] == [2 if "chosen" in row else 1]
 
 
 def test_as_many_tokens_are_asked_as_in_the_shortest_prompt(model):
@@ -104,7 +107,8 @@ def test_check_opens_the_data_set(capsys, model, tmp_path):
     # Of 8 rows asked for there are 5; a trainer may add a token at the end.
     assert found["batch"]["input_ids"] == [5, longest + 7]
     counted = f"counted by the tokenizer of {model} (64 tokens in its vocabulary)"
-    assert found["data"] == f"the longest of 5 rows has {longest + 6} tokens; {counted}"
+    fullest = "the fullest batch has 87 tokens and 13 of padding"
+    assert found["data"] == f"the longest of 5 rows has {longest + 6} tokens; {counted}; {fullest}"
     assert found["details"] == [
         "LoRA r 16 alpha 32 on down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
         "no gradient checkpointing",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from isotype import resolve_precision
+from isotype.checkpoint.opened import config_of, open_checkpoint
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING
@@ -28,9 +31,10 @@ from isotype.train.output.resume import RUN_FILE
 from isotype.train.preflight import plan_rows, step
 from isotype.train.preflight.plan import StepPlan
 from isotype.train.preflight.plan_rows import training_plan
+from isotype.train.preflight.step import PlannedStep
 from isotype.train.preflight.step_plan import parse_options, plan_of
 from isotype.train.rows.data import training_data
-from isotype.train.rows.lengths import Lengths, longest_possible
+from isotype.train.rows.lengths import Lengths, fullest_batch, longest_possible
 from isotype.train.run import Choice, NotForeseenError, choose
 from tests.parsed import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
@@ -136,6 +140,57 @@ def test_a_sample_bounds_rows_that_are_never_cut() -> None:
 # ------------------------------------------------------------------------------------------------ the command line
 
 
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [(9,), (3,), (4,), (4,)],
+        [(40,), (40,), (39,), (39,), (38,), (3,)],  # batches of almost equal rows keep their padding
+        [(60,), (31,), (30,), (30,), (29,)],
+        [(9, 3), (4, 8), (20, 2), (19, 18), (5, 5)],
+        [(100, 1), (40, 40), (40, 39), (39, 39)],
+        [(7,)],
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("limit", [15, 1000])
+def test_no_batch_computes_more_tokens_than_the_fullest(
+    answers: list[tuple[int, ...]], rows: int, limit: int
+) -> None:
+    def computed(batch: Sequence[tuple[int, ...]]) -> int:
+        lengths = [min(n + 1, limit) for row in batch for n in row]
+        padded = len(lengths) * max(lengths)
+        return sum(lengths) if sum(lengths) <= 0.95 * padded else padded
+
+    lengths = Lengths(tuple(map(max, answers)), len(answers), answers=tuple(answers))
+    fullest = fullest_batch(lengths, limit, rows)
+    every = itertools.combinations(answers, min(rows, len(answers)))
+    most = max(map(computed, every))
+    assert len(fullest) == rows
+    tokens = sum(map(sum, fullest))
+    assert most <= tokens
+    assert rows > len(answers) or tokens <= most / 0.95
+    assert fullest_batch(replace(lengths, rows=len(answers) + 1), limit, rows) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_a_step_is_of_as_many_tokens_as_the_training_leaves(model: Path, tmp_path: Path, method: str) -> None:
+    text = ["word " * n for n in (40, 5, 5, 5)]
+    columns = {
+        "sft": [{"text": one} for one in text],
+        "dpo": [{"prompt": "a", "chosen": one, "rejected": "b"} for one in text],
+    }
+    data = save_rows(tmp_path / "train.jsonl", columns[method])
+    plan = plan_of(*parse_options([method, *arguments(model, data), "--per_device_train_batch_size", "4"]))
+    checkpoint = open_checkpoint(model)
+    policy = resolve_precision(str(model), device="cpu", dtype="float32")
+    padded, bare = (PlannedStep(plan, config_of(checkpoint), policy, by_tokens=by) for by in (False, True))
+    assert (
+        bare.traced(None, 4, plan.length).memory.peak < 0.8 * padded.traced(None, 4, plan.length).memory.peak
+    )
+    assert [len(list(step.padding(plan.length))) for step in (padded, bare)] == [0, 1]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_chat_model(tmp_path_factory.mktemp("models") / "Tiny")
@@ -203,7 +258,6 @@ def test_a_check_is_of_the_step_that_its_training_chooses_by(model: Path, data: 
         "length",
         "data",
         "data_rows",
-        "lengths",
         "notes",
         "lora",
     }
@@ -370,7 +424,7 @@ def test_processes_take_one_choice(
     choices = [Choice(None, "there is room here"), Choice(CHECKPOINTING, "there is none here")]
     monkeypatch.setattr(plan_rows, "training_plan", lambda *_: None)
     planned = SimpleNamespace(choice=lambda: choices[processes.get_rank()])
-    monkeypatch.setattr(plan_rows, "PlannedStep", lambda *_: planned)
+    monkeypatch.setattr(plan_rows, "PlannedStep", lambda *_, **__: planned)
     checkpoint = SimpleNamespace(config=object())
     run: Any = SimpleNamespace(settings=settings, resume=None, data=None, checkpoint=checkpoint, policy=None)
     taken = processes.both(lambda _: plan_rows.choice_of_run(run, None, None))

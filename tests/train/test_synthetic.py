@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import get_args
 
 import pytest
@@ -10,10 +11,14 @@ import transformers
 
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS, Loss
+from isotype.lora.attention.registered import use_fast_attention
 from isotype.lora.loss.trl_head import put_head
+from isotype.preflight.run import trace_of
 from isotype.ranges.pictures import NONE
+from isotype.records.request import StepRequest
 from isotype.train.models import require_decoder
 from isotype.train.preflight.synthetic import LOSSES, batch_notes, step_inputs, synthetic_batch
+from tests.cpus import no_compiler
 from tests.models import CONFIGS, IMAGE_TOKEN, IMAGE_TOKENS, tiny_model
 
 
@@ -151,3 +156,20 @@ def test_a_reward_model_sees_pairs():
     seen = calls_of(model)
     loss_of_step(model, step_inputs("reward", model, 3, 8)).backward()
     assert seen == [((6, 8), True)]
+
+
+@pytest.mark.lacking(no_compiler())
+@pytest.mark.parametrize(("method", "lengths"), [("sft", [[20], [3]]), ("dpo", [[20, 3]])])
+def test_rows_of_several_lengths_have_no_padding(method, lengths):
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(tiny_model("llama").config)
+    use_fast_attention(model, "cpu")
+    put_head(model)
+    for told, tokens in ((lengths, 23), ([[20] * len(row) for row in lengths], 40)):
+        inputs = step_inputs(method, model, len(lengths), 20, reference=False, lengths=told)
+        trace = trace_of(StepRequest(model, inputs, device="cpu", phases=("forward",)))
+        shapes = [
+            shape for call in trace.calls if call.module.endswith("up_proj") for _, shape in call.results
+        ]
+        width = model.config.intermediate_size
+        assert {math.prod(shape) // width for shape in shapes if shape[-1] == width} & {23, 40} == {tokens}

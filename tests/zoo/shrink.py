@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from isotype.trace.reach.shrunk import TEXT, TOWER, TOWERS
+from isotype.model.shrunk import TEXT, TOWER, TOWERS
 
 VOCABULARY = 128
 LAYERS = 2

@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from isotype.compat.peft import why_whole_rows
+from isotype.compat.peft import why_whole_rows, without_peft
 from isotype.compat.torch import FakeTensor, forward_hooks
 from isotype.core.errors import first_line
 from isotype.model.modes import in_evaluation
+from isotype.model.small import small_copy
 
 T = TypeVar("T")
 
@@ -81,7 +82,8 @@ def with_sequences(sequences: Sequences | None) -> AbstractContextManager[None]:
 
 
 _ARGUMENTS = frozenset({"input_ids", "attention_mask", "use_cache", "output_router_logits"})
-_LEAST_SHARE = 0.05
+LEAST_PADDING = 0.05
+"""Smallest share of padding among a batch's tokens for which the padding is removed."""
 MOST_TOKENS = 8192
 """Maximum tokens of a batch without padding if attention needs a mask: the mask has a byte for each pair of tokens."""
 _TOLERANCES = {"right": 0.05, "left": 0.25}
@@ -153,7 +155,7 @@ def unpadded(
     present = mask.bool()
     lengths, reads, unsound, padded = _facts(present, read)
     tokens = sum(lengths)
-    enough = 0 < tokens <= (1 - _LEAST_SHARE) * ids.numel() and (most is None or tokens <= most)
+    enough = 0 < tokens <= (1 - LEAST_PADDING) * ids.numel() and (most is None or tokens <= most)
     if not enough or unsound or padded - sides:
         return None
     return _without(batch, present, tuple(filter(None, lengths)), reads)
@@ -279,8 +281,10 @@ def mixes_documents(model: Any) -> str:
 
 
 def _of_trial(model: Any, trial: Callable[[nn.Module], T], what: str) -> T | str:
-    """Return the result of a trial of the model's backbone, or why the trial failed."""
+    """Return the result of a trial of the backbone (of a small copy if the model has no weights), or why the trial failed."""
     try:
+        if next(model.parameters()).is_meta:
+            model = without_peft(small_copy(model, torch.arange(1, 1 + 3 * _LENGTH)).model)
         with in_evaluation(model):
             return trial(model.base_model)
     except Exception as error:  # noqa: BLE001 - a model with other inputs may raise anything

@@ -102,8 +102,8 @@ def test_packed_rows_of_our_own_forward_are_wired_as_meant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: int
 ) -> None:
     """The forward passes position ids and no mask, on the model's own layers and on a small model of its class."""
-    monkeypatch.setattr("isotype.trace.reach.small.MOST_WEIGHTS", weights)
-    monkeypatch.setattr("isotype.trace.reach.small.MOST_WEIGHTS_OF_CLASS", 32_000_000)
+    monkeypatch.setattr("isotype.model.small.MOST_WEIGHTS", weights)
+    monkeypatch.setattr("isotype.model.small.MOST_WEIGHTS_OF_CLASS", 32_000_000)
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=128,
     )  # fmt: skip

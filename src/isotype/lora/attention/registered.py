@@ -56,7 +56,8 @@ class AttentionReport:
         repeated: title of the device if it needs repeated keys and values for a fused kernel; else None.
         slow: the reason why attention stores all scores in memory on this device, if this is the case; else None.
         left: reason to use torch's kernel -> number of calls.
-        sides: the sides (`left`, `right`) of a row from which padding may be removed, see `isotype.lora.unpadded`.
+        sides: the sides (`left`, `right`) of a row from which padding may be removed, see `isotype.lora.unpadded`. For a
+            model without weights, None until `sides_of` tries a small copy.
         padded: why a batch keeps its padding on this GPU; None if padding may be removed.
         name: the name that isotype's function has in transformers; "" if no function is used.
     """
@@ -66,7 +67,7 @@ class AttentionReport:
     repeated: str | None = None
     slow: str | None = None
     left: Counter[str] = field(default_factory=Counter)
-    sides: frozenset[str] = frozenset()
+    sides: frozenset[str] | None = frozenset()
     padded: str | None = None
     name: str = ""
     _undo: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
@@ -133,7 +134,8 @@ def use_fast_attention(
         return _with_lengths(model, owners, profile, dtype, str(reason))
     if not on_cpu:
         return AttentionReport(False, reason)
-    report = _put(owners[0], NAME, AttentionReport(True, sides=tried(owners[0]).sides))
+    blank = next(owners[0].parameters()).is_meta
+    report = _put(owners[0], NAME, AttentionReport(True, sides=None if blank else tried(owners[0]).sides))
     for module in model.modules():
         _reports[module] = report
     return report
@@ -202,7 +204,11 @@ def packed_by_lengths(model: nn.Module, inputs: Mapping[str, Any]) -> Sequences 
 def sides_of(model: nn.Module) -> frozenset[str]:
     """Return the sides of rows on which padding can be removed; an empty set if the attention is not isotype's."""
     report = _reports.get(model)
-    return frozenset() if report is None or not report._undo else report.sides
+    if report is None or not report._undo:
+        return frozenset()
+    if report.sides is None:
+        report.sides = tried(report._undo[0][0]).sides
+    return report.sides
 
 
 def _why_not(owners: list[Any], device: str | None) -> str | None:

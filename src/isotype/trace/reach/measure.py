@@ -15,13 +15,13 @@ from isotype.core.names import starred
 from isotype.core.random_states import random_states_kept
 from isotype.core.threads import one_thread
 from isotype.model.loss import find_loss
+from isotype.model.small import NoCopyError, small_copy
 from isotype.records.reach import Labels, Matrix, NoReach, Reach, Unused
 from isotype.trace.reach.batch import IGNORED, Batch, batch_of, renumbered
 from isotype.trace.reach.leaks import leaks
 from isotype.trace.reach.place import gradients_of, logits_of
 from isotype.trace.reach.probe import LEAST_CHANGE, Probe, UndecidedError, spread
 from isotype.trace.reach.processes import parting, skipped_modules, without_gradient
-from isotype.trace.reach.small import NoCopyError, small_copy
 
 _MATRIX_ROWS = 24
 _DRAWS = 2

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from isotype.model.loss import find_loss
+from isotype.model.small import Copy
 from isotype.trace.reach.batch import IGNORED, Batch
 from isotype.trace.reach.place import logits_of
-from isotype.trace.reach.small import Copy
 
 LEAST_CHANGE = {torch.float64: 1e-5, torch.float32: 1e-4}
 """Smallest change of a logit that counts, relative to the largest logit. Rounding in float32 changes logits by 1e-7."""

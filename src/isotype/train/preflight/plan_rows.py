@@ -60,7 +60,7 @@ def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
     if resume is not None and RECOMPUTED in earlier:
         return Choice(earlier[RECOMPUTED], f"as in {resume.name}, which the run resumes")
     plan = training_plan(settings, tokenizer, run.data, lengths)
-    return from_first(PlannedStep(plan, config_of(run.checkpoint), run.policy).choice)
+    return from_first(PlannedStep(plan, config_of(run.checkpoint), run.policy, by_tokens=True).choice)
 
 
 def training_plan(settings: Settings, tokenizer: Any, data: Any, lengths: Lengths | None = None) -> StepPlan:
@@ -72,7 +72,8 @@ def training_plan(settings: Settings, tokenizer: Any, data: Any, lengths: Length
         pictures=pictures_in_rows(tokenizer, rows),
     )
     plan = _with_held_back(plan, settings, tokenizer, data)
-    return _bounded(plan, settings, rows, lengths or lengths_in(settings, tokenizer, rows))
+    lengths = lengths or lengths_in(settings, tokenizer, rows)
+    return _bounded(replace(plan, lengths=lengths), settings, rows, lengths)
 
 
 def _of_arguments(options: Options, settings: Settings) -> StepPlan:
@@ -181,7 +182,8 @@ def _bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | N
     # In GRPO and RLOO, a batch has several completions for each row of the data set.
     fewer = plan.rows if lengths is None or plan.completion else min(plan.rows, lengths.rows)
     unforeseen = why if plan.unforeseen == UNBOUNDED else plan.unforeseen or why
-    return replace(plan, rows=fewer, longest=longest, unforeseen=unforeseen)
+    unpads = settings.method.loss in ("labels", "preference") and not settings.packing
+    return replace(plan, rows=fewer, longest=longest, unforeseen=unforeseen, unpads=unpads)
 
 
 def _longest(

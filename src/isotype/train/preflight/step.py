@@ -32,7 +32,7 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.preflight.run import run, trace_of
 from isotype.ranges.pictures import NONE
-from isotype.records.request import DEFAULT_PHASES, StepRequest
+from isotype.records.request import DEFAULT_PHASES, LossOf, StepRequest
 from isotype.records.trace import Trace
 from isotype.report.check.report import Report
 from isotype.report.text import format_duration
@@ -47,7 +47,7 @@ from isotype.train.preflight.synthetic import (
     step_inputs,
     synthetic_batch,
 )
-from isotype.train.rows.lengths import Lengths, one_a_row
+from isotype.train.rows.lengths import Lengths, fullest_batch, one_a_row
 from isotype.train.run import Choice, NotForeseenError, choose
 
 MIXED = "each document is traced in a separate padded row: in one packed row, documents would attend to each other"
@@ -72,6 +72,8 @@ class PlannedStep:
 
     Attributes:
         ranges: the value ranges that decided the policy, or None if ranges were not measured.
+        by_tokens: True if the rows of the batch have the lengths of the fullest batch of the training, and not the
+            greatest length. Then memory is not linear in the number of rows.
     """
 
     plan: StepPlan
@@ -79,6 +81,7 @@ class PlannedStep:
     policy: PrecisionPolicy
     ranges: Ranges | None = None
     phases: Sequence[str] = DEFAULT_PHASES
+    by_tokens: bool = False
     _models: dict[str, tuple[Any, tuple[str, ...]]] = field(default_factory=dict)
     _traces: dict[tuple[str, int, int], Trace] = field(default_factory=dict)
 
@@ -133,18 +136,21 @@ class PlannedStep:
         separated = {call.source for call in trace_of(step).calls} & lines_separating_documents()
         return not separated or has_states(model) or bool(why_whole_rows(model))
 
-    def _batch(self, rows: int, tokens: int, lengths: Lengths | None) -> tuple[StepPlan, int]:
-        """Return the plan of a batch and the length of its rows. If `mixed` is True, each document has a separate row."""
-        if not self.mixed:
-            return replace(self.plan, rows=rows), tokens
-        rows, tokens = one_a_row(lengths, tokens, rows)
-        return replace(self.plan, rows=rows, packed=False), tokens
+    def _inputs(self, rows: int, tokens: int, lengths: Lengths | None, model: Any) -> LossOf:
+        """Return the inputs of a step. If `mixed` is True, each document has a separate row."""
+        plan = replace(self.plan, rows=rows)
+        if self.mixed:
+            rows, tokens = one_a_row(lengths or plan.lengths, tokens, rows)
+            return _inputs(replace(plan, rows=rows, packed=False), tokens, model)
+        # A variable-length kernel needs no mask, and its trace needs the device.
+        known = self.by_tokens and plan.unpads and not _by_lengths(plan, model)
+        return _inputs(plan, tokens, model, fullest_batch(lengths, tokens, rows) if known else ())
 
     def request(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> StepRequest:
         plan, (model, _) = self.plan, self.model(arguments)
         return StepRequest(
             model,
-            _inputs(*self._batch(rows, tokens, plan.lengths), model),
+            self._inputs(rows, tokens, plan.lengths, model),
             self.policy,
             plan.device,
             autocast=self.policy.autocast or False,
@@ -163,6 +169,15 @@ class PlannedStep:
             evaluation=self._between_steps(model, rows, tokens),
             ranges=self.ranges,
         )
+
+    def padding(self, length: int) -> Iterator[str]:
+        """Yield a text on the tokens of the traced batch if its rows have several lengths."""
+        batch = self._inputs(
+            self.plan.rows, length, self.plan.lengths, self.model(self.plan.checkpointing)[0]
+        )
+        mask = batch.inputs.get("attention_mask")
+        if mask is not None and not mask.all():
+            yield f"the fullest batch has {mask.sum():,} tokens and {(mask == 0).sum():,} of padding"
 
     def _between_steps(self, model: Any, rows: int, tokens: int) -> Any:
         """Return the `rollout` that generates completions, or `_evaluation(…)` if the device generates none."""
@@ -187,7 +202,7 @@ class PlannedStep:
         lengths, rows = plan.evaluation_lengths, plan.evaluation or rows
         if lengths is not None and not plan.packed and not plan.completion:
             rows = min(rows, lengths.rows)
-        return _inputs(*self._batch(rows, length, lengths or plan.lengths), model)
+        return self._inputs(rows, length, lengths, model)
 
     def report(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> Report:
         """Return the report on the step. If `choice` has already traced the step, that trace is used."""
@@ -244,7 +259,7 @@ def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
     plan.check_policy(policy)
     config = config_of(checkpoint)
     require_complete_gguf(checkpoint)
-    step = PlannedStep(plan, config, policy, ranges, phases)
+    step = PlannedStep(plan, config, policy, ranges, phases, by_tokens=True)
     with sound_attention(device_profile(plan.device)):
         chosen = step.choice() if plan.auto else None
         if chosen is not None:
@@ -259,7 +274,8 @@ def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
     trace, setup = report.trace, report.trace.setup
     details = (*setup.details, *_beyond_positions(config, length), *_dequantized(config, trace))
     towers = () if plan.pictures is not None and not plan.pictures.sizes else setup.towers
-    setup = replace(setup, data=plan.data, details=details, towers=towers)
+    data = "; ".join(filter(None, (plan.data, *step.padding(length))))
+    setup = replace(setup, data=data, details=details, towers=towers)
     mixed = (MIXED,) if step.mixed else ()
     notes = (*trace.notes, *plan.notes, *_notes(plan, model), *mixed, *fusion, *words)
     return replace(report, trace=replace(trace, setup=setup, model=plan.source, notes=notes))
@@ -336,7 +352,7 @@ def _beyond_positions(config: Any, length: int) -> Iterator[str]:
         yield f"rows longer than the model's {positions:,} positions"
 
 
-def _inputs(plan: StepPlan, length: int, model: Any) -> Any:
+def _inputs(plan: StepPlan, length: int, model: Any, lengths: Sequence[Sequence[int]] = ()) -> LossOf:
     prompt = length - plan.completion if plan.completion else plan.prompt
     return step_inputs(
         plan.method,
@@ -348,6 +364,7 @@ def _inputs(plan: StepPlan, length: int, model: Any) -> Any:
         reference=plan.reference,
         packed=plan.packed and not _by_lengths(plan, model),
         pictures=plan.pictures,
+        lengths=lengths,
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from isotype.compat.peft import activating, without_peft
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS, Loss
 from isotype.data.tokens import IGNORED
+from isotype.lora.loss.trl_head import without_its_padding
+from isotype.lora.unpadded import traced_as
 from isotype.model.loss import loss_of
 from isotype.ranges.pictures import FILL, Pictures, by_config
 from isotype.records.request import LossOf
@@ -92,6 +95,7 @@ def step_inputs(
     reference: bool = True,
     packed: bool = False,
     pictures: Pictures | None = None,
+    lengths: Sequence[Sequence[int]] = (),
 ) -> LossOf:
     """Return the inputs of one step of a method, and the function that computes the step's loss.
 
@@ -103,6 +107,7 @@ def step_inputs(
         completion: number of tokens in a completion (grpo, rloo).
         reference: True if every step also runs the reference model.
         packed: True if each row has two documents that are separated by position ids (sft).
+        lengths: for each row, the number of tokens with each answer (sft, dpo); () for rows of `length` tokens.
     """
     batch = synthetic_batch(model, rows, length, pictures)
     loss = METHODS[method].loss
@@ -113,11 +118,30 @@ def step_inputs(
         places, half = torch.arange(length), length // 2
         batch["position_ids"] = torch.where(places < half, places, places - half).repeat(rows, 1)
     if loss == "labels":
-        return LossOf(_label_loss, batch)
+        return _unpadded(LossOf(_label_loss, batch), model, lengths)
     copies = 2 if loss in ("reward", "preference") else 1
     kept = {name: v for name, v in batch.items() if name != "labels" or loss != "reward"}
     tokens = {name: v.repeat(copies, *[1] * (v.dim() - 1)) for name, v in kept.items()}
-    return LossOf(lambda model, inputs: LOSSES[loss](model, inputs, completion, reference), tokens)
+    inputs = LossOf(lambda model, inputs: LOSSES[loss](model, inputs, completion, reference), tokens)
+    return _unpadded(inputs, model, lengths)
+
+
+def _unpadded(inputs: LossOf, model: Any, lengths: Sequence[Sequence[int]]) -> LossOf:
+    """Return the inputs with rows of these lengths. The loss is computed without the padding that the training removes."""
+    if not lengths:
+        return inputs
+    batch = inputs.inputs
+    ends = torch.tensor([n for answers in zip(*lengths, strict=True) for n in answers])
+    present = torch.arange(batch["input_ids"].shape[1]) < ends[:, None]
+    labels = batch["labels"].where(present, IGNORED)
+    batch = {**batch, "attention_mask": present.long(), "labels": labels}
+    bare = without_its_padding(model, (), {**batch, "fused_lm_head": True})
+
+    def loss(model: Any, batch: Any) -> Any:
+        with traced_as(bare):
+            return inputs.function(model, batch)
+
+    return replace(inputs, function=loss, inputs=batch)
 
 
 def _reward_loss(

@@ -19,6 +19,7 @@ from isotype.data.build import undecoded
 from isotype.data.methods import METHODS
 from isotype.data.pictures import picture_columns
 from isotype.data.placed import alike_at_start
+from isotype.lora.unpadded import LEAST_PADDING
 from isotype.train.rows.pictured import Pictured
 
 if TYPE_CHECKING:
@@ -39,12 +40,14 @@ class Lengths:
         rows: number of rows in the data set.
         doubled: number of tokenized rows that begin with two beginning-of-text tokens.
         prompt: number of tokens in the shortest prompt. Prompts have no loss.
+        answers: for each tokenized row, the number of tokens with each of its answers; () for rows with images.
     """
 
     tokens: tuple[int, ...]
     rows: int
     doubled: int = 0
     prompt: int = 0
+    answers: tuple[tuple[int, ...], ...] = ()
 
     @property
     def longest(self) -> int:
@@ -105,12 +108,12 @@ def lengths_of(
     doubled = 0
     for at in tried:
         try:
-            tokens.append(_length(method, words, rows[at], text_field))
+            tokens.append(_lengths(method, words, rows[at], text_field))
             prompts.append(_prompt(method, words, rows[at], only_assistant))
         except TemplateError as error:
             raise refused_row(source, at, error) from error
         doubled += _begins_twice(words, rows[at], text_field)
-    return Lengths(tuple(tokens), len(rows), doubled, min(prompts))
+    return Lengths(tuple(map(max, tokens)), len(rows), doubled, min(prompts), tuple(tokens))
 
 
 def lengths_in(settings: Settings, tokenizer: Any, rows: Any, *, every: bool = False) -> Lengths | None:
@@ -217,6 +220,36 @@ def padding_share(tokens: Sequence[int], rows: int) -> float:
     return max(0.0, share)  # rounding may give less
 
 
+def fullest_batch(lengths: Lengths | None, limit: int, rows: int) -> list[tuple[int, ...]]:
+    """Return the lengths of the answers in each row of the batch with the most tokens, for a run that removes padding.
+
+    A batch with little padding keeps its padding (`LEAST_PADDING`). If a padded batch is larger than the batch with the
+    most tokens, that batch gets the difference. The result is empty if a length is unknown.
+
+    Args:
+        limit: largest number of tokens in a row. Longer rows are cut.
+    """
+    if lengths is None or len(lengths.answers) < lengths.rows:
+        return []
+    # A trainer may add a token at the end of a row of text.
+    cut = sorted((tuple(min(n + 1, limit) for n in row) for row in lengths.answers), key=max)
+    cut += cut[-1:] * (rows - len(cut))
+    largest, fullest = 0, list[tuple[int, int]]()  # (tokens, index) of the rows with the most tokens
+    for at, row in enumerate(cut):
+        heappush(fullest, (sum(row), at))
+        if len(fullest) > rows:
+            heappop(fullest)
+        padded = max(row) * len(row) * len(fullest)
+        if sum(tokens for tokens, _ in fullest) > (1 - LEAST_PADDING) * padded:
+            largest = padded
+    batch = [cut[at] for _, at in fullest]
+    missing = largest - sum(map(sum, batch))
+    for place, row in enumerate(batch):
+        batch[place] = tuple(n + max(0, min(max(cut[-1]) - n, -(-missing // len(row)))) for n in row)
+        missing -= sum(batch[place]) - sum(row)
+    return batch
+
+
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
     """Unpack `rows` packed rows to a row for each document. Return (rows, length) of the largest padded batch."""
     largest: tuple[int, int] = (0, 0)
@@ -263,10 +296,10 @@ def _parts(method: str, row: Mapping[str, Any], text_field: str) -> list[tuple[A
     return [(prompt, answer) for answer in answers] or [(prompt if text is None else None, text)]
 
 
-def _length(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str) -> int:
+def _lengths(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str) -> tuple[int, ...]:
     if ids := _stored_ids(row):
-        return max(map(len, ids))
-    return max(_tokens(tokenizer, *parts, row.get("tools")) for parts in _parts(method, row, text_field))
+        return tuple(map(len, ids))
+    return tuple(_tokens(tokenizer, *parts, row.get("tools")) for parts in _parts(method, row, text_field))
 
 
 def _prompt(method: str, tokenizer: Any, row: Mapping[str, Any], only_assistant: bool) -> int:

@@ -18,8 +18,8 @@ from isotype.compat.torch import FakeTensor, has_values, is_traceable_wrapper_su
 from isotype.compat.transformers import attention_of, fresh_model, set_attention, use_plain_experts
 from isotype.core.errors import error_line
 from isotype.core.random_states import random_states_kept
+from isotype.model.shrunk import of_few_layers, shrunk_config, special_tokens
 from isotype.model.walk import empty_copies, fill_copies, kind_of, lists_of_blocks
-from isotype.trace.reach.shrunk import of_few_layers, shrunk_config, special_tokens
 
 MOST_WEIGHTS = 8_000_000
 """Maximum number of weight elements (without embeddings) in a copy of the modules: 256 tokens then take 0.25 s."""
