@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -77,6 +77,13 @@ _NOT_REAL = frozenset({FakeTensor, int, float, bool, str, type(None), torch.dtyp
 
 class TimeSpentError(RuntimeError):
     """The deadline of the trace has passed before the step ended."""
+
+
+class _Ran(NamedTuple):
+    """The result of an operator, and the contract that it broke."""
+
+    result: Any
+    breach: Breach | None = None
 
 
 class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
@@ -236,7 +243,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if value is not None and (is_data_dependent(func) or (func in LIFTS and is_real(args[0]))):
             result = fakes_of(value, self.values, self.fake)
         else:
-            result, breach = self._judged(func, args, kwargs, tensors, edited)
+            ran = self._judged(func, args, kwargs, tensors, edited)
+            result, breach = ran.result, ran.breach
             if edited is not None and not any(tensor.dtype in FLOATS for _, tensor in tensors):
                 result, value = cast_result(edited, result), cast_result(edited, value)
             self._keep(func, tensors, result, value)
@@ -261,17 +269,15 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         """Return the dtype that a code change sets at the line of `place` (default: the running line); None without a change."""
         return self.lines.get(shown((place or self._place()).source)) if self.lines else None
 
-    def _judged(
-        self, func: Any, args: Any, kwargs: Any, tensors: Any, edited: torch.dtype | None
-    ) -> tuple[Any, Breach | None]:
+    def _judged(self, func: Any, args: Any, kwargs: Any, tensors: Any, edited: torch.dtype | None) -> _Ran:
         name = operator_name(func)
         numbers = numbers_of(name, self.contracts.kind)
         too_large = overflow(func, args, kwargs, numbers) if numbers else None
         if too_large is not None and edited == torch.float32:
-            return self._run_converted(func, args, kwargs, edited), None
+            return _Ran(self._run_converted(func, args, kwargs, edited))
         if too_large is not None:
             args, kwargs = without_numbers(func, args, kwargs, numbers)
-            return self._run(func, args, kwargs, tensors, edited)[0], too_large
+            return _Ran(self._run(func, args, kwargs, tensors, edited).result, too_large)
         dtypes = tuple(tensor.dtype for _, tensor in tensors)
         verdict = self.contracts.judge(name, dtypes)
         refused = None
@@ -279,33 +285,34 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             refused = Breach(verdict.message, verdict.assumed, None)
         if float_indices(name, dtypes):
             args, kwargs = without_floats((args, kwargs), tensors, name)
-            return self._judged(func, args, kwargs, tensors_in(func, args, kwargs), edited)[0], refused
+            accepted = self._judged(func, args, kwargs, tensors_in(func, args, kwargs), edited)
+            return _Ran(accepted.result, refused)
         if verdict is None or (not verdict.accepted and is_exempt(name, args, self.contracts.kind)):
             return self._run(func, args, kwargs, tensors, edited)
         if verdict.accepted:
             if name in BFLOAT16_WITHOUT_MEMORY:
                 dtype = next(filter(FLOATS.__contains__, dtypes))
                 result = self._run_converted(func, args, kwargs, torch.bfloat16)
-                return aten._to_copy.default(result, dtype=dtype), None
-            result, breach = self._run(func, args, kwargs, tensors, edited)
+                return _Ran(aten._to_copy.default(result, dtype=dtype))
+            ran = self._run(func, args, kwargs, tensors, edited)
             # Fake kernels of mixed norms and some losses return another dtype than the one measured on the device.
             mixed = len(FLOATS.intersection(dtypes)) > 1
-            return (as_measured(result, verdict.results) if mixed and not breach else result), breach
+            return _Ran(as_measured(ran.result, verdict.results)) if mixed and not ran.breach else ran
         if any(dtype.is_complex for dtype in dtypes):  # no cast of a float operand helps
             self._run(func, args, kwargs, tensors, edited)  # its own error, if it raises one
             raise RuntimeError(verdict.message)
         if named_integer(verdict.message, dtypes) is not None:
-            return self._without_integers(func, args, kwargs, tensors), refused
+            return _Ran(self._without_integers(func, args, kwargs, tensors), refused)
         if verdict.message in (CORRUPTS, NO_FLOAT8):  # no cast of the operands helps
-            result, breach = self._run(func, args, kwargs, tensors, edited)
-            return result, breach or Breach(verdict.message, verdict.assumed, torch.float32)
+            ran = self._run(func, args, kwargs, tensors, edited)
+            return _Ran(ran.result, ran.breach or Breach(verdict.message, verdict.assumed, torch.float32))
         target, fixed = self._target(func, tensors, edited)
         fixed = fixed and self._accepts(name, tensors, target)
         message = refusal(func, args, kwargs) if self.contracts.kind == "cpu" else None
         message = message or by_shapes(name, args, verdict.message)
         breach = None if fixed else Breach(message, verdict.assumed, target)
         result = self._run_converted(func, args, kwargs, target)
-        return in_operands_dtype(result, tensors, target), breach
+        return _Ran(in_operands_dtype(result, tensors, target), breach)
 
     def _without_integers(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
         """Run an operator that refuses an integer operand, after a cast of this operand to the float operands' dtype."""
@@ -332,20 +339,18 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
                 if role.partition("[")[0] in written:
                     self.values.forget(tensor)
 
-    def _run(
-        self, func: Any, args: Any, kwargs: Any, tensors: Any, edited: torch.dtype | None
-    ) -> tuple[Any, Breach | None]:
+    def _run(self, func: Any, args: Any, kwargs: Any, tensors: Any, edited: torch.dtype | None) -> _Ran:
         """Run an operator; if its fake kernel raises for mixed dtypes, convert the operands and return the breach."""
         try:
             other = self.values.stand_in(func, args, kwargs)
-            return other(*args, **kwargs) if other else self.kernels.run(func, args, kwargs), None
+            return _Ran(other(*args, **kwargs) if other else self.kernels.run(func, args, kwargs))
         except Exception as error:
             floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
             if len(floats) < 2 or not is_about_dtypes(error):
                 raise
             target, fixed = self._target(func, tensors, edited)
             breach = None if fixed else Breach(first_line(error), False, target)
-            return self._run_converted(func, args, kwargs, target), breach
+            return _Ran(self._run_converted(func, args, kwargs, target), breach)
 
     def _target(
         self, func: Any, tensors: Sequence[tuple[str, torch.Tensor]], edited: torch.dtype | None
