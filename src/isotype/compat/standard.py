@@ -13,7 +13,7 @@ from typing import Any
 from isotype.compat.replaced import Replacements
 
 frame_above = sys._getframe
-"""Return a frame of the call stack (CPython 3.11 to 3.14). In a function, `frame_above(1)` is the frame of its caller."""
+"""Return a frame of the call stack (CPython 3.11 to 3.15). In a function, `frame_above(1)` is the frame of its caller."""
 
 
 def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
