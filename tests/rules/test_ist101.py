@@ -122,6 +122,23 @@ def test_the_cast_of_inputs_names_every_input_that_it_changes() -> None:
     assert finding.fixes[0].description == "pass noise, actions to the model in bfloat16"
 
 
+class Timed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4, dtype=BF16)
+
+    def forward(self, hidden: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        assert timestep.dtype == torch.float32
+        return self.proj(hidden) * torch.sin(timestep)[:, None].to(BF16)
+
+
+def test_the_cast_of_inputs_keeps_numbers_per_row() -> None:
+    """spacepxl/WanTraining #10: in bfloat16, the timestep 987.2 would be 988."""
+    (finding,) = verified(Timed(), {"hidden": torch.ones(2, 4), "timestep": torch.rand(2) * 1000}, "IST101")
+    assert finding.fixes[0].description == "pass hidden to the model in bfloat16"
+    assert finding.fixes[0].verified
+
+
 def test_no_cast_of_inputs_is_offered_for_what_the_module_holds_itself() -> None:
     """Untried too: what `isotype run` says under a traceback is read by somebody who will try it."""
     model = nn.Sequential(nn.Linear(4, 32).to(BF16), nn.Linear(32, 4))

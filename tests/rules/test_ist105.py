@@ -29,3 +29,12 @@ def test_a_custom_backward_that_multiplies_two_dtypes() -> None:
 
 def test_autograd_own_backward() -> None:
     assert found(RULE, traced(model(nn.Linear), {"input": X})) == []
+
+
+def test_the_backward_of_a_loss_calls_no_function() -> None:
+    """`huber_loss` and its like accept two dtypes, and their backward refuses them."""
+    target = torch.ones(2, 8)
+    step = traced(nn.Linear(8, 8).to(BF16), lambda model: nn.functional.huber_loss(model(X), target))
+    (finding,) = found(RULE, step)
+    assert finding.op.startswith("aten.huber_loss_backward")
+    assert "Function" not in "".join(fix.description for fix in finding.fixes)

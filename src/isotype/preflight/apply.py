@@ -15,6 +15,7 @@ from isotype.compat.torch import FakeTensor, own_buffers, own_modules, own_param
 from isotype.core.dtypes import dtype_name, parse_dtype
 from isotype.core.errors import UsageError
 from isotype.core.names import base_name, starred
+from isotype.core.operators import tensors_of
 from isotype.model.boundary import BoundarySettings, boundary_of, cast_floats, set_boundary
 from isotype.model.boundary_choice import computes_float32, range_boundaries
 from isotype.model.enforce import exchange, fresh_rotary
@@ -137,7 +138,15 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) 
 
 
 def _cast_input(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+    """Cast a module's inputs. Beside a matrix to cast, numbers per row (timesteps, lengths) keep their digits."""
+    leaves = [leaf for leaf in tensors_of((args, kwargs)) if leaf.is_floating_point() and leaf.dtype != dtype]
+    matrices = any(leaf.dim() > 1 for leaf in leaves)
+
+    def cast(leaf: Any) -> Any:
+        kept = matrices and isinstance(leaf, torch.Tensor) and leaf.dim() < 2
+        return leaf if kept else cast_floats(leaf, dtype)
+
+    return tree_map(cast, (args, kwargs))
 
 
 def _require_gradient(module: nn.Module, args: Any, output: Any) -> Any:

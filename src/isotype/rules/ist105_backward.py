@@ -41,5 +41,6 @@ _HOW = (
 find = contract_rule(
     __name__,
     "{given} instead of {expected} in the backward",
-    lambda finding: advice(finding.source, _HOW, "custom_bwd"),
+    # A Function calls no operator like `huber_loss_backward`: autograd does.
+    lambda finding: None if "_backward" in finding.op else advice(finding.source, _HOW, "custom_bwd"),
 )

@@ -37,6 +37,7 @@ def test_a_step_is_traced_once_before_its_fixes_are_tried(monkeypatch: pytest.Mo
     [
         ("loss.backward(); optimizer.step()", False),
         ("scaler.scale(loss).backward(); scaler.step(optimizer)", True),
+        ("accelerator = Accelerator(mixed_precision='fp16'); accelerator.backward(loss)", True),
     ],
 )
 def test_a_gradscaler_that_the_script_never_calls(
@@ -53,3 +54,17 @@ def test_a_gradscaler_that_the_script_never_calls(
     request = ahead.request_of_script(ahead.Beginning(model, {}, (), {}), None, "t4")
     assert request.scaler is scaled
     del scaler, optimizer
+
+
+def test_the_values_of_integer_inputs_are_kept_for_a_trace_after_a_crash() -> None:
+    """Grids of image patches decide shapes."""
+    grid, pixels = torch.tensor([[1, 4, 4]]), torch.ones(16, 8)
+    loss = LossOf(lambda model, inputs: model(**inputs), {"grid": grid, "pixels": pixels})
+    kept = (
+        ahead.without_tensors(StepRequest(nn.Linear(8, 8), loss, device="t4", autocast=False))
+        .keywords["inputs"]
+        .inputs
+    )
+    grid.zero_()
+    assert kept["grid"].tolist() == [[1, 4, 4]]
+    assert kept["pixels"].is_meta

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from isotype.preflight.script.outside import outside
+from isotype.preflight.script.outside import calls_of, outside
 from tests.rules.traces import BF16, traced
 
 
@@ -25,6 +25,29 @@ def test_only_an_update_of_averages_fails_for_their_dtype() -> None:
         averages(x)
     assert outside(update.value, model, step).cause.startswith("AveragedModel holds 2 of 2 parameters")
     assert outside(forward.value, model, step).cause == ""
+
+
+class Vae(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4, dtype=BF16)
+
+    def decode(self, z: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        inner: torch.Tensor = self.inner(z * scale)
+        return inner
+
+
+def test_a_model_with_weights_of_the_same_names_holds_no_averages() -> None:
+    """bghira/SimpleTuner #356: a VAE is no average of the UNet. The call to trace again is that of the method."""
+    z, model, vae = torch.ones(2, 4), nn.Linear(8, 8), Vae()
+    step = traced(model, lambda model: model(torch.ones(2, 8)).sum())
+    with pytest.raises(RuntimeError, match="dtype") as raised:
+        vae.decode(z)
+    assert outside(raised.value, model, step).cause == ""
+    method, forward = calls_of(raised.value)
+    assert (method[0], method[1]) == (vae, "decode")
+    assert method[3]["z"] is z
+    assert (forward[0], forward[1]) == (vae.inner, "")
 
 
 def test_the_reasons_for_a_backward_that_raises() -> None:

@@ -154,6 +154,20 @@ train(Tower())
     assert "fails on NVIDIA H100" in err
 
 
+@pytest.mark.exhaustive
+def test_a_loss_that_the_gpu_refuses_as_well(runs: Runs) -> None:
+    """speechbrain/speechbrain #1803: neither a CPU nor CUDA has a float16 kernel for CTC. The loss was not traced."""
+    script = """
+model = Net()
+scores = model(ids)[0].half().transpose(0, 1)
+F.ctc_loss(scores, ids % 3 + 1, (6, 6), (6, 6)).backward()
+"""
+    _, _, err = runs(script, "--device", "h100")
+    after = err.partition("NotImplementedError")[2]
+    assert "This step fails on NVIDIA H100 SXM 80 GB" in after
+    assert "the device raises: \"ctc_loss_cuda\" not implemented for 'Half'" in after
+
+
 @pytest.mark.parametrize(("step", "codes"), [("scaler.scale(loss).backward()\nscaler.step(optimizer)", ["IST302"]), ("loss.backward()\noptimizer.step()", [])])  # fmt: skip
 def test_only_a_scaler_that_the_script_uses_is_superfluous(runs: Runs, step: str, codes: list[str]) -> None:
     """A flag of the script may decide whether the GradScaler is used."""
@@ -635,6 +649,21 @@ for model in (first, second): shared(model.head)
                 "= cause  head.weight is bfloat16",
             ),
         ),
+        pytest.param(  # huggingface/diffusers #9476, bghira/SimpleTuner #356
+            "class Vae(nn.Module):\n"
+            "    def __init__(self): super().__init__(); self.inner = nn.Linear(8, 8).bfloat16()\n"
+            "    def decode(self, z): return self.inner(z)\n"
+            "model, vae = Net(torch.float32).float(), Vae().requires_grad_(False)\n"
+            "train(model)\n"
+            "with torch.no_grad(): vae.decode(torch.ones(2, 8))\n",
+            (
+                "isotype: a trace of another model of the script, Vae, explains the error:",
+                "  --> inner   aten.addmm.default   generate",
+                "= cause  the input z is float32",
+                "= help   pass z to the model in bfloat16   (safe; verified: ",
+            ),
+            marks=pytest.mark.exhaustive,
+        ),
         *(
             (
                 f"{_BUFFER}{calls}",
@@ -650,7 +679,7 @@ for model in (first, second): shared(model.head)
             )
         ),
     ],
-    ids=["a reward model", "a second model, no optimizer", "a second model"],
+    ids=["a reward model", "a method", "a second model, no optimizer", "a second model"],
 )
 def test_a_crash_of_another_model_is_explained_by_its_trace(
     runs: Runs, script: str, lines: tuple[str, ...]
@@ -660,6 +689,26 @@ def test_a_crash_of_another_model_is_explained_by_its_trace(
     assert status == 1
     for line in lines:
         assert line in err
+
+
+@pytest.mark.exhaustive
+def test_a_check_in_the_model_s_own_code_is_traced_again(runs: Runs) -> None:
+    """hiyouga/LlamaFactory #7141. The trace needs the values of integer inputs: they decide shapes."""
+    script = """
+class Checked(Net):
+    def forward(self, ids, labels=None):
+        hidden = self.embed(ids).float().view(int(labels.max()) + 1, 8)
+        weight = self.head.weight
+        assert hidden.dtype == weight.dtype, f"must have the same dtype, got {hidden.dtype} and {weight.dtype}"
+        return None, F.cross_entropy(self.head(hidden).float(), labels.flatten())
+
+train(Checked())
+"""
+    _, _, err = runs(script, "--no-preflight")
+    after = err.partition("AssertionError")[2]
+    assert "isotype: a trace of the script's last known step explains the error:" in after
+    assert "error[IST199]: the model's own code refuses float32" in after
+    assert "= help   write bfloat16 instead of float32 at train.py:" in after
 
 
 def test_weights_that_were_cast_between_steps_are_named(runs: Runs) -> None:

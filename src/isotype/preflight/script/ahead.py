@@ -40,6 +40,7 @@ TRIED_BEFORE = 2.0
 
 TRIED_AFTER = 60.0
 """Fixes are tried after a crash if the estimated time of all trials is at most this many seconds."""
+_SMALL = 2**20  # elements
 
 
 def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math.inf) -> Report:
@@ -58,10 +59,16 @@ def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math
 
 
 def without_tensors(request: StepRequest) -> partial[StepRequest]:
-    """Return a function model -> request. The function keeps neither the request's model nor the values of the inputs."""
+    """Return a function model -> request. The function keeps neither the request's model nor the float inputs' values.
+
+    It keeps small integer inputs, because their values decide shapes: for example, the grids of Qwen-VL's patches.
+    """
 
     def without_values(leaf: Any) -> Any:
-        return leaf.detach().to("meta") if isinstance(leaf, torch.Tensor) else leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        small = not leaf.is_floating_point() and leaf.numel() <= _SMALL
+        return leaf.detach().clone() if small else leaf.detach().to("meta")
 
     values = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "model"}
     values["inputs"] = replace(request.inputs, inputs=tree_map(without_values, request.inputs.inputs))
@@ -157,11 +164,11 @@ def _helpers(model: nn.Module) -> tuple[list[torch.optim.Optimizer], bool]:
 
 
 def _never_scales() -> bool:
-    """Return True if the script's files construct a GradScaler and contain no call of its method `scale`."""
+    """Return True if the script's files construct a GradScaler, and neither they nor a library's loop scale a loss."""
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] != "isotype"]
     files = {getattr(module, "__file__", None) or "" for module in modules}
     text = "".join(line for file in files if not in_library(f"{file}:0") for line in linecache.getlines(file))
-    return "GradScaler(" in text and ".scale(" not in text
+    return "GradScaler(" in text and not any(call in text for call in (".scale(", "Accelerator(", "Fabric("))
 
 
 def _has_masters(model: nn.Module) -> bool:

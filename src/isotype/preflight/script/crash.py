@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
+from typing import Any
 
-from isotype.contracts.contract import applies_to_cpus_only
+import torch
+from torch import nn
+
+from isotype.contracts.contract import applies_to_cpus_only, contracts_of
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import causes, error_line
 from isotype.core.names import listed
 from isotype.core.source import condition_at, line_of
+from isotype.model.loss import loss_of
 from isotype.model.shard import free_gathered, uncopied
 from isotype.preflight.script import setup_errors
 from isotype.preflight.script.ahead import TRIED_AFTER, look_ahead, tried
 from isotype.preflight.script.family import Family
 from isotype.preflight.script.missing_gpu import MissingGpu
 from isotype.preflight.script.output import Output
-from isotype.preflight.script.outside import call_of, casts_since, outside, stepped_at
+from isotype.preflight.script.outside import calls_of, casts_since, outside, stepped_at
 from isotype.ranges.twin import unwrapped
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
-from isotype.records.request import DEFAULT_PHASES, Setup, StepRequest
+from isotype.records.request import DEFAULT_PHASES, LossOf, Setup, StepRequest
 from isotype.records.trace import GRADIENT_ERRORS, NOTHING_UNSCALED, Breach, Call, Failure, Trace
 from isotype.report.check.report import Report
 from isotype.rules import (
@@ -167,7 +172,11 @@ class Crash:
         of_gradients = _has(text, _ABOUT_GRADIENTS)
         report = self._traced_again(trains=of_gradients)
         shown = report is not None and ((of_gradients and report.errors) or _shows(report, text))
-        if not shown and not of_gradients and self._explain_by_call(error, "the call of {}"):
+        if (
+            not shown
+            and not of_gradients
+            and self._explain_by_call(error, calls_of(error)[-1:], "the call of {}")
+        ):
             return
         if report is None:
             return
@@ -197,10 +206,17 @@ class Crash:
         if setup is None:
             self.output.call(call)
             return
+        recorder = self.watch.recorder
+        verdict = contracts_of(setup.profile).judge(
+            call.op, tuple(operand.dtype for operand in call.operands)
+        )
+        refused = verdict is not None and not verdict.accepted
+        if verdict is not None and refused and applies_to_cpus_only(headline) and recorder is not None:
+            breach = Breach(verdict.message, verdict.assumed, None)  # the simulated device refuses them, too
+            recorder.calls[:] = [replace(c, breach=breach) if c is call else c for c in recorder.calls]
         place = call.phase, call.module, call.source
         failure = Failure(*place, headline, dtype_related=True, condition=condition_at(call.source))
         trace = self.watch.trace(setup, failure)
-        recorder = self.watch.recorder
         if recorder is not None and recorder.gathered is not None:
             weights = (w if w.buffer else replace(w, gathered=recorder.gathered) for w in trace.weights)
             trace = replace(trace, weights=tuple(weights))
@@ -217,7 +233,7 @@ class Crash:
                 "predicted before the step:" if foreseen else "a trace of the step explains the error:"
             )
             self.output.render(again)
-        elif live and (setup.profile.present or not applies_to_cpus_only(headline)):
+        elif live and (setup.profile.present or refused or not applies_to_cpus_only(headline)):
             self.output.render(Report(trace, tuple(live)))
         else:
             absent = f"this CPU has no kernel for these dtypes; a trace for {setup.profile.title} does not show the error:"
@@ -242,33 +258,40 @@ class Crash:
 
         Return True if this explained the error.
         """
-        call, recorded = call_of(error), [*self.watch.roots, self.watch.model]
-        inside = {id(part) for root in recorded if root is not None for part in root.modules()}
-        if call is None or any(id(part) in inside for part in unwrapped(call[0]).modules()):
-            return False
-        return self._explain_by_call(error, "another model of the script, {},")
+        recorded = [root for root in (*self.watch.roots, self.watch.model) if root is not None]
+        inside = {id(part) for root in recorded for part in root.modules()}
+        other = [call for call in calls_of(error) if inside.isdisjoint(map(id, unwrapped(call[0]).modules()))]
+        return self._explain_by_call(error, other, "another model of the script, {},")
 
-    def _explain_by_call(self, error: BaseException, of: str) -> bool:
-        """Trace the call of a model that raised the error. Return True if this explained the error."""
-        call = call_of(error)
-        if call is None or self.request is None or uncopied(model := unwrapped(call[0])):
-            return False
-        if next(model.parameters(), None) is None:
-            return False
-        phases = () if model.training and trains(model) else (("generate",),)
-        request = self.request_of(Beginning(model, named_inputs(model, *call[1:]), *call[1:]), *phases)
+    def _explain_by_call(
+        self, error: BaseException, calls: Sequence[tuple[nn.Module, str, Any, Any]], of: str
+    ) -> bool:
+        """Trace calls of models that raised the error. Return True if one of them explained the error."""
+        assert self.request is not None
         trained = self.request.keywords["autocast"]
-        for autocast in dict.fromkeys((trained, False)):
-            report = self._traced(replace(request, autocast=autocast, autocast_eval=autocast is not False))
-            if report is not None and _shows(report, str(error)):
-                self.output.say(f"a trace of {of.format(report.trace.model)} explains the error:")
-                if autocast != trained:
-                    to = dtype_name(trained)
-                    self.output.say(
-                        f"the training step runs under autocast to {to}, but this call runs without autocast"
-                    )
-                self.output.render(report)
-                return True
+        for called, method, args, kwargs in calls:
+            model = unwrapped(called)
+            if uncopied(model) or next(model.parameters(), None) is None:
+                continue
+            phases = () if model.training and trains(model) else (("generate",),)
+            request = self.request_of(
+                Beginning(model, named_inputs(model, args, kwargs), args, kwargs), *phases
+            )
+            if method:
+                request = replace(request, inputs=LossOf(partial(_result, method), kwargs))
+            for autocast in dict.fromkeys((trained, False)):
+                report = self._traced(
+                    replace(request, autocast=autocast, autocast_eval=autocast is not False)
+                )
+                if report is not None and _shows(report, str(error)):
+                    self.output.say(f"a trace of {of.format(report.trace.model)} explains the error:")
+                    if autocast != trained:
+                        to = dtype_name(trained)
+                        self.output.say(
+                            f"the training step runs under autocast to {to}, but this call runs without autocast"
+                        )
+                    self.output.render(report)
+                    return True
         return False
 
     def _traced(self, request: StepRequest) -> Report | None:
@@ -280,6 +303,18 @@ class Crash:
         except Exception as error:  # noqa: BLE001 - the script's error was shown; this is one more line
             self.output.say(f"the last known step could not be traced: {error_line(error)}")
             return None
+
+
+def _result(method: str, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Call a method of the model as if it were its forward, so that fixes can cast its inputs."""
+    own: Any = model.forward
+
+    def forward(**inputs: Any) -> Any:
+        model.forward = own  # the method may call it
+        return getattr(model, method)(**inputs)
+
+    model.forward = forward
+    return loss_of(model(**inputs))
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
@@ -303,10 +338,11 @@ def _has(text: str, phrases: Iterable[str]) -> bool:
 
 
 def _shows(report: Report, text: str) -> bool:
-    """Return whether an operator of the traced step raises an error that names the same dtypes as the text."""
-    named = {*_NAMED_DTYPES.findall(text.lower())}
-    messages = (call.breach.message.lower() for call in report.trace.breaches() if call.breach)
-    shown = not named or any(named.issubset(_NAMED_DTYPES.findall(message)) for message in messages)
+    """Return whether an operator or the code of the traced step raises an error that names the dtypes of the text."""
+    named, failure = {*_NAMED_DTYPES.findall(text.lower())}, report.trace.failure
+    messages = [call.breach.message for call in report.trace.breaches() if call.breach]
+    messages += [] if failure is None else [failure.error]
+    shown = not named or any(named.issubset(_NAMED_DTYPES.findall(message.lower())) for message in messages)
     return shown and bool(report.errors)
 
 

@@ -104,12 +104,20 @@ def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:
     return [value for value in variables if isinstance(value, torch.optim.Optimizer)][-1:]
 
 
-def call_of(error: BaseException) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:
-    """Return the outermost module whose call raised the error, with the call's arguments; None if no call did."""
+def calls_of(error: BaseException) -> list[tuple[nn.Module, str, tuple[Any, ...], dict[str, Any]]]:
+    """Return the outermost forward that raised the error, with its arguments, after methods that led to it.
+
+    A method (`vae.decode`) comes with its name, and a forward with "". If no forward raised the error: no calls.
+    """
+    calls: list[tuple[nn.Module, str, tuple[Any, ...], dict[str, Any]]] = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is nn.Module.__call__.__code__:
-            return frame.f_locals["self"], frame.f_locals["args"], frame.f_locals["kwargs"]
-    return None
+        owner, code = frame.f_locals.get("self"), frame.f_code
+        if code is nn.Module.__call__.__code__:
+            return [*calls, (frame.f_locals["self"], "", frame.f_locals["args"], frame.f_locals["kwargs"])]
+        if isinstance(owner, nn.Module) and hasattr(owner, code.co_name):
+            names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+            calls.append((owner, code.co_name, (), {name: frame.f_locals[name] for name in names}))
+    return []
 
 
 def casts_since(before: Trace, after: Trace) -> Iterator[str]:
@@ -142,7 +150,7 @@ def _of_copy(error: BaseException, model: nn.Module) -> Outside | None:
             if (original := name.partition(".")[2]) in trained and trained[original] is not copy
         ]
         unlike = [pair for pair in pairs if pair[1].dtype != pair[2].dtype]
-        if not unlike:
+        if not unlike or any(copy.shape != parameter.shape for _, copy, parameter in pairs):
             continue
         kind, (name, copy, parameter) = type(owner).__name__, unlike[0]
         cause = (

@@ -189,7 +189,10 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
             yield fix(f"cast the outputs of {listed(targets, 2)} to {expected}", "output", targets, expected)
     if group.cause.kind == "input":
         others = [name for name, dtype in trace.input_dtypes.items() if dtype_name(dtype) != expected]
-        inputs = listed(dict.fromkeys((group.cause.name, *others)), 8)
+        names = dict.fromkeys((group.cause.name, *others))
+        # Numbers per row keep their dtype beside matrices: see `preflight.apply._cast_input`.
+        matrices = [name for name in names if len(trace.setup.batch.get(name, (0, 0))) > 1]
+        inputs = listed(matrices or names, 8)
         yield fix(f"pass {inputs} to the model in {expected}", "input", ("",), expected)
     # An operator of the loss has no module whose inputs a fix could cast.
     # A cast of a module's inputs changes no dtype that the module's own code chooses.

@@ -18,18 +18,19 @@ from isotype.rules.kit.words import cause_text, device_error, evidence
 
 
 def contract_rule(
-    module: str, headline: str, advise: Callable[[Finding], Fix] | None = None
+    module: str, headline: str, advise: Callable[[Finding], Fix | None] = lambda _: None
 ) -> Callable[[Trace], Iterator[Finding]]:
     """Return a `find` function for the rule in `module`: it yields a finding for each group of broken contracts.
 
     `headline` is the message of the findings. {given} and {expected} in it stand for dtypes, and {op} for the operator.
-    `advise` returns one more fix of a finding, which comes last.
+    `advise` returns one more fix of a finding, which comes last, or None.
     """
     code = code_of(module)
 
     def find(trace: Trace) -> Iterator[Finding]:
         for _, finding in group_findings(trace, code, headline):
-            yield replace(finding, fixes=(*finding.fixes, advise(finding))) if advise else finding
+            last = advise(finding)
+            yield finding if last is None else replace(finding, fixes=(*finding.fixes, last))
 
     return find
 
