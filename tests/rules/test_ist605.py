@@ -7,6 +7,8 @@ import pytest
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
 from isotype.records.trace import Trace
+from isotype.report.check.cost import sharding_words, step_words
+from isotype.report.check.report import Report
 from isotype.rules.ist605_memory import _savings
 from tests.rules.traces import BF16, FP32, batch, found, llama, of_llama, on, traced
 
@@ -39,6 +41,17 @@ def test_it_does_not_fit(trace: Trace) -> None:
     assert any(text.startswith("store the frozen linear layers in nf4: about 206 KiB less") for text in texts)
     assert any(text.startswith("checkpoint the layers' activations: about") for text in texts)
     assert any(text.startswith("store the frozen weights in 16 bits: about 1") for text in texts)
+
+
+def test_memory_that_deepspeed_shards_is_not_judged(trace: Trace) -> None:
+    step = on(trace, "t4")
+    profile = replace(step.setup.profile, memory_bytes=trace.memory.peak // 2)
+    step = replace(step, setup=replace(step.setup, profile=profile, deepspeed=True, devices=8))
+    assert not found(RULE, step)
+    report = Report(step, ())
+    assert report.fits is None
+    assert step_words(report).partition(";")[0].endswith(" on each, if DeepSpeed shards and offloads nothing")
+    assert sharding_words(step.setup) == "DeepSpeed on 8 devices"
 
 
 def test_predictions_of_an_evaluation(trace: Trace) -> None:

@@ -24,7 +24,7 @@ def test_a_tower_that_a_batch_of_text_does_not_use() -> None:
     step = replace(trace([weight()], devices=2), reach=reach)
     (finding,) = find(step)
     assert finding.message.startswith("DDP waits for the gradients of model.vision_tower.")
-    for other in ({"find_unused": True}, {"devices": 1}, {"fsdp": 2}):
+    for other in ({"find_unused": True}, {"devices": 1}, {"fsdp": 2}, {"deepspeed": True}):
         assert not list(find(replace(step, setup=replace(step.setup, **other))))
 
 

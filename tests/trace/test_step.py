@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isotype.model.loss import loss_of
 from isotype.precision.devices.profile import device_profile
-from isotype.records.request import LossOf, Setup, StepRequest
+from isotype.records.request import UNSHARDED, LossOf, Setup, StepRequest
 from isotype.records.trace import Trace
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.step import trace_step
@@ -165,8 +165,9 @@ def test_an_optimizer_that_is_not_traced() -> None:
 
 
 def test_deepspeeds_part_of_a_step_is_not_traced() -> None:
-    trace = trace_step(StepRequest(nn.Linear(WIDTH, 2), X), replace(SETUP, deepspeed=True))
-    assert list(trace.untraced) == ["DeepSpeed's casts and sharding"]
+    trace = trace_step(StepRequest(nn.Linear(WIDTH, 2), X), replace(SETUP, deepspeed=True, devices=2))
+    assert trace.untraced == {"DeepSpeed's casts and sharding": UNSHARDED}
+    assert not any(kinds.get("buckets") for kinds in trace.memory.phases.values())  # DDP would have them
 
 
 def test_kernels_of_weights_of_another_class_are_not_traced() -> None:

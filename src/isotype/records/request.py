@@ -41,6 +41,7 @@ class LossOf:
 
 DEEPSPEED = "DeepSpeed's casts and sharding"
 """The part of a step that is not traced if DeepSpeed runs it."""
+UNSHARDED = "the memory is that of all weights, gradients and optimizer states on each device"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -173,8 +174,8 @@ class Setup(StepSettings):
 
     @property
     def limit(self) -> Room:
-        """Device memory that the step may take: `room`, or the device's limit."""
-        return self.room or room_of(self.profile, all_free=True)
+        """Device memory that the step may take: `room`, or the device's limit; unknown for the memory without DeepSpeed."""
+        return Room(None, UNSHARDED) if self.deepspeed else self.room or room_of(self.profile, all_free=True)
 
 
 def named_inputs(inputs: Any) -> Mapping[str, Any]:

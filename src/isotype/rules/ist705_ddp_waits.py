@@ -39,7 +39,7 @@ TITLE = "Parameters without a gradient under DDP"
 def find(trace: Trace) -> Iterator[Finding]:
     setup = trace.setup
     missing = () if trace.reach is None else trace.reach.ungraded
-    if setup.devices < 2 or setup.fsdp or setup.find_unused or not missing:
+    if setup.devices < 2 or setup.fsdp or setup.deepspeed or setup.find_unused or not missing:
         return
     how = "set find_unused_parameters=True, or train only what every batch uses"
     yield Finding(

@@ -33,6 +33,7 @@ from isotype.train.command.arguments import name_problems, number_problems
 from isotype.train.command.command import Command
 from isotype.train.command.settings import Settings, settings_of
 from isotype.train.compilation import compiler_problems
+from isotype.train.deepspeed_config import check_dtype, config_problems
 from isotype.train.initial_adapter import bias_problems, check_initial, initial_problems, start_of
 from isotype.train.launched import whole_weight_problems
 from isotype.train.rows.data import check_pictures
@@ -93,6 +94,7 @@ def argument_problems(settings: Settings) -> list[Problem]:
         *_task(settings),
         *_targets(settings),
         *early_stopping_problems(settings),
+        *config_problems(settings),
         *initial_problems(settings),
         *(whole_weight_problems(settings) if settings.training.fsdp else ()),
     ]
@@ -370,8 +372,9 @@ def training_device(settings: Settings) -> DeviceProfile:
 
 
 def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
-    """Raise PrecisionError if `--bf16`, `--fp16`, `--attn_implementation` or `--init_lora_weights` contradicts the policy."""
+    """Raise PrecisionError if `--bf16`, `--fp16`, `--deepspeed`, `--attn_implementation` or `--init_lora_weights` contradicts the policy."""
     check_initial(settings, policy)
+    check_dtype(settings, policy.compute)
     name = str(_attention(settings))
     if name.startswith("flash_attention") and policy.compute == torch.float32:
         what = f"--attn_implementation {name}, and float32 as the compute dtype"

@@ -20,6 +20,8 @@ def sharding_words(setup: Setup) -> str:
     """Describe how several devices train together (`"FSDP2 over 8 devices"`). Return "" for one device without FSDP."""
     if setup.devices == 1:
         return f"FSDP{setup.fsdp}" if setup.fsdp else ""
+    if setup.deepspeed:
+        return f"DeepSpeed on {setup.devices} devices"
     if not setup.fsdp:
         return f"DDP on {setup.devices} devices, each with all weights"
     kept = "" if setup.reshard else ", which keep gathered weights for the backward"
@@ -69,7 +71,8 @@ def step_words(report: Record) -> str:
     words = []
     if memory.peak_phase is not None and report.fits is not False:
         room = "" if limit.size is None else f" of {format_bytes(limit.size)} that a step may use"
-        words.append(f"peak {format_bytes(memory.peak)}{room}{_on_each(setup)}")
+        unsharded = ", if DeepSpeed shards and offloads nothing" if setup.deepspeed else ""
+        words.append(f"peak {format_bytes(memory.peak)}{room}{_on_each(setup)}{unsharded}")
     if time is not None:
         rate = time.tokens_per_second
         tokens = "" if rate is None else f", at most {_figure(rate)} tokens/s{_on_each(setup)}"

@@ -81,7 +81,7 @@ class ProcessMemory:
         self._shards: dict[int, int] = {}
         if setup.devices > 1 and setup.fsdp:
             self._shard(twin, setup)
-        self._sum_in_buckets = setup.devices > 1 and not setup.fsdp
+        self._sum_in_buckets = setup.devices > 1 and not (setup.fsdp or setup.deepspeed)
         self._forwards: list[_Gathering] = []
         self._flat = 0  # bytes of the flat buffer that the last forward has not freed
         self._reducing = 0  # bytes of the input of the last reduce-scatter

@@ -44,7 +44,7 @@ from isotype.model.boundary import exponent_by_ranges
 from isotype.model.fold import fold
 from isotype.model.shard import is_sharded
 from isotype.records.memory import Memory
-from isotype.records.request import DEEPSPEED, LossOf, Setup, StepRequest, named_inputs
+from isotype.records.request import DEEPSPEED, UNSHARDED, LossOf, Setup, StepRequest, named_inputs
 from isotype.records.trace import (
     NO_GRADIENT,
     NOT_SCALAR,
@@ -212,7 +212,7 @@ class _Step:
         # The values are copied outside of the modes: inside of a mode the copies would be fakes.
         self.known = _values(named_inputs(request.inputs))
         self.notes: list[str] = []
-        self.untraced: dict[str, str] = {DEEPSPEED: ""} if setup.deepspeed else {}
+        self.untraced: dict[str, str] = {DEEPSPEED: UNSHARDED} if setup.deepspeed else {}
         for parameter in request.model.parameters():
             # Weights of torchao and quanto have kernels of their own: some of them have no backward.
             has_kernels: bool = is_traceable_wrapper_subclass(parameter)

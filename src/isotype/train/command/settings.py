@@ -206,6 +206,8 @@ def _built(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
     training, model = parts["training"], parts["model"]
     for name in _COMPLETED & decided.keys():
         setattr(training, name, decided[name])
+    if training.deepspeed and _COMPLETED & decided.keys():
+        _fill_deepspeed_config(training)
     train_on_first_gpu(training)
     training.deepspeed = command.given("deepspeed")
     model.load_in_8bit = bool(command.given("load_in_8bit"))
@@ -217,6 +219,16 @@ def _built(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
 _NAMES = frozenset(name for method in METHODS for name in specs(method))
 _COMPLETED = frozenset({"bf16", "fp16", "mixed_precision"})
 """Attributes that `PrecisionPolicy` sets later, because the constructor of TrainingArguments may refuse bf16."""
+
+
+def _fill_deepspeed_config(training: Any) -> None:
+    """Fill the values "auto" of the DeepSpeed config again, because the constructor has filled them without the dtype."""
+    from accelerate.utils import DeepSpeedPlugin
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    training.hf_deepspeed_config = HfTrainerDeepSpeedConfig(training.deepspeed)
+    training.hf_deepspeed_config.trainer_config_process(training)
+    training.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=training.hf_deepspeed_config)
 
 
 def _constructed(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
