@@ -261,10 +261,9 @@ _FIXES_SHOWN: Mapping[Severity, int] = {"error": 3, "warning": 3, "note": 1}
 def _outcome(after: Sequence[Finding], whole: bool) -> str:
     if any(finding.kind == "untraced" for finding in after):
         return "the finding is gone, but the step was not traced to its end"
-    remaining = sum(finding.severity != "note" for finding in after)
-    if not remaining:
-        return "the step then runs clean" if whole else "nothing else is found"
-    return f"the finding is gone; {plural(remaining, 'other finding')} left"
+    if remaining := sum(finding.severity != "note" for finding in after):
+        return f"the finding is gone; {plural(remaining, 'other finding')} left"
+    return "the step then runs clean" if whole else "nothing else is found"
 
 
 def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:

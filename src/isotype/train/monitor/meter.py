@@ -218,8 +218,5 @@ def _tries(arguments: Any, step: int, script: bool) -> list[str]:
         if arguments.max_grad_norm <= 0:
             tries.append(flag("max_grad_norm", "1"))
     elif not arguments.fp16:
-        tries.append(
-            "this happens in the first batch: check its rows (a row whose labels are all -100 has no loss) and the "
-            "model's config"
-        )
+        tries.append("check the first rows (a row without labels has no loss), and the model's config")
     return tries
