@@ -609,8 +609,20 @@ for _ in range(2): loss(model).backward(); optimizer.step()
                 "= cause  the buffer net.head.cache is float32",
             ),
         ),
+        (  # unslothai/unsloth #1184: only the branch without gradients writes into a bfloat16 tensor
+            "class Fast(nn.Module):\n    def __init__(self, net): super().__init__(); self.net = net\n"
+            "    def forward(self, x):\n"
+            "        if torch.is_grad_enabled(): return x @ self.net.embed.weight.float().T.bfloat16()\n"
+            "        return torch.mm(x, self.net.embed.weight.float().T, out=torch.empty(4, 32, dtype=torch.bfloat16))\n"
+            "with torch.no_grad(): Fast(model)(torch.zeros(4, 8))\n",
+            (
+                "isotype: a trace of the call of Fast explains the error:",
+                "  --> the model   aten.mm.out   generate   ",
+                "= note   the device raises: Expected out tensor to have dtype float, but got c10::BFloat16 instead",
+            ),
+        ),
     ],
-    ids=["without autocast", "a cache"],
+    ids=["without autocast", "a cache", "a branch without gradients"],
 )
 def test_an_evaluation_that_fails_in_another_call_of_the_model_is_traced(
     runs: Runs, script: str, lines: tuple[str, ...]

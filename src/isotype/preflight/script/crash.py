@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,7 @@ from isotype.contracts.contract import applies_to_cpus_only, contracts_of
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import causes, error_line
 from isotype.core.names import listed
-from isotype.core.source import condition_at, line_of
+from isotype.core.source import condition_at, line_of, raising_line
 from isotype.model.loss import loss_of
 from isotype.model.shard import free_gathered, uncopied
 from isotype.preflight.script import setup_errors
@@ -266,32 +267,35 @@ class Crash:
     def _explain_by_call(
         self, error: BaseException, calls: Sequence[tuple[nn.Module, str, Any, Any]], of: str
     ) -> bool:
-        """Trace calls of models that raised the error. Return True if one of them explained the error."""
+        """Trace calls of models that raised the error, with and without gradients and autocast.
+
+        Return True if a trace fails at the line of the error.
+        """
         assert self.request is not None
-        trained = self.request.keywords["autocast"]
-        for called, method, args, kwargs in calls:
-            model = unwrapped(called)
-            if uncopied(model) or next(model.parameters(), None) is None:
+        trained, line = self.request.keywords["autocast"], raising_line(error)
+        phases: list[list[Sequence[str]]] = [[], [("generate",)]]
+        for called, phase, autocast in product(calls, phases, dict.fromkeys((trained, False))):
+            model, method, (args, kwargs) = unwrapped(called[0]), called[1], called[2:]
+            if uncopied(model) or next(model.parameters(), None) is None or not (phase or trains(model)):
                 continue
-            phases = () if model.training and trains(model) else (("generate",),)
             request = self.request_of(
-                Beginning(model, named_inputs(model, args, kwargs), args, kwargs), *phases
+                Beginning(model, named_inputs(model, args, kwargs), args, kwargs), *phase
             )
             if method:
                 request = replace(request, inputs=LossOf(partial(_result, method), kwargs))
-            for autocast in dict.fromkeys((trained, False)):
-                report = self._traced(
-                    replace(request, autocast=autocast, autocast_eval=autocast is not False)
+            on = autocast is not False
+            report = self._traced(replace(request, autocast=autocast, autocast_eval=on))
+            sources = [] if report is None else [call.source for call in report.trace.breaches()]
+            if report is None or {line, ""}.isdisjoint(sources) or not _shows(report, str(error)):
+                continue
+            self.output.say(f"a trace of {of.format(report.trace.model)} explains the error:")
+            if autocast != trained:
+                to = dtype_name(trained)
+                self.output.say(
+                    f"the training step runs under autocast to {to}, but this call runs without autocast"
                 )
-                if report is not None and _shows(report, str(error)):
-                    self.output.say(f"a trace of {of.format(report.trace.model)} explains the error:")
-                    if autocast != trained:
-                        to = dtype_name(trained)
-                        self.output.say(
-                            f"the training step runs under autocast to {to}, but this call runs without autocast"
-                        )
-                    self.output.render(report)
-                    return True
+            self.output.render(report)
+            return True
         return False
 
     def _traced(self, request: StepRequest) -> Report | None:

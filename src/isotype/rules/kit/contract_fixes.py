@@ -179,7 +179,11 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
     if not _is_own(group.mismatched, group.calls[0]):
         flow = [w.name for w in blamed if w.module and not w.buffer and w.kind != "norm"]
         makers += [name.rpartition(".")[0] for name in weights_meant(trace, flow)]
-    makers = [module for module in dict.fromkeys(makers) if _leads_to(trace, module, group)]
+    # A cast of a module's inputs or outputs changes no dtype that the module's own code chooses.
+    by_code = (cause for cause in group.causes if cause.kind in ("cast", "constant", "operator"))
+    chosen = {trace.modules.get(cause.module) for cause in by_code}
+    abroad = [call for call in group.calls if trace.modules.get(call.module) not in chosen]
+    makers = [module for module in dict.fromkeys(makers) if abroad and _leads_to(trace, module, group)]
     owner, layers, _ = group.cause.name.partition(".layers[")
     if group.cause.kind == "input" and layers:  # no fix can cast the tensors of a cache
         yield advice(owner, f"create {owner} in {expected}")
@@ -195,11 +199,7 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
         inputs = listed(matrices or names, 8)
         yield fix(f"pass {inputs} to the model in {expected}", "input", ("",), expected)
     # An operator of the loss has no module whose inputs a fix could cast.
-    # A cast of a module's inputs changes no dtype that the module's own code chooses.
-    chosen = {cause.module for cause in group.causes if cause.kind in ("cast", "constant", "operator")}
-    called = [
-        c.module for c in group.calls if c.module not in ("", *chosen) and not _is_own(group.mismatched, c)
-    ]
+    called = [call.module for call in abroad if call.module and not _is_own(group.mismatched, call)]
     places = modules_meant(trace, called)
     if places:
         yield fix(f"cast the inputs of {listed(places, 2)} to {expected}", "input", places, expected)
