@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isotype.precision.by_ranges import LIMIT, decide_by_ranges, known_families, number
+from isotype.core.tables import table
+from isotype.precision import by_ranges
+from isotype.precision.by_ranges import LIMIT, decide_by_ranges, known_ranges, number
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
@@ -189,10 +191,13 @@ def test_other_dtypes_need_nothing(compute: torch.dtype) -> None:
 
 
 def test_known_families_name_their_source() -> None:
-    assert known_families()
-    for entry in known_families().values():
+    families = table(by_ranges.__file__, "families.json")
+    assert families
+    for name, entry in families.items():
         assert set(entry) == {"reaches", "source"}
+        assert known_ranges(name).endswith(f" ({entry['source']})")
         assert entry["source"].startswith("https://")
+    assert known_ranges(None) == known_ranges("a family without a publication") == ""
 
 
 def test_a_policy_with_exceptions_survives_its_file(tmp_path) -> None:  # type: ignore[no-untyped-def]

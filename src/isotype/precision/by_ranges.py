@@ -120,17 +120,16 @@ def number(value: float) -> str:
 
 
 @cache
-def known_families() -> Mapping[str, Mapping[str, str]]:
-    """Return model_type -> {`reaches`: the published ranges in words, `source`: the publication}."""
-    families: Mapping[str, Mapping[str, str]] = table(__file__, "families.json")
-    return families
+def known_ranges(model_type: str | None) -> str:
+    """Return the published ranges of a model family in words, with the source; "" if none are known."""
+    family = table(__file__, "families.json").get(model_type)
+    return f"{family['reaches']} ({family['source']})" if family else ""
 
 
 def _without_measurement(facts: ModelFacts) -> RangeDecision:
-    family = known_families().get(facts.model_type or "")
     trained = facts.trained_dtype
-    if family:
-        why = f"{family['reaches']} ({family['source']}); not measured on this checkpoint"
+    if known := known_ranges(facts.model_type):
+        why = f"{known}; not measured on this checkpoint"
         return RangeDecision(wide=True, reasons={"residual": why}, warnings=(_UNSEEN,))
     if trained == torch.float16:
         why = "as the weights: the ranges are unknown, but the checkpoint was trained in float16"

@@ -27,7 +27,7 @@ from isotype.model.enforce import policy_of
 from isotype.model.parts import towers_of
 from isotype.model.shard import uncopied
 from isotype.model.walk import STANDS_FOR
-from isotype.precision.by_ranges import known_families
+from isotype.precision.by_ranges import known_ranges
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
 from isotype.records.memory import BETWEEN_STEPS, PHASES
@@ -66,7 +66,6 @@ def setup_of(request: StepRequest) -> Setup:
     phases = {*request.phases, *(between if evaluation is not None else ())}
     dtype = getattr(config, "dtype", None)
     names = {id(module): plain_name(name) for name, module in request.model.named_modules()}
-    family = known_families().get(str(getattr(config, "model_type", "")))
     return Setup(
         **{field.name: getattr(request, field.name) for field in fields(StepSettings)},
         profile=profile,
@@ -95,7 +94,7 @@ def setup_of(request: StepRequest) -> Setup:
             *_padding_words(request.inputs),
         ),
         incompatible=incompatible_here() if profile.present else (),
-        family_ranges=f"{family['reaches']} ({family['source']})" if family else "",
+        family_ranges=known_ranges(str(getattr(config, "model_type", ""))),
     )
 
 
