@@ -43,7 +43,9 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
     if isinstance(source, Path):
         if not any((source / f"tokenizer{end}").is_file() for end in _ENDS):
             if required:
-                raise _none(source, "no tokenizer.json, tokenizer.model or tokenizer_config.json in it")
+                raise no_tokenizer(
+                    f"{source}: no tokenizer.json, tokenizer.model or tokenizer_config.json in it"
+                )
             return None
         _check_files(source)
     why = ""
@@ -54,7 +56,7 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
     except (OSError, *BUILD_ERRORS) as error:
         if isinstance(source, str):
             if required:
-                raise _none(source, why or first_line(error)) from error
+                raise no_tokenizer(f"{source}: {why or first_line(error)}") from error
             return None
         if lacking := _missing_package(str(error)):
             lacking = replace(lacking, given=f"{source}: {lacking.given}")
@@ -85,10 +87,10 @@ def _missing_package(message: str) -> Problem | None:
     return None
 
 
-def _none(source: str | Path, reason: str) -> CheckpointError:
+def no_tokenizer(what: str) -> CheckpointError:
     expected = "tokenizer.json and tokenizer_config.json in the directory of the weights"
     fix = "copy them from the original model of these weights"
-    return CheckpointError.of("no tokenizer in the checkpoint", f"{source}: {reason}", expected, fix)
+    return CheckpointError.of("no tokenizer in the checkpoint", what, expected, fix)
 
 
 def _check_files(directory: Path) -> None:

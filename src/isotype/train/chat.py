@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.text import Text
 
 from isotype.checkpoint.load_named import load_for_inference
+from isotype.checkpoint.tokenizer import no_tokenizer
 from isotype.compat.interrupt import Terminated, interrupts_kept
 from isotype.compat.peft import without_peft
 from isotype.compat.templates import render_chat, template_source
 from isotype.core.dtypes import dtype_name
-from isotype.core.errors import CheckpointError, Problem, UsageError, first_line, one_line
+from isotype.core.errors import Problem, UsageError, first_line, one_line
 from isotype.core.terminal import as_typed, shown
 from isotype.precision.policy import PrecisionPolicy
 from isotype.ranges.measure import positions
@@ -233,9 +234,7 @@ def _check_writes(name: str, model: Any, tokenizer: Any) -> None:
         what, fix = f"{name}: a {type(without_peft(model)).__name__}", "give another model"
         raise UsageError.of("this model does not generate text", what, "a model with a language head", fix)
     if tokenizer is None:
-        expected = "tokenizer.json and tokenizer_config.json in the directory of the weights"
-        fix = "copy them from the original model of these weights"
-        raise CheckpointError.of("no tokenizer in the checkpoint", f"{name} has no tokenizer", expected, fix)
+        raise no_tokenizer(f"{name} has no tokenizer")
 
 
 def _header(options: argparse.Namespace, tokenizer: Any, policy: PrecisionPolicy, interactive: bool) -> str:
