@@ -221,7 +221,7 @@ def test_a_function_that_is_not_one(script, name, message):
 def test_a_function_that_makes_its_model_for_the_device_finds_it(capsys, script):
     status, out, _ = run(capsys, f"{script}:made_for_the_device", "--device", "t4")
     assert status == 1
-    assert "the input input is float32" in out
+    assert "the argument input is float32" in out
     assert not torch.cuda.is_available()
     assert run(capsys, f"{script}:made_for_the_device", "--device", "cpu")[0] == 0
 

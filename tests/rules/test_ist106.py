@@ -23,7 +23,7 @@ def test_pixels_in_another_dtype() -> None:
     (finding,) = verified(model(), pixels(FP32), "IST106")
     assert finding.message == "float32 instead of bfloat16 in a convolution"
     assert (finding.module, finding.phase) == ("0", "forward")
-    assert finding.cause == "the input input is float32"
+    assert finding.cause == "the argument input is float32"
     assert finding.notes == (f"the device raises: {real_step(model(), pixels(FP32)).error}",)
     assert [(fix.description, fix.safety, fix.verified) for fix in finding.fixes] == [
         ("pass input to the model in bfloat16", "safe", True),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from typing import Any
 
 import peft
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from torch import nn
 
 import isotype
@@ -90,6 +93,26 @@ def test_an_optimizer_of_another_adapter() -> None:
     cause = "no optimizer holds base_model.model.encoder.*.lora_A.second.weight and others"
     assert messages(optimizer) == [("no optimizer updates 4 of 4 trainable parameters", cause)]
     assert messages(torch.optim.SGD(model.parameters(), 0.1)) == []
+
+
+def test_an_optimizer_of_another_model() -> None:
+    """The optimizer was created before the model was copied, or belongs to another model."""
+
+    def of_check(model: nn.Module, optimizer: Any) -> list[tuple[str, str]]:
+        inputs = {"x": torch.ones(1, 4, dtype=next(model.parameters()).dtype)}
+        report = isotype.check(model, inputs, device="cpu", optimizer=optimizer, autocast=False, wiring=False)
+        return [(f.message, f.cause.partition(" of modules")[0]) for f in report.findings if f.code == "IST309"]
+
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    copied = [("no optimizer updates 6 of 6 trainable parameters", "AdamW holds 6 parameters")]
+    assert of_check(copy.deepcopy(net), optimizer) == copied
+    assert of_check(net, [torch.optim.AdamW(copy.deepcopy(net).parameters()), optimizer]) == []
+    wrapped = Accelerator(cpu=True).prepare_optimizer(optimizer)
+    assert of_check(net, wrapped) == []
+    assert of_check(copy.deepcopy(net), wrapped) == copied
+    masters = torch.optim.AdamW([p.detach().float().requires_grad_() for p in net.bfloat16().parameters()])
+    assert of_check(net, masters) == []
 
 
 def test_a_step_with_nothing_wrong() -> None:

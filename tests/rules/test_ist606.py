@@ -84,7 +84,7 @@ def test_an_array_of_numpy_is_named_where_it_is_first_used() -> None:
 def test_float64_weights_are_one_finding() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
     weights, given = found(RULE, on(traced(model, {"input": torch.ones(2, 8).double()}), "mps"))
-    assert given.cause == "the input input is float64"
+    assert given.cause == "the argument input is float64"
     assert weights.cause == "0.weight is float64"
     assert weights.notes[0] == "3 more parameters in float64"
     assert {action.target for action in weights.fixes[0].actions} == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from contextlib import nullcontext
 
 import pytest
@@ -24,6 +25,11 @@ def _done(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     result: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     result.set_result(tensor)
     return result
+
+
+def line_of_code(source: str) -> str:
+    path, _, line = source.rpartition(":")
+    return linecache.getline(path, int(line)).strip()
 
 
 def watched(model: nn.Module, optimizer: torch.optim.Optimizer, step: object) -> list[Finding]:
@@ -59,6 +65,7 @@ def test_the_micro_batch_whose_gradients_ddp_averages(synced: str, averages: boo
     wrong = synced != "last" and not averages
     causes = [finding.cause for finding in findings]
     assert causes == ["the last forward before this step ran under no_sync()"] * wrong
+    assert [line_of_code(finding.source) for finding in findings] == ["model(X).sum().backward()"] * wrong
 
 
 def test_a_forward_without_gradients_after_the_averaged_backward() -> None:
@@ -89,3 +96,4 @@ def test_a_scaler_that_decides_alone(scaler_class: type[torch.amp.GradScaler]) -
     assert [finding.cause.partition(" ")[0] for finding in findings] == ["torch.amp.GradScaler"] * (
         scaler_class is torch.amp.GradScaler
     )
+    assert all(line_of_code(finding.source) == "scaler.step(optimizer)" for finding in findings)

@@ -120,8 +120,12 @@ def unknown_optimizer(asked: Any) -> Iterator[Problem]:
 
 
 def optimizers_in(request: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers in a request: an optimizer or a list of them; () for a name or a callable."""
-    several = request if isinstance(request, (list, tuple)) else (request,)
+    """Return the optimizers in a request: an optimizer or a list of them; () for a name or a callable.
+
+    accelerate's wrapper of an optimizer is replaced by the wrapped optimizer.
+    """
+    listed = request if isinstance(request, (list, tuple)) else (request,)
+    several = (getattr(one, "optimizer", one) for one in listed)
     return tuple(optimizer for optimizer in several if isinstance(optimizer, torch.optim.Optimizer))
 
 
@@ -134,6 +138,13 @@ def class_of(optimizer: Any) -> str:
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters of all groups of an optimizer."""
     yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def are_masters(held: Sequence[torch.Tensor], model: nn.Module) -> bool:
+    """Return whether `held` may be copies of trainable parameters, some of which have 16 bits: equally many elements."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    elements = sum(parameter.numel() for parameter in trained)
+    return any(parameter.itemsize == 2 for parameter in trained) and elements == sum(p.numel() for p in held)
 
 
 def learning_rate_of(*optimizers: torch.optim.Optimizer) -> float:

@@ -346,12 +346,13 @@ class Trace:
         scaled: whether the optimizer used gradients that were still multiplied by a loss scale.
         unscaled: whether a GradScaler divided gradients by the loss scale although the loss was not multiplied by it.
         unequal: why each process makes another update than the other processes: "no_sync" (DDP has not averaged the
-            gradients) or "scaler" (each process's GradScaler decides alone); "" if no reason is known.
+            gradients) or "scaler" (each process's GradScaler decides alone), and the line; ("", "") if no reason is known.
         unmoved: 16-bit parameters that have a gradient, but were not changed by the optimizer's step.
         spoiled: 16-bit parameters that became NaN or infinite in the optimizer's step.
         lost_terms: terms of the loss without a graph, as (line that drops the graph, line that adds the term).
         unheld: trainable parameters with a gradient that are in no optimizer of the step.
-        orphans: number of parameters in the optimizer that have no gradient and belong to no module that ran.
+        orphans: number of parameters in the optimizer that have no gradient and belong to no module that ran; in a check, 0
+            if an optimizer holds a parameter of the model.
         unmatched: names in PEFT's `target_modules` and `modules_to_save` that match no module.
         idle_checkpoints: trained modules with gradient checkpointing that recompute nothing, because they are in eval mode.
         no_autocast: why this step should run under autocast, if it does not; else "".
@@ -378,7 +379,7 @@ class Trace:
     repeated: tuple[str, str] | None = None
     scaled: bool = False
     unscaled: bool = False
-    unequal: str = ""
+    unequal: tuple[str, str] = ("", "")
     unmoved: tuple[str, ...] = ()
     spoiled: tuple[str, ...] = ()
     lost_terms: tuple[tuple[str, str], ...] = ()

@@ -56,7 +56,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     warning = partial(Finding, "warning")
     if trace.unheld:
         weights = [trace.owners[name] for name in trace.unheld]
-        old = f"{trace.setup.optimizer} holds {plural(trace.orphans, 'parameter')} of modules that did not run with gradients: the modules were replaced later, or ran in torch.no_grad()"
+        old = f"{trace.setup.optimizer} holds {plural(trace.orphans, 'parameter')} of modules that did not run with gradients: the modules were copied or replaced later, belong to another model, or ran in torch.no_grad()"
         how = "create the optimizer with all parameters to train, after the last change of the model; freeze the others (requires_grad_(False)) to save memory"
         message = f"no optimizer updates {count(weights)} of {count(trained(trace))} trainable parameters"
         cause = old if trace.orphans else f"no optimizer holds {and_others(names(weights))}"

@@ -57,6 +57,8 @@ _REASONS = {
 
 
 def find(trace: Trace) -> Iterator[Finding]:
-    if trace.unequal:
-        message, cause, how = _REASONS[trace.unequal]
-        yield Finding("error", message, phase="optimizer", cause=cause, fixes=(advice(trace.unequal, how),))
+    reason, line = trace.unequal
+    if reason:
+        message, cause, how = _REASONS[reason]
+        fixes = (advice(reason, how),)
+        yield Finding("error", message, phase="optimizer", source=line, cause=cause, fixes=fixes)

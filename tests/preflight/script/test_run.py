@@ -510,6 +510,21 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loop:
         ),
         (
             "from accelerate import Accelerator; acc = Accelerator(mixed_precision='bf16', cpu=True)\n"
+            "optimizer = acc.prepare(optimizer)",
+            _PLAIN_STEP,
+            "IST306]: the step runs without autocast",
+            "accelerate's mixed precision is bf16",
+        ),
+        (
+            "from accelerate import Accelerator; acc = Accelerator(mixed_precision='bf16', cpu=True)\n"
+            "optimizer = acc.prepare(optimizer)",
+            "with acc.autocast(): loss = mse_loss(model(x), y)\n"
+            "    optimizer.zero_grad(); acc.backward(loss); optimizer.step()",
+            "",
+            "",
+        ),
+        (
+            "from accelerate import Accelerator; acc = Accelerator(mixed_precision='bf16', cpu=True)\n"
             "model, optimizer = acc.prepare(model, optimizer); model = acc.unwrap_model(model, keep_fp32_wrapper=False)",
             _PLAIN_STEP,
             "IST306]: the step runs without autocast",

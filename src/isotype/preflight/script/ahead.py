@@ -21,8 +21,8 @@ from torch import nn
 
 from isotype.compat.accelerate import is_prepared, mixed_precision
 from isotype.compat.torch import fake_errors_unlogged, no_modes, tree_map
-from isotype.core.dtypes import HALVES, autocast_dtype
-from isotype.core.optimizers import names_instead, parameters_of
+from isotype.core.dtypes import autocast_dtype
+from isotype.core.optimizers import are_masters, names_instead, parameters_of
 from isotype.model.loss import find_loss, loss_of
 from isotype.model.walk import living
 from isotype.preflight.run import run
@@ -91,7 +91,8 @@ def request_of_script(
     autocast = autocast_of(model, here)
     if not optimizers:  # nothing is known of the update
         phases = [phase for phase in phases if phase not in ("unscale", "optimizer")]
-        scaler = scaler or _has_masters(model)  # then the script scales the loss itself
+        masters = (are_masters([*parameters_of(other)], model) for other in living(torch.optim.Optimizer))
+        scaler = scaler or any(masters)  # then the script scales the loss itself
     return StepRequest(
         model,
         LossOf(loss, beginning.inputs),
@@ -169,14 +170,6 @@ def _never_scales() -> bool:
     files = {getattr(module, "__file__", None) or "" for module in modules}
     text = "".join(line for file in files if not in_library(f"{file}:0") for line in linecache.getlines(file))
     return "GradScaler(" in text and not any(call in text for call in (".scale(", "Accelerator(", "Fabric("))
-
-
-def _has_masters(model: nn.Module) -> bool:
-    """Return whether trainable parameters have 16 bits, and an optimizer has as many elements as all of these."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    elements = sum(parameter.numel() for parameter in trained)
-    held = (sum(p.numel() for p in parameters_of(optimizer)) for optimizer in living(torch.optim.Optimizer))
-    return any(parameter.dtype in HALVES for parameter in trained) and elements in held
 
 
 def autocast_of(model: nn.Module, device: str) -> torch.dtype | None:

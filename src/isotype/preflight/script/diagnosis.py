@@ -19,7 +19,9 @@ from isotype.compat.accelerate import PREPARED, mixed_precision
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import error_line
 from isotype.core.names import plural
+from isotype.core.optimizers import parameters_of
 from isotype.model.shard import uncopied
+from isotype.model.walk import living
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.versions import incompatible_here
 from isotype.preflight.script.ahead import (
@@ -225,7 +227,9 @@ class Diagnosis:
         recorder = self.watch.recorder
         assert recorder is not None
         asked, products, why = mixed_precision(), recorder.products(), ""
-        prepared = recorder.weights_of(root for root in self.watch.roots if getattr(root, PREPARED, False))
+        models = (root.parameters() for root in self.watch.roots if getattr(root, PREPARED, False))
+        steps = (parameters_of(o) for o in living(torch.optim.Optimizer) if getattr(o, PREPARED, False))
+        prepared = recorder.names_of(weight for held in (*models, *steps) for weight in held)
         autocasts = {name: call.autocast for name, call in products.items() if call.autocast is not None}
         if not autocasts and any(call.results[0][0] == torch.float32 for call in products.values()):
             before = [self._autocasts[name] for name in products if name in self._autocasts]
@@ -248,7 +252,7 @@ class Diagnosis:
         known = {(finding.code, finding.severity) for finding in (*self._findings(), *self._late)}
         if new := [f for f in findings if not known & {(f.code, "error"), (f.code, f.severity)}]:
             self._late += tuple(new)
-            number = len(self.watch.seen) + self.watch.skipped
+            number = len(self.watch.seen) + self.watch.skipped + self._averages.later
             self._say("after the first step:" if number <= 1 else f"after step {number}:")
             self._brief(new)
 

@@ -28,7 +28,7 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
         return f"{cause.name} is {dtype}, first used{where}{inside}"
     texts = {
         "buffer": f"the buffer {cause.name} is {dtype}",
-        "input": f"the input {cause.name} is {dtype}",
+        "input": f"the {'argument' if cause.name in ('input', 'inputs') else 'input'} {cause.name} is {dtype}",
         "outside": f"{cause.name} is {dtype}{where}{inside}",
         "scratch": f"the scratch tensor that {cause.name} allocated is {dtype}{where}",
         "attribute": f"{cause.name}, an unregistered tensor that no .to() of the model reaches, is {dtype}",

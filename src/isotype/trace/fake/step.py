@@ -30,6 +30,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import error_line
 from isotype.core.names import base_name, grouped
 from isotype.core.optimizers import (
+    are_masters,
     kernels_of,
     make_optimizer,
     names_instead,
@@ -162,6 +163,7 @@ def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
         reached=step.reached,
         unreached=tuple(step.recorder.gradients.unreached(cuts, step.recorder.frozen)),
         unheld=step.unheld,
+        orphans=step.orphans,
         partial=partial,
         without_effect=step.without_effect,
         unmatched=unmatched(model),
@@ -225,6 +227,7 @@ class _Step:
         self.without_effect: tuple[str, ...] = ()
         self.stepped: Any = None
         self.unheld: tuple[str, ...] = ()
+        self.orphans = 0
         self.states_bytes, self.gradient_bytes = 0, 0  # at the start of a later micro-batch
         self.enough: Callable[[], bool] | None = None
         self.weights = tensors_and_weights(twin)
@@ -402,12 +405,16 @@ class _Step:
         optimizers = optimizers_in(request)
         copies = [names_instead(optimizer, self.request.model) for optimizer in optimizers]
         # A script's optimizers, which have names instead of parameters, may not be all.
-        updated = updates_of(copies) if any([*parameters_of(optimizer)] for optimizer in optimizers) else {}
-        self.unheld = tuple(name for name, _ in named if updated and name not in updated)
+        held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+        updated = updates_of(copies)
+        if held and (updated or not are_masters(held, self.code.model)):
+            self.orphans = 0 if updated else len(held)
+            self.unheld = tuple(name for name, _ in named if name not in updated)
         ledger = self.recorder.ledger
         ledger.kind, ledger.share = "optimizer", self.process.share  # Adagrad's constructor makes its states
         # The list keeps the states of the optimizers alive.
-        self.stepped = [self._step_of(optimizer, named) for optimizer in copies or [request]]
+        updates = () if self.orphans else copies or [request]
+        self.stepped = [self._step_of(optimizer, named) for optimizer in updates]
         ledger.kind, ledger.share = "activations", 1.0
         self.states_bytes = ledger.alive("optimizer")
         if self.request.evaluation is not None:  # as a training loop does after every step

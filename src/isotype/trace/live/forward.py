@@ -113,12 +113,14 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
     forward. A frozen weight of the same model can be the copy. Also detects that PEFT merges adapters between two steps.
 
     `report` gets the first call that adds to a copy or merges. If a copy only gets the weights, as in the first update of
-    `AveragedModel`, the next step is watched, too. No attributes are set on tensors, because `torch.save` saves them.
+    `AveragedModel`, the next step is watched, too, and `later` becomes 1. No attributes are set on tensors, because
+    `torch.save` saves them.
     """
 
     def __init__(self, report: Callable[[Call], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._report, self._reported, self._copied = report, False, False
+        self.later = 0
         self._merge: Call | None = None
         self._weights: list[torch.Tensor] = []
         # Computed tensor -> kinds of the tensors that it was computed from.
@@ -154,6 +156,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
 
             def again(*_: Any) -> None:
                 while once:
+                    self.later += 1
                     self._watch(once.pop())
 
             self._after_step.enter_context(optimizers.register_optimizer_step_post_hook(again))

@@ -98,21 +98,24 @@ def gradients_of(
     }
 
 
-def _unequal(optimizer: torch.optim.Optimizer, recorder: LiveRecorder, roots: Sequence[nn.Module]) -> str:
-    """Return why each process makes another update: "no_sync" or "scaler". Return "" if no reason is known."""
+def _unequal(
+    optimizer: torch.optim.Optimizer, recorder: LiveRecorder, roots: Sequence[nn.Module]
+) -> tuple[str, str]:
+    """Return why each process makes another update ("no_sync" or "scaler") and the line; ("", "") if no reason is known."""
     if process_count() == 1:
-        return ""
+        return "", ""
     updated = {id(weight) for weight in parameters_of(optimizer)}
     # DDP itself calls `c10d.broadcast_`.
     ops = (call.op for call in recorder.calls if call.by_script and call.op.startswith(f"{COLLECTIVES}."))
     averaged = any("broadcast" not in op for op in ops)
     local = (root for root in roots if id(root) in recorder.unsynced)
-    if not averaged and any(not updated.isdisjoint(map(id, root.parameters())) for root in local):
-        return "no_sync"
+    for root in local if not averaged else ():
+        if not updated.isdisjoint(map(id, root.parameters())):
+            return "no_sync", recorder.unsynced[id(root)]
     # FSDP1's GradScaler has a process group. The recorder has marked the scale by which this step multiplied the loss.
     alone = (scaler for scaler in living(torch.amp.GradScaler) if not hasattr(scaler, "process_group"))
     scaled = any(hasattr(stored_scale(scaler), ORIGIN) for scaler in alone)
-    return "scaler" if scaled and any(map(is_flattened, roots)) else ""
+    return ("scaler", shown(asking_line())) if scaled and any(map(is_flattened, roots)) else ("", "")
 
 
 def _frozen(recorder: LiveRecorder, weights: Sequence[torch.Tensor]) -> Iterator[Unreached]:

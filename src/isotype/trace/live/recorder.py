@@ -71,7 +71,7 @@ class LiveRecorder(Recorder):
         weights: records of the parameters and buffers of every model that the script has called.
         terms: records the scalars of this step that have lost their graph.
         graded: ids of the parameters that got a gradient in a backward of this step.
-        unsynced: ids of the DDP models whose last forward with gradients ran under `no_sync()`.
+        unsynced: id of each DDP model whose last forward with gradients ran under `no_sync()` -> line of this forward.
         treatment: name of the simulated device's autocast list that contains the running function; "" if there is none.
         of_gradients: True to record only operators on accumulated gradients, and collectives.
     """
@@ -93,7 +93,7 @@ class LiveRecorder(Recorder):
         self.failure_text = ""
         self.weights: list[Weight] = []
         self.graded: set[int] = set()
-        self.unsynced: set[int] = set()
+        self.unsynced: dict[int, str] = {}
         self.terms = _Terms()
         self._marked: list[TensorWeakRef] = []
         self._process = os.getpid()
@@ -204,8 +204,9 @@ class LiveRecorder(Recorder):
     def after_replica(self, replica: Any, args: Any, output: Any) -> None:
         """Record, after a forward of a DDP model, whether DDP will average the gradients of this forward."""
         if torch.is_grad_enabled():
-            change = self.unsynced.discard if replica.require_forward_param_sync else self.unsynced.add
-            change(id(replica))
+            self.unsynced.pop(id(replica), None)
+            if not replica.require_forward_param_sync:
+                self.unsynced[id(replica)] = shown(asking_line())
 
     def add_up(self, note: Callable[..., None], *args: Any) -> None:
         """Call `note`, a method of `self.terms`, unless the recorder has stopped or records gradients."""
@@ -278,9 +279,8 @@ class LiveRecorder(Recorder):
         steps = ((call, s) for call, path in paths for s in takewhile(lambda s: s.kind != "cast", path))
         return {step.name: call for call, step in steps if step.name in trained}
 
-    def weights_of(self, models: Iterable[nn.Module]) -> set[str]:
-        """Return the names of the recorded parameters of `models`."""
-        weights = (weight for model in models for weight in model.parameters())
+    def names_of(self, weights: Iterable[torch.Tensor]) -> set[str]:
+        """Return the names of the recorded parameters among `weights`."""
         return {self.names[id(weight)].name for weight in weights if id(weight) in self.names}
 
     def weigh(self, model: nn.Module, prefix: str = "") -> ExitStack:
