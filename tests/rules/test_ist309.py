@@ -101,7 +101,9 @@ def test_an_optimizer_of_another_model() -> None:
     def of_check(model: nn.Module, optimizer: Any) -> list[tuple[str, str]]:
         inputs = {"x": torch.ones(1, 4, dtype=next(model.parameters()).dtype)}
         report = isotype.check(model, inputs, device="cpu", optimizer=optimizer, autocast=False, wiring=False)
-        return [(f.message, f.cause.partition(" of modules")[0]) for f in report.findings if f.code == "IST309"]
+        return [
+            (f.message, f.cause.partition(" of modules")[0]) for f in report.findings if f.code == "IST309"
+        ]
 
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())

@@ -1,11 +1,13 @@
 """
-**What it means.** Rotary frequencies, or the angles (position times frequency), are in 16 bits.
+**What it means.** Rotary frequencies, or the angles (position times frequency), are in 16 bits. Or a complex table
+(`freqs_cis`) became real: `model.to(bfloat16)` discards the imaginary part of a complex buffer, the sines.
 `.to(bfloat16)`, `.half()` and DeepSpeed cast parameters and buffers, but `from_pretrained(dtype=…)` does not
 cast buffers. Autocast computes the product of positions and frequencies in 16 bits, unless the model disables
 autocast for it.
 
 **Why it is bad.** bfloat16 rounds an angle of about 2000 radians to a multiple of 8, so its cosine is arbitrary. No
-error is raised, but distant positions become equal, and training and serving compute different results. The timesteps
+error is raised, but distant positions become equal, and training and serving compute different results. Without sines,
+queries and keys are scaled in place of rotated, and `torch.view_as_real` and `.imag` raise an error. The timesteps
 of a diffusion model lose digits too: in bfloat16 998.4 becomes 1000, and 0.9983 times 1000 becomes 996. If the batch or
 a buffer contains timesteps, positions or wavelengths, the check computes how far each angle is off.
 
@@ -33,20 +35,29 @@ from collections.abc import Collection, Iterator
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import agree, grouped, named, short
 from isotype.records.finding import Finding, Fix, finding_at
-from isotype.records.trace import Call, Trace, Weight
+from isotype.records.trace import CASTS, FLOATS, Call, Operand, Trace, Weight
+from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, finding_of, names
-from isotype.rules.kit.words import advice, fix
+from isotype.rules.kit.words import advice, cause_text, device_error, fix
 
 TITLE = "Rotary positions in 16 bits"
+_ONLY_COMPLEX = re.compile("only supported for complex tensors|non-complex dtypes")
+CLAIMS = (Claim("step", lambda broken: bool(_ONLY_COMPLEX.search(broken.message)), grouped=False),)
 
 _BUFFERS = re.compile(r"inv_freq|rotary|rope|freqs", re.IGNORECASE)
+_TABLE = re.compile(r"freqs[^.]*$|cis$", re.IGNORECASE)
 _MODULES = re.compile(r"rotary|rope", re.IGNORECASE)
 # transformers' class names begin with the model's name, and their config has the frequencies' parameters.
 _FROM_CONFIG = re.compile(r"\wRotaryEmbedding$")
 
 
 def find(trace: Trace) -> Iterator[Finding]:
+    real: dict[str, Finding] = {}
+    for name, finding in _without_imaginary(trace):
+        real.setdefault(name, finding)
+    yield from real.values()
     rounded = [w for w in trace.weights if w.buffer and w.dtype in HALVES and _BUFFERS.search(w.name)]
+    rounded = [weight for weight in rounded if weight.name not in real]
     if rounded and trace.calls and trace.failure is None:
         used = {operand.origin.name for call in trace.calls for operand in call.operands}
         rounded = [weight for weight in rounded if not used.isdisjoint((weight.name, *weight.tied))]
@@ -69,6 +80,47 @@ def find(trace: Trace) -> Iterator[Finding]:
             cause=f"{by} in {dtype} at {short(first.source)} in {named(first.module)}",
             fixes=(advice(first.module, how),),
         )
+
+
+def _without_imaginary(trace: Trace) -> Iterator[tuple[str, Finding]]:
+    """Yield (name, finding) for each real tensor that is used as a complex one, and for casts from complex to real."""
+    if (end := trace.failure) is not None and _ONLY_COMPLEX.search(end.error):
+        op = "torch.imag" if "imag" in end.error else "aten.view_as_real.default"
+        for operand in [o for o in end.operands if o.origin.kind == "buffer"][:1]:
+            call = Call(op, end.phase, end.module, end.source, (operand,), ())
+            yield operand.origin.name, _made_real(trace, call, operand, end.error)
+        return
+    for call in trace.calls:
+        (error,) = device_error(call) or ("",)
+        values = [operand for operand in call.operands if operand.dtype.is_complex]
+        fourier = any("fft" in step.name for operand in values for step in operand.origin.path())
+        for operand in call.operands:
+            name, owner = operand.origin.name, trace.owners.get(operand.origin.name)
+            table = owner and owner.buffer and operand.dtype in FLOATS and _TABLE.search(name)
+            if (table and values and not fourier) or _ONLY_COMPLEX.search(error):
+                yield name, _made_real(trace, call, operand, error)
+        # The result of an inverse transform may have an imaginary part of zeros.
+        if values and call.op in CASTS and call.results[0][0] in FLOATS and not fourier:
+            yield call.source, _made_real(trace, call, values[-1])
+
+
+def _made_real(trace: Trace, call: Call, operand: Operand, error: str = "") -> Finding:
+    name, dtype = operand.origin.name, dtype_name(operand.dtype)
+    cause, how = cause_text(operand.origin.cause, trace.owners), "pass a complex tensor to this operator"
+    if operand.dtype.is_complex:
+        cause = (
+            f"a cast to {dtype_name(call.results[0][0])} at {short(call.source)} discards the imaginary part"
+        )
+        how = "keep the tensor complex, or cast the result of torch.view_as_real"
+    elif operand.origin.kind == "buffer":
+        cause = (
+            f"the buffer {name} is {dtype}: model.to(dtype) discards the imaginary part of a complex buffer"
+        )
+        how = f"cast with model.bfloat16() or model.half(), which keep complex buffers, or compute {name} after the cast"
+    message = "a complex tensor has lost its imaginary part"
+    return finding_at(
+        "error", message, [call], cause=cause, notes=device_error(error), fixes=(advice(name, how),)
+    )
 
 
 def _angles(trace: Trace, reported: Collection[str]) -> Iterator[Finding]:

@@ -49,7 +49,7 @@ _UNSCALE_REFUSED = "Attempting to unscale FP16 gradients"
 _ABOUT_GRADIENTS = (_UNSCALE_REFUSED, *GRADIENT_ERRORS)
 # Words for incompatible dtypes in errors of torch and its libraries.
 _ABOUT_DTYPES = re.compile(
-    r"dtype|scalar type|data type|not implemented for '|\b(c10::)?(B?Float16|Half|BFloat16|FP16|float32|Double)\b",
+    r"dtype|scalar type|data type|for complex tensors|not implemented for '|\b(c10::)?(B?Float16|Half|BFloat16|FP16|float32|Double)\b",
     re.IGNORECASE,
 )
 _NAMED_DTYPES = re.compile(r"\b(?:bfloat16|half|float|double)\b")
