@@ -156,6 +156,32 @@ def test_half_transforms_on_a_gpu(length: int, device: str, code: list[str]) -> 
         assert all(fix.verified for fix in report.errors[0].fixes)
 
 
+@pytest.mark.parametrize("kind", ["fft", "irfft", "product"])
+@pytest.mark.parametrize("rows", [12, 16])
+def test_complex_numbers_of_halves_on_a_gpu(kind: str, rows: int) -> None:
+    """torch.fft transforms `torch.chalf` on a GPU in sizes of a power of two; cuBLAS multiplies no such matrices."""
+
+    def again(made: torch.Tensor) -> torch.Tensor:
+        first = torch.fft.fft(made.half())
+        if kind == "product":
+            return (first @ first.T).real.float().mean()
+        return (
+            (torch.fft.fft(first, dim=0).real if kind == "fft" else torch.fft.irfft(first, rows, 0))
+            .float()
+            .mean()
+        )
+
+    report = isotype.check(
+        Head(again).half(), {"x": torch.randn(rows, 8).half()}, device="a100", verify=False
+    )
+    (cause,) = [finding.cause for finding in report.errors if finding.code == "IST199"] or [""]
+    error = "" if report.trace.failure is None else report.trace.failure.error
+    if kind == "product":
+        assert error.endswith("\"addmm_cuda\" not implemented for 'ComplexHalf'")
+    else:
+        assert error.endswith("but got a signal size of[12]") == (rows == 12) == (cause == error != "")
+
+
 @pytest.mark.parametrize(
     ("size", "autocast", "found"), [(40, "float16", 1), (64, "float16", 0), (64, "bfloat16", 1)]
 )

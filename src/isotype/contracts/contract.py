@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from isotype.contracts.families import families_of, integer_refusal
+from isotype.contracts.families import families_of, integer_refusal, transformed_sizes
 from isotype.contracts.pattern import (
     CORRUPTS,
     LETTERS,
@@ -65,7 +65,7 @@ def is_exempt(op: str, args: Sequence[Any], kind: str = "cpu") -> bool:
 
     Contracts ignore shapes and missing operands, which decide these cases:
 
-    - cuFFT transforms float16 if each size is a power of two.
+    - cuFFT transforms float16, and complex numbers of float16, if each size is a power of two.
     - Without a weight, the batch norm of an NVIDIA or AMD GPU accepts running statistics of any dtype
       (`batch_norm_update_stats` in Normalization.cu).
     - `index_put` with bool masks accepts a single value of any dtype, because torch runs it as `masked_fill`.
@@ -74,9 +74,9 @@ def is_exempt(op: str, args: Sequence[Any], kind: str = "cpu") -> bool:
     """
     if op == "aten.native_batch_norm.default":
         return kind in ("cuda", "rocm") and args[1] is None
-    if op == "aten._fft_r2c.default":
-        signal, dims, *_ = args
-        return signal.dtype == torch.float16 and are_powers_of_two(signal.shape[dim] for dim in dims)
+    if op.startswith("aten._fft_"):
+        halves = (torch.float16, torch.complex32)
+        return args[0].dtype in halves and are_powers_of_two(transformed_sizes(op, args))
     if op == "aten.rrelu_with_noise.default":
         return not any(args[4:5])  # a default is left out
     if op in _LERP:

@@ -21,8 +21,8 @@ UNKNOWN_CAPABILITY = (8, 0)
 ALL = GPUS | {"cpu"}
 
 
-_PARTS = str.maketrans("xzy", "hfd")
-"""Letter of a complex dtype -> letter of the dtype of its real part."""
+_PARTS = str.maketrans("zy", "fd")
+"""Letter of a complex dtype -> letter of the dtype of its real part. Few operators take complex numbers of halves."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,10 @@ class Family:
         other = next((letter for letter in compared if letter != compared[0]), None)
         if not self.message or other is None:
             return None
-        return fill(self.message, letters if self.in_order else [compared[0], other], integer)
+        # A pattern has one letter for several integers in a row.
+        return fill(
+            self.message, letters + 2 * letters[-1] if self.in_order else [compared[0], other], integer
+        )
 
 
 def _ops(names: str) -> frozenset[str]:
@@ -253,7 +256,8 @@ FAMILIES: tuple[Family, ...] = (
         for name in " ".join([*_CUDA_FACTORIZATIONS, "linalg_eig cholesky_inverse"]).split()
     ),
     Family(_ops("_fft_r2c"), only="fhd", refusal=_FFT_DTYPES, devices=_NVIDIA),
-    Family(_ops("_fft_r2c"), only="fd", refusal=ONLY_POWERS_OF_TWO, devices=_NVIDIA),  # `is_exempt` for these
+    # `is_exempt` for powers of two.
+    Family(_ops("_fft_r2c _fft_c2c _fft_c2r"), only="fd", refusal=ONLY_POWERS_OF_TWO, devices=_NVIDIA),
     _without_kernel("_ctc_loss", "ctc_loss_cuda", _CUDA, alike=(0,)),
     _without_kernel("_ctc_loss", "ctc_loss_cpu", _CPU, alike=(0,)),
     replace(_without_kernel("_cdist_forward", "cdist_cuda", _CUDA), message=_SCALAR_TYPE),
@@ -340,6 +344,10 @@ def by_shapes(op: str, args: Sequence[Any], message: str) -> str:
     """
     if op == "aten._linalg_svd.default" and max(args[0].shape[-2:]) <= 32:
         return message.replace('"svd_cuda_gesvdj"', '"svd_cuda_gesvdjBatched"')
-    if message == ONLY_POWERS_OF_TWO:
-        return f"{message} of{[args[0].shape[dim] for dim in args[1]]}"
-    return message
+    return f"{message} of{transformed_sizes(op, args)}" if message == ONLY_POWERS_OF_TWO else message
+
+
+def transformed_sizes(op: str, args: Sequence[Any]) -> list[int]:
+    """Return the sizes of the signal that `_fft_r2c`, `_fft_c2c` or `_fft_c2r` transforms."""
+    sizes = [args[0].shape[dim] for dim in args[1]]
+    return [*sizes[:-1], args[3]] if "c2r" in op else sizes

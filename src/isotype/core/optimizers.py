@@ -141,7 +141,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def are_masters(held: Sequence[torch.Tensor], model: nn.Module) -> bool:
-    """Return whether `held` may be copies of trainable parameters, some of which have 16 bits: equally many elements."""
+    """Return whether `held` may be float32 copies of a model's trainable parameters: both have the same size."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     elements = sum(parameter.numel() for parameter in trained)
     return any(parameter.itemsize == 2 for parameter in trained) and elements == sum(p.numel() for p in held)

@@ -353,6 +353,7 @@ class Trace:
         unheld: trainable parameters with a gradient that are in no optimizer of the step.
         orphans: number of parameters in the optimizer that have no gradient and belong to no module that ran; in a check, 0
             if an optimizer holds a parameter of the model.
+        idle_step: (number of parameters of an optimizer that had gradients before, line of its step without gradients).
         unmatched: names in PEFT's `target_modules` and `modules_to_save` that match no module.
         idle_checkpoints: trained modules with gradient checkpointing that recompute nothing, because they are in eval mode.
         no_autocast: why this step should run under autocast, if it does not; else "".
@@ -385,6 +386,7 @@ class Trace:
     lost_terms: tuple[tuple[str, str], ...] = ()
     unheld: tuple[str, ...] = ()
     orphans: int = 0
+    idle_step: tuple[int, str] | None = None
     unmatched: tuple[str, ...] = ()
     idle_checkpoints: tuple[str, ...] = ()
     no_autocast: str = ""

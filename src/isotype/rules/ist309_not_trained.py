@@ -1,7 +1,8 @@
 """
 **What it means.** A setting of the training has no effect, or not the effect that its author expects:
 
-- A trainable parameter has a gradient, but no optimizer has this parameter.
+- A trainable parameter has a gradient, but no optimizer has this parameter. In a second `trainer.train()`, the trainer
+  uses the optimizer of the first one.
 - `requires_grad` is set on a module or is misspelt. It is then a plain attribute that torch never reads.
 - Names in PEFT's `target_modules` or `modules_to_save` match no module.
 - Linear layers have adapters, but stacked experts (one parameter for all experts) do not. PEFT's `all-linear` adapts the
@@ -54,10 +55,16 @@ TITLE = "Training settings that have no effect"
 
 def find(trace: Trace) -> Iterator[Finding]:
     warning = partial(Finding, "warning")
+    how = "create the optimizer with all parameters to train, after the last change of the model; freeze the others (requires_grad_(False)) to save memory"
+    if trace.idle_step:
+        number, line = trace.idle_step
+        cause = f"none of its {plural(number, 'parameter')} has a gradient anymore: other parameters are trained now, as after set_adapter(), or the model was replaced"
+        message = "the optimizer's steps change nothing"
+        fixes = (advice("optimizer", how),)
+        yield warning(message, phase="optimizer", source=line, cause=cause, fixes=fixes)
     if trace.unheld:
         weights = [trace.owners[name] for name in trace.unheld]
         old = f"{trace.setup.optimizer} holds {plural(trace.orphans, 'parameter')} of modules that did not run with gradients: the modules were copied or replaced later, belong to another model, or ran in torch.no_grad()"
-        how = "create the optimizer with all parameters to train, after the last change of the model; freeze the others (requires_grad_(False)) to save memory"
         message = f"no optimizer updates {count(weights)} of {count(trained(trace))} trainable parameters"
         cause = old if trace.orphans else f"no optimizer holds {and_others(names(weights))}"
         yield warning(message, phase="optimizer", cause=cause, fixes=(advice("optimizer", how),))

@@ -32,10 +32,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 
-from isotype.core.dtypes import HALVES, dtype_name
+from isotype.core.dtypes import FLOATS, HALVES, dtype_name
 from isotype.core.names import agree, grouped, named, short
 from isotype.records.finding import Finding, Fix, finding_at
-from isotype.records.trace import CASTS, FLOATS, Call, Operand, Trace, Weight
+from isotype.records.trace import CASTS, Call, Operand, Trace, Weight
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, finding_of, names
 from isotype.rules.kit.words import advice, cause_text, device_error, fix

@@ -723,6 +723,98 @@ train(Checked())
     assert "= help   write bfloat16 instead of float32 at train.py:" in after
 
 
+def test_a_crash_in_the_backward_of_a_second_model_is_explained(runs: Runs) -> None:
+    """The discriminator of a GAN steps after the generator."""
+    script = """
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.float() @ ctx.saved_tensors[0], None
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.weight = nn.Linear(16, 8), nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x):
+        return Product.apply(self.first(x), self.weight)
+
+model, critic = Net(), Critic().bfloat16()
+optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model, critic)]
+for step in range(2):
+    logits, loss = model(ids, ids)
+    loss.backward(), optimizers[0].step()
+    critic(logits.detach()).float().mean().backward(), optimizers[1].step()
+"""
+    for flags in ((), ("--no-preflight",)):
+        status, _, err = runs(script, *flags)
+        assert status == 1
+        assert "error[IST105]: float32 instead of bfloat16 in the backward\n  --> " in err
+        assert "= help   cast the operands to bfloat16 at train.py:" in err
+        assert "the cause is elsewhere" not in err
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_an_optimizer_of_a_second_training_that_changes_nothing_is_named(runs: Runs, new: bool) -> None:
+    """huggingface/peft #1303: the second `trainer.train()` has another adapter, and the optimizer of the first."""
+    script = f"""
+model = Net()
+optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+
+def step():
+    model(ids, ids)[1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+model.embed.requires_grad_(False)
+for _ in range(3): step()
+model.embed.requires_grad_(True)
+model.head.requires_grad_(False)
+optimizer = torch.optim.SGD((model.embed if {new} else model.head).parameters(), lr=0.1) if {new} else optimizer
+for _ in range(3): step()
+"""
+    status, _, err = runs(script)
+    assert status == 0
+    finding = "isotype: after a later step:\nwarning[IST309]: the optimizer's steps change nothing\n"
+    assert err.count(finding) == (not new)
+    assert ("= cause  none of its 2 parameters has a gradient anymore" in err) == (not new)
+
+
+@pytest.mark.parametrize("flag", ["bf16_full_eval", "fp16_full_eval"])
+@pytest.mark.parametrize("first", ["evaluates", "trains"])
+def test_a_cast_in_an_evaluation_is_named(runs: Runs, flag: str, first: str) -> None:
+    dtype = {"b": "bfloat16", "f": "float16"}[flag[0]]
+    script = f"""
+from transformers import TrainingArguments
+arguments = TrainingArguments("out", {flag}=True, use_cpu=True, report_to=[])
+
+def evaluate():
+    with torch.no_grad(): model.to(torch.{dtype})(ids)
+
+model = Net().float()
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for _ in range(2):
+    if "{first}" == "evaluates": evaluate()
+    model(ids, ids)[1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if "{first}" == "trains": evaluate()
+"""
+    status, _, err = runs(script)
+    how = f"{flag}=True casts the model in evaluate()"
+    if first == "evaluates":
+        assert f"isotype: the weights are {dtype}: {how}; train first, or cast the model back\n" in err
+    else:
+        assert status == 1
+        cast = f"the script has cast embed.weight and others from float32 to {dtype}: {how}"
+        assert " ".join(err.split()).count(cast) == 1
+
+
 def test_weights_that_were_cast_between_steps_are_named(runs: Runs) -> None:
     """zai-org/CogVideo #775: a validation casts the trained weights to float16, and the next step cannot unscale."""
     script = """

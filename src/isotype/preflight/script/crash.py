@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from types import ModuleType
@@ -69,6 +69,7 @@ class Crash:
         seen: the settings of the last recorded step; None before it has ended.
         request_of: builds the request for a forward of any model, with the phases to trace.
         setup: returns the settings of the watched step; None if its model is gone.
+        casts: printed descriptions of casts after the step that was checked.
     """
 
     watch: Watch
@@ -80,6 +81,7 @@ class Crash:
     seen: Setup | None
     request_of: Callable[..., StepRequest]
     setup: Callable[[], Setup | None]
+    casts: set[str] = field(default_factory=set)
 
     def explain(self, error: BaseException) -> bool:
         """Explain an exception, and return whether there was an explanation."""
@@ -250,8 +252,10 @@ class Crash:
         # The request may be for an evaluation before the training. If a backward raised, a training step is traced.
         phases = DEFAULT_PHASES if trains else request.phases
         report = self._traced(replace(request, phases=(*phases, *(["generate"] if generates else []))))
-        for what in casts_since(self.report.trace, report.trace) if self.report and report else ():
+        casts = {*casts_since(self.report.trace, report.trace)} if self.report and report else set()
+        for what in sorted(casts - self.casts):
             self.output.say(f"after the step that was checked, the script has cast {what}")
+        self.casts |= casts
         return report
 
     def _explain_by_other(self, error: BaseException) -> bool:

@@ -38,6 +38,7 @@ from isotype.preflight.script.family import Family, Options
 from isotype.preflight.script.missing_gpu import MissingGpu
 from isotype.preflight.script.numbers import Numbers
 from isotype.preflight.script.output import Output, peak_of
+from isotype.preflight.script.outside import cast_by_evaluation
 from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
@@ -49,6 +50,7 @@ from isotype.rules import (
     ist302_scaler_bfloat16,
     ist303_no_scaler,
     ist308_clipped_scaled,
+    ist309_not_trained,
     ist503_rounded_updates,
     ist801_lost_updates,
     ist805_reductions,
@@ -58,7 +60,7 @@ from isotype.rules import (
 )
 from isotype.trace.fake.recorder import TimeSpentError
 from isotype.trace.live.forward import Averages, Beginning, StaleCasts
-from isotype.trace.live.gradients import KeptGraphs
+from isotype.trace.live.gradients import IdleSteps, KeptGraphs
 from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import MANY_SKIPPED, Watch
 
@@ -85,6 +87,7 @@ class Diagnosis:
         self._stale = StaleCasts(partial(self._between, ist909_stale_casts, stale_casts=True))
         self._averages = Averages(lambda call: self._between(ist503_rounded_updates, (call,)))
         self._kept: KeptGraphs | None = None
+        self._idle: IdleSteps | None = None
         self.gpu = MissingGpu(None if options.device is None else device_profile(options.device))
         self._family = family
         self._speaker: int | None = None
@@ -106,7 +109,7 @@ class Diagnosis:
         self._stale.detach()
         self._averages.detach()
         self.gpu.detach()
-        for optional in (self._numbers, self._kept):
+        for optional in (self._numbers, self._kept, self._idle):
             if optional is not None:
                 optional.detach()
 
@@ -123,6 +126,11 @@ class Diagnosis:
             self._speaker = os.getpid()
         if self.gpu.sentence and self._speaks:
             self._say(self.gpu.sentence)
+        dtype = next((p.dtype for p in beginning.model.parameters() if p.requires_grad), torch.float32)
+        stored = getattr(getattr(beginning.model, "config", None), "dtype", None)
+        how = cast_by_evaluation(dtype) if self._request is not None and dtype != stored else ""
+        if how and self._speaks:
+            self._say(f"the weights are {dtype_name(dtype)}: {how}; train first, or cast the model back")
         request = self._request_of(beginning)
         if self._seconds and self._speaks:
             self.report = self._looked_ahead(request)
@@ -210,6 +218,9 @@ class Diagnosis:
         self.watch.evaluation = ()
         if self._speaks and self._kept is None:
             self._kept = KeptGraphs(self._say)
+            self._idle = IdleSteps(
+                lambda *step: self._between(ist309_not_trained, when="after a later step:", idle_step=step)
+            )
             recorder = self.watch.recorder if self._numbers is None else None
             if recorder is not None and (word := recorder.terms.not_finite(self.watch.scaler)):
                 self._say(f"the loss of the first step is {word}; `isotype run --watch` names the operator")
@@ -241,19 +252,22 @@ class Diagnosis:
         self._autocasts |= autocasts
         return self.watch.trace(setup, no_autocast=why)
 
-    def _between(self, rule: ModuleType, calls: tuple[Call, ...] = (), **seen: Any) -> None:
-        """Report a rule's findings between two recorded steps, from a trace with `calls` and the fields `seen`."""
+    def _between(self, rule: ModuleType, calls: tuple[Call, ...] = (), when: str = "", **seen: Any) -> None:
+        """Report a rule's findings between two steps, from a trace with `calls` and the fields `seen`."""
         if self._setup_seen is not None and self._speaks:
             trace = Trace(self._setup_seen, calls, (), {}, Memory({}), **seen)
-            self._say_late(findings_of(judge(trace), rule))
+            self._say_late(findings_of(judge(trace), rule), when)
 
-    def _say_late(self, findings: Sequence[Finding]) -> None:
-        """Report findings of the real step. Skip finding codes already reported with this severity or as an error."""
+    def _say_late(self, findings: Sequence[Finding], when: str = "") -> None:
+        """Report findings of the real step. Skip finding codes already reported with this severity or as an error.
+
+        `when` is the headline; by default, it has the number of steps so far.
+        """
         known = {(finding.code, finding.severity) for finding in (*self._findings(), *self._late)}
         if new := [f for f in findings if not known & {(f.code, "error"), (f.code, f.severity)}]:
             self._late += tuple(new)
             number = len(self.watch.seen) + self.watch.skipped + self._averages.later
-            self._say("after the first step:" if number <= 1 else f"after step {number}:")
+            self._say(when or ("after the first step:" if number <= 1 else f"after step {number}:"))
             self._brief(new)
 
     def _setup(self) -> Setup | None:

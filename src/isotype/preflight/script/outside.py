@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.core.names import grouped, plural, short
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import line_of, tensors_at_hand
-from isotype.model.walk import name_in_process
+from isotype.model.walk import living, name_in_process
 from isotype.records.trace import NO_GRADIENT, NOT_SCALAR, NOTHING_UNSCALED, Trace
 from isotype.report.text import short_source
 from isotype.rules.kit.words import and_others
@@ -126,7 +127,16 @@ def casts_since(before: Trace, after: Trace) -> Iterator[str]:
     dtypes = ((w.name, earlier.get(w.name, w.dtype), w.dtype) for w in after.weights)
     cast = [(name, was, now) for name, was, now in dtypes if was != now and {was, now} <= FLOATS]
     for (was, now), rows in grouped(cast, lambda row: row[1:]).items():
-        yield f"{and_others(name for name, *_ in rows)} from {dtype_name(was)} to {dtype_name(now)}"
+        why = f": {how}" if (how := cast_by_evaluation(now)) else ""
+        yield f"{and_others(name for name, *_ in rows)} from {dtype_name(was)} to {dtype_name(now)}{why}"
+
+
+def cast_by_evaluation(dtype: torch.dtype) -> str:
+    """Return a text if a `TrainingArguments` of this process casts models to `dtype` in an evaluation; else ""."""
+    flag = {torch.bfloat16: "bf16_full_eval", torch.float16: "fp16_full_eval"}.get(dtype, "")
+    library = sys.modules.get("transformers.training_args")
+    settings = living(library.TrainingArguments) if library is not None and flag else ()
+    return f"{flag}=True casts the model in evaluate()" if any(getattr(s, flag) for s in settings) else ""
 
 
 def _owners(error: BaseException, method: str = "") -> Iterator[object]:

@@ -300,7 +300,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return _Ran(as_measured(ran.result, verdict.results)) if mixed and not ran.breach else ran
         if any(dtype.is_complex for dtype in dtypes):  # no cast of a float operand helps
             self._run(func, args, kwargs, tensors, edited)  # its own error, if it raises one
-            raise RuntimeError(verdict.message)
+            raise RuntimeError(by_shapes(name, args, verdict.message))
         if named_integer(verdict.message, dtypes) is not None:
             return _Ran(self._without_integers(func, args, kwargs, tensors), refused)
         if verdict.message in (CORRUPTS, NO_FLOAT8):  # no cast of the operands helps

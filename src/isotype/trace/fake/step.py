@@ -407,7 +407,7 @@ class _Step:
         # A script's optimizers, which have names instead of parameters, may not be all.
         held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
         updated = updates_of(copies)
-        if held and (updated or not are_masters(held, self.code.model)):
+        if held and (updated or not are_masters(held, self.request.model)):
             self.orphans = 0 if updated else len(held)
             self.unheld = tuple(name for name, _ in named if name not in updated)
         ledger = self.recorder.ledger

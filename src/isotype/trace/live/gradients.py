@@ -6,7 +6,9 @@ import gc
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from traceback import walk_stack
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -15,13 +17,14 @@ from torch.optim import optimizer as optimizers
 from torch.utils.weak import TensorWeakRef
 
 from isotype.compat.standard import frame_above
-from isotype.compat.torch import last_node_number, no_modes, node_number, stored_scale, version_of
+from isotype.compat.torch import FakeTensor, last_node_number, no_modes, node_number, stored_scale, version_of
 from isotype.core.dtypes import HALVES
 from isotype.core.operators import COLLECTIVES
 from isotype.core.optimizers import parameters_of
-from isotype.core.source import asking_line, shown
+from isotype.core.source import asking_line, is_library, shown
 from isotype.model.shard import is_flattened, process_count
 from isotype.model.walk import living
+from isotype.records.finding import in_library
 from isotype.records.reach import Unreached
 from isotype.records.trace import Origin
 from isotype.trace.live.recorder import LiveRecorder, summands
@@ -142,10 +145,13 @@ def _multiplied(recorder: LiveRecorder, scales: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def optimizers_of(names: Mapping[int, Origin]) -> int:
-    """Return the number of optimizers that hold a parameter in `names`; a wrapper and its optimizer count once."""
-    unwrapped = (other for other in living(torch.optim.Optimizer) if not hasattr(other, "optimizer"))
-    return sum(any(id(weight) in names for weight in parameters_of(other)) for other in unwrapped)
+def optimizers_here() -> list[torch.optim.Optimizer]:
+    """Return all optimizers of this process, without accelerate's wrappers and the optimizers of a trace."""
+    plain = (optimizer for optimizer in living(torch.optim.Optimizer) if not hasattr(optimizer, "optimizer"))
+    firsts = ((optimizer, next(parameters_of(optimizer), None)) for optimizer in plain)
+    return [
+        optimizer for optimizer, first in firsts if first is not None and not isinstance(first, FakeTensor)
+    ]
 
 
 def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) -> list[Sample]:
@@ -208,6 +214,31 @@ class LastStep:
             if held and (unscales or version_of(used) == version):
                 return self._line, shown(asking_line())
         return None
+
+
+class IdleSteps:
+    """Detects that an optimizer whose parameters had gradients steps twice in a row without any gradient.
+
+    Then `report` gets the number of its parameters and the line of the step, once.
+    """
+
+    def __init__(self, report: Callable[[int, str], None]) -> None:
+        self._report = report
+        self._idle = WeakKeyDictionary[torch.optim.Optimizer, int]()
+        self.detach = optimizers.register_optimizer_step_pre_hook(self._begins).remove
+
+    def _begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or any(map(callable, (*args[1:], *kwargs.values()))):
+            return  # a closure computes new gradients
+        if any(weight.grad is not None for weight in parameters_of(optimizer)):
+            self._idle[optimizer] = 0
+        elif optimizer in self._idle:
+            self._idle[optimizer] += 1
+            if self._idle[optimizer] == 2:
+                frames = walk_stack(frame_above(1))
+                places = (f"{frame.f_code.co_filename}:{line}" for frame, line in frames)
+                script = (place for place in places if not (is_library(place) or in_library(place)))
+                self._report(sum(1 for _ in parameters_of(optimizer)), next(script, shown(asking_line())))
 
 
 class KeptGraphs:

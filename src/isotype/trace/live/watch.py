@@ -45,7 +45,14 @@ from isotype.records.memory import Memory, Phase
 from isotype.records.request import Setup
 from isotype.records.trace import Call, Failure, Origin, Trace
 from isotype.trace.live.forward import Beginning, autocast_of, named_inputs, trains
-from isotype.trace.live.gradients import LastStep, Sample, after_step, gradients_of, optimizers_of, samples_of
+from isotype.trace.live.gradients import (
+    LastStep,
+    Sample,
+    after_step,
+    gradients_of,
+    optimizers_here,
+    samples_of,
+)
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of, in_dtypes, warnings_at_callers
 
 State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
@@ -64,7 +71,7 @@ _EVALUATION_CALLS = 20_000
 """Maximum number of operators that are recorded before the first training step."""
 
 _OPTIMIZERS = 3
-"""With several optimizers, as for a GAN, at least this number of steps is recorded."""
+"""With several optimizers, as for a GAN, one step of each is recorded, but at most this number."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,7 @@ class Watch:
         self._modes: tuple[Any, ...] = ()
         self._hooks, self._module_hooks, self._recording = ExitStack(), ExitStack(), ExitStack()
         self._blind = self._held = 0
+        self._other_optimizers = weakref.WeakSet[torch.optim.Optimizer]()  # from before `attach`
         # Number of recorded evaluations per module, and in all.
         self._evaluations, self._evaluated = weakref.WeakKeyDictionary[nn.Module, int](), 0
 
@@ -152,6 +160,7 @@ class Watch:
 
     def attach(self) -> None:
         """Add the global hooks, which start the recording at the next step."""
+        self._other_optimizers = weakref.WeakSet(optimizers_here())
         # torch.compile warns about global hooks. They are removed before they can slow compiled code down.
         warnings.filterwarnings("ignore", message="Using `torch.compile")
         module: Any = warnings  # its list of filters changes
@@ -350,7 +359,8 @@ class Watch:
     def _pause(self) -> None:
         """Pause the recording while gradients accumulate, because later micro-batches only repeat the first micro-batch."""
         self.state = "paused"
-        updates = optimizers_of(self._live.names)
+        held = (id(weight) for optimizer in optimizers_here() for weight in parameters_of(optimizer))
+        updates = not self._live.names.keys().isdisjoint(held)
         why = "gradients accumulate" if updates else "no optimizer of torch updates this model"
         self._note(f"{why}: only the first forward and backward of each step was recorded")
         self._live.of_gradients = True  # for clipping and unscaling, which follow the last micro-batch
@@ -445,7 +455,8 @@ class Watch:
         self._after()
         self._last = LastStep(optimizer)
         if len(self.seen) == 1:
-            self._steps = max(self._steps, min(optimizers_of(recorder.names), _OPTIMIZERS))
+            new = sum(1 for other in optimizers_here() if other not in self._other_optimizers)
+            self._steps = max(self._steps, min(new, _OPTIMIZERS))
         if len(self.seen) == self._steps:
             self.detach()
             self.forget()
