@@ -596,7 +596,7 @@ for _ in range(2): loss(model).backward(); optimizer.step()
                 "isotype: a trace of the call of Linear explains the error:",
                 "isotype: the training step runs under autocast to bfloat16, but this call runs without autocast",
                 "error[IST101]: bfloat16 instead of float32",
-                "= cause  the input input is bfloat16",
+                "= cause  the argument input is bfloat16",
             ),
         ),
         (
