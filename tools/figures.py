@@ -153,7 +153,8 @@ def provenance(records: Sequence[Record]) -> str:
     lines: dict[str, None] = {}
     for each in records:
         commit = re.sub(r"\+$", " with uncommitted changes", each.commit)
-        lines[f"`{each.command}`: {each.machine}, {each.date}, commit {commit}"] = None
+        machine = str(each.machine).replace("machine not noted", "a CPU that was not recorded")
+        lines[f"`{each.command}`: {machine}, {each.date}, commit {commit}"] = None
     return "Printed by " + ";\n".join(lines) + "."
 
 
