@@ -823,6 +823,10 @@ def test_a_step_on_a_cpu_is_judged_by_the_autocast_of_the_device_that_is_asked_f
     [
         ("total = total + loss", "graphs in total: memory"),
         ("losses.append(loss)", "graphs in losses: memory"),
+        (
+            "losses.append(loss * torch.ones(2))",
+            "outputs of earlier steps are kept with their graphs in losses: memory",
+        ),
         ("total = total + loss.item(); losses.append(loss.detach())", ""),
         ("total = (total + loss).detach()", ""),
         ("losses = [loss, *losses[:1]]", ""),
@@ -839,6 +843,31 @@ def test_losses_that_are_kept_with_their_graphs(
     gc.enable()
     assert (status, "range(5)" in Path(script).read_text()) == (0, True)
     assert (says in err) if says else ("kept with their graphs" not in err)
+
+
+@pytest.mark.parametrize(
+    ("evaluates", "says"),
+    [
+        ("total = total + model(x).sum()", "evaluation are kept with their graphs in total: memory"),
+        ("kept.append(model(x))", "evaluation are kept with their graphs in kept: memory"),
+        ("total = total + model(x).sum().item()", ""),
+        ("with torch.no_grad(): kept.append(model(x))", ""),
+        ("model.train(); kept.append(model(x))", ""),
+    ],
+)
+def test_results_of_an_evaluation_that_are_kept_with_their_graphs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, evaluates: str, says: str
+) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(
+        "import torch\nmodel, x = torch.nn.Linear(4, 4), torch.ones(2, 4)\noptimizer = torch.optim.SGD(model.parameters())\n"
+        "for epoch in range(2):\n    model.train(); model(x).sum().backward(); optimizer.step(); model.eval()\n"
+        f"    total, kept = 0, []\n    for _ in range(8):\n        {evaluates}\n"
+    )
+    status, _, err = _run(capsys, "--no-preflight", str(script))
+    assert status == 0
+    assert err.count("kept with their graphs") == bool(says)
+    assert says in err
 
 
 @pytest.mark.parametrize(

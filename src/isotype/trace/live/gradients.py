@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils.weak import TensorWeakRef
 
@@ -34,7 +33,6 @@ Sample = tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]
 _SAMPLE = 4096
 _KEPT_STEPS = {1, 2, 3}
 """Numbers of the steps (from 0) whose losses must all be alive, because a script may keep fewer losses on purpose."""
-_ADVICE = "memory grows with every step; keep loss.detach() or loss.item() instead"
 
 
 def gradients_of(
@@ -242,46 +240,71 @@ class IdleSteps:
 
 
 class KeptGraphs:
-    """Detects that a script keeps its losses with their graphs, as `total += loss` does.
+    """Detects that a script keeps its losses or outputs with their graphs, as `total += loss` does.
 
-    Create it after a step. If the losses of the next steps are all alive some steps later, `report` gets a sentence.
+    Create it after a step of `model`. If the results of the next steps are all alive some steps later, `report` gets a
+    sentence. The same applies to forwards of an evaluation with gradients, if the step ran in training mode.
     """
 
-    def __init__(self, report: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str], None], model: nn.Module | None = None) -> None:
         self._report, self._ends, self._optimizer = report, [last_node_number()], 0
+        self._evaluated: list[int] = []
+        self._said = False  # of an evaluation
         self._handles = [optimizers.register_optimizer_step_pre_hook(self._begins)]
+        if model is not None and model.training:
+            self._handles.append(model.register_forward_pre_hook(self._evaluates))
 
     def _begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._optimizer = self._optimizer or id(optimizer)
+        self._evaluated = self._evaluated if self._said else []
         if self._optimizer != id(optimizer) or len(self._ends) > len(_KEPT_STEPS) + 1:
             return
         self._ends.append(last_node_number())
-        if len(self._ends) > len(_KEPT_STEPS) + 1:
-            # torch iterates over its hooks now: the next forward removes this one.
-            self._handles.append(modules.register_module_forward_pre_hook(lambda *_: self.detach()))
-            if self._kept():
-                gc.collect(2)  # a loss in a reference cycle is not kept by the script
-            if kept := self._kept():
-                sentence = f"the losses of earlier steps are kept with their graphs{_holder(kept)}"
-                self._report(f"{sentence}: {_ADVICE}")
+        if len(self._ends) > len(_KEPT_STEPS) + 1 and (kept := _kept(self._ends)):
+            outputs = any(tensor.dim() for tensor in kept)
+            sentence = f"the {'outputs' if outputs else 'losses'} of earlier steps are kept with their graphs{_holder(kept)}"
+            advice = (
+                "keep output.detach() instead" if outputs else "keep loss.detach() or loss.item() instead"
+            )
+            self._report(f"{sentence}: memory grows with every step; {advice}")
 
-    def _kept(self) -> list[torch.Tensor]:
-        """Return the losses of `_KEPT_STEPS`; an empty list if the losses of one of these steps are gone."""
-        steps = [(tensor, self._steps(tensor) & _KEPT_STEPS) for tensor in living(torch.Tensor)]
-        all_kept = set[int]().union(*(numbers for _, numbers in steps)) == _KEPT_STEPS
-        return [tensor for tensor, numbers in steps if numbers and all_kept]
-
-    def _steps(self, tensor: torch.Tensor) -> set[int]:
-        """Return the numbers of the steps that computed the terms of a scalar."""
-        if type(tensor) is not torch.Tensor or tensor.grad_fn is None or tensor.dim():
-            return set()
-        after = {node for linear in summands(tensor.grad_fn) for node, _ in linear.next_functions if node}
-        terms = {tensor.grad_fn, *after} - {*summands(tensor.grad_fn)}
-        return {bisect_left(self._ends, node_number(term)) for term in terms}
+    def _evaluates(self, module: nn.Module, *_: Any) -> None:
+        if module.training or not torch.is_grad_enabled() or len(self._evaluated) > len(_KEPT_STEPS) + 1:
+            return
+        self._evaluated.append(last_node_number())
+        if len(self._evaluated) > len(_KEPT_STEPS) + 1 and (kept := _kept(self._evaluated)):
+            self._said = True
+            sentence = f"the results of an evaluation are kept with their graphs{_holder(kept)}"
+            self._report(f"{sentence}: memory grows with every batch; evaluate under torch.no_grad()")
 
     def detach(self) -> None:
         while self._handles:
             self._handles.pop().remove()
+
+
+def _kept(ends: Sequence[int]) -> list[torch.Tensor]:
+    """Return the results of `_KEPT_STEPS` that are alive; an empty list if all results of one of these steps are gone."""
+    if not _alive(ends):
+        return []
+    gc.collect(2)  # a loss in a reference cycle is not kept by the script
+    return _alive(ends)
+
+
+def _alive(ends: Sequence[int]) -> list[torch.Tensor]:
+    steps = [(tensor, _steps(tensor, ends) & _KEPT_STEPS) for tensor in living(torch.Tensor)]
+    all_kept = set[int]().union(*(numbers for _, numbers in steps)) == _KEPT_STEPS
+    return [tensor for tensor, numbers in steps if numbers and all_kept]
+
+
+def _steps(tensor: torch.Tensor, ends: Sequence[int]) -> set[int]:
+    """Return the numbers of the steps that computed a tensor, or the terms of a scalar."""
+    if type(tensor) is not torch.Tensor or tensor.grad_fn is None:
+        return set()
+    if tensor.dim():
+        return {bisect_left(ends, node_number(tensor.grad_fn))}
+    after = {node for linear in summands(tensor.grad_fn) for node, _ in linear.next_functions if node}
+    terms = {tensor.grad_fn, *after} - {*summands(tensor.grad_fn)}
+    return {bisect_left(ends, node_number(term)) for term in terms}
 
 
 def _holder(tensors: Sequence[torch.Tensor]) -> str:
