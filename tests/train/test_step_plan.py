@@ -188,6 +188,11 @@ def test_fsdp_is_a_version_or_what_the_trainer_takes(argv, version):
     assert plan("m", *argv).fsdp == version
 
 
+def test_a_number_that_is_no_version_of_fsdp_is_refused():
+    with pytest.raises(UsageError, match=r"--fsdp 3\n +expected +one of 0, 1, 2\n"):
+        plan("m", "--fsdp", "3")
+
+
 def test_the_number_of_devices_is_told_or_the_launchers(monkeypatch):
     assert plan("m").devices == 1
     assert plan("m", "--devices", "8").devices == 8

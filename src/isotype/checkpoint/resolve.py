@@ -20,7 +20,7 @@ from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
-from isotype.precision.versions import incompatible_here, installed
+from isotype.precision.versions import installed, version_problems
 
 
 class StorageOptions(TypedDict, total=False):
@@ -145,8 +145,7 @@ def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | No
     """If the device is in this machine, return a problem for each library version that makes the run impossible."""
     if not profile.present:
         return []
-    errors = (conflict for conflict in incompatible_here() if conflict.severity == "error")
-    problems = [Problem(" and ".join(e.packages), f"versions that fit: {e.fact}", e.change) for e in errors]
+    problems = version_problems()
     saved = facts.quantization.method if facts.quantization else None
     if (quantization or saved == "bitsandbytes") and installed().get("bitsandbytes") is None:
         what = f"quantization {quantization or saved} without bitsandbytes"

@@ -97,6 +97,11 @@ def _report(error: Exception, arguments: list[str]) -> int:
         known = UsageError.of("a file cannot be used", what, expected, fix)
     elif isinstance(error, ModuleNotFoundError) and command != "run":
         known = missing_libraries(command, error)
+    elif isinstance(error, ImportError) and command != "run":
+        from isotype.precision.versions import version_problems
+
+        unfit = version_problems()  # a library refuses the version of another library
+        known = UsageError("installed libraries do not fit together", unfit) if unfit else None
     if known is None:
         print_error(console_of_failure(), text)
         return CRASHED

@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from isotype.core.errors import PrecisionError
+from isotype.core.errors import PrecisionError, Problem
 
 PACKAGES: tuple[str, ...] = (
     "torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "safetensors", "datasets", "gguf",
@@ -174,6 +174,12 @@ def is_installed(package: str) -> bool:
 @cache
 def incompatible_here() -> tuple[Incompatibility, ...]:
     return tuple(incompatibilities(installed()))
+
+
+def version_problems() -> list[Problem]:
+    """Return a problem for each installed library version that makes a training impossible."""
+    errors = (conflict for conflict in incompatible_here() if conflict.severity == "error")
+    return [Problem(" and ".join(e.packages), f"versions that fit: {e.fact}", e.command) for e in errors]
 
 
 def missing(versions: Mapping[str, str | None], requires: Sequence[str] | None = None) -> list[str]:

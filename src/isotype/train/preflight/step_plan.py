@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from isotype.core.arguments import COMMANDS, Parser, add_arguments
+from isotype.core.arguments import COMMANDS, Parser, add_arguments, wrong_choice
 from isotype.core.errors import Problem, UsageError
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING
@@ -41,9 +41,16 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
 
 
 def without_version(command: Command, versions: Collection[str]) -> tuple[int | None, Command]:
-    """Return (FSDP version, command with TRL's `--fsdp`) if `--fsdp` is one of `versions`; else (None, command)."""
-    if command.given("fsdp") not in versions:
+    """Return (FSDP version, command with TRL's `--fsdp`) if `--fsdp` is a number; else (None, command).
+
+    Raises:
+        UsageError: the number is not in `versions`.
+    """
+    number = str(command.given("fsdp"))
+    if not number.isdecimal():
         return None, command
+    if number not in versions:
+        raise UsageError("invalid arguments", [wrong_choice(f"--fsdp {number}", number, versions)])
     version = int(command["fsdp"])
     return version, command.but(fsdp="full_shard" if version == 2 else None)
 
