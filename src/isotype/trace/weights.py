@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from isotype.compat.torch import has_values
+from isotype.compat.torch import has_values, is_traceable_wrapper_subclass
 from isotype.compat.transformers import pinned, pinned_strictly
 from isotype.core.dtypes import HALVES
 from isotype.core.names import unparametrized
@@ -20,7 +20,7 @@ from isotype.model.experts.stack import QuantizedStack, held_stack
 from isotype.model.finite import all_finite
 from isotype.model.quantized import is_repacked, quantization_state, repacking, row_scales
 from isotype.model.read_weights import layers_read
-from isotype.model.shard import gathering, local
+from isotype.model.shard import gathering, is_sharded, local
 from isotype.model.walk import Place, kind_of, places, repeats_of
 from isotype.precision.policy import is_pinned
 from isotype.records.memory import MemoryKind
@@ -132,6 +132,14 @@ def state_tensors(tensor: Any, layer: Any = None) -> Iterator[torch.Tensor]:
             value = getattr(holder, name, None)
             if isinstance(value, torch.Tensor):
                 yield value
+
+
+def packed_bytes(tensor: Any) -> int | None:
+    """Return the bytes of the tensors inside a weight of torchao or quanto; None for other tensors."""
+    if is_sharded(tensor) or not is_traceable_wrapper_subclass(tensor):
+        return None
+    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return sum(part.nbytes if (size := packed_bytes(part)) is None else size for part in parts)
 
 
 def memory_kind(weight: Weight) -> MemoryKind:

@@ -935,6 +935,25 @@ def test_a_backward_without_gradients_is_explained(runs: Runs, script: str, caus
     assert f"   = cause  {cause}" in after
 
 
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (
+            "ImportError('kernels is either not installed or incompatible')",
+            "this machine lacks a package, or has",
+        ),
+        ("AttributeError('no attribute unsqueeze')", "no finding explains this error"),
+    ],
+)
+def test_an_error_that_nothing_explains_is_named_after_a_step(runs: Runs, error: str, why: str) -> None:
+    """huggingface/transformers #46736: on a laptop without the package kernels, FP8 layers cannot run."""
+    status, _, err = runs(f"train(Net())\nraise {error}\n", "--no-preflight")
+    assert status == 1
+    kind = error.partition("(")[0]
+    assert f"isotype: {kind} at " in err
+    assert f" ended the script: {why}" in err
+
+
 # ---------------------------------------------------------------------------------------------------- time, and fixes
 
 

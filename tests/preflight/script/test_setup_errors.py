@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -69,6 +72,13 @@ def test_the_layer_that_the_adapter_copies_is_named() -> None:
     )
 
 
+def test_an_adapter_is_initialized_from_codes() -> None:
+    error = _raise("Please initialize PiSSA under float32, float16, or bfloat16. Subsequently, re-quantize")
+    cause, how = _explanation(error, _quantized()) or ("", "")
+    assert cause.endswith("but 0.weight holds uint8 codes")
+    assert how.startswith("load the base model without quantization")
+
+
 def test_parameters_without_values_are_counted() -> None:
     cause, how = _explanation(
         lambda model: model.to("cpu"), nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
@@ -111,6 +121,9 @@ def test_a_larger_vocabulary_is_named_with_its_size() -> None:
             "device_map",
         ),
         ("TrainableTokensLayer wraps an unknown layer type, maybe you are targeting", "modules_to_save"),
+        ("You cannot cast a bitsandbytes model in a new `dtype`. Make sure to load", "refuses to cast"),
+        ("`.half()` is not supported for quantized model. Please use the model as it is", "refuses to cast"),
+        ("PREFIX_TUNING does not work with gradient checkpointing.", "turns the cache off"),
     ],
 )
 def test_errors_of_libraries(message: str, word: str) -> None:
@@ -133,6 +146,61 @@ def test_an_argument_that_the_installed_version_does_not_have(argument: str, how
     cause, fix = _explanation(lambda model: TrainingArguments(**{argument: "x"})) or ("", "")
     assert cause == f"TrainingArguments of transformers {version('transformers')} has no argument {argument}"
     assert fix == f"{how}, or install the version of transformers for which the script was written"
+
+
+def test_an_argument_that_moved_to_the_config_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL 1 has beta in DPOConfig, and max_length instead of max_seq_length in SFTConfig; without beta, the loss differs."""
+
+    @dataclass
+    class StepConfig:
+        beta: float = 0.1
+        max_length: int = 8
+
+    class StepTrainer:
+        def __init__(self, args: StepConfig) -> None: ...
+
+    module = ModuleType("trl.a_trainer")
+    vars(module).update(StepConfig=StepConfig, StepTrainer=StepTrainer)
+    StepTrainer.__module__ = module.__name__
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    called: Any = StepTrainer
+    for name, moved in (("beta", "beta"), ("max_seq_length", "max_length")):
+        cause, how = _explanation(lambda model, name=name: called(**{name: 1})) or ("", "")
+        assert cause == f"StepTrainer of trl {version('trl')} has no argument {name}"
+        assert how.startswith(f"give {moved} to StepConfig, which the trainer gets as args, or install")
+
+
+@pytest.mark.parametrize(
+    ("importer", "code", "absent", "how"),
+    [
+        ("__main__", "from peft import prepare_model_for_int8_training", "prepare_model_for_int8_training", "import prepare_model_for_kbit_training in its place, or install the version of peft for which"),
+        ("__main__", "from peft import an_old_name", "an_old_name", "install the version of peft for which the script was written"),
+        ("__main__", "import peft.an_old_module", "an_old_module", "install the version of peft for which the script was written"),
+        ("trl.trainer", "from peft import an_old_name", "an_old_name", f"trl {version('trl')} needs another version of peft: upgrade trl, or install an older peft"),
+    ],
+)  # fmt: skip
+def test_a_name_that_the_installed_version_does_not_have(
+    importer: str, code: str, absent: str, how: str
+) -> None:
+    """huggingface/peft #3333, transformers #44351, #45278: old releases of PEFT import a class that transformers 5 removed."""
+    cause, fix = _explanation(lambda model: exec(code, {"__name__": importer})) or ("", "")
+    assert cause == f"peft {version('peft')} does not contain {absent}"
+    assert fix.startswith(how)
+
+
+def test_a_name_that_a_module_of_the_script_does_not_have_is_not_explained() -> None:
+    assert _explanation(lambda model: exec("from tests.models import an_old_name")) is None
+
+
+def test_a_missing_package_is_no_missing_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers names CUDA when it lacks triton, fbgemm-gpu or qutlass."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    gpu = MissingGpu(device_profile("a100"))
+    package = ValueError(
+        "MXFP4 quantization requires Triton: CUDA requires Triton >= 3.4.0: `pip install triton`"
+    )
+    assert gpu.explained(package) == ""
+    assert "needs a real NVIDIA A100" in gpu.explained(RuntimeError("No CUDA GPUs are available"))
 
 
 def test_an_argument_of_the_scripts_own_function_has_no_explanation() -> None:

@@ -25,6 +25,9 @@ _ABOUT_GPUS = re.compile(
     r"\b(cuda|gpus?|nvidia|nccl|hip|xpu|mps|accelerator|active drivers)\b|_cuda_", re.IGNORECASE
 )
 _ABOUT_NAMES = (FileNotFoundError, KeyError, ModuleNotFoundError)  # of a file `data/gpu/rows.jsonl`
+_ABOUT_PACKAGES = re.compile(
+    r"(pip|please) install\b", re.IGNORECASE
+)  # "… on CUDA requires fbgemm-gpu: pip install …"
 _ASKING = re.compile(r"\b(is_available|device_count|current_accelerator)\b")
 _INSTEAD = "with --device NAME (t4, h100, …), isotype runs the script's code for this GPU on the CPU"
 
@@ -85,7 +88,8 @@ class MissingGpu:
 
     def explained(self, error: BaseException) -> str:
         """Return a sentence about an error that the missing GPU causes; "" for another error."""
-        about = not isinstance(error, _ABOUT_NAMES) and _ABOUT_GPUS.search(str(error))
+        lacks = isinstance(error, _ABOUT_NAMES) or _ABOUT_PACKAGES.search(str(error))
+        about = not lacks and _ABOUT_GPUS.search(str(error))
         if not self._absent or not (about or self._answered(error)):
             return ""
         place = short_source(line_of(error))

@@ -16,6 +16,7 @@ from isotype.core.names import grouped, plural, short
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import line_of, tensors_at_hand
 from isotype.model.walk import living, name_in_process
+from isotype.records.finding import in_library
 from isotype.records.trace import NO_GRADIENT, NOT_SCALAR, NOTHING_UNSCALED, Trace
 from isotype.report.text import short_source
 from isotype.rules.kit.words import and_others
@@ -66,7 +67,7 @@ def outside(error: BaseException, model: nn.Module, step: Trace) -> Outside:
     floats = ((n, t) for n, t in (states or variables).items() if t.dtype in FLOATS and t.dim())
     tensors = tuple((n, t.dtype, tuple(t.shape), names.get(id(t)) or _elsewhere(t)) for n, t in floats)
     dtypes = {dtype for _, dtype, *_ in tensors}
-    return Outside(source, tensors[:_SHOWN], _help(error, short(source), bool(states), dtypes))
+    return Outside(source, tensors[:_SHOWN], _help(error, source, bool(states), dtypes))
 
 
 def _elsewhere(tensor: torch.Tensor) -> str:
@@ -74,12 +75,13 @@ def _elsewhere(tensor: torch.Tensor) -> str:
     return name_in_process(tensor) if isinstance(tensor, nn.Parameter) else ""
 
 
-def _help(error: BaseException, at: str, optimizes: bool, dtypes: set[torch.dtype]) -> str:
+def _help(error: BaseException, source: str, optimizes: bool, dtypes: set[torch.dtype]) -> str:
     if "ScalarType BFloat16" in str(error):
-        return f"NumPy has no bfloat16: write .float() before .numpy() at {at}"
+        return f"NumPy has no bfloat16: write .float() before .numpy() at {short(source)}"
     if optimizes:
         return "create the optimizer after the last cast of the model, or load the optimizer's state again"
-    return f"cast the tensors to one dtype at {at}" if len(dtypes) > 1 else ""
+    place = f"before {short(source)} gets them" if in_library(source) else f"at {short(source)}"
+    return f"cast the tensors to one dtype {place}" if len(dtypes) > 1 else ""
 
 
 def _without_gradients(error: BaseException, model: nn.Module, names: Mapping[int, str]) -> str:

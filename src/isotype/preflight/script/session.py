@@ -92,8 +92,15 @@ class Session:
         self.safely(end)
 
     def _say_if_nothing_was_seen(self, error: BaseException | None = None) -> None:
-        if self._family.is_top and not self._failed and not self._family.knows("seen"):
+        if not self._family.is_top or self._failed:
+            return
+        if not self._family.knows("seen"):
             self._say(f"{NOTHING_SEEN}: {self._why_nothing(error)}")
+        elif error is not None and not self._family.knows("explained"):
+            why = "this machine lacks a package, or has another version of it"
+            self._say(
+                f"{_ended(error)}: {why if isinstance(error, ImportError) else 'no finding explains this error'}"
+            )
 
     def _why_nothing(self, error: BaseException | None) -> str:
         processes = self._processes
@@ -109,9 +116,7 @@ class Session:
         if self._diagnosis.watch.transformed:
             return "transforms of torch.func (vmap, grad) call the modules, and isotype does not record such calls"
         if error is not None and not started:
-            from isotype.preflight.script.setup_errors import line_of_script  # imports torch, like the script
-
-            return f"{type(error).__name__} at {short_source(line_of_script(error))} ended the script first"
+            return f"{_ended(error)} first"
         ended = " before the recording stopped" if self._diagnosis.watch.notes else ""
         return self._diagnosis.gpu.why_nothing() or (
             f"no module with parameters that require a gradient was called{ended}{started and f', nor{started}'}"
@@ -130,6 +135,12 @@ class Session:
 
     def _say(self, text: str) -> None:
         say(_errors(self._family), f"isotype: {text}")
+
+
+def _ended(error: BaseException) -> str:
+    from isotype.preflight.script.setup_errors import line_of_script  # imports torch, like the script
+
+    return f"{type(error).__name__} at {short_source(line_of_script(error))} ended the script"
 
 
 def _errors(family: Family) -> Console:

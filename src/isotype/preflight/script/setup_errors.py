@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from importlib.metadata import packages_distributions, version
 from traceback import walk_tb
@@ -28,10 +29,13 @@ _OF_KIND: dict[str, Callable[[torch.Tensor], bool]] = {
     "codes": lambda weight: not weight.is_floating_point(),
     "whole": lambda weight: not is_sharded(weight),
 }
-_ADVICE: dict[str, str] = table(__file__, "old_arguments.json")
-"""Argument that a library no longer has -> advice."""
+_ADVICE: dict[str, str] = table(__file__, "old_names.json")
+"""Argument, class, function or module that a library no longer has -> advice."""
 _UNKNOWN = re.compile(
     r"(?P<callee>\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(?P<name>\w+)'"
+)
+_ABSENT = re.compile(
+    r"cannot import name '(?P<name>\w+)' from '(?P<package>\w+)|No module named '(?P<in>\w+)\.(?P<module>[\w.]+)'"
 )
 
 
@@ -43,7 +47,32 @@ def explained(error: BaseException) -> Outside | None:
         if match is not None and words is not None:
             cause, how = (known[part].format(**match.groupdict(), **words) for part in ("cause", "help"))
             return Outside(line_of_script(error), (), how, cause)
-    return _unknown_argument(error)
+    return _absent_name(error) if isinstance(error, ImportError) else _unknown_argument(error)
+
+
+def _absent_name(error: ImportError) -> Outside | None:
+    """Explain a name or module that the installed version of a library does not have; None for other errors."""
+    match = _ABSENT.search(str(error))
+    package = "" if match is None else match["package"] or match["in"]
+    if match is None or (installed := _installed(package)) is None:
+        return None
+    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in walk_tb(error.__traceback__)]
+    importer = next((name for name in reversed(names) if not name.startswith(("importlib", "_frozen"))), "")
+    name = match["name"] or match["module"]
+    advice = f"install the version of {package} for which the script was written"
+    if (other := importer.partition(".")[0]) != package and (library := _installed(other)) is not None:
+        advice = (
+            f"{library} needs another version of {package}: upgrade {other}, or install an older {package}"
+        )
+    elif name in _ADVICE:
+        advice = f"{_ADVICE[name]}, or {advice}"
+    return Outside(line_of_script(error), (), advice, f"{installed} does not contain {name}")
+
+
+def _installed(package: str) -> str | None:
+    """Return the name and installed version of the library that `package` belongs to; None for the script's modules."""
+    distributions = packages_distributions().get(package)
+    return None if distributions is None else f"{package} {version(distributions[0])}"
 
 
 def _unknown_argument(error: BaseException) -> Outside | None:
@@ -53,12 +82,18 @@ def _unknown_argument(error: BaseException) -> Outside | None:
     if match is None or called is None:
         return None
     package, name = called.__module__.partition(".")[0], match["name"]
-    distributions = packages_distributions().get(package)
-    if distributions is None:
+    if (installed := _installed(package)) is None:
         return None
     new, code = RENAMED.get(name, [""])[0], getattr(vars(called).get("__init__", called), "__code__", None)
+    # TRL's trainers have the arguments of a training in a class of the same name: SFTConfig for SFTTrainer.
+    config = getattr(sys.modules[called.__module__], called.__name__.replace("Trainer", "Config"), None)
+    fields = getattr(config, "__dataclass_fields__", {}) if config is not called else {}
     how = f"write {new} in its place" if code and new in code.co_varnames else "leave the argument out"
-    cause = f"{called.__name__} of {package} {version(distributions[0])} has no argument {name}"
+    if moved := next((field for field in (name, new) if field in fields), None):
+        how = (
+            f"give {moved} to {called.__name__.replace('Trainer', 'Config')}, which the trainer gets as args"
+        )
+    cause = f"{called.__name__} of {installed} has no argument {name}"
     other = f"{_ADVICE.get(name, how)}, or install the version of {package} for which the script was written"
     return Outside(line_of_script(error), (), other, cause)
 

@@ -15,7 +15,6 @@ from torch import nn
 
 from isotype.compat.torch import (
     FakeTensor,
-    is_traceable_wrapper_subclass,
     run_backward,
     storage_of,
     unscale_,
@@ -43,7 +42,6 @@ from isotype.core.source import line_of
 from isotype.model.adapters import unmatched
 from isotype.model.boundary import exponent_by_ranges
 from isotype.model.fold import fold
-from isotype.model.shard import is_sharded
 from isotype.records.memory import Memory
 from isotype.records.request import DEEPSPEED, UNSHARDED, LossOf, Setup, StepRequest, named_inputs
 from isotype.records.trace import (
@@ -73,7 +71,7 @@ from isotype.trace.fake.twin import fake_inputs, fake_mode, restore_sharded, twi
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.fake.values import LIMIT
 from isotype.trace.sides import sides_of
-from isotype.trace.weights import memory_kind, state_tensors, tensors_and_weights, weights_of
+from isotype.trace.weights import memory_kind, packed_bytes, state_tensors, tensors_and_weights, weights_of
 
 Change = Callable[[nn.Module], None]
 
@@ -215,12 +213,13 @@ class _Step:
         self.known = _values(named_inputs(request.inputs))
         self.notes: list[str] = []
         self.untraced: dict[str, str] = {DEEPSPEED: UNSHARDED} if setup.deepspeed else {}
-        for parameter in request.model.parameters():
-            # Weights of torchao and quanto have kernels of their own: some of them have no backward.
-            has_kernels: bool = is_traceable_wrapper_subclass(parameter)
-            if has_kernels and not is_sharded(parameter):
+        self.packed: dict[str, int] = {}  # bytes of each weight of torchao or quanto
+        for name, parameter in request.model.named_parameters():
+            if (size := packed_bytes(parameter)) is not None:
+                # Such weights have kernels of their own: some of them have no backward.
                 part = f"the kernels of {type(parameter).__name__} weights"
                 self.untraced[part] = f"they are traced as dense {dtype_name(parameter.dtype)} weights"
+                self.packed[name] = size
         self.hooks = contextlib.ExitStack()
         self.loss: torch.Tensor | None = None
         self.reached: int | None = None
@@ -273,6 +272,7 @@ class _Step:
         ledger = self.recorder.ledger
         for tensor, weight in self.weights:
             kind, held = memory_kind(weight), self.process.held(tensor)
+            held = self.packed.get(weight.name) if held is None else held
             ledger.count(tensor, kind, weight.repeats, held)
             self.recorder.held.setdefault(weight.module, []).append((tensor, kind, weight.repeats, held))
             for state in state_tensors(tensor, self.twin.get_submodule(weight.module)):

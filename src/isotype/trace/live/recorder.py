@@ -37,7 +37,7 @@ from isotype.trace.fake.code import named_tensors
 from isotype.trace.fake.recorder import is_about_dtypes
 from isotype.trace.recorder import ORIGIN, Recorder
 from isotype.trace.taken import DTYPE
-from isotype.trace.weights import memory_kind, state_tensors, tensors_and_weights
+from isotype.trace.weights import memory_kind, packed_bytes, state_tensors, tensors_and_weights
 
 aten = torch.ops.aten
 
@@ -297,7 +297,7 @@ class LiveRecorder(Recorder):
             self.weights.append(weight)
             origin = Origin("buffer" if weight.buffer else "parameter", tensor.dtype, weight.name)
             self._register(tensor, origin)
-            self.ledger.count(tensor, memory_kind(weight))
+            self.ledger.count(tensor, memory_kind(weight), held=packed_bytes(tensor))
             for state in state_tensors(tensor, layer):
                 self.ledger.count(state, "weights")
                 self.mark(state, Origin("state", state.dtype, weight.module, weight.module))
