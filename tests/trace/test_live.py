@@ -340,7 +340,7 @@ def test_a_refusal_above_operators_is_kept_too(watches: list[Watch]) -> None:
 def test_a_fault_of_the_bookkeeping_does_not_reach_the_script(
     watches: list[Watch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise KeyError("a bug of ours")
 
     plain = _train(_block(), 3)
