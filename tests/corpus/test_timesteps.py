@@ -41,9 +41,9 @@ def _rounded_before_it_is_scaled(time: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("read", "time", "cause"),
     [
-        (_rounded, torch.tensor([997.0, 998.4]), "a cast to 16 bits at test_timesteps.py:"),
-        (_rounded, torch.tensor([997, 3]), "a cast to 16 bits at test_timesteps.py:"),
-        (_rounded_before_it_is_scaled, torch.tensor([0.9783, 0.1]), "a cast to 16 bits at "),
+        (_rounded, torch.tensor([997.0, 998.4]), "numbers are rounded to 16 bits at test_timesteps.py:"),
+        (_rounded, torch.tensor([997, 3]), "numbers are rounded to 16 bits at test_timesteps.py:"),
+        (_rounded_before_it_is_scaled, torch.tensor([0.9783, 0.1]), "numbers are rounded to 16 bits at "),
         (_as_given, torch.tensor([997.0, 3.0]).to(BF16), "the input time has 16 bits"),
     ],
 )
@@ -54,7 +54,37 @@ def test_a_timestep_that_16_bits_do_not_hold(
     (finding,) = isotype.check(Timed(read).to(BF16), inputs, device="h100").findings
     assert (finding.code, finding.severity) == ("IST803", "warning")
     assert finding.cause.startswith(cause)
-    assert finding.fixes[0].verified == ("cast" in cause)
+    assert finding.fixes[0].verified == ("rounded" in cause)
+
+
+class Rotated(nn.Module):
+    """Positions beside their frequencies, without a module or buffer for them."""
+
+    def __init__(self, positions: Callable[[int], torch.Tensor]) -> None:
+        super().__init__()
+        self.proj, self.positions = nn.Linear(128, 8), positions
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frequencies = torch.exp(-math.log(10000) * torch.arange(64, dtype=torch.float32) / 64)
+        angles = torch.outer(self.positions(x.shape[1]), frequencies)
+        return self.proj(x * torch.cat([angles, angles], -1).cos().to(x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("positions", "wrong"),
+    [
+        (lambda length: torch.arange(length, dtype=BF16), True),  # nkalyanv99/UNI-D2 #6
+        (lambda length: torch.arange(length) * torch.ones((), dtype=BF16), True),
+        (lambda length: torch.arange(length, dtype=torch.float32), False),
+    ],
+)
+def test_positions_that_16_bits_do_not_hold(positions: Callable[[int], torch.Tensor], wrong: bool) -> None:
+    inputs = {"x": torch.ones(1, 1024, 128, dtype=BF16)}
+    findings = isotype.check(Rotated(positions).to(BF16), inputs, device="h100").findings
+    assert [finding.code for finding in findings] == (["IST803"] if wrong else [])
+    for finding in findings:
+        assert finding.cause.startswith("numbers are rounded to 16 bits at test_timesteps.py:")
+        assert finding.fixes
 
 
 @pytest.mark.parametrize(

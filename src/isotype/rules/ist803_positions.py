@@ -24,7 +24,7 @@ hundred bytes.
 
 **Seen in** EleutherAI/gpt-neox #1003; huggingface/transformers #25681, #29285; huggingface/optimum-habana
 #746; modelscope/DiffSynth-Studio #562, #1025; huggingface/diffusers #9405;
-wfondrie/depthcharge #82.
+wfondrie/depthcharge #82; nkalyanv99/UNI-D2 #6.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _angles(trace: Trace, reported: Collection[str]) -> Iterator[Finding]:
     for at, calls in grouped(off, lambda call: call.rounded_at).items():
         first = max(calls, key=lambda call: call.off)
         if ":" in at:
-            cause = f"a cast to 16 bits at {short(at)}"
+            cause = f"numbers are rounded to 16 bits at {short(at)}"
             keep = fix(f"keep this number in float32 at {short(at)}", "line", (at,), "float32")
         elif at in trace.owners:
             cause = f"the buffer {at} is {dtype_name(trace.owners[at].dtype)}"
@@ -142,12 +142,13 @@ def _angles(trace: Trace, reported: Collection[str]) -> Iterator[Finding]:
             f"{first.op} gets an angle that is wrong by up to {first.off:.2g} radians, because a number was rounded to 16 bits",
             (first, *calls),
             cause=cause,
-            fixes=(keep,),
+            fixes=(keep, advice(first.module, _BY_HAND)),
         )
 
 
 # A sine changes its sign within pi. An error of half a radian stands for another timestep.
 _OFF = 0.5
+_BY_HAND = "compute positions, frequencies and their product in float32, then cast the sines and cosines"
 
 
 def _fixes(rounded: list[Weight]) -> tuple[Fix, ...]:

@@ -34,6 +34,8 @@ aten = torch.ops.aten
 
 LIMIT = 1 << 14
 """Maximum number of elements of a tensor whose value is stored."""
+_MOST_ANGLES = 1 << 18
+"""Maximum number of elements of a tensor whose rounding is followed: the angles of 4,096 positions in heads of 128."""
 
 _GUESSED = "_isotype_guessed"
 _LARGE = "_isotype_large"
@@ -86,7 +88,7 @@ class Values:
         """Store the value of a fake tensor. A value with more than `LIMIT` elements needs `counted=True`, or is an expanded mask."""
         if value.layout != torch.strided or value.device.type != "cpu":
             return
-        if value.numel() <= LIMIT:
+        if value.numel() <= (_MOST_ANGLES if hasattr(value, _EXACT) else LIMIT):
             setattr(tensor, VALUE, value)
         elif counted or hasattr(value, _LARGE):
             setattr(tensor, _LARGE, value)
@@ -183,19 +185,24 @@ class Values:
         self, func: Any, args: Any, kwargs: Any, tensors: Any, value: Any, source: str
     ) -> None:
         """Compute an operator's result without rounding to 16 bits, and store it as an attribute of `value`."""
-        exact_operands = (getattr(self.of(tensor), _EXACT, None) for _, tensor in tensors)
-        rounded = [exact[1] for exact in exact_operands if exact is not None]
-        cast = func is aten._to_copy.default and value.dtype in HALVES
-        small = isinstance(value, torch.Tensor) and value.numel() <= LIMIT
-        if not small or not (rounded or cast) or not value.is_floating_point():
+        operands = [self.of(tensor) for _, tensor in tensors]
+        rounded = [getattr(operand, _EXACT)[1] for operand in operands if hasattr(operand, _EXACT)]
+        small = isinstance(value, torch.Tensor) and value.numel() <= _MOST_ANGLES
+        if not small or not value.is_floating_point() or any(operand is None for operand in operands):
             return
+        # A cast, and an operator that returns integers in 16 bits (`arange`, or their product with a number).
+        begins = value.dtype in HALVES and not any(tensor.dtype in HALVES for _, tensor in tensors)
+        if not rounded and not begins and func is not aten._to_copy.default:
+            return
+        if begins and not tensors:
+            kwargs = {**kwargs, "dtype": torch.float64}
 
         def exact_of(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return torch.float64 if leaf in HALVES or leaf is torch.float32 else leaf
             operand = self.of(leaf)
             assert operand is not None
-            exact = operand.double() if operand.is_floating_point() else operand
+            exact = operand.double() if operand.is_floating_point() or begins else operand
             return getattr(operand, _EXACT, (exact,))[0]
 
         with without_modes():
