@@ -11,9 +11,17 @@ from isotype.train.dialects.reader import tables
 
 PAGE = Path(__file__).parents[3] / "docs" / "dialects.md"
 ROWS = (
-    ("idle", "No effect", "The training is the same without these names, for the reason after them:"),
-    ("differs", "Not done", "isotype trains without these settings, for the reason after them:"),
-    ("refused", "Refused", "isotype refuses a file that sets one of these names, and expects instead:"),
+    ("idle", "No effect", "The training is the same without these settings. The reason follows the names:"),
+    (
+        "differs",
+        "Not done",
+        "isotype trains without these settings, and prints what it does instead, which follows the names:",
+    ),
+    (
+        "refused",
+        "Refused",
+        "isotype refuses a file with one of these settings. It supports what follows the names:",
+    ),
 )
 BLOCK = re.compile(r"(<!-- names of other trainers: [^\n]* -->\n).*?(<!-- end of the names -->)", re.S)
 
@@ -34,7 +42,7 @@ def _of(table: dict[str, Any]) -> str:
         f"## {table['title']}",
         f"**The same name in isotype.** {_listed([name for name, _, ours in pairs if not ours])}.",
         f"**Another name in isotype.** {_listed([f'{name}` → `{ours}' for name, _, ours in pairs if ours])}.",
-        f"**Read together.** isotype derives its arguments from several of these names at once: {_listed(ruled)}.",
+        f"**Read together.** isotype combines several of these settings into one argument, or uses only some of their values: {_listed(ruled)}.",
     ]
     for kind, title, lead in ROWS:
         lines = [

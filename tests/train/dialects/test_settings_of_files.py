@@ -131,9 +131,9 @@ def test_the_settings_are_those_of_our_own_flags(folder: Path, caplog: pytest.Lo
         "empty line and the input\n"
         "  sequence_len: not done; rows that are too long are cut, not dropped\n"
         "  model_type: no effect: the files of the checkpoint name its classes and its tokenizer\n"
-        "  flash_attention: no effect: isotype uses torch's FlashAttention if the GPU supports it (--attn_implementation "
-        "selects another)\n"
-        "  dataset_prepared_path: no effect: isotype stores no prepared data"
+        "  flash_attention: no effect: isotype uses torch's FlashAttention if the GPU supports it "
+        "(isotype's flag --attn_implementation selects another attention)\n"
+        "  dataset_prepared_path: no effect: isotype reads, mixes and packs the rows itself, and stores no prepared data"
     ]
 
 
@@ -225,6 +225,7 @@ def test_every_reason_is_said_at_once(folder: Path) -> None:
             "dataset: pairs: prompts and answers\n    expected  rows that isotype kto reads",
         ),
         ({"pref_loss": "orpo"}, "dpo", "pref_loss: orpo"),
+        ({"adapter_folder": "a"}, "dpo", "adapter_folder: a\n    expected  the whole path of the adapter"),
         ({"lora_ranks": 4}, "dpo", "lora_ranks\n    expected  a known name: "),
     ],
 )
