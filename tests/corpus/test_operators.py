@@ -52,6 +52,16 @@ def test_a_function_that_takes_float32_only(name: str, device: str) -> None:
     assert isotype.check(Then(REFUSE[name], FP32), given(FP32), device=device).ok
 
 
+def test_least_squares_of_two_dtypes() -> None:
+    """Only one operand was cast to float32."""
+    module = Then(lambda h: torch.linalg.lstsq(h.float(), h).solution)
+    report = isotype.check(module, given(), device="cpu")
+    (finding,) = report.errors
+    assert (finding.code, "bfloat16" in finding.cause, report.trace.failure) == ("IST109", True, None)
+    assert any(fix.verified for fix in finding.fixes)
+    assert not any("to bfloat16" in fix.description for fix in finding.fixes)
+
+
 @pytest.mark.parametrize("other", [torch.complex128, FP32])
 @pytest.mark.parametrize(
     "act", [torch.matmul, nnf.linear, lambda a, b: a[0].index_put((torch.arange(4),), b[:4])]

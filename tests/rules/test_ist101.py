@@ -239,3 +239,16 @@ def test_numpy_is_named_where_its_array_becomes_a_tensor(dtype: type, name: str)
     (finding,) = verified(Scheduled(dtype), inputs, "IST101")
     assert finding.cause.startswith(f"a tensor from NumPy is {name}, first used at test_ist101.py:")
     assert finding.fixes[0].verified
+
+
+def test_norms_and_biases_that_one_loop_has_cast_are_one_finding() -> None:
+    """`for p in model.parameters(): if p.ndim == 1: p.data = p.data.float()`, as before a k-bit training."""
+    model = wide_norms()
+    model.layers[1].proj.bias = None  # type: ignore[union-attr]
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data = parameter.data.float()
+    (finding,) = verified(model, ids(), "IST101")
+    first = next(fix for fix in finding.fixes if fix.scope == "model")
+    assert (first.safety, first.verified) == ("safe", True)
+    assert first.description.endswith("inputs and outputs, and return each norm's output in bfloat16")

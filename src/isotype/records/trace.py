@@ -58,6 +58,9 @@ PARAM_DTYPE, OUTPUT_DTYPE = FSDP_CASTS = "FSDP's param_dtype", "FSDP's output_dt
 UNSAFE = "is unsafe to autocast"
 """Part of torch's error for a function that is forbidden under autocast; the message of the `Breach` contains it."""
 
+ONLY_WIDE = "types other than float and double"
+"""Part of torch's error for a function without 16-bit kernels (`torch.linalg.lstsq`)."""
+
 ATTENTION = "torch.scaled_dot_product_attention"
 NO_ATTENTION_KERNEL = "No available kernel. Aborting execution."
 """Message of a `Breach` if no enabled kernel of attention accepts the operands."""

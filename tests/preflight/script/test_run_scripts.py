@@ -785,8 +785,7 @@ for _ in range(3): step()
     assert ("= cause  none of its 2 parameters has a gradient anymore" in err) == (not new)
 
 
-@pytest.mark.parametrize("flag", ["bf16_full_eval", "fp16_full_eval"])
-@pytest.mark.parametrize("first", ["evaluates", "trains"])
+@pytest.mark.parametrize(("flag", "first"), [("bf16_full_eval", "evaluates"), ("fp16_full_eval", "trains")])
 def test_a_cast_in_an_evaluation_is_named(runs: Runs, flag: str, first: str) -> None:
     dtype = {"b": "bfloat16", "f": "float16"}[flag[0]]
     script = f"""

@@ -272,3 +272,14 @@ def test_processes_that_send_different_dtypes() -> None:
         )
     ) or ("", "")
     assert cause.startswith("one process sends a tensor of dtype BFloat16, and another process sends Float")
+
+
+def test_a_hook_that_casts_a_gradient_is_named() -> None:
+    def backward(model: nn.Module) -> None:
+        hidden = model(torch.ones(1, 2))
+        hidden.register_hook(lambda gradient: gradient.bfloat16())
+        hidden.sum().backward()
+
+    cause, how = _explanation(backward, nn.Linear(2, 2)) or ("", "")
+    assert cause.startswith("the hook <lambda> gets a gradient torch.FloatTensor, and returns a gradient ")
+    assert how.startswith("return the gradient in the dtype that the hook gets")

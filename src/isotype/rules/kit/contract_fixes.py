@@ -12,7 +12,7 @@ from isotype.records.finding import Fix, Safety, in_library
 from isotype.records.trace import Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit.groups import SCATTERS, Group, per_trace
 from isotype.rules.kit.weight_sets import count, main_dtype, quantized, trained
-from isotype.rules.kit.words import advice, fix
+from isotype.rules.kit.words import actions, advice, fix
 
 
 def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
@@ -142,12 +142,20 @@ def _parameter_fixes(trace: Trace, group: Group, blamed: Sequence[Weight], expec
     if all(weight.kind == "norm" for weight in weights):
         yield fix(f"return each {first.module_class}'s output in {expected}", "output", modules, expected)
     elif all(modules) and (group.refused != "dtype" or _runs_in(group, modules)):
-        what = listed(modules, 2)
-        if (len(modules) > 1 or "*" in what) and len({weight.module_class for weight in weights}) == 1:
-            what = f"each {first.module_class} of {what}"
-        its = "their" if len(modules) > 1 and not what.startswith("each") else "its"
+        norms = {starred(weight.module) for weight in weights if weight.kind == "norm"}
+        norms -= {starred(call.module) for call in group.calls}  # norms that accept these dtypes
+        inside = [module for module in modules if starred(module) not in norms]
+        what = listed(inside, 2)
+        classes = {weight.module_class for weight in weights if starred(weight.module) not in norms}
+        if (len(inside) > 1 or "*" in what) and len(classes) == 1:
+            what = f"each {classes.pop()} of {what}"
+        its = "their" if len(inside) > 1 and not what.startswith("each") else "its"
         text = f"let {what} compute in {expected} and cast {its} inputs and outputs"
-        yield fix(text, "boundary", modules, f"compute:{expected}")
+        compute = actions("boundary", inside, f"compute:{expected}")
+        if norms:
+            text += f", and return each norm's output in {expected}"
+        outputs = actions("output", [module for module in modules if module not in inside], expected)
+        yield Fix(text, "safe", actions=(*compute, *outputs))
     if not lossless:
         yield cast
 

@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import grouped, starred
-from isotype.records.trace import Call, Operand, Origin, Trace, Weight
+from isotype.records.trace import ONLY_WIDE, Call, Operand, Origin, Trace, Weight
 from isotype.trace.sides import Sides, is_adapter, sides_of
 
 Stage = Literal[
@@ -258,7 +258,8 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
 
 def _without_kernel(call: Call) -> list[Operand]:
     """Return the float operands with the dtype in the device's error: `not implemented for 'BFloat16'`."""
-    named = dtypes_in(_NO_KERNEL.search(call.breach.message if call.breach is not None else ""))
+    message = call.breach.message if call.breach is not None else ""
+    named = frozenset(HALVES) if ONLY_WIDE in message else dtypes_in(_NO_KERNEL.search(message))
     return [operand for operand in call.floats if operand.dtype in named]
 
 
@@ -305,7 +306,10 @@ def _key(cause: Origin, owners: Mapping[str, Weight]) -> tuple[str, ...]:
         return (cause.kind, dtype_name(cause.dtype))
     if cause.kind in ("parameter", "buffer"):
         owner = owners.get(cause.name)
-        return (cause.kind, dtype_name(cause.dtype), owner.module_class if owner else "")
+        # One loop may have cast all norms and biases: `if parameter.ndim == 1`.
+        vector = owner is not None and not (owner.adapter or owner.buffer) and len(owner.shape) == 1
+        kind = "vector" if vector else owner.module_class if owner else ""
+        return (cause.kind, dtype_name(cause.dtype), kind)
     if cause.kind == "input":
         return (cause.kind, starred(cause.name))
     return (cause.kind, cause.source, dtype_name(cause.dtype))

@@ -43,7 +43,7 @@ from isotype.core.operators import (
     tensors_in,
 )
 from isotype.core.source import condition_at, raising_line, shown, tensors_at_hand
-from isotype.records.trace import SHARED, UNSAFE, Breach, Failure, Origin
+from isotype.records.trace import ONLY_WIDE, SHARED, UNSAFE, Breach, Failure, Origin
 from isotype.trace.fake.arguments import (
     as_measured,
     cast_result,
@@ -430,7 +430,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if edited is not None:
             return edited
         widest, side = max(floats, key=attrgetter("itemsize")), self._side(tensors)
-        target = cast or (torch.float32 if alone else side if side in floats else widest)
+        wide = alone or ONLY_WIDE in str(error)
+        target = cast or (torch.float32 if wide else side if side in floats else widest)
         breach = Breach(first_line(error), False, target)
         self.note(name, tensors, breach)
         return target

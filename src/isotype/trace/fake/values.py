@@ -26,6 +26,7 @@ from isotype.compat.torch import (
 from isotype.core.dtypes import HALVES
 from isotype.core.operators import leaves, operator_name
 from isotype.precision.devices.simulated import VALUE
+from isotype.records.trace import ONLY_WIDE
 from isotype.trace.fake.arguments import map_leaves
 from isotype.trace.fake.twin import fake_like
 from isotype.trace.fake.unknown import Numbers
@@ -376,7 +377,7 @@ def _lstsq(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> Any:
     if a.dtype != b.dtype:
         raise RuntimeError("torch.linalg.lstsq: Expected input and other to have the same dtype")
     if a.dtype in HALVES:
-        raise RuntimeError("This function doesn't handle types other than float and double")
+        raise RuntimeError(f"This function doesn't handle {ONLY_WIDE}")
     batch, columns, none = a.shape[:-2], a.shape[-1], a.new_empty(0).abs()
     vector = b.dim() == 1 or b.shape == a.shape[:-1]
     solution = b.new_empty((*batch, columns) if vector else (*batch, columns, b.shape[-1]))
