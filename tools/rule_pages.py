@@ -22,8 +22,7 @@ def _index(rules: Sequence[Rule]) -> str:
     lines = [
         "# Rules",
         "",
-        "What `isotype check` finds. `isotype explain CODE` prints a page in the terminal. These pages are written by",
-        "`python -m tools.rule_pages` from the docstrings of `isotype.rules`.",
+        "Each page describes a problem that `isotype check` reports. `isotype explain CODE` prints a page in the terminal.",
     ]
     for family, about, some in by_family(rules):
         lines += ["", f"## {family}xx: {about}", ""]

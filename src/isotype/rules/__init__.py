@@ -13,15 +13,15 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.groups import rule_modules
 
 FAMILIES: Mapping[str, str] = {
-    "IST1": "operands that crash",
-    "IST2": "silent promotion and its cost",
+    "IST1": "operators that raise errors",
+    "IST2": "dtypes that cost time or memory",
     "IST3": "trainable parameters, optimizer, loss scaling",
     "IST4": "quantization state",
     "IST5": "checkpoint, merge, export, resume",
     "IST6": "hardware and versions",
     "IST7": "distributed",
-    "IST8": "range",
-    "IST9": "dependence: which inputs change which outputs",
+    "IST8": "range and precision of values",
+    "IST9": "inputs and weights that change the wrong outputs, or none",
 }
 """The topic of each family of rules. The rules of a family have codes that start with the same prefix."""
 

@@ -2,9 +2,9 @@
 **What it means.** A matmul, or another operator that needs operands of one dtype, gets operands of two dtypes.
 PyTorch promotes dtypes in elementwise operators but never in matmuls, so the step crashes at the matmul.
 
-**Why it happens.** Something before the operator changed the dtype: a norm with a float32 weight (`weight * hidden` is
-then float32), an embedding that was upcast, or a `.float()` in a custom layer. Or one weight has another dtype than the
-other weights.
+**Why it happens.** A module before the operator returned another dtype: a norm with a float32 weight, whose result
+`weight * hidden` is float32; an embedding that other code cast to float32; or a custom layer that calls `.float()`. Or
+one weight has another dtype than the other weights.
 
 **An example that fails**
 
@@ -12,14 +12,14 @@ other weights.
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.data = parameter.data.float()
-    model(**batch)   # expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16
+    model(**batch)   # q_proj: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16
 
 **Repaired**
 
-    isotype.repair(model, isotype.check(model, batch))   # each norm returns bfloat16 again
+    isotype.repair(model, isotype.check(model, batch))   # casts the norms' outputs to bfloat16
 
-**How safe is the fix?** The fix casts the output of each norm to the compute dtype, as the norms of 16-bit models do.
-No stored value changes. A fix that casts a parameter to a narrower dtype is marked as unsafe.
+**How safe is the fix?** Safe: a cast of a module's inputs or outputs, or at a line, changes no stored weight. Unsafe: a
+cast of a stored weight that may round its values. `isotype.repair` makes an unsafe cast only with `unsafe=True`.
 
 **Seen in** NVIDIA-NeMo/Automodel #1622, #1540, #1633; huggingface/transformers #29974, #25598.
 """

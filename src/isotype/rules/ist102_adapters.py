@@ -1,6 +1,6 @@
 """
-**What it means.** The weights of an adapter have another dtype than their input, and no code casts the input. An
-adapter is a LoRA, a LoKr, DoRA's magnitude, a prompt, or a trained copy of a module (`modules_to_save`).
+**What it means.** An adapter's weights have another dtype than their layer's input, and no code casts this input.
+Adapters are the weights of LoRA, LoKr, DoRA and prompt tuning, and trained copies of modules (`modules_to_save`).
 
 **Why it happens.** Adapters should be float32, because the optimizer updates them. A 16-bit layer has to cast its
 input to the adapter's dtype, and cast the adapter's result back to 16 bits, as PEFT's layers do. Custom
@@ -15,11 +15,11 @@ adapter in another dtype than the base, or if `cast_input_dtype_enabled` is off.
 
 **Repaired**
 
-    isotype.repair(model, isotype.check(model, batch))  # the layer computes in bfloat16, its masters stay float32
+    isotype.repair(model, isotype.check(model, batch))  # the layer computes in bfloat16; lora_a, lora_b stay float32
 
-**How safe is the fix?** With the fix, the adapter's matmuls run in the compute dtype, as under autocast. The adapter's
-float32 weights do not change. A fix that casts these weights to bfloat16 is marked as unsafe, because bfloat16 loses
-small updates (IST801).
+**How safe is the fix?** Safe: for each matmul, the fix casts the adapter's float32 weights to the compute dtype, as
+autocast does. The stored weights do not change. Unsafe: a cast of the stored weights to bfloat16, because bfloat16
+loses small updates (IST801).
 
 **Seen in** NVIDIA-NeMo/Automodel #1540; huggingface/peft #1172, #1249; axolotl #3310.
 """

@@ -2,9 +2,9 @@
 **What it means.** `index_put`, `index_add`, `scatter` and `masked_scatter` write rows into a tensor, and the
 rows must have the dtype of this tensor.
 
-**Why it happens.** A mixture of experts collects the experts' results in a buffer of another dtype, such as the router's
-float32. Or a vision-language model writes image features into token embeddings of another dtype.
-Or a cache was allocated in one model's dtype, and a model of another dtype writes into the cache.
+**Why it happens.** A mixture of experts collects its experts' results in a bfloat16 buffer, but the router's float32
+weights make the results float32. Or a vision-language model writes image features into token embeddings of another
+dtype. Or a cache was allocated in one model's dtype, and a model of another dtype writes into the cache.
 
 **An example that fails**
 
@@ -15,8 +15,9 @@ Or a cache was allocated in one model's dtype, and a model of another dtype writ
 
     combined.index_add_(0, rows, (expert(hidden[rows]) * weights).to(combined.dtype))
 
-**How safe is the fix?** The result is rounded once before it is written into the buffer, as every result of a 16-bit
-operator is rounded. If a module returns outputs in another dtype, the fix casts these outputs to the compute dtype.
+**How safe is the fix?** Safe: the rows are rounded once, as every result of a 16-bit operator. If a module returns the
+rows, `isotype.repair` casts its outputs. Otherwise edit the line that the report names, or create the cache in the
+model's dtype.
 
 **Seen in** hiyouga/LLaMA-Factory #5943, #3807; pytorch/torchtitan #2389; OneTrainer #824; pytorch/torchtune
 #1349.

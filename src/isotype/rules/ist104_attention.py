@@ -14,8 +14,8 @@ returns float32. Or the mask or the cache was created in another dtype.
 
     query, key = query.to(value.dtype), key.to(value.dtype)
 
-**How safe is the fix?** The fix casts query and key once, after the rotation in float32. Most models do the same.
-FlashAttention needs the cast, because it accepts only 16-bit dtypes.
+**How safe is the fix?** Safe: a cast of query and key after the rotation, of a norm's output, or of a mask changes no
+stored value, nor does a new cache in the query's dtype. Unsafe: a cast of a stored rotary table that rounds the table.
 
 **Seen in** huggingface/trl #1460; unslothai/unsloth #827; huggingface/transformers #25598.
 """

@@ -1,9 +1,9 @@
 """
 **What it means.** The forward runs, but an operator of the backward gets operands of two dtypes and raises an error.
 
-**Why it happens.** The backward of a custom `autograd.Function` dequantizes a weight to the dtype in its quantization
-state. The dequantized weight then has the checkpoint's dtype, and the Function multiplies this weight by a gradient in
-the compute dtype. Or the forward ran under autocast, but the backward runs outside of autocast.
+**Why it happens.** The backward of a custom `autograd.Function` dequantizes a packed weight to the dtype that is stored
+beside it (bitsandbytes: `quant_state.dtype`). This is the checkpoint's dtype, but the Function multiplies the
+dequantized weight by a gradient in the compute dtype. Or only the forward ran under autocast.
 
 **An example that fails**
 
@@ -14,11 +14,11 @@ the compute dtype. Or the forward ran under autocast, but the backward runs outs
 
 **Repaired**
 
-    model = isotype.load(path, policy)      # the user's dtype reaches the quantization state
+    model = isotype.load(path, policy)      # sets quant_state.dtype; policy: see isotype.resolve_precision
     # or, in the Function: torch.amp.custom_fwd / custom_bwd, and weight.to(grad.dtype)
 
-**How safe is the fix?** One fix changes the dtype in the quantization state. The packed codes and their scales stay the
-same. isotype cannot change the Function: you have to write the casts in its backward.
+**How safe is the fix?** Safe: a new `quant_state.dtype` changes neither the packed codes nor their scales. isotype
+cannot change the Function: write a cast in its backward, or use `custom_bwd`, which restores the forward's autocast.
 
 **Seen in** unslothai/unsloth #4005, #4918, #5766, #212;
 pytorch/ao #4616; unslothai/unsloth #320.

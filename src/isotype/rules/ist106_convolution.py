@@ -14,8 +14,8 @@ stays in float32, and the pixels were cast to 16 bits like the rest of the model
 
     batch["pixel_values"] = batch["pixel_values"].to(model.dtype)
 
-**How safe is the fix?** A cast to bfloat16 rounds each normalised pixel once. A pixel has 8 bits, and bfloat16 has 8
-significant bits.
+**How safe is the fix?** Safe: a cast of the pixels to bfloat16 rounds them by at most 0.2 %; a cast of 16-bit pixels to
+float32 is exact. Unsafe: a cast of the convolution's weight that may round its values.
 
 **Seen in** OpenGVLab/InternVL #602; haotian-liu/LLaVA #1712; kohya-ss/sd-scripts #1562; unslothai/unsloth
 #5313.

@@ -12,10 +12,11 @@ without autocast in a callback, in a pipeline and after training.
 
 **Repaired**
 
-    isotype.enforce(model, policy)   # the modules' boundaries cast; no autocast needed
+    isotype.enforce(model, policy)   # casts at the modules' borders; policy: see isotype.resolve_precision
     # or: with torch.autocast(device, dtype): model.generate(**prompt)
 
-**How safe is the fix?** `isotype.enforce` casts only the inputs and outputs of modules, never stored weights.
+**How safe is the fix?** Safe: autocast and casts of a module's inputs and outputs change no stored weight.
+`isotype.enforce` also casts frozen weights to the policy's dtype; this is exact for weights of a 16-bit checkpoint.
 
 **Seen in** huggingface/trl #1203; huggingface/diffusers #10617; hiyouga/LLaMA-Factory #5480;
 unslothai/unsloth #3723.

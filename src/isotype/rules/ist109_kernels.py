@@ -3,8 +3,8 @@
 
 **Why it happens.** Linear algebra (SVD, inverse, eigenvalues), Fourier transforms, quantiles, histograms and some
 losses exist in float32 and float64 only. On a GPU, products with a sparse matrix also have no 16-bit kernel. Other
-operators do not support float16 on a CPU, or bfloat16 on an older GPU. On a GPU, autocast refuses
-`binary_cross_entropy` even for float32 operands: after a cast from float16, the gradients are float16 and can overflow.
+operators do not support float16 on a CPU, or bfloat16 on an older GPU. On a GPU, `binary_cross_entropy` raises an error
+under autocast, because its float16 gradients could overflow.
 
 **An example that fails**
 
@@ -14,7 +14,9 @@ operators do not support float16 on a CPU, or bfloat16 on an older GPU. On a GPU
 
     torch.linalg.svd(weight.float()).U.to(weight.dtype)
 
-**How safe is the fix?** A float32 result that is rounded once is more exact than the result of any 16-bit kernel.
+**How safe is the fix?** Safe: the operator computes in float32 (a sparse product or `binary_cross_entropy` outside of
+autocast), and its result is rounded once. Also safe: the same loss from logits, by `binary_cross_entropy_with_logits`.
+Unsafe: a cast of a trained weight, or of a weight that may be rounded.
 
 **Seen in** huggingface/peft #1052; arcee-ai/mergekit #304; h2oai/h2o-llmstudio #233; tloen/alpaca-lora #308;
 pytorch/pytorch #61098, #117844, #144040; cai4cai/torchsparsegradutils #53; thuml/Time-Series-Library #761;

@@ -1,6 +1,6 @@
 """
-**What it means.** The fused kernels of layer norm and similar norms need weight and bias in the input's
-dtype. Some devices also accept a float32 weight and bias. Any other dtype raises an error.
+**What it means.** The fused kernels of layer norm and similar norms need weight and bias in the input's dtype. Some
+kernels also accept a float32 weight and bias, such as layer norm on a CPU. Any other dtype raises an error.
 
 **Why it happens.** The norm's weights were cast to float32 for stability, but its input stayed in 16 bits. Or the
 weight was cast, but not the bias.
@@ -16,7 +16,8 @@ weight was cast, but not the bias.
 
     isotype.repair(model, isotype.check(model, batch))
 
-**How safe is the fix?** With the fix, the norm computes in its input's dtype. The norm's stored weight does not change.
+**How safe is the fix?** Safe: the norm computes in its input's dtype, and its kernel still adds up in float32. Unsafe:
+a cast of the norm's stored weight or bias that may round its values.
 
 **Seen in** tloen/alpaca-lora #313; unslothai/unsloth-zoo #680; huggingface/transformers #30945.
 """

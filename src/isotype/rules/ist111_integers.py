@@ -3,10 +3,10 @@
 table that the operator reads, or the operator does not accept the tensor's dtype.
 
 **Why it happens.** An index is too large if a token was added to the tokenizer but the embeddings were not resized, if
-rows are longer than the table of positions, or if labels are not below the number of classes. The dtype is wrong if
-NumPy's labels are int32, if the mask in `1 - mask` is bool, or if integer one-hot rows are multiplied with a float
-weight. On a GPU, two integer matrices cannot be multiplied. Code that casts a whole batch to a float dtype also casts
-its token ids, labels and masks.
+rows are longer than the table of positions, or if labels are not below the number of classes. A dtype is refused if
+labels from NumPy are int32, if a bool mask is subtracted (`1 - mask`), if integer one-hot rows are multiplied with a
+float weight, or if two integer matrices are multiplied on a GPU. Code that casts a whole batch to a float dtype also
+casts its token ids, labels and masks.
 
 **Why it is bad.** The step fails. On a GPU, the error comes at a later line: `CUDA error: device-side assert triggered`.
 
@@ -19,10 +19,12 @@ its token ids, labels and masks.
 
     model.resize_token_embeddings(len(tokenizer))
 
-**What is not reported.** Indices that are computed from weights, because a check does not know the weights' values.
+**What is not reported.** The check does not know the weights' values. Therefore it does not report indices that depend
+on weights, such as the experts that a router chooses.
 
-**How safe is the fix?** If the fix adds rows to an embedding, the new rows are random. These rows have to be trained,
-and saved with the adapter (`modules_to_save`, `trainable_token_indices`).
+**How safe is the fix?** Safe: you edit the code or the data. New rows of an embedding are random: train them, and save
+them with the adapter (`modules_to_save`, `trainable_token_indices`). Shorter rows lose tokens. Casts of int32 and bool
+tensors are exact, but no cast restores ids that a float dtype has rounded.
 
 **Seen in** huggingface/transformers #11102, #12763; mickeysjm/R-BERT #5; meta-llama/llama-cookbook #189;
 deepspeedai/DeepSpeed #5701; QwenLM/Qwen3 #44; intel/auto-round #1380.

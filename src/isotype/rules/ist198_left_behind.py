@@ -1,9 +1,9 @@
 """
-**What it means.** The check could not restore all state that the step's code assigned during the trace.
+**What it means.** The check could not restore all state that the step's code assigned while the check ran this code.
 
-**Why it happens.** A trace runs the loss and the model's code on fake tensors. After the trace, the check restores
-the state that the code assigned: attributes, globals, containers, memoized results. The check cannot rewind a Python
-generator or restore state inside of another library's objects. The check examines only a limited number of objects.
+**Why it happens.** The check runs the loss and the model's code on fake tensors, which have no values. Then it restores
+the state that the code assigned: attributes, globals, containers, memoized results. It cannot restore items that a
+Python generator has yielded, state inside of another library's objects, and objects beyond the 20,000 that it visits.
 
 **An example**
 

@@ -9,8 +9,8 @@ part of the step before the error was checked.
 - a library is missing;
 - the inputs do not fit the model.
 
-The finding is an error if the real step very likely raises the same error, such as an error about dtypes. Otherwise the
-finding is a warning.
+The finding has the severity "error" if the real step very likely raises the same exception, for example an exception
+about dtypes. Otherwise the severity is "warning".
 
 **An example**
 
@@ -20,9 +20,9 @@ finding is a warning.
 
     isotype.check(Pooled(), {"x": x})
 
-**What to do.** Run the real step with `isotype run train.py`, which records the step without fake tensors. Call
-`check` with inputs that the model accepts. For a kernel of your own, register a fake implementation
-(`torch.library.register_fake`).
+**What to do.** If a size depends on values, record the real step with `isotype run train.py`. For a kernel of your own,
+register a fake implementation (`torch.library.register_fake`). Install a missing library. Call `check` with inputs that
+the model accepts.
 
 **How safe is the fix?** isotype changes nothing for this finding.
 

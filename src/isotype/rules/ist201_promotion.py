@@ -1,13 +1,13 @@
 """
-**What it means.** Matmuls run in a wider dtype than the compute dtype. Nothing crashes, because all operands of such a
-matmul have the same wide dtype. But the matmul runs at the lower rate of this dtype.
+**What it means.** Matmuls run in a wider dtype than the compute dtype. No error is raised, because all operands of such
+a matmul have the same wide dtype. But the device computes more slowly in this dtype.
 
 **Why it is bad.** On a GPU with tensor cores, a float32 matmul without TF32 runs at 1/8 to 1/30 of the rate of
 a 16-bit matmul, and float32 attention has no flash kernel. Every float32 operand takes twice the memory.
 
-**Why it happens.** A float32 embedding, norm or head (`prepare_model_for_kbit_training`), a float32 input, or a
-`.float()` in a custom layer makes the hidden states float32. A quantized layer casts a float32 input to the layer's
-compute dtype, and casts the result back to float32.
+**Why it happens.** The hidden states become float32 through a float32 embedding, norm or head (as after
+`prepare_model_for_kbit_training`), a float32 input, or a `.float()` in a custom layer. A quantized layer casts a
+float32 input to the layer's compute dtype, and casts the result back to float32.
 
 **An example that costs**
 
@@ -16,18 +16,18 @@ compute dtype, and casts the result back to float32.
 
 **Repaired**
 
-    isotype.enforce(model, policy)                     # the dtypes of the policy again
+    isotype.enforce(model, policy)     # casts back to the policy's dtypes; policy: see isotype.resolve_precision
 
 **What is not reported.**
 
-- matmuls that autocast runs in float32 on purpose, matmuls of adapters and of optimizers, and products of routers (IST806);
+- matmuls of tensors that autocast computes in float32, of adapters, of the optimizer's step, and of routers (IST806);
 - quantized layers with a wide compute dtype (IST404);
-- casts in the fused loss of TRL, and casts in published transformers models (routers, state-space scans);
+- matmuls in TRL's fused loss, and matmuls of tensors that transformers' code of a model casts to float32;
 - matmuls on a device without instructions for the compute dtype (IST601, IST602), where float32 is faster;
-- matmuls with less than 2 % of the step's FLOPs, unless they make the step at least 1.1 times slower.
+- matmuls with less than 2 % of the step's FLOPs, unless their low rate makes the step at least 1.1 times slower.
 
-**How safe is the fix?** A fix that switches autocast on or casts outputs changes no stored weight. A cast of a weight
-to a narrower dtype is safe if that dtype represents every value of the weight; otherwise it is unsafe.
+**How safe is the fix?** Safe: autocast and casts of outputs change no stored weight. A cast of a weight to a narrower
+dtype is safe if that dtype represents every value of the weight; otherwise it is unsafe.
 
 **Seen in** huggingface/transformers #25598; bitsandbytes #1515, #1569; unslothai/unsloth #1186.
 """

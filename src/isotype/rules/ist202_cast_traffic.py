@@ -1,10 +1,9 @@
 """
-**What it means.** The same tensors are cast from one float dtype to another at every step. Autocast casts
-frozen float32 weights to 16 bits at each matmul, or PEFT casts an adapter's input to float32 and
-autocast casts the input back to 16 bits.
+**What it means.** The same tensors are cast at every step. Either autocast casts frozen float32 weights to 16 bits at
+each matmul, or PEFT casts the input of a LoRA layer to float32 and autocast casts it back to 16 bits.
 
-**Why it is bad.** A cast reads and writes every element and computes nothing. Autocast caches its casts of trainable
-weights for the whole step. Autocast casts frozen weights at every use, and again when gradient checkpointing recomputes
+**Why it is bad.** A cast reads and writes every element and computes nothing. Autocast keeps the casts of trainable
+weights for the whole step, but it casts frozen weights at every use, and again when gradient checkpointing recomputes
 their layer. The float32 weights take twice the memory, but the matmuls never use the additional digits.
 
 **An example that costs**
@@ -12,18 +11,19 @@ their layer. The float32 weights take twice the memory, but the matmuls never us
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        model(**batch)                       # 6 bytes of traffic a parameter, each step
+        model(**batch)                       # a cast reads 4 bytes and writes 2 bytes for each parameter
 
 **Repaired**
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     with peft.helpers.disable_input_dtype_casting(model):      # no cast of the adapters' inputs under autocast
 
-**What is not reported.** Casts of trainable weights, casts of weights that the model's author keeps in float32, and
-casts that move less than 2 % of all bytes that the step reads and writes.
+**What is not reported.** The rule ignores casts of trainable weights, casts of weights that the model's author keeps in
+float32 (`_keep_in_fp32_modules`), and casts that move less than 2 % of all bytes that the step reads and writes.
 
-**How safe is the fix?** The matmuls get the same 16-bit digits as before. The dropped float32 digits matter only if the
-weights are merged or saved. The fix is safe if the 16-bit dtype represents every value; otherwise it is unsafe.
+**How safe is the fix?** Safe: 16-bit storage of frozen weights, if the 16-bit dtype represents every value, and
+`disable_input_dtype_casting`, because autocast casts the inputs in any case. Unsafe: 16-bit storage that rounds values.
+The matmuls get the same 16-bit values as before, but a merged or saved model loses the float32 digits.
 
 **Seen in** huggingface/peft #1172; AgileRL #623.
 """

@@ -16,16 +16,17 @@ parameters except the quantized ones to float32.
 
 **Repaired**
 
-    isotype.enforce(model, policy)            # or: isotype.repair(model, isotype.check(model, batch))
-    model.gradient_checkpointing_enable()     # prepare_model_for_kbit_training enables these two as well
+    isotype.enforce(model, policy)            # after prepare_model_for_kbit_training, or instead of it with these two:
+    model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
 
-**What is not reported.** Weights that the model's author keeps in float32; adapters; buffers; weights with less than 1
-% of the memory of all weights. Trainable weights should be float32, because a 16-bit weight loses small updates. For
-trainable float32 weights, a note reports the additional memory.
+**What is not reported.** The rule ignores weights that the model's author keeps in float32, adapters, buffers, and
+weights that add less than 1 % to the memory of all weights. Trainable float32 weights get only a note, because a 16-bit
+weight loses small updates.
 
-**How safe is the fix?** The fix is safe if the weights came from a 16-bit checkpoint: every value is cast back without
-loss. If a cast would change a value, or if the check cannot read the values, the report marks the fix as unsafe.
+**How safe is the fix?** Safe if the weights came from a 16-bit checkpoint: every value is cast back without loss.
+Unsafe if a cast would change a value, or if the check cannot read the values. Without
+`prepare_model_for_kbit_training`, the weights keep the checkpoint's values.
 
 **Seen in** huggingface/peft #3265; bitsandbytes #1515, #1569; axolotl #2621; unslothai/unsloth #1186.
 """

@@ -6,7 +6,7 @@ operator uses the float32 copy, or the loss uses the copy piece by piece.
 of the vocabulary. For 2 x 2,048 tokens and a vocabulary of 128,256, each float32 copy takes 2.1 GB.
 
 **Why it happens.** `Accelerator.prepare` wraps the forward in `convert_outputs_to_fp32`, which casts every output. If
-the model computes the loss, the loss needs no second cast of the logits. Megatron's `Float16Module` with
+the model computes the loss, no operator uses the float32 copy of the logits. Megatron's `Float16Module` with
 `fp32_output=True` also casts every output, but the trainer then computes log-probabilities from chunks of the logits.
 
 **An example that costs**
@@ -21,11 +21,12 @@ the model computes the loss, the loss needs no second cast of the logits. Megatr
     for rows, targets in zip(logits.split(1024), labels.split(1024)):
         loss = loss + F.cross_entropy(rows.float(), targets)
 
-**What is not reported.** A float32 copy that a loss uses as a whole, because softmax and loss need float32. Copies of
-outputs from which a script computes its own loss, if the check did not trace this loss. The rule ignores copies below
-1 % of the step's peak memory; copies below 5 % get a note. The reported memory is the size of the copies.
+**What is not reported.** A float32 copy that a loss uses as a whole is not reported, because softmax and loss need
+float32. If the check did not trace a script's loss, copies that this loss may use are not reported. The rule ignores
+copies below 1 % of the step's peak memory; copies below 5 % get a note.
 
-**How safe is the fix?** Softmax and loss still compute in float32, with the same values.
+**How safe is the fix?** Safe: softmax and loss still compute in float32. If no operator uses the copies, the outputs
+stay in 16 bits.
 
 **Seen in** huggingface/accelerate #3477, #3620; radixark/miles #2764.
 """
