@@ -173,11 +173,12 @@ def test_no_batch_computes_more_tokens_than_the_fullest(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("method", ["sft", "dpo"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
 def test_a_step_is_of_as_many_tokens_as_the_training_leaves(model: Path, tmp_path: Path, method: str) -> None:
     text = ["word " * n for n in (40, 5, 5, 5)]
     columns = {
         "sft": [{"text": one} for one in text],
+        "kto": [{"prompt": "a", "completion": one, "label": one != text[1]} for one in text],
         "dpo": [{"prompt": "a", "chosen": one, "rejected": "b"} for one in text],
     }
     data = save_rows(tmp_path / "train.jsonl", columns[method])

@@ -159,10 +159,13 @@ def test_a_reward_model_sees_pairs():
 
 
 @pytest.mark.lacking(no_compiler())
-@pytest.mark.parametrize(("method", "lengths"), [("sft", [[20], [3]]), ("dpo", [[20, 3]])])
+@pytest.mark.parametrize(
+    ("method", "lengths"), [("sft", [[20], [3]]), ("dpo", [[20, 3]]), ("kto", [[20], [3]])]
+)
 def test_rows_of_several_lengths_have_no_padding(method, lengths):
+    config = CONFIGS["llama"]()
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(tiny_model("llama").config)
+        model = transformers.LlamaForCausalLM(config)
     use_fast_attention(model, "cpu")
     put_head(model)
     for told, tokens in ((lengths, 23), ([[20] * len(row) for row in lengths], 40)):

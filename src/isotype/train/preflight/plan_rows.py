@@ -182,7 +182,7 @@ def _bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | N
     # In GRPO and RLOO, a batch has several completions for each row of the data set.
     fewer = plan.rows if lengths is None or plan.completion else min(plan.rows, lengths.rows)
     unforeseen = why if plan.unforeseen == UNBOUNDED else plan.unforeseen or why
-    unpads = settings.method.loss in ("labels", "preference") and not settings.packing
+    unpads = settings.method.loss in ("labels", "preference", "unpaired") and not settings.packing
     return replace(plan, rows=fewer, longest=longest, unforeseen=unforeseen, unpads=unpads)
 
 

@@ -107,7 +107,7 @@ def step_inputs(
         completion: number of tokens in a completion (grpo, rloo).
         reference: True if every step also runs the reference model.
         packed: True if each row has two documents that are separated by position ids (sft).
-        lengths: for each row, the number of tokens with each answer (sft, dpo); () for rows of `length` tokens.
+        lengths: for each row, the number of tokens with each answer (sft, dpo, kto); () for rows of `length` tokens.
     """
     batch = synthetic_batch(model, rows, length, pictures)
     loss = METHODS[method].loss
