@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import pytest
@@ -96,3 +97,16 @@ def test_the_tensors_of_a_failing_expression_are_found_by_the_names_in_it() -> N
     at_hand = dict(tensors_at_hand(caught.value))
     assert list(at_hand) == ["cache.held", "rows", "new", "cache.weight.grad"]
     assert at_hand["cache.weight.grad"] is cache.weight.grad
+
+
+def test_a_traceback_without_an_instruction_has_tensors_at_hand() -> None:
+    """Code that sends exceptions between processes constructs such tracebacks."""
+
+    def fail(x: torch.Tensor) -> None:
+        raise RuntimeError(x.dtype)
+
+    with pytest.raises(RuntimeError) as caught:
+        fail(torch.ones(2))
+    frame = caught.traceback[-1].frame.raw
+    error = caught.value.with_traceback(TracebackType(None, frame, -1, frame.f_lineno))
+    assert [name for name, _ in tensors_at_hand(error)] == ["x"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn.functional import scaled_dot_product_attention
 
 import isotype
@@ -262,3 +263,12 @@ def test_without_a_compiler_the_model_keeps_torchs_attention(monkeypatch: pytest
         step(fused, tiny_batch("llama"))["logits"], expected
     )  # as if unpickled on another machine
     assert fused_report.left == {none.reason: len(model.model.layers)}
+
+
+class _Empty(transformers.PreTrainedModel):  # type: ignore[misc]
+    config_class = transformers.PretrainedConfig
+    _supports_sdpa = True
+
+
+def test_a_model_without_parameters() -> None:
+    assert use_fast_attention(_Empty(transformers.PretrainedConfig())).taken

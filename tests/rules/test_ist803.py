@@ -85,3 +85,26 @@ def test_a_complex_table_that_a_cast_made_real(use: str, cast: str) -> None:
         crashes = use in ("parts", "imag") and cast == "to(bfloat16)"
         with pytest.raises(RuntimeError, match="complex") if crashes else warnings.catch_warnings():
             model(torch.ones(2, 8, dtype=BF16))
+
+
+class Spectrum(nn.Module):
+    """Two correct uses: a real table with an imaginary unit, and a product whose imaginary part is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("freqs", torch.rand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.view_as_complex(self.layer(x).view(-1, 4, 2))
+        z = z * torch.exp(self.freqs * torch.tensor(1j))
+        return (z * z.conj()).to(torch.float32).mean()
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+def test_a_computed_tensor_may_have_no_imaginary_part() -> None:
+    report = isotype.check(Spectrum(), {"x": torch.ones(2, 8)}, device="cpu", verify=False)
+    (finding,) = (finding for finding in report.findings if finding.code == "IST803")
+    assert finding.severity == "warning"
+    assert "a cast to float32" in finding.cause
+    assert finding.fixes[0].description.endswith("or cast .real if the imaginary part is zero")

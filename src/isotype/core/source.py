@@ -102,8 +102,11 @@ def _steps(error: BaseException) -> Iterator[TracebackType]:
 def _named_at(step: TracebackType) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for each variable and attribute that the lines of a failing expression name."""
     code, local = step.tb_frame.f_code, dict(step.tb_frame.f_locals)
-    first, last, *_ = next(islice(code.co_positions(), step.tb_lasti // 2, None))
-    lines = range(first or 0, (last or 0) + 1)
+    # `python -X no_debug_ranges` keeps no last lines, and a traceback that code has constructed may have no instruction.
+    first = last = step.tb_lineno
+    if step.tb_lasti >= 0:
+        first, last = (end or last for end in list(code.co_positions())[step.tb_lasti // 2][:2])
+    lines = range(first, last + 1)
     words = " ".join(linecache.getline(code.co_filename, number) for number in lines)
     for name in re.findall(r"(?<![\w.])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", words):
         value: Any = local

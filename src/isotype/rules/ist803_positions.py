@@ -34,7 +34,7 @@ from collections.abc import Collection, Iterator
 
 from isotype.core.dtypes import FLOATS, HALVES, dtype_name
 from isotype.core.names import agree, grouped, named, short
-from isotype.records.finding import Finding, Fix, finding_at
+from isotype.records.finding import Finding, Fix, Severity, finding_at
 from isotype.records.trace import CASTS, Call, Operand, Trace, Weight
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, finding_of, names
@@ -92,7 +92,8 @@ def _without_imaginary(trace: Trace) -> Iterator[tuple[str, Finding]]:
         return
     for call in trace.calls:
         (error,) = device_error(call) or ("",)
-        values = [operand for operand in call.operands if operand.dtype.is_complex]
+        # A product with the 0-dim `torch.tensor(1j)` makes complex numbers of a real table.
+        values = [operand for operand in call.operands if operand.dtype.is_complex and operand.shape]
         fourier = any("fft" in step.name for operand in values for step in operand.origin.path())
         for operand in call.operands:
             name, owner = operand.origin.name, trace.owners.get(operand.origin.name)
@@ -111,15 +112,19 @@ def _made_real(trace: Trace, call: Call, operand: Operand, error: str = "") -> F
         cause = (
             f"a cast to {dtype_name(call.results[0][0])} at {short(call.source)} discards the imaginary part"
         )
-        how = "keep the tensor complex, or cast the result of torch.view_as_real"
+        how = "keep the tensor complex, cast the result of torch.view_as_real, or cast .real if the imaginary part is zero"
     elif operand.origin.kind == "buffer":
         cause = (
             f"the buffer {name} is {dtype}: model.to(dtype) discards the imaginary part of a complex buffer"
         )
         how = f"cast with model.bfloat16() or model.half(), which keep complex buffers, or compute {name} after the cast"
     message = "a complex tensor has lost its imaginary part"
+    # The imaginary part of a computed tensor, such as `z * z.conj()`, may be zero.
+    severity: Severity = (
+        "error" if operand.origin.kind == "buffer" or not operand.dtype.is_complex else "warning"
+    )
     return finding_at(
-        "error", message, [call], cause=cause, notes=device_error(error), fixes=(advice(name, how),)
+        severity, message, [call], cause=cause, notes=device_error(error), fixes=(advice(name, how),)
     )
 
 

@@ -36,6 +36,11 @@ class Vae(nn.Module):
         inner: torch.Tensor = self.inner(z * scale)
         return inner
 
+    def free_and_decode(self, z: torch.Tensor) -> torch.Tensor:
+        scaled = z * 2
+        del z
+        return self.decode(scaled)
+
 
 def test_a_model_with_weights_of_the_same_names_holds_no_averages() -> None:
     """bghira/SimpleTuner #356: a VAE is no average of the UNet. The call to trace again is that of the method."""
@@ -48,6 +53,12 @@ def test_a_model_with_weights_of_the_same_names_holds_no_averages() -> None:
     assert (method[0], method[1]) == (vae, "decode")
     assert method[3]["z"] is z
     assert (forward[0], forward[1]) == (vae.inner, "")
+    with pytest.raises(RuntimeError, match="dtype") as raised:
+        vae.free_and_decode(z)
+    assert [name for _, name, *_ in calls_of(raised.value)] == [
+        "decode",
+        "",
+    ]  # the first method has lost its argument
 
 
 def test_the_reasons_for_a_backward_that_raises() -> None:

@@ -807,7 +807,8 @@ for _ in range(2):
     status, _, err = runs(script)
     how = f"{flag}=True casts the model in evaluate()"
     if first == "evaluates":
-        assert f"isotype: the weights are {dtype}: {how}; train first, or cast the model back\n" in err
+        fix = "if the model was cast, train first, or cast it back"
+        assert f"isotype: the weights are {dtype}, and {how}: {fix}\n" in err
     else:
         assert status == 1
         cast = f"the script has cast embed.weight and others from float32 to {dtype}: {how}"

@@ -134,7 +134,7 @@ def use_fast_attention(
         return _with_lengths(model, owners, profile, dtype, str(reason))
     if not on_cpu:
         return AttentionReport(False, reason)
-    blank = next(owners[0].parameters()).is_meta
+    blank = any(parameter.is_meta for parameter in owners[0].parameters())
     report = _put(owners[0], NAME, AttentionReport(True, sides=None if blank else tried(owners[0]).sides))
     for module in model.modules():
         _reports[module] = report

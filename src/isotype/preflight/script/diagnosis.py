@@ -130,7 +130,8 @@ class Diagnosis:
         stored = getattr(getattr(beginning.model, "config", None), "dtype", None)
         how = cast_by_evaluation(dtype) if self._request is not None and dtype != stored else ""
         if how and self._speaks:
-            self._say(f"the weights are {dtype_name(dtype)}: {how}; train first, or cast the model back")
+            fix = "if the model was cast, train first, or cast it back"
+            self._say(f"the weights are {dtype_name(dtype)}, and {how}: {fix}")
         request = self._request_of(beginning)
         if self._seconds and self._speaks:
             self.report = self._looked_ahead(request)

@@ -215,9 +215,10 @@ class LastStep:
 
 
 class IdleSteps:
-    """Detects that an optimizer whose parameters had gradients steps twice in a row without any gradient.
+    """Detects that an optimizer whose parameters had gradients steps twice without any gradient.
 
-    Then `report` gets the number of its parameters and the line of the step, once.
+    If another optimizer steps with gradients in between, the idle steps are intended: a multi-task training calls `step`
+    of all optimizers, and computes gradients for one task. Else `report` gets the number of its parameters and the line of the step, once.
     """
 
     def __init__(self, report: Callable[[int, str], None]) -> None:
@@ -229,7 +230,7 @@ class IdleSteps:
         if torch.compiler.is_compiling() or any(map(callable, (*args[1:], *kwargs.values()))):
             return  # a closure computes new gradients
         if any(weight.grad is not None for weight in parameters_of(optimizer)):
-            self._idle[optimizer] = 0
+            self._idle.update(dict.fromkeys([optimizer, *self._idle], 0))
         elif optimizer in self._idle:
             self._idle[optimizer] += 1
             if self._idle[optimizer] == 2:

@@ -176,6 +176,8 @@ class PlannedStep:
             self.plan.rows, length, self.plan.lengths, self.model(self.plan.checkpointing)[0]
         )
         mask = batch.inputs.get("attention_mask")
+        # The row of the greatest length may be in another batch.
+        mask = mask if mask is None else mask[:, : mask.sum(1).max()]
         if mask is not None and not mask.all():
             yield f"the fullest batch has {mask.sum():,} tokens and {(mask == 0).sum():,} of padding"
 
