@@ -1,13 +1,14 @@
 """
-**What it means.** A GradScaler gets float16 gradients, and `unscale_` refuses them, because a division by the scale in
-float16 would turn small gradients into zero. A gradient has the dtype of its parameter, so the cause is a float16
-parameter that is trained:
+**What it means.** A GradScaler gets float16 gradients. `unscale_` raises an error for them, because a division by the
+scale in float16 would turn small gradients into zero. A gradient has the dtype of its parameter, so the cause is a
+float16 parameter that is trained:
 
 - an adapter or a trained copy (`modules_to_save`) that was created in the base model's dtype;
 - an adapter that was cast together with its model (`.half()`);
 - an adapter from a float16 file.
 
-`unscale_` also has no kernel for complex gradients. The weights of a Fourier neural operator have such gradients.
+The rule also reports complex gradients, such as those of a Fourier neural operator, because `unscale_` has no kernel
+for them.
 
 **Why it is bad.** The run stops at its first optimizer step with `ValueError: Attempting to unscale FP16
 gradients.`
@@ -24,8 +25,9 @@ gradients.`
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
-**How safe is the fix?** The fix casts the trainable parameters to float32, which represents every float16 value. Frozen
-weights stay float16, so the step needs little more memory.
+**How safe is the fix?** Safe: the fix casts the trainable parameters to float32, which represents every float16 value.
+Frozen weights stay float16, so the step needs little more memory. For complex weights, edit the model: `view_as_real`
+keeps their values.
 
 **Seen in** huggingface/peft #1249, #1706, #341; huggingface/diffusers #5004, #6514; oobabooga/textgen #5268;
 yk7333/d3po #6; koda-dernet/Side-Step #39; mk-minchul/AdaFace #127; QwenAudio/FunMusic #28; pytorch/pytorch #58228;

@@ -1,10 +1,10 @@
 """
-**What it means.** A GradScaler runs in a step that does not use float16. Loss scaling moves gradients into float16's
-narrow range. bfloat16 and float32 have a wide range and need no scaling. On CUDA, a GradScaler does not support
-bfloat16 gradients, so a trainable bfloat16 parameter stops the run.
+**What it means.** A GradScaler runs in a step that does not use float16. A GradScaler multiplies the loss, because
+small gradients would become zero in float16. bfloat16 and float32 have numbers down to 1e-38, so they need no scaling.
 
-**Why it is bad.** On CUDA the step raises `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for
-'BFloat16'`. On other devices, a GradScaler has no benefit, and it skips steps whose scaled gradients are infinite.
+**Why it is bad.** On CUDA, a trainable bfloat16 parameter ends the run with
+`"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'`. In other steps, a GradScaler has no
+benefit, and it skips steps whose scaled gradients are infinite.
 
 **An example that fails**
 
@@ -13,11 +13,11 @@ bfloat16 gradients, so a trainable bfloat16 parameter stops the run.
 
 **Repaired**
 
-    SFTConfig(bf16=True)                                   # no scaler
-    # or, where the device has no bfloat16, float32 adapters under float16 autocast
+    SFTConfig(bf16=True)                                   # no GradScaler
+    # if the device has no bfloat16: keep fp16=True, and cast the adapters to float32
 
-**How safe is the fix?** A bfloat16 run has the same gradients without the GradScaler. A cast of the parameters
-to float32 keeps every digit.
+**How safe is the fix?** Safe: without the GradScaler, a bfloat16 run has the same gradients. A cast of the parameters
+to float32 keeps every value.
 
 **Seen in** huggingface/trl #4901; pytorch/pytorch #127176; Comfy-Org/ComfyUI #13124;
 AttentionX/InstructBLIP_PEFT #3; unslothai/unsloth #4005.

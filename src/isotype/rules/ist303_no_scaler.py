@@ -1,11 +1,11 @@
 """
 **What it means.** The backward runs in float16 without loss scaling. float16's smallest number is 6e-8, so smaller
-gradients become zero. If the trainable parameters are float16 as well, Adam's epsilon of 1e-8 also becomes zero, and a
-parameter whose gradient is zero gets the update 0 / 0. Fused kernels of Adam divide in float32, so they return no NaN.
-Rows of an embedding that the batch does not use have a zero gradient. If such rows become NaN, the finding is an error.
+gradients become zero.
 
-**Why it is bad.** Small gradients are lost without a warning. If the trained weights are float16, they become NaN within a
-few steps.
+**Why it is bad.** Small gradients are lost without a warning. If the trained weights are float16 as well, Adam's
+epsilon of 1e-8 becomes zero. A weight with a zero gradient then gets the update 0 / 0 = NaN, for example the rows of an
+embedding that the batch does not use. The finding is then an error. Fused kernels of Adam divide in float32, and return
+no NaN.
 
 **An example that fails**
 
@@ -15,11 +15,13 @@ few steps.
 
 **Repaired**
 
-    scaler = torch.amp.GradScaler()            # float16 compute
-    model.float()                              # float32 masters, float16 by autocast
+    model.float(); scaler = torch.amp.GradScaler()     # a GradScaler needs float32 parameters (IST301)
+    with torch.autocast("cuda", dtype=torch.float16):  # the matmuls stay in float16
+        loss = model(**batch).loss
+    scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
 
-**How safe is the fix?** A GradScaler multiplies the loss by a power of two, and later divides the gradients by the same
-number. A cast of the parameters to float32 keeps every digit.
+**How safe is the fix?** Safe: a GradScaler multiplies the loss by a power of two, and later divides the gradients by
+the same number. Neither rounds. A cast of the parameters to float32 keeps every value.
 
 **Seen in** google/gemma_pytorch #24; Lightning-AI/lit-llama #230; koda-dernet/Side-Step #39;
 huggingface/sentence-transformers #3233; afiaka87/glide-finetune #5; matanbt/TROPT #8.

@@ -1,11 +1,10 @@
 """
-**What it means.** Trainable parameters do not have the dtype that the policy requests for them (the master dtype). A
-trainer cast them: for example, TRL casts every trainable parameter of a quantized model to bfloat16. Or a loader cast
-them to float32. Or PEFT created them in the base model's dtype.
+**What it means.** Trainable parameters do not have the master dtype: the dtype that the precision policy requests for
+them. A trainer cast them: for example, TRL casts every trainable parameter of a quantized model to bfloat16. Or a
+loader cast them to float32. Or PEFT created them in the base model's dtype.
 
-**Why it is bad.** A 16-bit parameter loses updates that are too small for its digits (IST801). A 32-bit parameter takes
-twice the memory of a 16-bit parameter. Under float16 autocast, bfloat16 parameters lack digits that the float16 matmuls
-can use.
+**Why it is bad.** A 16-bit parameter loses small updates (IST801). A 32-bit parameter takes twice the memory of a
+16-bit parameter. Under float16 autocast, bfloat16 parameters have 8 significant bits, but float16 matmuls can use 11.
 
 **An example that fails**
 
@@ -15,10 +14,10 @@ can use.
 
 **Repaired**
 
-    trainer.add_callback(isotype.PrecisionCallback())      # the policy is restored when training begins
+    trainer.add_callback(isotype.PrecisionCallback())      # casts to the model's policy when training begins
 
-**How safe is the fix?** A cast to float32 keeps every digit. The report marks a cast to a narrower dtype as
-safe only if that dtype represents every value.
+**How safe is the fix?** Safe: a cast of 16-bit parameters to float32 keeps every value. A cast to a narrower master
+dtype is safe if that dtype represents every value; otherwise it is unsafe.
 
 **Seen in** huggingface/trl #1644; unslothai/unsloth #4005; huggingface/peft #2421; axolotl-ai-cloud/axolotl
 #3310.

@@ -1,20 +1,21 @@
 """
-**What it means.** An optimizer step mixes dtypes. A fused kernel gets parameters, gradients and moments of different
-dtypes. Or some trainable parameters are float32, and the others have 16 bits.
+**What it means.** An optimizer step mixes dtypes. Either a kernel gets a parameter, its gradient and its moments in
+different dtypes, or some trainable parameters are float32 and other trainable parameters are 16-bit.
 
-**Why it is bad.** A fused kernel raises an error unless a parameter, its gradient and both moments have one dtype. 16-bit
-parameters lose small updates, but float32 parameters do not.
+**Why it is bad.** In the first case, a fused kernel raises an error. In the second case, only the 16-bit parameters
+lose small updates.
 
 **An example that fails**
 
-    parameter.grad_dtype = torch.bfloat16                   # gradients reduced in bfloat16
+    parameter.grad_dtype = torch.bfloat16                   # float32 parameters with bfloat16 gradients
     torch.optim.AdamW(model.parameters(), fused=True).step()
 
 **Repaired**
 
     torch.optim.AdamW(model.parameters())                   # or gradients in the parameters' dtype
 
-**How safe is the fix?** An AdamW that is not fused computes the same update. A cast to float32 keeps every digit.
+**How safe is the fix?** Safe: an AdamW that is not fused computes the same update. Casts of gradients or parameters to
+float32 keep every value. If the moments have another dtype, create the optimizer after the last cast of the model.
 
 **Seen in** pytorch/pytorch #110758; NVIDIA/TransformerEngine #3358; deepspeedai/DeepSpeed #7746; HomebrewML/HeavyBall #26.
 """

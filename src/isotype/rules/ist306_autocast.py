@@ -1,23 +1,26 @@
 """
-**What it means.** The step runs under autocast to another dtype than the policy's compute dtype. A trainer sets
-`fp16=True` by default, or the script does not give its `--bf16` or `--fp16` flag to the trainer. Or a step has no
-autocast, although accelerate's `mixed_precision` requests it, or earlier steps had it (`isotype run --steps N`). For
-example, `unwrap_model(model, keep_fp32_wrapper=False)` removes accelerate's autocast from the forward.
+**What it means.** The step runs under autocast to another dtype than the precision policy's compute dtype. Or a step
+has no autocast, although accelerate's `mixed_precision` requests it, or earlier steps of an `isotype run` had it.
 
-**Why it is bad.** The run does not use the requested dtype. float16 overflows above 65504, but bfloat16 does not.
-bfloat16 is slow on devices that emulate it in software. Without autocast, the step runs in float32: it is slower and
-takes more memory, but no error is raised.
+**Why it happens.** A trainer sets `fp16=True` by default, or the script does not pass its `--bf16` or `--fp16` flag to
+the trainer. `unwrap_model(model, keep_fp32_wrapper=False)` removes accelerate's autocast from the forward.
+
+**Why it is bad.**
+
+- With float16 instead of bfloat16, numbers above 65,504 overflow.
+- With bfloat16 instead of float16, the step is slow on devices that emulate bfloat16 in software.
+- Without autocast, the step runs in float32: it is slower and takes more memory, but no error is raised.
 
 **An example that fails**
 
-    TrainingArguments(fp16=not args.cpu)                     # --bf16 was given
+    TrainingArguments(fp16=not args.cpu)                     # the user called the script with --bf16
 
 **Repaired**
 
     TrainingArguments(bf16=args.bf16, fp16=args.fp16)
 
-**How safe is the fix?** The step then uses the policy's dtype. The results change slightly, because the two dtypes round
-differently.
+**How safe is the fix?** Safe: no stored weight changes. The results change slightly, because the step rounds to another
+dtype than before.
 
 **Seen in** oobabooga/textgen #3460; huggingface/trl #3598; huggingface/accelerate #2846.
 """

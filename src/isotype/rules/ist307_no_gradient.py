@@ -1,6 +1,6 @@
 """
-**What it means.** Trainable parameters get no gradient in the backward. Either the forward uses them with gradients
-off, or the loss does not depend on them, or no tensor requires a gradient.
+**What it means.** Trainable parameters get no gradient in the backward: the forward uses them with gradients off, the
+loss does not depend on them, or their gradients are removed. Or all parameters of an adapter are frozen.
 
 **Why it is bad.** If no parameter has a gradient, `backward` raises `element 0 of tensors does not require
 grad and does not have a grad_fn`, or a GradScaler raises `No inf checks were recorded for this optimizer`. If
@@ -8,16 +8,17 @@ only some parameters have a gradient, there is no error, but the parameters with
 
 **Why it happens.** One of these:
 
-- Reentrant gradient checkpointing (`use_reentrant=True`, or DeepSpeed's) computes no gradients unless an input of the
-  checkpointed layer requires a gradient. The output of a frozen embedding requires no gradient.
+- Reentrant gradient checkpointing (`use_reentrant=True`, or DeepSpeed's) computes gradients only if an input of the
+  checkpointed layer requires a gradient. The output of a frozen embedding requires none.
 - `PeftModel.from_pretrained` loaded an adapter for inference, or `prepare_model_for_kbit_training` ran after
-  `get_peft_model` and froze the adapter. With `enable_input_require_grads`, `backward` raises no error.
-- Code freezes parameters between their forward and the backward. PEFT's `set_adapter` freezes all other adapters.
+  `get_peft_model` and froze the adapter. `enable_input_require_grads` hides the error, but the adapter is not trained.
+- Code freezes parameters between their forward and the backward, as PEFT's `set_adapter` freezes all other adapters.
 - The loss, or a result inside of the model, was detached, or a tower runs under `torch.no_grad()`.
-- One term of the loss was detached, or is a number (`item()`): only the other terms train (reported by `isotype run`).
+- One term of the loss was detached, or is a number (`item()`): only the other terms train. Only `isotype run` reports
+  it.
 - The loss has several elements, such as one for each token (`reduction="none"`): `backward` raises `grad can be
   implicitly created only for scalar outputs`.
-- `zero_grad()` runs between the backward and the optimizer's step (reported by `isotype run`).
+- `zero_grad()` runs between the backward and the optimizer's step. Only `isotype run` reports it.
 
 **An example that fails**
 
@@ -30,12 +31,14 @@ only some parameters have a gradient, there is no error, but the parameters with
     model.enable_input_require_grads()                         # or use_reentrant=False
     PeftModel.from_pretrained(base, path, is_trainable=True)   # to continue training an adapter
 
-**What is not reported.** Parameters that the step does not use, such as experts that get no tokens. Parameters of the
-base model that do not affect the loss, unless a line of your code detaches values that are computed with these
-parameters. Code that removes the gradients of only some parameters. Adapters that do not affect the loss, such as those
-in the pooling head of a vision tower, get a note.
+**What is not reported.** The rule does not report parameters that the step does not use, such as experts that get no
+tokens. Parameters of the base model that do not affect the loss are reported only if a line of your code detaches
+values that are computed with them. Adapters that do not affect the loss, such as those in the pooling head of a vision
+tower, get only a note. If code removes the gradients of only some parameters, the rule reports nothing.
 
-**How safe is the fix?** The fix is safe: it makes hidden states require gradients, but changes none of their values.
+**How safe is the fix?** Safe: no fix changes a stored weight or a value of the forward. `isotype.repair` can make
+hidden states require gradients, and can unfreeze an adapter. You make the other fixes in your code, such as
+`loss.mean()`, or a loss without `detach()`.
 
 **Seen in** ostris/ai-toolkit #1054; huggingface/peft #2826; huggingface/transformers #32084; lm-sys/FastChat #581; microsoft/LoRA #120;
 cloneofsimo/lora #26, #263; dropbox/hqq #41; locuslab/open-unlearning #178; brian6091/Dreambooth #23;

@@ -1,18 +1,20 @@
 """
 **What it means.** The calls of a GradScaler have the wrong order, or one of them is missing:
 
-- Gradients are clipped while they are still multiplied by the loss scale, or the optimizer steps with such gradients.
-- Gradients are divided by the loss scale, but the loss was not multiplied by it.
-- An optimizer steps twice with the gradients of one backward, such as by `scaler.step(optimizer)` and `optimizer.step()`.
-- The GradScaler raises an error, because `scale()` or `update()` was not called, or `unscale_()` was called twice.
+1. Gradients are clipped while they are still multiplied by the loss scale.
+2. The optimizer steps with gradients that are still multiplied by the loss scale.
+3. Gradients are divided by the loss scale, but the loss was not multiplied by it.
+4. An optimizer steps twice with the gradients of one backward: `scaler.step(optimizer)` and then `optimizer.step()`.
+5. The GradScaler raises an error, because `scale()` or `update()` was not called, or `unscale_()` was called twice.
 
-**Why it is bad.** The loss scale begins at 65,536, so nearly every norm of scaled gradients exceeds the limit of
-clipping. Clipping reduces the scaled norm to the limit, and unscaling then divides this norm by the scale. Adam divides
-gradients by their size, which hides most of the error. But Adam's epsilon is large compared with such small gradients,
-so the updates are smaller. SGD stops learning. No error is raised. With scaled gradients, a step of SGD is up to 65,536
-times too large, and a step with infinite gradients is not skipped. With gradients that were divided by the scale, but
-never multiplied, a step of SGD is 65,536 times too small. A second step without the GradScaler doubles the update. If
-`scaler.step()` skips a step with infinite gradients, the second step makes weights NaN.
+**Why it is bad.** Only case 5 raises an error. The loss scale begins at 65,536.
+
+1. Nearly every scaled norm exceeds the limit. Clipping reduces the norm to the limit, and unscaling then divides it by
+   the scale. SGD stops learning. Adam's updates become smaller, because its epsilon is large compared with such
+   gradients.
+2. A step of SGD is up to 65,536 times too large, and a step with infinite gradients is not skipped.
+3. A step of SGD is 65,536 times too small.
+4. The update doubles. If `scaler.step()` skips infinite gradients, the second step makes weights NaN.
 
 **An example that costs**
 
@@ -27,10 +29,11 @@ never multiplied, a step of SGD is 65,536 times too small. A second step without
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     scaler.step(optimizer)                                  # does not unscale a second time
 
-**What is not reported.** `isotype check` does not run the clipping of a script; only `isotype run` reports this finding.
-The trainers of transformers, accelerate, and Lightning's automatic optimization unscale before they clip.
+**What is not reported.** `isotype check` does not run a script's clipping and steps; only `isotype run` reports these
+cases. The trainers of transformers and Lightning's automatic optimization unscale before they clip.
 
-**How safe is the fix?** The fix is safe: clipping then limits the unscaled gradients, as intended.
+**How safe is the fix?** Safe: you correct the calls in your code. Each step then uses every gradient once, and without
+the loss scale.
 
 **Seen in** milesial/Pytorch-UNet #468; pytorch/examples #1196; Lightning-AI/pytorch-lightning #9599, #18089, #19695; harubaru/waifu-diffusion #64;
 nerfstudio-project/nerfacc #307; starrytong/SCNet #7; microsoft/Swin-Transformer #311; Azure/MS-AMP #45; Haian-Jin/LVSM #19.

@@ -1,18 +1,17 @@
 """
 **What it means.** A setting of the training has no effect, or not the effect that its author expects:
 
-- A trainable parameter has a gradient, but no optimizer has this parameter. In a second `trainer.train()`, the trainer
-  uses the optimizer of the first one.
+- A trainable parameter has a gradient, but no optimizer has this parameter. This also happens in a second
+  `trainer.train()`, which uses the first one's optimizer, if the model has changed.
 - `requires_grad` is set on a module or is misspelt. It is then a plain attribute that torch never reads.
-- Names in PEFT's `target_modules` or `modules_to_save` match no module.
-- Linear layers have adapters, but stacked experts (one parameter for all experts) do not. PEFT's `all-linear` adapts the
-  experts of Qwen3-MoE and leaves those of gpt-oss frozen. This is a note, because it may be intended.
-- Gradient checkpointing is on, but the model is in eval mode, as `from_pretrained` returns it. transformers' layers
-  recompute only in training mode.
+- Some of the names in PEFT's `target_modules` or `modules_to_save` match no module.
+- Linear layers have adapters, but stacked experts (one parameter for all experts) do not. PEFT's `all-linear` adapts
+  the experts of Qwen3-MoE, but not those of gpt-oss. The report has only a note, because this may be intended.
+- Gradient checkpointing is on, but the model is in eval mode, in which `from_pretrained` returns it. The layers of
+  transformers recompute only in training mode.
 
-**Why it is bad.** The parameter never changes, or a parameter that should be frozen changes. No error is raised. The
-gradients of parameters without an optimizer cost memory and time, too. In eval mode, the backward keeps all activations,
-and dropout is off.
+**Why it is bad.** No error is raised, but other parameters are trained than the code says. The gradients of parameters
+without an optimizer cost memory and time. In eval mode, the backward keeps all activations, and dropout is off.
 
 **An example that costs**
 
@@ -26,12 +25,12 @@ and dropout is off.
     model.encoder.requires_grad_(False)
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
 
-**What is not reported.** Parameters with a master copy that an optimizer updates. Names that match at least one module.
-`isotype check` knows only the optimizer of a trainer (`trainer.optimizer`), or the one that it gets as `optimizer=`, and no
-calls of `eval()`: only `isotype run` reports gradient checkpointing in eval mode.
+**What is not reported.** The rule ignores parameters with a master copy that an optimizer updates. `isotype check`
+knows only the optimizer of a trainer (`trainer.optimizer`) or the argument `optimizer=`. Only `isotype run` reports
+gradient checkpointing in eval mode, because `isotype check` sees no calls of `eval()`.
 
-**How safe is the fix?** The fix trains the parameters that the author of the reported line wanted to train. `model.train()`
-also turns dropout on.
+**How safe is the fix?** Safe: you edit the code, so that the setting does what its line says. If more parameters are
+trained, the step takes more memory. `model.train()` also turns dropout on.
 
 **Seen in** microsoft/nni #4521; zjunlp/HVPNeT #5; CSCYQJ/MICCAI23-ProtoContra-SFDA #18;
 udacity/deep-learning-v2-pytorch #12; huggingface/diffusers #4733; huggingface/trl #6773, #6775; bghira/SimpleTuner #766;

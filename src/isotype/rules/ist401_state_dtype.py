@@ -1,7 +1,7 @@
 """
-**What it means.** The quantization state of a 4-bit layer contains the dtype of the dequantized weight. This dtype is
-not the layer's compute dtype. The state comes from the checkpoint, and neither `dtype=` at loading nor `.to()` changes
-the state's dtype.
+**What it means.** The quantization state of a 4-bit layer (`weight.quant_state`) contains the dtype to which the weight
+is dequantized. This dtype is not the layer's compute dtype. It comes from the checkpoint, and neither `dtype=` at
+loading nor `.to()` changes it.
 
 **Why it is bad.** bitsandbytes' layer casts the dequantized weight at every call, and each cast copies the
 whole weight. Other code that dequantizes the weight, such as a fused LoRA kernel, gets the weight in one dtype and
@@ -17,8 +17,8 @@ c10::Half != c10::BFloat16`.
 
     layer.weight.quant_state.dtype = torch.bfloat16
 
-**How safe is the fix?** The fix changes only the dtype of the dequantized weight. The packed codes and their float32
-scales do not change.
+**How safe is the fix?** Safe: the fix changes only the dtype of the dequantized weight. The packed codes and their
+float32 scales do not change.
 
 **Seen in** unslothai/unsloth #4005, #4918; huggingface/diffusers #11270.
 """

@@ -1,8 +1,8 @@
 """
 **What it means.** A quantized layer has packed codes without their quantization state (scales, code book, shape). Code
 has replaced the parameter by a plain tensor (`load_state_dict`, `setattr`), or by a copy without the parameter's
-attributes. Or FSDP2 has unsharded the parameter with an older version of bitsandbytes. Or the checkpoint lacks the weight, as
-that of a new head: transformers then makes a quantized layer with a float weight.
+attributes. Or an old version of bitsandbytes lost the state when FSDP2 gathered the parameter. Or the checkpoint lacks
+the weight, for example of a new head: transformers then makes a quantized layer with a float weight.
 
 **Why it is bad.** The layer cannot compute: `'Parameter' object has no attribute 'quant_state'`, `quant_state
 is required` or a bare `AssertionError`.
@@ -13,9 +13,10 @@ is required` or a bare `AssertionError`.
 
 **Repaired**
 
-    load the model again, without quantizing the layers whose weights your code replaces (llm_int8_skip_modules)
+    BitsAndBytesConfig(…, llm_int8_skip_modules=["head"])    # load again; skip layers whose weights your code replaces
 
-**How safe is the fix?** The scales cannot be computed from the packed codes, so the model has to be loaded again.
+**How safe is the fix?** Safe: you load the exact codes and scales again. The scales cannot be computed from the packed
+codes.
 
 **Seen in** haotian-liu/LLaVA #1028; axolotl-ai-cloud/axolotl #2992.
 """

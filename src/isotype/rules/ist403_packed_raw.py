@@ -1,7 +1,7 @@
 """
-**What it means.** Code uses the packed codes of a quantized weight as if they were a plain weight. The code multiplies
-or casts the packed codes, replaces them with a plain tensor, or casts activations to the dtype of the codes. Packed
-codes are stored as a column of bytes (4-bit weights), as int8, or as int32 (GPTQ).
+**What it means.** Code uses the packed codes of a quantized weight as if they were a plain weight. It multiplies or
+casts the codes, copies them into a plain layer, or casts activations to the dtype of the codes. Packed codes are stored
+as a column of bytes (4-bit weights), as int8 (8-bit weights), or as int32 (GPTQ).
 
 **Why it is bad.** The step fails with errors that do not name the cause: `mat1 and mat2 shapes cannot be multiplied
 (6x5120 and 1x2560)`, `got: c10::Half != signed char`, `nn.Module.to only accepts floating point or complex dtypes`. Or
@@ -14,10 +14,11 @@ there is no error, but a cast has changed the codes, or has rounded the activati
 
 **Repaired**
 
-    layer(hidden)                               # the layer unpacks; or dequantize_4bit(weight, weight.quant_state)
-    BitsAndBytesConfig(…, llm_int8_skip_modules=["out_proj"])       # for a layer whose parent reads its weight
+    layer(hidden)      # the layer dequantizes its weight; or call dequantize_4bit(weight, weight.quant_state)
+    BitsAndBytesConfig(…, llm_int8_skip_modules=["out_proj"])  # if a module reads the weight of its child out_proj
 
-**How safe is the fix?** Only you can change the code that uses the weight, or set an option that avoids this code.
+**How safe is the fix?** Safe: you edit the code or the quantization config, so that the step uses the dequantized
+weight. A layer that is not quantized takes more memory. If codes were overwritten, load the model again.
 
 **Seen in** bitsandbytes-foundation/bitsandbytes #433, #610, #963; unslothai/unsloth #2212;
 unslothai/unsloth-zoo #1132; huggingface/peft #929, #1720, #1999; haotian-liu/LLaVA #783; MNoorFawi/curlora #5;

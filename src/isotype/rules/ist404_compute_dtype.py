@@ -1,7 +1,7 @@
 """
-**What it means.** 4-bit layers compute in float32 while the model runs in 16 bits.
-`BitsAndBytesConfig(load_in_4bit=True)` sets the layers' compute dtype to float32, and bitsandbytes does not warn about it.
-A layer without a compute dtype computes in the dtype of its first input.
+**What it means.** 4-bit layers compute in another dtype than the model, mostly in float32:
+`BitsAndBytesConfig(load_in_4bit=True)` sets the layers' compute dtype to float32, and bitsandbytes does not warn about
+it. If no compute dtype is set, a layer computes in the dtype of its first input, which may be float32.
 
 **Why it is bad.** The layer casts its input to float32, dequantizes its weight to float32, and casts their product to
 16 bits. On GPUs, such a layer is several times slower, and float32 adds no digits to 4-bit codes.
@@ -14,8 +14,8 @@ A layer without a compute dtype computes in the dtype of its first input.
 
     BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
 
-**How safe is the fix?** The fix rounds the layer's results to 16 bits, like the results of the model's other layers.
-The packed codes and their scales do not change.
+**How safe is the fix?** Safe: the fix rounds the layer's results to 16 bits, like the results of the model's other
+layers. The packed codes and their scales do not change.
 
 **Seen in** bitsandbytes-foundation/bitsandbytes #2077, #1623; h2oai/h2ogpt #682;
 bigcode-project/bigcode-evaluation-harness #192; huggingface/alignment-handbook #107.

@@ -2,9 +2,10 @@
 **What it means.** The scales (absmax) of a quantized layer are not float32, because some code cast the
 whole model or its state dict.
 
-**Why it is bad.** Each scale multiplies a block of 64 weights. bfloat16 has 8 significant bits, so a bfloat16 scale
-changes every weight of its block by up to 0.4 %. CUDA kernels read the bytes of the scales as float32, so their results
-are noise.
+**Why it is bad.** Each scale multiplies a block of 64 weights.
+
+- On a CPU, a bfloat16 scale changes every weight of its block by up to 0.4 %.
+- CUDA kernels read the bytes of the scales as float32, so their results are noise.
 
 **An example that costs**
 
@@ -12,11 +13,12 @@ are noise.
 
 **Repaired**
 
-    load the model again; when casting a state dict, skip names that end in absmax
+    state = {name: value if name.endswith("absmax") else value.bfloat16() for name, value in model.state_dict().items()}
 
-**How safe is the fix?** Only the checkpoint still has the digits that the cast rounded away.
+**How safe is the fix?** Safe: you load the model again, because a cast back to float32 does not restore the rounded
+scales.
 
-**Seen in** bitsandbytes 0.50: on CPUs with AVX512-BF16, the first forward in eval mode rounds the scales to bfloat16.
+**Seen in** bitsandbytes 0.50, which rounds the scales in evaluations on CPUs with AVX512-BF16 (reported as IST407).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """
-**What it means.** An operator reads or writes a tensor that is stored outside of the model, such as in a global. This
-tensor has another dtype than the model.
+**What it means.** An operator reads or writes a scratch tensor: a tensor outside of the model, such as a global, that
+several calls use. This tensor has another dtype than the model.
 
 **Why it happens.** A library allocates a buffer in the dtype of the first model, for example bfloat16, and uses the same
 buffer for the next model, which is float16. The buffer holds dequantized weights, a cache or a table of positions.
@@ -16,11 +16,11 @@ buffer for the next model, which is float16. The buffer holds dequantized weight
 
 **Repaired**
 
-    buffer = workspace[weight.device, torch.cuda.current_stream(), state.dtype, state.shape]
+    buffer = workspace[weight.device, torch.cuda.current_stream(), state.dtype, state.shape]     # a dictionary
 
-**How safe is the fix?** If there is one buffer for each device, stream and dtype, every model gets a buffer of its own
-dtype. A new buffer for each call is safe too, but slower. The buffer belongs to another library, whose code isotype
-does not change, so the report only describes the fix.
+**How safe is the fix?** Safe: with one buffer for each device, stream, dtype and shape, every model gets a buffer in
+its dtype. A new buffer for each call is safe too, but slower. isotype does not change the library's code; you make the
+edit.
 
 **Seen in** unslothai/unsloth #4026.
 """

@@ -1,16 +1,12 @@
 """
-**What it means.** On a CPU with AVX512-BF16, bitsandbytes repacks every 4-bit weight in place during the first forward
-in eval mode. For some shapes, the repacking raises an error. A repacked layer passes no gradient to its input, so training
-after an evaluation is wrong.
+**What it means.** On a CPU with AVX512-BF16, bitsandbytes repacks every 4-bit weight in place (changes the order of its
+codes) during the first forward in eval mode. For some shapes, the repacking raises an error. A repacked layer passes no
+gradient to its input, so training after an evaluation is wrong.
 
-**Why it is bad.** The new layout has blocks of 32 rows, and each row has its own scales. If the number of rows is not a
-multiple of 32, or the number of columns is not a multiple of the block size, `evaluate` and `generate` raise an error:
-for example, for a weight of 64 × 96 with blocks of 64. The scales of a repacked weight are rounded to bfloat16.
-bitsandbytes has no backward for the new layout, so a training loop that evaluates between steps learns from wrong
-gradients.
-
-If the weights were repacked before the checked step, and their input requires a gradient, the finding is an error, because
-the step's gradients are wrong.
+**Why it is bad.** The repacking raises an error if the number of rows is not a multiple of 32, or if the number of
+columns is not a multiple of the quantization block (64 weights by default). For example, `generate` fails with a weight
+of 64 × 96. Repacking also rounds the scales to bfloat16. bitsandbytes has no backward for the new layout. If the
+weights were repacked before the checked step, the step's gradients are wrong, and the finding is an error.
 
 **Why it happens.** `Linear4bit.forward` repacks the weight if the module is in eval mode and the input requires no
 gradient.
@@ -22,11 +18,11 @@ gradient.
 
 **Repaired**
 
-    isotype.enforce(model, policy)                      # or isotype.load: keeps the training layout
+    isotype.enforce(model, policy)    # as isotype.load, keeps the layout that has a backward; or without isotype:
     for layer in linear4bit_layers: layer.support_avx512bf16_for_cpu = False
 
-**How safe is the fix?** The weights stay in the layout in which they were loaded. Generation on such a CPU then cannot use
-bitsandbytes' fused kernel.
+**How safe is the fix?** Safe: the weights stay in the layout in which they were loaded. Generation on such a CPU is
+slower without bitsandbytes' fused kernel. If the weights are already repacked, load the model again.
 
 **Seen in** bitsandbytes 0.50: `_convert_weight_packed_for_cpu` in `bitsandbytes/functional.py`.
 """

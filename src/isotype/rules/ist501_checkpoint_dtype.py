@@ -1,6 +1,6 @@
 """
-**What it means.** The frozen weights have another dtype than the checkpoint (`dtype` in the model's config), and no
-policy requests the dtype of the weights.
+**What it means.** The frozen weights have another dtype than the checkpoint (`dtype` in the model's config), and the
+precision policy does not request this other dtype.
 
 **Why it is bad.** A bfloat16 checkpoint that is loaded in float32 takes twice the memory and runs at the float32 rate, but
 has no more digits. In float16, a value of a bfloat16 checkpoint above 65,504 overflows, and small weights
@@ -22,12 +22,11 @@ config is not the dtype of the weights in the file.
 
 - trainable weights, adapters, quantized layers, and weights that the model's author keeps in float32;
 - float32 weights in a model whose frozen values are mostly quantized (IST203 reports these weights);
-- dtypes that the policy requests;
-- a checkpoint dtype that the device does not run natively;
+- weights in the dtype that the policy requests, or of a checkpoint in a dtype that the device does not run natively;
 - float32 checkpoints that are loaded in 16 bits, because the user must have requested this cast.
 
-**How safe is the fix?** The fix is safe if the checkpoint's dtype represents every value of the loaded weights; otherwise it
-is unsafe. If the cast has rounded the weights, only loading the checkpoint again restores them.
+**How safe is the fix?** Safe if the checkpoint's dtype represents every value of the loaded weights; otherwise unsafe.
+If the earlier cast to the wrong dtype has rounded the weights, load the checkpoint again.
 
 **Seen in** facebookresearch/metaseq #254; huggingface/peft #2421; axolotl #902.
 """

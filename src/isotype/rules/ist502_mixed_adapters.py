@@ -1,10 +1,10 @@
 """
 **What it means.** The trained adapters have several dtypes.
 
-**Why it is bad.** The saved adapter file has several dtypes, but PEFT loads the whole file in float32
-(`autocast_adapter_dtype`) or in the base model's dtype. So a resumed run does not continue with the
-trained values. FSDP cannot flatten parameters of several dtypes into one tensor. 16-bit adapters
-lose small updates, but float32 adapters do not.
+**Why it is bad.** PEFT loads an adapter file in one dtype: in float32 (`autocast_adapter_dtype`), or in the base
+model's dtype. If this dtype has 16 bits, the float32 adapters are rounded, so a resumed run does not continue with the
+trained values. FSDP cannot flatten parameters of several dtypes into one tensor. The 16-bit adapters lose small
+updates.
 
 **Why it happens.** A trainer casts only some of the trainable parameters. For example, TRL casts adapters of a
 quantized model to bfloat16, but not DoRA's magnitudes. Or the model has an adapter from a float16 file and a new
@@ -19,11 +19,13 @@ adapter. Or a trained copy (`modules_to_save`) keeps the base model's dtype.
 
 **Repaired**
 
-    isotype.enforce(model, policy)        # every adapter in the master dtype
+    isotype.enforce(model, policy)        # casts adapters to the policy's master dtype, by default float32
 
-**What is not reported.** Frozen adapters, and adapters that all have the same wrong dtype (IST304, IST801).
+**What is not reported.** The rule ignores frozen adapters, and adapters that all have the same wrong dtype (IST304,
+IST801).
 
-**How safe is the fix?** A cast of all adapters to the widest of their dtypes loses nothing.
+**How safe is the fix?** Safe: the fix casts all adapters to the widest of their dtypes, or to float32, and keeps every
+value.
 
 **Seen in** huggingface/peft #2421; huggingface/diffusers #6514.
 """

@@ -1,18 +1,18 @@
 """
 **What it means.** Code other than the optimizer adds to a frozen 16-bit weight or buffer, mostly in place. The code
-merges an adapter into its base weight, or updates a statistic or an exponential moving average of trained weights.
+merges an adapter into its base weight, or updates a running statistic, or updates an average of trained weights.
 
 **Why it is bad.** The sum is rounded to the weight's dtype. If the added value is less than half of the distance
-between two neighbouring numbers, the weight does not change. Otherwise the sum is rounded.
+between two neighbouring numbers, the weight does not change.
 
 - A merged weight is not exactly base plus adapter, and unmerging does not restore the base. RL trainers merge and
-  unmerge before each rollout. In bfloat16, one merge and unmerge changes the base weights by 1 % of their size. A
-  thousand repetitions change them by two thirds.
+  unmerge before each rollout. In bfloat16, one merge and unmerge changes a base weight by about 1 %. A thousand
+  repetitions change it by two thirds.
 - At each step, a moving average with decay 0.999 adds a thousandth of the difference between the trained weight and the
   average. In 16 bits, such a small addition never changes the average. A counter in bfloat16 stops at 256.
-- With `target_parameters` (used for experts), PEFT computes the sum of weight and adapter in each forward, in the
-  weight's dtype. The rounding loses the first updates of a training, which are the smallest. PEFT multiplies B by A,
-  and computes the gradient of this product, for every expert, even for experts that get no tokens.
+- With `target_parameters` (used for experts), PEFT adds the adapter to the weight in each forward, in the weight's
+  dtype. The rounding loses the small first updates of a training. The forward is also slow, because PEFT multiplies B
+  by A for every expert, even for experts that get no tokens.
 
 **Why it happens.** The base model is loaded in 16 bits for the training, and the merge uses the same dtype. A moving
 average begins as a copy of a 16-bit model. `model.to(bfloat16)` casts buffers too.
@@ -25,15 +25,15 @@ average begins as a copy of a 16-bit model. `model.to(bfloat16)` casts buffers t
 
 **Repaired**
 
-    isotype merge …                              # adds in float32, rounds once, reports the rounding error
-    average = copy.deepcopy(model).float()       # keeps averages and statistics in float32
-    isotype.fuse(model)                          # applies adapters of experts to activations, not to weights
+    isotype merge …                              # a merge: adds in float32, rounds once, reports the rounding error
+    average = copy.deepcopy(model).float()       # averages and statistics: stay in float32
+    isotype.fuse(model)                          # experts: applies adapters to activations, not to weights
 
-**What is not reported.** Updates by the optimizer (IST801), sums that are not stored in a weight or buffer, and
-sums that are computed in float32.
+**What is not reported.** The rule ignores updates by the optimizer (IST801), sums that are not stored in a weight or
+buffer, and sums in float32.
 
-**How safe is the fix?** A cast of an average to float32 keeps every digit. If weights were already rounded, load the
-exact weights from the checkpoint again.
+**How safe is the fix?** Safe: a cast of an average to float32 keeps every value, `isotype merge` writes a new
+checkpoint, and `isotype.fuse` changes no weight. If weights were already rounded, load them from the checkpoint again.
 
 **Seen in** huggingface/peft #1388; huggingface/trl #6688; modelscope/ms-swift #10154;
 d8ahazard/sd_dreambooth_extension #1415; konpatp/diffae #16; AndreasBergmeister/ram #6.
