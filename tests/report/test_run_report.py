@@ -750,9 +750,9 @@ def test_a_failed_write_leaves_the_former_files(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Path, "replace", full)
     assert refused(SaveError, write_run_report, realistic(notes=()), tmp_path) == (
-        f"the run report could not be written\n  - {tmp_path}: No space left on device\n"
-        "    expected  a writable directory with space for the report\n"
-        "    fix       free disk space, or give another directory"
+        f"the report could not be written\n  - {tmp_path / 'run_report.json'}: No space left on device\n"
+        "    expected  a path that can be written to, with room for the report\n"
+        "    fix       free this path or name another path"
     )
     assert (html.read_bytes(), data.read_bytes()) == before
     assert len(list(tmp_path.iterdir())) == 2
@@ -760,7 +760,7 @@ def test_a_failed_write_leaves_the_former_files(tmp_path: Path, monkeypatch: pyt
 
 def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("here first")
-    with pytest.raises(SaveError, match=r"^the run report could not be written\n"):
+    with pytest.raises(SaveError, match=r"^the report could not be written\n"):
         write_run_report(realistic(), tmp_path / "run")
     assert (tmp_path / "run").read_text() == "here first"
 

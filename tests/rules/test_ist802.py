@@ -19,8 +19,6 @@ def test_infinite_weights() -> None:
     assert (
         "a cast to float16" not in finding.fixes[0].description
     )  # huggingface/transformers #47842: log(0), rounded
-    (finding,) = find(trace([weight(dtype=FP16, largest=float("inf"))], compute=FP16))
-    assert finding.fixes[0].description.endswith("a cast to float16 has overflowed")
 
 
 def test_weights_that_float16_cannot_hold() -> None:

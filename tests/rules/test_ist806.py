@@ -76,3 +76,12 @@ def test_a_float32_router_is_silent() -> None:
 def test_the_largest_of_other_scores_is_silent() -> None:
     assert not list(find(routed(BF16, BF16, experts=16)))
     assert not list(find(routed(BF16, BF16, choice="model.layers.1.self_attn.indexer")))
+
+
+def test_a_predicted_class_is_no_expert() -> None:
+    """The queries of RT-DETR are chosen by their highest score of a class; Switch Transformers choose one expert."""
+    predicted = routed(BF16, BF16)
+    predicted = replace(predicted, calls=(predicted.calls[0], replace(predicted.calls[1], op="aten.max.dim")))
+    assert list(find(predicted)) == []
+    experts = weight("model.layers.0.mlp.experts.expert_0.wi.weight")
+    assert len(list(find(replace(predicted, weights=(*predicted.weights, experts))))) == 1

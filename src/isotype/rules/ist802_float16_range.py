@@ -63,9 +63,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     dense = (weight for weight in trace.weights if weight.quantization is None)
     infinite = [weight for weight in dense if not math.isfinite(_largest(weight))]
     if infinite:
-        how = "compute the weight in float32, and load or merge it again in the checkpoint's dtype"
-        if infinite[0].dtype == torch.float16:
-            how = "load or merge the weight again in the checkpoint's dtype: a cast to float16 has overflowed"
+        how = "load, merge or compute the weight again in a wider dtype, in which all numbers are finite"
         message = f"{agree(count(infinite), 'weight', 'hold')} values that are not finite"
         cause = f"{infinite[0].name} holds {infinite[0].largest}"
         fixes = (advice(infinite[0].name, how),)

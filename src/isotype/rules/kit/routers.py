@@ -10,22 +10,25 @@ import torch
 
 from isotype.records.trace import Call, Operand, Trace, Weight
 
-_CHOICES = (
-    "aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.max.dim", "aten.argmax.default",
-)  # fmt: skip
+_CHOICES = ("aten.topk.default", "aten.sort.default", "aten.sort.stable")
+_MAXIMA = (
+    "aten.max.dim",
+    "aten.argmax.default",
+)  # also the predicted class of a head, in a model without experts
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", "aten.matmul.default")
 
 
 def router_products(trace: Trace) -> Iterator[tuple[Call, Operand, torch.dtype]]:
     """For each choice of experts in the forward, yield the router's product, its weight, and the dtype of the scores."""
     products: list[tuple[Call, Operand]] = []
+    choices = (*_CHOICES, *_MAXIMA) if any("expert" in weight.name for weight in trace.weights) else _CHOICES
     for call in trace.calls:
         if call.phase != "forward" or call.recomputed or not call.operands or not call.results:
             continue
         if call.op in _PRODUCTS:
             weights = (_weight(trace.owners, operand) for operand in call.operands)
             products += [(call, weight) for weight in weights if weight is not None]
-        elif call.op in _CHOICES and call.operands[0].dtype.is_floating_point:
+        elif call.op in choices and call.operands[0].dtype.is_floating_point:
             scores = _scores_of(call, products)
             if scores is not None:
                 yield *scores, call.operands[0].dtype

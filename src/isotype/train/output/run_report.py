@@ -10,6 +10,7 @@ from typing import Any
 from isotype.core.errors import CheckpointError, SaveError
 from isotype.core.files import write_whole
 from isotype.report.html import render
+from isotype.report.html import write_report as write_page
 from isotype.report.run.html import to_html
 from isotype.report.run.record import (
     HTML_NAME,
@@ -72,15 +73,8 @@ def write_run_report(record: RunRecord, directory: str | Path) -> tuple[Path, Pa
     """Write `run_report.html` and `run_report.json`, each completely or not at all. Return the paths of both files."""
     directory = Path(directory)
     html, data = to_html(record), to_json(record)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        data_path = write_whole(directory / JSON_NAME, data)
-        html_path = write_whole(directory / HTML_NAME, html)
-    except OSError as error:
-        what, fix = f"{directory}: {error.strerror or error}", "free disk space, or give another directory"
-        expected = "a writable directory with space for the report"
-        raise SaveError.of("the run report could not be written", what, expected, fix) from error
-    return html_path, data_path
+    data_path = write_page(directory / JSON_NAME, data)
+    return write_page(directory / HTML_NAME, html), data_path
 
 
 def model_card(record: RunRecord) -> str:
