@@ -203,6 +203,15 @@ def test_a_missing_package_is_no_missing_gpu(monkeypatch: pytest.MonkeyPatch) ->
     assert "needs a real NVIDIA A100" in gpu.explained(RuntimeError("No CUDA GPUs are available"))
 
 
+def test_a_device_without_cuda_is_named_by_pytorchs_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script for CUDA on an Apple or Intel GPU: a real one would not help."""
+    monkeypatch.setattr(torch.mps, "is_available", lambda: False, raising=False)
+    gpu = MissingGpu(device_profile("mps"))
+    monkeypatch.setattr(gpu, "_absent", True)
+    said = gpu.explained(AssertionError("Torch not compiled with CUDA enabled"))
+    assert said.endswith("asks for the device cuda, which Apple GPU does not have: write 'mps' in its place")
+
+
 def test_an_argument_of_the_scripts_own_function_has_no_explanation() -> None:
     def step(rate: float) -> None: ...
 

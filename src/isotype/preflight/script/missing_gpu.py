@@ -17,6 +17,7 @@ from isotype.compat.torch import COMPILER
 from isotype.compat.torch_device import device_type, written_for
 from isotype.core.source import condition_at, is_library, line_of
 from isotype.precision.devices.profile import DeviceProfile
+from isotype.preflight.script.setup_errors import line_of_script
 from isotype.records.finding import in_library
 from isotype.report.text import short_source
 from isotype.trace.live.recorder import warnings_at_callers
@@ -29,6 +30,7 @@ _ABOUT_PACKAGES = re.compile(
     r"(pip|please) install\b", re.IGNORECASE
 )  # "… on CUDA requires fbgemm-gpu: pip install …"
 _ASKING = re.compile(r"\b(is_available|device_count|current_accelerator)\b")
+_NO_CUDA = "not compiled with CUDA"
 _INSTEAD = "with --device NAME (t4, h100, …), isotype runs the script's code for this GPU on the CPU"
 
 
@@ -93,6 +95,9 @@ class MissingGpu:
         if not self._absent or not (about or self._answered(error)):
             return ""
         place = short_source(line_of(error))
+        if self.kind not in ("cpu", "cuda") and self._profile is not None and _NO_CUDA in str(error):
+            asks = f"{short_source(line_of_script(error))} asks for the device cuda, which {self._profile.title} does not have"
+            return f"{asks}: write {self.kind!r} in its place"
         if self._profile is None:
             return f"{place} needs a GPU, and this machine has none; {_INSTEAD}"
         return f"{place} needs a real {self._profile.title}: the CPU, on which the script runs, cannot replace the GPU here"

@@ -56,17 +56,27 @@ def _absent_name(error: ImportError) -> Outside | None:
     package = "" if match is None else match["package"] or match["in"]
     if match is None or (installed := _installed(package)) is None:
         return None
-    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in walk_tb(error.__traceback__)]
-    importer = next((name for name in reversed(names) if not name.startswith(("importlib", "_frozen"))), "")
-    name = match["name"] or match["module"]
-    advice = f"install the version of {package} for which the script was written"
-    if (other := importer.partition(".")[0]) != package and (library := _installed(other)) is not None:
+    frames = reversed([frame for frame, _ in walk_tb(error.__traceback__)])
+    names = (
+        str(frame.f_globals.get("__name__"))
+        for frame in frames
+        if "importlib" not in frame.f_code.co_filename
+    )
+    importer = next(names, "").partition(".")[0]
+    advice = _advice(match["name"] or match["module"], "", package)
+    if importer != package and (library := _installed(importer)) is not None:
         advice = (
-            f"{library} needs another version of {package}: upgrade {other}, or install an older {package}"
+            f"{library} needs another version of {package}: upgrade {importer}, or install an older {package}"
         )
-    elif name in _ADVICE:
-        advice = f"{_ADVICE[name]}, or {advice}"
-    return Outside(line_of_script(error), (), advice, f"{installed} does not contain {name}")
+    return Outside(
+        line_of_script(error), (), advice, f"{installed} does not contain {match['name'] or match['module']}"
+    )
+
+
+def _advice(name: str, how: str, package: str) -> str:
+    """Return advice on a name that an installed library does not have. `how` is used for names without known advice."""
+    ways = _ADVICE.get(name, how), f"install the version of {package} for which the script was written"
+    return ", or ".join(filter(None, ways))
 
 
 def _installed(package: str) -> str | None:
@@ -94,8 +104,7 @@ def _unknown_argument(error: BaseException) -> Outside | None:
             f"give {moved} to {called.__name__.replace('Trainer', 'Config')}, which the trainer gets as args"
         )
     cause = f"{called.__name__} of {installed} has no argument {name}"
-    other = f"{_ADVICE.get(name, how)}, or install the version of {package} for which the script was written"
-    return Outside(line_of_script(error), (), other, cause)
+    return Outside(line_of_script(error), (), _advice(name, how, package), cause)
 
 
 def _called(error: BaseException, name: str) -> Any:
