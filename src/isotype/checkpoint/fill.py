@@ -294,8 +294,6 @@ def _saved(
 
 
 class Tensors(Protocol):
-    """Reads tensors from files."""
-
     def tensor(self, header: TensorHeader) -> torch.Tensor: ...
 
 

@@ -74,5 +74,4 @@ def exit_status(number: int) -> int:
 
 
 def signal_of(interrupt: KeyboardInterrupt) -> int:
-    """Return the number of the signal that raised `interrupt`."""
     return int(interrupt.args[0]) if isinstance(interrupt, Terminated) else signal.SIGINT

@@ -40,7 +40,6 @@ class ValueParser(argparse.ArgumentParser):
 
 
 def is_being_imported(module: Any) -> bool:
-    """Return whether a module's import is still running."""
     return bool(getattr(module.__spec__, "_initializing", False))
 
 

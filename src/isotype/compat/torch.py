@@ -83,7 +83,6 @@ DISPATCH_MODES = ModeStack(
 
 
 def stack_of(mode: Any) -> ModeStack:
-    """Return the stack to which `mode` belongs."""
     return FUNCTION_MODES if isinstance(mode, TorchFunctionMode) else DISPATCH_MODES
 
 
@@ -156,7 +155,6 @@ def last_node_number() -> int:
 
 
 def node_number(node: Any) -> int:
-    """Return the sequence number of a graph node."""
     return int(node._sequence_nr())
 
 
@@ -331,17 +329,14 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the dictionary of a module's children."""
     return module._modules
 
 
 def forward_hooks(module: nn.Module) -> dict[int, Any]:
-    """Return the hooks called after a module's forward."""
     return module._forward_hooks
 
 
 def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
-    """Return the hooks called before a module's forward."""
     return module._forward_pre_hooks
 
 
@@ -356,7 +351,6 @@ class UncastBuffers(nn.Module):
 
 
 def state_dict_hooks(module: nn.Module) -> dict[int, Any]:
-    """Return the hooks called after a module's `state_dict`."""
     return module._state_dict_hooks
 
 

@@ -56,7 +56,6 @@ def put_forward(model: Any, forward: Callable[..., Any]) -> None:
 
 
 def former_forward(model: Any) -> Callable[..., Any]:
-    """Return the forward that `put_forward` replaced."""
     forward: Callable[..., Any] = model.__dict__[_FORMER]
     return forward
 

@@ -250,7 +250,6 @@ def _look_up(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdi
 
 
 def contracts_of(profile: DeviceProfile) -> Contracts:
-    """Return the contracts of a device."""
     capability, variant = None, profile.contracts.partition("-")[2]
     if profile.kind == "cuda":
         capability = profile.capability
@@ -430,7 +429,6 @@ def table_name(kind: str, capability: tuple[int, int] | None, torch_version: str
 
 
 def tables_in(folder: Path) -> tuple[TableName, ...]:
-    """Return the names of the tables in a folder, sorted."""
     names = []
     for path in sorted(folder.glob("*.json")):
         parts = _NAME.fullmatch(path.stem)

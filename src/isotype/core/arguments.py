@@ -60,7 +60,6 @@ class Parser(ValueParser):
 
     @classmethod
     def of(cls, command: str) -> Self:
-        """Return the parser of a command in commands.json."""
         parser = cls.described(command)
         add_arguments(parser, command)
         return parser

@@ -136,7 +136,6 @@ def class_of(optimizer: Any) -> str:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the parameters of all groups of an optimizer."""
     yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 

@@ -145,7 +145,6 @@ class FusionReport:
 
     @property
     def summary(self) -> str:
-        """A summary in one line."""
         parts = [f"{len(self.fused)} of {plural(len(self.fused) + len(self.left), 'LoRA layer')}"]
         if self.together:
             parts.append(f"{plural(len(self.together), 'group')} on the same input")

@@ -56,7 +56,6 @@ _BY_CLASS_NAME = {"Linear4bit": "linear4bit", "Linear8bitLt": "linear8bit", "Con
 
 
 def kind_of(module: nn.Module) -> str:
-    """Return the kind of a module, see `Place.kind`."""
     cls: Any = type(module)
     kind = _kind_of(cls)
     if kind == "norm" and any(next(child.parameters(), None) is not None for child in module.children()):

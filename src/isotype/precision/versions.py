@@ -167,7 +167,6 @@ def incompatibilities(
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package is installed, whatever its version."""
     return _version(package) is not None
 
 

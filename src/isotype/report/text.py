@@ -55,7 +55,6 @@ def format_count(count: int) -> str:
 
 
 def format_flops(flops: float) -> str:
-    """Format a number of FLOPs, as in `950 FLOP` or `1.24 TFLOP`."""
     for name, unit in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if flops >= unit:
             return f"{format_number(flops / unit, 3)} {name}FLOP"

@@ -49,7 +49,6 @@ class Rule:
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Return all rules, sorted by code."""
     return tuple(
         Rule(code, module.TITLE, module.__doc__ or "", module.find, getattr(module, "KIND", "step"))
         for code, module in rule_modules().items()

@@ -118,7 +118,6 @@ def parse_capabilities(capabilities: Mapping[str, object]) -> CpuFeatures:
 
 
 def this_cpu() -> CpuFeatures:
-    """Return the features of this machine's CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         return parse_cpuinfo(cpuinfo.read_text(encoding="utf-8", errors="replace"))

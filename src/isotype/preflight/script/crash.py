@@ -355,6 +355,5 @@ def _shows(report: Report, text: str) -> bool:
 
 
 def findings_of(findings: Iterable[Finding], *rules: ModuleType) -> list[Finding]:
-    """Return the findings of some rules."""
     codes = {code_of(rule.__name__) for rule in rules}
     return [finding for finding in findings if finding.code in codes]

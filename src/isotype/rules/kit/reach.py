@@ -14,7 +14,6 @@ def leak_of(trace: Trace, source: Source) -> Leak | None:
 
 
 def leak_finding(trace: Trace, leak: Leak, severity: Severity, message: str, cause: str, fix: Fix) -> Finding:
-    """Return the finding of a leak, at the module that causes it."""
     assert trace.reach is not None
     changed = f"{leak.changed:,} of {plural(leak.of, 'prediction')} change"
     return Finding(

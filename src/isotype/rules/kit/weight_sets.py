@@ -70,7 +70,6 @@ def repacked(trace: Trace) -> list[Weight]:
 
 
 def quantized(trace: Trace) -> Iterator[tuple[Weight, Quantization]]:
-    """Yield the quantized weights, each with its state."""
     for weight in trace.weights:
         if weight.quantization is not None:
             yield weight, weight.quantization

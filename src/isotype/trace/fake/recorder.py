@@ -489,5 +489,4 @@ _PRINTED = re.compile(r"\S*(?=\{\[)")
 
 
 def is_about_dtypes(error: Exception) -> bool:
-    """Return whether an error message is about dtypes."""
     return _DTYPE_WORDS.search(_PRINTED.sub("", str(error))) is not None

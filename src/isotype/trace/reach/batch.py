@@ -60,7 +60,6 @@ class Batch:
         return {name: value for name, value in values.items() if self.labelled or name != "labels"}
 
     def to(self, dtype: torch.dtype) -> Batch:
-        """Return the batch with its float tensors in `dtype`."""
         cast = {
             name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for name, value in self.inputs.items()

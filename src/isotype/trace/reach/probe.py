@@ -89,7 +89,6 @@ class Probe:
 
     @property
     def late(self) -> bool:
-        """True after the deadline."""
         return time.thread_time() > self._deadline
 
     def run(self, inputs: Mapping[str, Any]) -> Any:

@@ -32,7 +32,6 @@ class Limit:
     fix: str = ""
 
     def takes(self, value: float) -> bool:
-        """Return True if `value` is finite and in the range."""
         low = value > self.least if self.above else value >= self.least
         high = value < self.most if self.below else value <= self.most
         return math.isfinite(value) and low and high
