@@ -5,12 +5,12 @@ from __future__ import annotations
 import linecache
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from traceback import walk_stack, walk_tb
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -72,18 +72,17 @@ def tensors_at_hand(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of the local variables at an error, and of the weights of the module that raised the error.
 
     If torch raised the error, the local variables of the code that called torch are included. The tensors that the
-    failing lines name (`self.cache`, `p.grad`) come first; if they have several dtypes, only they are yielded.
+    failing line names (`self.cache`, `p.grad`) come first; if they have several dtypes, only they are yielded.
     """
-    steps = list(_steps(error))
-    outside = (step for step in reversed(steps) if not is_library(step.tb_frame.f_code.co_filename))
-    first = list(islice(outside, 1))
-    named = {name: tensor for step in first for name, tensor in _named_at(step)}
-    variables: dict[str, Any] = dict(named)
-    several = len({tensor.dtype for tensor in named.values() if tensor.is_floating_point()}) > 1
-    for step in () if several else (*steps[-1:], *first):
-        local = step.tb_frame.f_locals
+    frames = [*reversed([*walk_tb(error.__traceback__)])]
+    outside = (step for step in frames if not is_library(step[0].f_code.co_filename))
+    caller = list(islice(outside, 1))
+    variables: dict[str, Any] = {name: tensor for step in caller for name, tensor in _named_at(*step)}
+    several = len({tensor.dtype for tensor in variables.values() if tensor.is_floating_point()}) > 1
+    for frame, _ in () if several else (*frames[:1], *caller):
+        local = frame.f_locals
         variables |= {name: value for name, value in local.items() if name not in variables}
-        if isinstance(local.get("self"), torch.nn.Module) and step is steps[-1]:
+        if isinstance(local.get("self"), torch.nn.Module) and frame is frames[0][0]:
             variables |= dict(local["self"].named_parameters(recurse=False))
     yielded: set[int] = set()
     for name, value in variables.items():
@@ -92,46 +91,24 @@ def tensors_at_hand(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value
 
 
-def _steps(error: BaseException) -> Iterator[TracebackType]:
-    step = error.__traceback__
-    while step is not None:
-        yield step
-        step = step.tb_next
-
-
-def _named_at(step: TracebackType) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for each variable and attribute that the lines of a failing expression name."""
-    code, local = step.tb_frame.f_code, dict(step.tb_frame.f_locals)
-    # `python -X no_debug_ranges` keeps no last lines, and a traceback that code has constructed may have no instruction.
-    first = last = step.tb_lineno
-    if step.tb_lasti >= 0:
-        first, last = (end or last for end in list(code.co_positions())[step.tb_lasti // 2][:2])
-    lines = range(first, last + 1)
-    words = " ".join(linecache.getline(code.co_filename, number) for number in lines)
-    for name in re.findall(r"(?<![\w.])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", words):
-        value: Any = local
+def _named_at(frame: FrameType, line: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) for each variable and attribute that a line names."""
+    code = linecache.getline(frame.f_code.co_filename, line)
+    for name in re.findall(r"(?<![\w.])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", code):
+        value: Any = dict(frame.f_locals)
         known = ""
         for part in name.split("."):
-            parts = _parts(value)
+            parts = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+            if isinstance(value, torch.Tensor):
+                parts = {"grad": value.grad} if value.is_leaf else {}
+            elif isinstance(value, torch.nn.Module):
+                held = value.named_parameters(recurse=False), value.named_buffers(recurse=False)
+                parts = {**parts, **dict(chain(*held, value.named_children()))}
             if part not in parts:
                 break
             value, known = parts[part], f"{known}.{part}".lstrip(".")
         if isinstance(value, torch.Tensor):
             yield known, value
-
-
-def _parts(value: Any) -> Mapping[str, Any]:
-    if isinstance(value, torch.Tensor):
-        return {"grad": value.grad} if value.is_leaf else {}
-    held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    if isinstance(value, torch.nn.Module):
-        own = (
-            value.named_parameters(recurse=False),
-            value.named_buffers(recurse=False),
-            value.named_children(),
-        )
-        held = {**held, **{name: part for parts in own for name, part in parts}}
-    return held
 
 
 def condition_at(source: str) -> str:
