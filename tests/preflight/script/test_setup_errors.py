@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from isotype.compat import bitsandbytes
 from isotype.compat.torch_fsdp import fake_process_group
@@ -77,6 +77,30 @@ def test_an_adapter_is_initialized_from_codes() -> None:
     cause, how = _explanation(error, _quantized()) or ("", "")
     assert cause.endswith("but 0.weight holds uint8 codes")
     assert how.startswith("load the base model without quantization")
+
+
+def test_fsdp1_flattens_neither_several_dtypes_nor_codes() -> None:
+    """h2oai/h2o-llmstudio #98 (float32 adapters beside a float16 model); the errors end a script before its first step."""
+    half, wide, codes = nn.Linear(4, 4).half(), nn.Linear(2, 2), _quantized().half()
+    with fake_process_group(2):
+        found = [
+            _explanation(lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu")), half, other)
+            for other in (wide, codes)
+        ]
+    (several, shard), (packed, pack) = ((words or ("", "")) for words in found)
+    assert several.startswith("2 parameters are float32, unlike most weights (first: 1.weight), and FSDP1")
+    assert "fully_shard" in shard
+    assert packed.startswith("1.weight holds uint8 codes of a quantized layer, and FSDP1")
+    assert "bnb_4bit_quant_storage" in pack
+
+
+def test_zero_3_gathers_one_dtype() -> None:
+    """haotian-liu/LLaVA #949, deepspeedai/DeepSpeed #8072; without parameters of other dtypes, ZeRO-3 is not the reason."""
+    error = _raise("output tensor must have the same type as input tensor")
+    cause, how = _explanation(error, nn.Linear(4, 4).bfloat16(), nn.Linear(2, 2)) or ("", "")
+    assert cause.startswith("2 parameters are float32, unlike most weights (first: 1.weight), and ZeRO-3")
+    assert "0.19.3" in how
+    assert _explanation(error, nn.Linear(4, 4)) is None
 
 
 def test_parameters_without_values_are_counted() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import packages_distributions, version
 from traceback import walk_tb
@@ -23,7 +24,7 @@ from isotype.preflight.script.outside import Outside
 from isotype.records.finding import in_library
 
 _KNOWN: list[dict[str, str]] = table(__file__)
-"""Known errors. `weights` is the key in `_OF_KIND` of the weights that cause the error; "" if no weights do."""
+"""Known errors. `weights` is the key in `_OF_KIND` of the weights that cause the error, "few" for those of rarer dtypes, "" for none."""
 _OF_KIND: dict[str, Callable[[torch.Tensor], bool]] = {
     "meta": lambda weight: weight.is_meta,
     "codes": lambda weight: not weight.is_floating_point(),
@@ -139,8 +140,15 @@ def _weight_words(error: BaseException, kind: str) -> dict[str, str] | None:
     # PEFT's copy of a layer is not in the model yet; the original layer is.
     inner = (getattr(module, "original_module", module) for module in reversed(modules))
     inside = next((names[id(module)] for module in inner if id(module) in names), "")
-    of_kind = _OF_KIND[kind]
-    fits = {name: parameter.dtype for name, parameter in model.named_parameters() if of_kind(parameter)}
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        sizes[parameter.dtype] += parameter.numel()
+    of_kind, most = _OF_KIND.get(kind), max(sizes, key=sizes.__getitem__, default=None)
+    fits = {
+        name: weight.dtype
+        for name, weight in model.named_parameters()
+        if (weight.dtype != most if of_kind is None else of_kind(weight))
+    }
     first = min(fits, key=lambda name: not name.startswith(inside), default="")
     count = agree(len(fits), "parameter", "are")
     return {"name": base_name(first), "dtype": dtype_name(fits[first]), "count": count} if first else None
