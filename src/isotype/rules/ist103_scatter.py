@@ -16,8 +16,7 @@ dtype. Or a cache was allocated in one model's dtype, and a model of another dty
     combined.index_add_(0, rows, (expert(hidden[rows]) * weights).to(combined.dtype))
 
 **How safe is the fix?** Safe: the rows are rounded once, as every result of a 16-bit operator. If a module returns the
-rows, `isotype.repair` casts its outputs. Otherwise edit the line that the report names, or create the cache in the
-model's dtype.
+rows, `isotype.repair` casts its outputs. Otherwise edit the line that the report names, or the cache's dtype.
 
 **Seen in** hiyouga/LLaMA-Factory #5943, #3807; pytorch/torchtitan #2389; OneTrainer #824; pytorch/torchtune
 #1349.

@@ -20,8 +20,7 @@ called only for the forward (Lightning's `precision="bf16-true"`), and a layer c
     # cast weights only after the backward; keep torch.set_default_dtype until the backward has ended
 
 **How safe is the fix?** Safe: you edit the code so that the second run gets the autocast, weights and default dtype of
-the first. Then both compute the same values. Unsafe: a step without autocast, because its operators compute in other
-dtypes.
+the first. Then both compute the same values. Unsafe: a step without autocast, which computes in other dtypes.
 
 **Seen in** pytorch/pytorch #193338, #71124; NVIDIA/TransformerEngine #791; NVIDIA-NeMo/Automodel #2083 (default dtype).
 """

@@ -21,8 +21,8 @@ about dtypes. Otherwise the severity is "warning".
     isotype.check(Pooled(), {"x": x})
 
 **What to do.** If a size depends on values, record the real step with `isotype run train.py`. For a kernel of your own,
-register a fake implementation (`torch.library.register_fake`). Install a missing library. Call `check` with inputs that
-the model accepts.
+register a fake implementation (`torch.library.register_fake`). Install a missing library. Pass inputs that the model
+accepts.
 
 **How safe is the fix?** isotype changes nothing for this finding.
 

@@ -7,8 +7,7 @@ float16 parameter that is trained:
 - an adapter that was cast together with its model (`.half()`);
 - an adapter from a float16 file.
 
-The rule also reports complex gradients, such as those of a Fourier neural operator, because `unscale_` has no kernel
-for them.
+The rule also reports complex gradients (Fourier neural operators), for which `unscale_` has no kernel.
 
 **Why it is bad.** The run stops at its first optimizer step with `ValueError: Attempting to unscale FP16
 gradients.`
@@ -26,8 +25,7 @@ gradients.`
             parameter.data = parameter.data.float()
 
 **How safe is the fix?** Safe: the fix casts the trainable parameters to float32, which represents every float16 value.
-Frozen weights stay float16, so the step needs little more memory. For complex weights, edit the model: `view_as_real`
-keeps their values.
+Frozen weights stay float16, so the step needs little more memory. `view_as_real` keeps a complex weight's values.
 
 **Seen in** huggingface/peft #1249, #1706, #341; huggingface/diffusers #5004, #6514; oobabooga/textgen #5268;
 yk7333/d3po #6; koda-dernet/Side-Step #39; mk-minchul/AdaFace #127; QwenAudio/FunMusic #28; pytorch/pytorch #58228;

@@ -4,8 +4,7 @@ gradients become zero.
 
 **Why it is bad.** Small gradients are lost without a warning. If the trained weights are float16 as well, Adam's
 epsilon of 1e-8 becomes zero. A weight with a zero gradient then gets the update 0 / 0 = NaN, for example the rows of an
-embedding that the batch does not use. The finding is then an error. Fused kernels of Adam divide in float32, and return
-no NaN.
+embedding that the batch does not use. The finding is then an error. Fused Adam divides in float32, and returns no NaN.
 
 **An example that fails**
 

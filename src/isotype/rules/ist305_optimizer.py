@@ -2,8 +2,8 @@
 **What it means.** An optimizer step mixes dtypes. Either a kernel gets a parameter, its gradient and its moments in
 different dtypes, or some trainable parameters are float32 and other trainable parameters are 16-bit.
 
-**Why it is bad.** In the first case, a fused kernel raises an error. In the second case, only the 16-bit parameters
-lose small updates.
+**Why it is bad.** In the first case, a fused kernel raises an error. In the second, the 16-bit parameters lose small
+updates.
 
 **An example that fails**
 

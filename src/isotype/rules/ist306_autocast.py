@@ -20,7 +20,7 @@ the trainer. `unwrap_model(model, keep_fp32_wrapper=False)` removes accelerate's
     TrainingArguments(bf16=args.bf16, fp16=args.fp16)
 
 **How safe is the fix?** Safe: no stored weight changes. The results change slightly, because the step rounds to another
-dtype than before.
+dtype.
 
 **Seen in** oobabooga/textgen #3460; huggingface/trl #3598; huggingface/accelerate #2846.
 """

@@ -14,11 +14,10 @@ only some parameters have a gradient, there is no error, but the parameters with
   `get_peft_model` and froze the adapter. `enable_input_require_grads` hides the error, but the adapter is not trained.
 - Code freezes parameters between their forward and the backward, as PEFT's `set_adapter` freezes all other adapters.
 - The loss, or a result inside of the model, was detached, or a tower runs under `torch.no_grad()`.
-- One term of the loss was detached, or is a number (`item()`): only the other terms train. Only `isotype run` reports
-  it.
+- One term of the loss was detached, or is a number (`item()`): only the other terms train (only in `isotype run`).
 - The loss has several elements, such as one for each token (`reduction="none"`): `backward` raises `grad can be
   implicitly created only for scalar outputs`.
-- `zero_grad()` runs between the backward and the optimizer's step. Only `isotype run` reports it.
+- `zero_grad()` runs between the backward and the optimizer's step (only in `isotype run`).
 
 **An example that fails**
 

@@ -10,8 +10,7 @@
 **Why it is bad.** Only case 5 raises an error. The loss scale begins at 65,536.
 
 1. Nearly every scaled norm exceeds the limit. Clipping reduces the norm to the limit, and unscaling then divides it by
-   the scale. SGD stops learning. Adam's updates become smaller, because its epsilon is large compared with such
-   gradients.
+   the scale. SGD stops learning. Adam's updates become smaller, because its epsilon exceeds such gradients.
 2. A step of SGD is up to 65,536 times too large, and a step with infinite gradients is not skipped.
 3. A step of SGD is 65,536 times too small.
 4. The update doubles. If `scaler.step()` skips infinite gradients, the second step makes weights NaN.
@@ -32,8 +31,8 @@
 **What is not reported.** `isotype check` does not run a script's clipping and steps; only `isotype run` reports these
 cases. The trainers of transformers and Lightning's automatic optimization unscale before they clip.
 
-**How safe is the fix?** Safe: you correct the calls in your code. Each step then uses every gradient once, and without
-the loss scale.
+**How safe is the fix?** Safe: you correct the calls. Each step then uses every gradient once, and without the loss
+scale.
 
 **Seen in** milesial/Pytorch-UNet #468; pytorch/examples #1196; Lightning-AI/pytorch-lightning #9599, #18089, #19695; harubaru/waifu-diffusion #64;
 nerfstudio-project/nerfacc #307; starrytong/SCNet #7; microsoft/Swin-Transformer #311; Azure/MS-AMP #45; Haian-Jin/LVSM #19.

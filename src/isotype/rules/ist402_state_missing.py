@@ -15,8 +15,7 @@ is required` or a bare `AssertionError`.
 
     BitsAndBytesConfig(…, llm_int8_skip_modules=["head"])    # load again; skip layers whose weights your code replaces
 
-**How safe is the fix?** Safe: you load the exact codes and scales again. The scales cannot be computed from the packed
-codes.
+**How safe is the fix?** Safe: you load codes and scales again, because packed codes alone do not determine the scales.
 
 **Seen in** haotian-liu/LLaVA #1028; axolotl-ai-cloud/axolotl #2992.
 """

@@ -15,8 +15,7 @@ whole model or its state dict.
 
     state = {name: value if name.endswith("absmax") else value.bfloat16() for name, value in model.state_dict().items()}
 
-**How safe is the fix?** Safe: you load the model again, because a cast back to float32 does not restore the rounded
-scales.
+**How safe is the fix?** Safe: you load the model again. A cast back to float32 does not restore the scales.
 
 **Seen in** bitsandbytes 0.50, which rounds the scales in evaluations on CPUs with AVX512-BF16 (reported as IST407).
 """

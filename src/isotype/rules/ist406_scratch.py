@@ -19,8 +19,7 @@ buffer for the next model, which is float16. The buffer holds dequantized weight
     buffer = workspace[weight.device, torch.cuda.current_stream(), state.dtype, state.shape]     # a dictionary
 
 **How safe is the fix?** Safe: with one buffer for each device, stream, dtype and shape, every model gets a buffer in
-its dtype. A new buffer for each call is safe too, but slower. isotype does not change the library's code; you make the
-edit.
+its dtype. A new buffer for each call is safe too, but slower. You have to edit the library's code.
 
 **Seen in** unslothai/unsloth #4026.
 """

@@ -37,7 +37,7 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.weight_sets import count, finding_of, modules, quantized, repacked
 from isotype.rules.kit.words import advice, fix
 
-TITLE = "4-bit weights that an evaluation on this CPU repacks"
+TITLE = "4-bit weights that an evaluation on a CPU repacks"
 
 
 def find(trace: Trace) -> Iterator[Finding]:

@@ -21,11 +21,9 @@ adapter. Or a trained copy (`modules_to_save`) keeps the base model's dtype.
 
     isotype.enforce(model, policy)        # casts adapters to the policy's master dtype, by default float32
 
-**What is not reported.** The rule ignores frozen adapters, and adapters that all have the same wrong dtype (IST304,
-IST801).
+**What is not reported.** The rule ignores frozen adapters, and adapters of one wrong dtype (IST304, IST801).
 
-**How safe is the fix?** Safe: the fix casts all adapters to the widest of their dtypes, or to float32, and keeps every
-value.
+**How safe is the fix?** Safe: all adapters get the widest of their dtypes, or float32, and keep every value.
 
 **Seen in** huggingface/peft #2421; huggingface/diffusers #6514.
 """

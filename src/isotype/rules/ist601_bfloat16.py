@@ -1,10 +1,9 @@
 """
 **What it means.** The step computes in bfloat16, but the device has no bfloat16 matmuls in hardware.
 
-**Why it is bad.** On NVIDIA GPUs before compute capability 8.0 (T4, V100, RTX 20xx), bfloat16 runs
-without tensor cores, at most at the float32 rate. float16 would run several times faster. Some kernels (flash
-attention, Triton's `tl.dot`) refuse bfloat16 on these GPUs. If a device has no bfloat16 matmul at all (P100, GTX
-10xx), the step crashes.
+**Why it is bad.** On NVIDIA GPUs before compute capability 8.0 (T4, V100, RTX 20xx), bfloat16 runs without tensor
+cores, at most at the float32 rate. float16 runs several times faster. Some kernels (flash attention, Triton's `tl.dot`)
+refuse bfloat16 on these GPUs. If a device has no bfloat16 matmul at all (P100, GTX 10xx), the step crashes.
 
 **Why it happens.** A script for newer hardware sets `bf16=True`, loads a bfloat16 checkpoint without a cast, or has a
 quantization config with `bnb_4bit_compute_dtype=torch.bfloat16`.
@@ -17,12 +16,9 @@ quantization config with `bnb_4bit_compute_dtype=torch.bfloat16`.
 
     SFTConfig(fp16=True)                      # float16 autocast with a GradScaler, float32 adapters
 
-**The estimate.** The estimated slowdown is the step time in bfloat16, divided by the step time in the dtype of the fix.
-The rule computes both times with a roofline model, and counts bfloat16 matmuls at float32's rate. The real slowdown is
-larger, because the device also converts bfloat16 numbers to float32 in software.
-
-**How safe is the fix?** A cast to float32 is safe. A cast of weights from bfloat16 to float16 is unsafe, because
-models that were trained in bfloat16 (Gemma, T5) may exceed 65,504, the largest float16 value. Watch the loss.
+**How safe is the fix?** Safe: a step in float32, or under float16 autocast with a GradScaler if the frozen weights are
+not bfloat16. Unsafe: a cast of frozen bfloat16 weights to float16, because models that were trained in bfloat16 (Gemma,
+T5) may exceed 65,504, the largest float16 number. Watch the loss.
 
 **Seen in** huggingface/peft #1249; unslothai/unsloth-zoo #706; huggingface/trl #6516; hiyouga/LlamaFactory
 #2090; Dao-AILab/flash-attention #762; reports of T4 and V100 users of every trainer.

@@ -1,8 +1,7 @@
 """
 **What it means.** Installed libraries are incompatible with each other, or with this machine's device.
 
-**Why it is bad.** An import fails, a quantized layer finds no kernel, or a library disables another library without an
-error.
+**Why it is bad.** An import fails, or a quantized layer finds no kernel. Or a library silently ignores another library.
 
 **Why it happens.** Only one of torch, transformers, peft, trl, accelerate and bitsandbytes was upgraded. Or a library was
 built for another CUDA version than torch was.
@@ -15,12 +14,11 @@ built for another CUDA version than torch was.
 
     pip install --upgrade "torch>=2.6"
 
-**What is not reported.** If `--device` names a device of another machine, the rule reports nothing, because that machine's
-libraries are unknown. The rule checks the requirements that packages declare, the minimum versions that some packages
-check only at run time, and pairs of libraries that a public report calls incompatible. `isotype doctor` reports the
-same incompatible versions without a model.
+**What is checked.** The rule checks the packages' requirements, minimum versions that some packages check only at run
+time, and pairs of libraries that an issue on GitHub calls incompatible. It checks nothing if `--device` names a device
+of another machine, because that machine's libraries are unknown. `isotype doctor` needs no model for this check.
 
-**How safe is the fix?** The fix changes the environment, so only you can apply it.
+**How safe is the fix?** Safe: the fix is a `pip` command that you run. It changes no weights and no code.
 
 **Seen in** huggingface/transformers #41889; bitsandbytes #1688.
 """

@@ -3,13 +3,13 @@
 support the dtype of queries, keys and values.
 
 **Why it is bad.** FlashAttention supports only float16 and bfloat16, and only AMD's CDNA GPUs and NVIDIA GPUs of
-compute capability 8.0 or later. In float32, FlashAttention raises "FlashAttention only support fp16 and bf16 data
-type"; on a T4 or V100, it raises "FlashAttention only supports Ampere GPUs or newer". There is no FlashAttention for
-CPUs. In these cases, `sdpa` selects a slower kernel, which stores all attention scores or runs in float32. If the code
-disables that kernel (`sdpa_kernel`), `sdpa` raises "No available kernel". FlashAttention also does not support masks.
+compute capability 8.0 or later. Otherwise `flash_attention_2` raises "FlashAttention only support fp16 and bf16 data
+type" or "FlashAttention only supports Ampere GPUs or newer". `sdpa` selects a slower kernel instead, which stores all
+attention scores or runs in float32. If the code disables that kernel (`sdpa_kernel`), `sdpa` raises "No available
+kernel".
 
 **Why it happens.** The script requests `attn_implementation="flash_attention_2"` on older hardware, or with a float32
-model and no autocast. Or float32 norms (PEFT's `prepare_model_for_kbit_training`) make the queries float32.
+model and no autocast. Or float32 norms, as after PEFT's `prepare_model_for_kbit_training`, make the queries float32.
 
 **An example that fails**
 
@@ -19,8 +19,9 @@ model and no autocast. Or float32 norms (PEFT's `prepare_model_for_kbit_training
 
     AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
 
-**How safe is the fix?** `sdpa` and FlashAttention compute the same function. A cast of queries, keys and values to
-16 bits rounds their values; FlashAttention requires this cast.
+**How safe is the fix?** Safe: `sdpa` and all its kernels compute the same function as FlashAttention. A cast of
+queries, keys and values rounds them, but changes no weight. Unsafe: a cast of a stored weight that may round its
+values.
 
 **Seen in** huggingface/transformers #25598; unslothai/unsloth #827; axolotl #336; QwenLM/Qwen3 #406;
 lucidrains/denoising-diffusion-pytorch #239; lucidrains/x-transformers #143; lucidrains/MEGABYTE-pytorch #6.

@@ -1,34 +1,29 @@
 """
-**What it means.** In a step, an evaluation or a rollout, the peak memory of the tensors exceeds the available memory: 85 % of a GPU's
-memory, or half of a CPU's memory. If the device is in this machine, only the device's free memory counts.
-`isotype check`, `isotype plan` and `--gradient_checkpointing auto` compare the same peak with the same share of memory.
+**What it means.** In a step, an evaluation or a rollout, the peak memory of the tensors exceeds the available memory:
+85 % of a GPU's memory, or half of a CPU's memory. If the device is in this machine, the same share of its free memory
+is available. The rest is for the allocator's gaps, the workspaces of kernels, and the driver's context (0.3 to 0.6 GB).
 
 **Why it is bad.** The run ends with an out-of-memory error, often only at the first long batch.
 
-**What is counted.** A storage is counted once, from its allocation until its last tensor is freed. The report groups
-storages by kind: weights with their quantization states, adapters, gradients, optimizer states, activations. From the
-second step on, optimizer states and activations are in memory at the same time. From the second micro-batch of a step
-on, gradients and activations are also in memory at the same time. If a trainer has `compute_metrics`, its evaluation
-keeps the predictions of all rows. When transformers appends a batch's predictions, it copies all predictions, so the
-old and the new copy are in memory at the same time. The other 15 % of a GPU's memory are left for the allocator's
-rounding and fragmentation, the workspaces of kernels, and the driver's context (0.3 to 0.6 GB).
+**What is counted.** The memory of a tensor and its views is counted once. The report groups the memory by kind: weights
+with their quantization states, adapters, gradients, optimizer states, activations. The peak is that of a later step, in
+which optimizer states, gradients of earlier micro-batches, and activations are in memory together. If a trainer has
+`compute_metrics`, its evaluation keeps the predictions of all rows, and copies all of them after each batch.
 
 **What helps, and by how much.** The report estimates each saving as if no other saving were applied:
 
-- Gradient checkpointing stores the inputs of all n layers, and the activations of one layer: about `1/n` of the layers'
-  usual activations (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). The memory of logits stays the
-  same. In traces of 16 steps (Llamas, GPT-2), the estimate was too large by at most 5.7 % of the peak. If the estimated
-  saving exceeds the missing memory by less than 6 % of the peak, the report says "may be enough".
+- Gradient checkpointing stores the input of each layer, and about `1/n` of the activations of n layers. The logits'
+  memory stays the same. In 16 traced steps, the estimate was too large by at most 5.7 % of the peak. Therefore the
+  report says "may be enough" if the step would then fit with less than 6 % of the peak to spare.
 - A loss that is computed in chunks needs at most about 1/8 of the memory of all logits, their copies and their
   gradients.
-- nf4 takes 0.5625 bytes per weight: 4 bits, and 1/64 of the float32 scale of a block of 64 weights (Dettmers et al.,
-  "QLoRA", 2023).
+- nf4 takes 0.5625 bytes per weight: half a byte, and 4 bytes of scale for each block of 64 weights.
 - A cast of frozen float32 weights to 16 bits halves their memory. 8-bit optimizer states take a quarter of the memory
   of float32 states.
 - The memory of activations is proportional to the batch size, and to the length of the rows.
-- FSDP2 shards the model over N devices. Each device stores 1/N of the weights, gradients and optimizer states, and the
-  activations of its own batch. Each device also stores all weights outside of the repeated layers, and up to three whole
-  layers: the layer in use, the buffer that gathers this layer, and the buffer of the next layer.
+- With FSDP2 on N devices, each device stores 1/N of the layers' weights, gradients and optimizer states, and the
+  activations of its batch. It also stores all weights outside of the layers, and up to three whole layers: the layer in
+  use, the buffer that gathers this layer, and the buffer of the next layer.
 
 **An example**
 
@@ -38,10 +33,11 @@ rounding and fragmentation, the workspaces of kernels, and the driver's context 
 
     isotype check meta-llama/Llama-3.1-8B --device t4 --quantization nf4 --gradient-checkpointing
 
-**How safe is the fix?** Gradient checkpointing does not change the results. Quantization rounds the base weights, and
-8-bit states round the moments of the gradients.
+**How safe is the fix?** Safe: checkpointing, a loss in chunks and FSDP2 compute the same results. 16-bit storage rounds
+the weights of a float32 checkpoint, and a smaller batch or shorter rows change the training. Unsafe: nf4 rounds the
+base weights, and 8-bit states round the moments of the gradients.
 
-**Seen in** every forum; evaluations: huggingface/transformers #17089; artidoro/qlora #261.
+**Seen in** huggingface/transformers #17089 and artidoro/qlora #261 (evaluations).
 """
 
 from __future__ import annotations

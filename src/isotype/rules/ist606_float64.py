@@ -15,11 +15,12 @@ makes a tensor from NumPy numbers, which are float64 by default. On Intel GPUs, 
 
     angles = torch.outer(positions, frequencies.float())
 
-**What is not reported.** Zero-dimensional tensors, because they stay on the CPU, and models of transformers and
-diffusers, because their code uses float32 on an Apple GPU.
+**What is not reported.** The rule ignores tensors without dimensions, because they stay on the CPU, and the code of
+transformers and diffusers, because it uses float32 on an Apple GPU.
 
-**How safe is the fix?** float32 has 24 significant bits, so integer positions up to 16 million are exact. Angles are
-rounded to 7 digits.
+**How safe is the fix?** Safe: float32 instead of float64 in the code; integers up to 16 million stay exact, and other
+numbers are rounded to 7 digits. Unsafe: a cast of a stored float64 weight or buffer. Instead of a GradScaler, the fix
+uses bfloat16; this is unsafe if frozen float16 weights have to be cast.
 
 **Seen in** bghira/SimpleTuner #1523; huggingface/transformers #31060; tyfeld/MMaDA-Parallel #3; pytorch/pytorch #147731;
 intel/torch-xpu-ops #1742.

@@ -8,15 +8,14 @@ integer dtype tensors` or `Must flatten tensors with uniform dtype but got torch
 
 **An example that fails**
 
-    BitsAndBytesConfig(load_in_4bit=True)                    # codes in uint8
-    accelerate launch --use_fsdp --fsdp_version 1 train.py
+    BitsAndBytesConfig(load_in_4bit=True)           # codes in uint8; with accelerate launch --fsdp_version 1
 
 **Repaired**
 
-    BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16,
-                       bnb_4bit_quant_storage=torch.bfloat16)
+    BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=torch.bfloat16)
 
-**How safe is the fix?** The stored bytes stay the same. Only the dtype of the tensor that stores them changes.
+**How safe is the fix?** Safe: the stored bytes stay the same. Only the dtype of the tensor that stores them changes.
+For int8 weights, you have to load the model in nf4, which rounds to 4 bits, or without quantization.
 
 **Seen in** bitsandbytes-foundation/bitsandbytes #970, #1709; huggingface/transformers #42600;
 axolotl-ai-cloud/axolotl #2250; hiyouga/LlamaFactory #3853.

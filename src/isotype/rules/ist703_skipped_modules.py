@@ -14,17 +14,14 @@ different sizes, so the run hangs (NCCL) or crashes (gloo).
 
 **Repaired**
 
-    batch = collate([*rows, row_with_an_image])               # for a batch without images: one more row, its labels -100
+    batch = collate([*rows, row_with_an_image])     # if no row has an image; all labels of the new row are -100
 
-`isotype sft` adds a row with an image, and without labels, to batches without images.
+`isotype sft` adds such a row.
 
-The check runs the batches of two processes under FSDP2 with torch's fake process group, and compares every collective of
-their steps.
+**What is not reported.** The rule ignores experts and other modules inside of a layer, because their weights are
+gathered with the layer. IST705 reports the same problem under DDP.
 
-**What is not reported.** Experts and other modules inside of a layer, because their weights are gathered with the
-layer. IST705 reports the same problem under DDP.
-
-**How safe is the fix?** The fix is safe, because a row without labels adds nothing to the loss or the gradients.
+**How safe is the fix?** Safe: a row without labels, or 0 times a module's output, adds nothing to the gradients.
 
 **Seen in** isotype's own training of rows with and without images over two processes.
 """
@@ -38,7 +35,7 @@ from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.words import advice
 
-TITLE = "Processes that do not run the same modules"
+TITLE = "Processes of a sharded training that run different modules"
 
 
 def find(trace: Trace) -> Iterator[Finding]:

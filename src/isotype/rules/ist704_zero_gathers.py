@@ -2,24 +2,22 @@
 **What it means.** After the optimizer's step, DeepSpeed's ZeRO-3 gathers small parameters together. The small
 parameters have several dtypes, such as float32 adapters and a bfloat16 base.
 
-**Why it happens.** DeepSpeed 0.19.2 allocates the gathered parameters in the dtype of the first parameter.
-Earlier releases of DeepSpeed convert all parameters and buffers to one dtype, even rotary frequencies and adapters.
-Later releases gather each parameter in its own dtype.
+**Why it happens.** DeepSpeed 0.19.2 allocates the gathered parameters in the dtype of the first parameter. Later
+releases gather each parameter in its own dtype.
 
 **An example that fails**
 
     peft_model = get_peft_model(base_in_bfloat16, config)      # PEFT makes the adapters float32
-    # accelerate launch --config_file zero3.yaml, with deepspeed 0.19.2
-    TypeError: output tensor must have the same type as input tensor
+    # with ZeRO-3 and deepspeed 0.19.2: TypeError: output tensor must have the same type as input tensor
 
 **Repaired**
 
-    pip install 'deepspeed>=0.19.3'
-    get_peft_model(base_in_bfloat16, config, autocast_adapter_dtype=False)      # or: adapters in the base's dtype
+    # pip install 'deepspeed>=0.19.3', or adapters in the base's dtype:
+    get_peft_model(base_in_bfloat16, config, autocast_adapter_dtype=False)
 
-**What is not reported.** ZeRO-1 and ZeRO-2; other releases of DeepSpeed; a model whose parameters have one dtype.
+**What is not reported.** The rule ignores ZeRO-1 and ZeRO-2, and other releases of DeepSpeed.
 
-**How safe is the fix?** A newer DeepSpeed does not change the results. A fix that casts adapters to 16 bits is unsafe,
+**How safe is the fix?** Safe: a newer DeepSpeed does not change the results. Unsafe: a cast of adapters to 16 bits,
 because 16-bit adapters lose small updates (IST801).
 
 **Seen in** deepspeedai/DeepSpeed #8072; huggingface/trl #6089.

@@ -1,7 +1,6 @@
 """
-**What it means.** DDP averages the gradient of every trainable parameter over the processes, but some batch gives a
-parameter no gradient. The batch does not run the parameter's module, or the loss does not depend on the module's
-result.
+**What it means.** DDP averages the gradient of every trainable parameter over the processes, but a parameter gets no
+gradient from some batch: the batch does not run the parameter's module, or the loss does not depend on the result.
 
 **Why it happens.** Rows with only text do not run the vision tower, whose adapters are trained. Or the
 forward never calls a trained layer or head. The next step raises `Expected to have finished reduction in the
@@ -10,17 +9,17 @@ prior iteration before starting a new one`, or the processes hang.
 **An example that fails**
 
     model = get_peft_model(vision_language_model, LoraConfig(target_modules="all-linear"))     # the tower's layers too
-    DistributedDataParallel(model)(**text_alone).loss.backward()
+    DistributedDataParallel(model)(**text_alone).loss.backward()       # the next step raises the error
 
 **Repaired**
 
     DistributedDataParallel(model, find_unused_parameters=True)        # or train only what every batch uses
 
-**What is not reported.** Trainings with `find_unused_parameters=True`, which TrainingArguments sets by default if gradient
-checkpointing is off.
+**What is not reported.** The rule reports nothing if `find_unused_parameters` is True. TrainingArguments sets it by
+default, except with gradient checkpointing.
 
-**How safe is the fix?** The fix is safe: DDP uses zero for a missing gradient, so weights get the same updates as in a
-training with a single process. In each step, the fix makes DDP search the autograd graph for unused parameters.
+**How safe is the fix?** Safe: DDP uses zero for a missing gradient, so weights get the same updates as in a training
+with a single process. The search for unused parameters makes each step a little slower.
 
 **Seen in** huggingface/trl #6617; hiyouga/LlamaFactory #5680, #6376; huggingface/peft #393.
 """

@@ -2,11 +2,11 @@
 **What it means.** The processes of a training update their weights differently:
 
 - The last forward before the optimizer's step ran under DDP's `no_sync()`, so DDP has not averaged its gradients.
-- A GradScaler that does not communicate scales the loss of an FSDP1 model. Each process has other gradients and searches
-  only these for infinite values.
+- A `torch.amp.GradScaler` trains an FSDP1 model. Each process has a part of the gradients, and its GradScaler searches
+  only this part for infinite values.
 
-**Why it happens.** With gradient accumulation, the condition of `no_sync()` selects the wrong micro-batch: `step % n == 0`
-in place of `(step + 1) % n == 0`. Or `torch.amp.GradScaler` is used in place of FSDP1's ShardedGradScaler.
+**Why it happens.** With gradient accumulation, `no_sync()` should cover all micro-batches of a step except the last,
+but its condition is wrong: `step % n == 0` in place of `(step + 1) % n == 0`. Or FSDP1's ShardedGradScaler is not used.
 
 **Why it is bad.** No error is raised. After a step with gradients of one process, each process trains another model, and a
 checkpoint contains the model of one process. If only some GradScalers find an infinite gradient, only their processes skip
@@ -23,11 +23,13 @@ the step: the parts of a sharded model no longer fit together, and the loss scal
 **Repaired**
 
         with contextlib.nullcontext() if (step + 1) % 4 == 0 else model.no_sync():
+    scaler = torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler()      # for FSDP1
 
-**What is not reported.** Steps for which the script itself averages gradients (`torch.distributed.all_reduce`). FSDP2, whose
-gradients torch's GradScaler searches in all processes. Only `isotype run` reports this finding.
+**What is not reported.** Only `isotype run` reports this finding. The rule ignores steps for which the script itself
+averages gradients (`torch.distributed.all_reduce`), and FSDP2, with which torch's GradScaler searches the gradients of
+all processes.
 
-**How safe is the fix?** The fix is safe: all processes make the same update.
+**How safe is the fix?** Safe: all processes make the same update.
 
 **Seen in** modelscope/FunASR #3472; facebookresearch/fairscale #421; huggingface/picotron #5.
 """

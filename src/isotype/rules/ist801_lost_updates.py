@@ -1,12 +1,12 @@
 """
 **What it means.** Trainable parameters have 16 bits, and their updates are too small. If an update is less than half of
-the distance to the dtype's next number, value plus update is rounded to the value. An Adam update is about as large as
-the learning rate. An SGD update is the learning rate times the gradient; the rule checks SGD only if the gradient was
-measured. Between 2^n and 2^(n+1), the distance to the next number is 2^(n-7) in bfloat16 and 2^(n-10) in float16.
+the distance to the dtype's next number, value plus update is rounded to the value. Between 2^n and 2^(n+1), this
+distance is 2^(n-7) in bfloat16 and 2^(n-10) in float16. An Adam update is about as large as the learning rate. An SGD
+update is the learning rate times the gradient, so the rule needs the gradients of `isotype.measure_ranges` for it.
 
 **Why it is bad.** Most weights do not change. Large weights lose their updates first, especially the weights of norms,
-which are near one. Weight decay subtracts an even smaller number: the learning rate times the decay times the weight.
-Weight decay can be lost even if the update is not lost. The loss falls a little and then stops, without an error.
+which are near one. Weight decay is lost even earlier, because it subtracts less than the update. The loss falls a
+little and then stops, without an error.
 
 **An example that costs**
 
@@ -15,10 +15,10 @@ Weight decay can be lost even if the update is not lost. The loss falls a little
 
 **Repaired**
 
-    model.float()                                            # float32 masters
-    with torch.autocast("cuda", torch.bfloat16): ...         # products in bfloat16
+    model.float()                                            # the optimizer updates float32 weights
+    with torch.autocast("cuda", torch.bfloat16): ...         # matmuls in bfloat16
 
-**How safe is the fix?** A cast to float32 keeps every digit. Float32 parameters and their moments take more memory.
+**How safe is the fix?** Safe: a cast to float32 keeps every value. Float32 parameters take more memory.
 
 **Seen in** pytorch/ao #1124; tianweiy/CausVid #19; Nerogar/OneTrainer #996; verl-project/verl-omni #73;
 kyegomez/SingLoRA #6; unslothai/unsloth-zoo #680; huggingface/trl #1644;
@@ -40,7 +40,7 @@ from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.weight_sets import borders, casts, count, finding_of, float32_masters, spacing, trained
 from isotype.rules.kit.words import advice
 
-TITLE = "Updates that are lost to rounding in 16-bit masters"
+TITLE = "Updates that are lost to rounding in 16-bit weights"
 
 _SMALL = "each update is less than half of the distance to the next number of the dtype"
 

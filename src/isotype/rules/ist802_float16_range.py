@@ -1,14 +1,14 @@
 """
 **What it means.** float16's largest number is 65504. The finding is one of these:
 
-- A weight is infinite, or a cast to float16 makes it infinite.
-- The weight of a norm is so large that the norm's output can exceed 65504. A norm multiplies its weight by normalized
-  values, and one of n normalized values can be as large as sqrt(n).
+- A weight is infinite, or would become infinite in float16.
+- The weight of a norm is so large that the norm's output can exceed 65504: a norm of width n can return its weight
+  times sqrt(n).
 - A mask that is filled with float32's lowest number is cast to float16. The cast turns the number into minus infinity,
   and the softmax of a row that is wholly masked (left padding) is NaN.
 
-**Why it is bad.** The next norm or softmax turns one infinity into NaN. The loss is then NaN, or sampling
-stops with `probability tensor contains either inf, nan or element < 0`.
+**Why it is bad.** The next norm or softmax turns infinity into NaN. The loss is then NaN, or sampling stops with
+`probability tensor contains either inf, nan or element < 0`.
 
 **An example that fails**
 
@@ -18,8 +18,8 @@ stops with `probability tensor contains either inf, nan or element < 0`.
 
     AutoModelForCausalLM.from_pretrained("google/gemma-3-4b-it", dtype=torch.bfloat16)    # or float32
 
-**How safe is the fix?** bfloat16 has float32's range, but fewer digits. No cast repairs infinite weights: load the
-weights again.
+**How safe is the fix?** Safe: bfloat16 and float32 represent such values, but bfloat16 has only 8 significant bits. A
+mask that is filled with `torch.finfo(dtype).min` hides the same positions. Infinite weights have to be loaded again.
 
 **Seen in** huggingface/transformers #39972, #5651; JIA-Lab-research/LongLoRA #165; facebookresearch/metaseq
 #254; axolotl-ai-cloud/axolotl #902; google/gemma_pytorch #24.

@@ -1,15 +1,14 @@
 """
 **What it means.** Rotary frequencies, or the angles (position times frequency), are in 16 bits. Or a complex table
-(`freqs_cis`) became real: `model.to(bfloat16)` discards the imaginary part of a complex buffer, the sines.
-`.to(bfloat16)`, `.half()` and DeepSpeed cast parameters and buffers, but `from_pretrained(dtype=…)` does not
-cast buffers. Autocast computes the product of positions and frequencies in 16 bits, unless the model disables
-autocast for it.
+(`freqs_cis`) has lost its imaginary part, which contains the sines.
+
+**Why it happens.** `.to(bfloat16)`, `.half()` and DeepSpeed cast buffers, too, but `from_pretrained(dtype=…)` does not.
+`.to(bfloat16)` makes complex buffers real. Autocast multiplies positions by frequencies in 16 bits, unless the model
+disables autocast for this product.
 
 **Why it is bad.** bfloat16 rounds an angle of about 2000 radians to a multiple of 8, so its cosine is arbitrary. No
-error is raised, but distant positions become equal, and training and serving compute different results. Without sines,
-queries and keys are scaled in place of rotated, and `torch.view_as_real` and `.imag` raise an error. The timesteps
-of a diffusion model lose digits too: in bfloat16 998.4 becomes 1000, and 0.9983 times 1000 becomes 996. If the batch or
-a buffer contains timesteps, positions or wavelengths, the check computes how far each angle is off.
+error is raised, but distant positions become equal. Without sines, queries and keys are scaled, not rotated; only
+`torch.view_as_real` and `.imag` raise an error. Timesteps of diffusion models lose digits: 998.4 becomes 1000.
 
 **An example that costs**
 
@@ -19,8 +18,9 @@ a buffer contains timesteps, positions or wavelengths, the check computes how fa
 
     isotype.repair(model, isotype.check(model, batch))      # frequencies are recomputed in float32
 
-**How safe is the fix?** The fix computes the frequencies from the config in float32. The float32 buffer takes a few
-hundred bytes.
+**How safe is the fix?** Safe: `isotype.repair` computes the frequencies from the config in float32, in a few hundred
+bytes. You make the other fixes in your code: a complex table after the cast, float32 timesteps, or angles outside of
+autocast.
 
 **Seen in** EleutherAI/gpt-neox #1003; huggingface/transformers #25681, #29285; huggingface/optimum-habana
 #746; modelscope/DiffSynth-Studio #562, #1025; huggingface/diffusers #9405;

@@ -1,11 +1,11 @@
 """
 **What it means.** An operator returns log-probabilities over a vocabulary, or cumulative sums over a long axis, in 16
-bits. Kernels accumulate in float32, but round the result to the 8 significant bits of bfloat16 or the 11 of float16.
-Or a loop of the code (`total += loss`) adds many 16-bit numbers one after another, and each addition rounds the sum.
+bits: the result is rounded to 8 significant bits in bfloat16, or 11 in float16. Or a loop of the code (`total += loss`)
+adds many 16-bit numbers one after another, and each addition rounds the sum.
 
-**Why it is bad.** A log-probability near -10 is rounded to steps of 0.06 in bfloat16. RL's probability ratios
-and distillation losses use differences of such numbers, and perplexities use their mean. A cumulative sum in
-16 bits stops growing: in bfloat16, 256 + 1 is 256. A loop that adds losses gets the right gradients, but a wrong sum.
+**Why it is bad.** In bfloat16, a log-probability near -10 is rounded to steps of 0.06, so RL's probability ratios are
+wrong by up to 6 %. Distillation losses and perplexities are less exact, too. A cumulative sum in 16 bits stops growing:
+in bfloat16, 256 + 1 is 256. A loop that adds losses gets the right gradients, but a wrong sum.
 
 **An example that costs**
 
@@ -15,7 +15,8 @@ and distillation losses use differences of such numbers, and perplexities use th
 
     logprobs = model(ids).logits.float().log_softmax(-1)     # in chunks of rows if memory is short
 
-**How safe is the fix?** The cast to float32 only adds digits, but takes the memory of one float32 copy of the logits.
+**How safe is the fix?** Safe: float32 only adds digits. A cast of an operator's input takes the memory of one float32
+copy, such as the logits. A sum in float32 (`total += loss.float()`) takes none.
 
 **Seen in** huggingface/transformers #31267.
 """

@@ -1,10 +1,11 @@
 """
-**What it means.** A mixture-of-experts router multiplies in 16 bits. The scores that choose the experts then have 8
-(bfloat16) or 11 (float16) significant bits. A float32 softmax of the scores does not restore the lost bits.
+**What it means.** A mixture-of-experts router multiplies hidden states and its weight in 16 bits. The scores that
+choose the experts then have 8 (bfloat16) or 11 (float16) significant bits. A float32 softmax of the scores does not
+restore the lost bits.
 
-**Why it is bad.** If two scores differ by less than a rounding step, they become equal or change their order, and a
-token goes to other experts than in float32. A token's experts can also change with the batch's padding or with the
-kernel. The balance loss and the routing weights use the same rounded numbers.
+**Why it is bad.** If two scores differ by less than the last of these bits, they become equal or change their order,
+and a token goes to other experts than in float32. A token's experts can also change with the batch's padding or with
+the kernel. The balance loss and the routing weights use the same rounded numbers.
 
 **An example that costs**
 
@@ -16,9 +17,9 @@ kernel. The balance loss and the routing weights use the same rounded numbers.
     scores = F.linear(hidden.float(), self.gate.weight.float())
     weights, chosen = scores.softmax(-1).topk(2)
 
-**How safe is the fix?** A float32 router only adds digits, and the router's matmul is small (one score for each token
-and expert). If a model was pretrained with a 16-bit router, a float32 router chooses other experts for a few tokens:
-compare with the model's reference code.
+**How safe is the fix?** Safe: a float32 router only adds digits, and its matmul is small (one score for each token and
+expert). If a model was pretrained with a 16-bit router, as its reference code shows, a float32 router chooses other
+experts for a few tokens.
 
 **Seen in** pytorch/torchtitan #2389; NVIDIA-NeMo/Automodel #3650.
 """

@@ -1,7 +1,7 @@
 """
-**What it means.** `torch.arange` counts in 16 bits, a cast rounds its result to 16 bits, or an optimizer counts steps
-in 16 bits. bfloat16 represents every integer up to 256, and float16 up to 2048. Above these limits, some integers
-become equal to their neighbours.
+**What it means.** `torch.arange` returns a 16-bit result, a cast rounds its result to 16 bits, or an optimizer counts
+steps in a 16-bit tensor. bfloat16 represents every integer up to 256, and float16 up to 2048. Above these limits, some
+integers become equal to their neighbours.
 
 **Why it is bad.** Positions, distances and bins that should differ are the same: from 512 on, bfloat16 represents only
 every fourth position. Nothing fails, and short test sequences are not affected. A step count in bfloat16 stops at 256,
@@ -15,7 +15,7 @@ so Adam's bias correction stops too, and every later update is too small.
 
     positions = torch.arange(hidden.shape[1])                          # integers, or dtype=torch.float32
 
-**How safe is the fix?** Safe: the positions are exact, and only the values computed from them are rounded.
+**How safe is the fix?** Safe: positions and step counts are exact as integers, and up to 16 million in float32.
 
 **Seen in** EleutherAI/gpt-neox #1003; pytorch/ao #4915; vllm-project/speculators #411, #899.
 """

@@ -1,9 +1,9 @@
 """
-**What it means.** The values of this model were measured, and an operand or result of a float16 operator exceeds 65504,
-float16's largest number. Or the loss or a gradient is infinite or NaN even in float32, because of `sqrt(0)`, `0 / 0`,
-or `log(softmax(x))` of large scores. Values above 65504 are most frequent in the residual stream: every block adds to
-it, and its values are large in models that were trained in bfloat16. Other frequent places are the gated product before
-`down_proj`, the queries, the keys and the gradients.
+**What it means.** `isotype.measure_ranges` measured the values of this model in a float32 step, and an operand or
+result of a float16 operator exceeds 65504, float16's largest number. Or the loss or a gradient is infinite or NaN even
+in float32, because of `sqrt(0)`, `0 / 0`, or `log(softmax(x))` of large scores. Values above 65504 are most frequent in
+the residual stream (the hidden states to which every block adds its result) of models that were trained in bfloat16.
+Other frequent places are the gated product before `down_proj`, the queries, the keys and the gradients.
 
 **Why it is bad.** Values above 65504 become infinite, the next norm or softmax turns them into NaN, and the loss is NaN
 in every step. A GradScaler skips every such step, so nothing is trained.
@@ -18,14 +18,13 @@ in every step. A GradScaler skips every such step, so nothing is trained.
     policy = isotype.resolve_precision("google/gemma-3-1b-it", "float16", ranges=ranges)   # a float32 residual stream
     model = isotype.load("google/gemma-3-1b-it", policy)
 
-**How safe is the fix?** Safe: matmuls stay in float16. Values that are too large for float16 are computed in float32.
-Or the fix divides a matmul's input by a power of two and multiplies the result by the same power, which changes no
-digit. Hidden states in float32 take twice as much memory as in float16. bfloat16 has float32's range, but fewer digits.
+**How safe is the fix?** Safe: matmuls stay in float16. The residual stream, or a module with large values, is computed
+in float32, which takes twice the memory. Or a matmul's input is divided by a power of two and its result multiplied by
+it, which changes no digit. A step in float32, a smaller fill value of a mask, and an epsilon in `sqrt` are safe, too.
+Unsafe: a cast of frozen float16 weights to bfloat16, which loses three bits.
 
-**What was compared.** The measurement in float32 gives the largest magnitude of each operator. The trace shows which
-operators run in float16. To verify a fix, the check traces the repaired step and compares this trace with the same
-measurement, because a value's magnitude does not depend on its dtype. The comparison ignores fill values of attention
-masks. Other data can have larger values, so the report gives the headroom: 65504 divided by the largest measured value.
+**What was compared.** Each operator that runs in float16 is compared with its largest measured magnitude. Other data
+can have larger values, so the report gives the headroom: 65504 divided by this magnitude.
 
 **Seen in** huggingface/transformers #36822, #39972, #12225; google/gemma_pytorch #24; unslothai/unsloth
 #4005; unslothai/unsloth-zoo #600; NVIDIA/apex #379.

@@ -1,26 +1,22 @@
 """
-**What it means.** The gradients of this model were measured. A GradScaler multiplies gradients by 65536 at first. Even
-then, more than half of the measured gradient values are below 3e-8, and float16 rounds numbers below 3e-8 to zero.
+**What it means.** A GradScaler multiplies gradients by 65536 at first. More than half of the gradient values that
+`isotype.measure_ranges` measured are below 3e-8 even then. float16 rounds them to zero (its smallest number is 6e-8).
 
 **Why it is bad.** A parameter whose gradient is rounded to zero does not change. A GradScaler doubles its scale, but
 only once in 2000 steps without an overflow: most of a short training is over by then.
 
 **An example that costs**
 
-    scaler = torch.amp.GradScaler()                                # a mean loss over very many values, times a small weight
+    scaler = torch.amp.GradScaler()             # the loss is a mean over very many values, so gradients are small
 
 **Repaired**
 
     ranges = isotype.measure_ranges(model, batch)
     policy = isotype.resolve_precision(model, "float16", ranges=ranges)
-    scaler = torch.amp.GradScaler(init_scale=policy.loss_scale)    # the largest gradient is then a sixteenth of 65504
+    scaler = torch.amp.GradScaler(init_scale=policy.loss_scale)    # the largest gradient is then at most 4094
 
 **How safe is the fix?** Safe: the scaler multiplies the loss by a power of two and divides the gradients by
 the same number. If the scale is too large, the scaler skips one step and halves the scale.
-
-**What was compared.** For each float16 gradient, the rule computes the share of its nonzero values that become zero.
-The report contains the average of these shares, weighted by the number of elements. Without a GradScaler, IST303
-reports the average.
 
 **Seen in** Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2: the training of detection networks
 diverged because most of their gradients were too small for float16.

@@ -1,13 +1,12 @@
 """
-**What it means.** An epsilon should keep a divisor above zero, but is zero in float16, whose smallest positive number
-is 6e-8. Examples are `x / (norm + 1e-8)`, `log(p.clamp(min=1e-12))`, and `F.normalize` with its default epsilon, 1e-12.
-Another example is a clamp that should keep values below 1, as in `log(1 - p.clamp(max=1 - 1e-6))`. In 16 bits, its
-bound is rounded to 1: the largest number below 1 is 0.9995 in float16, and 0.996 in bfloat16.
+**What it means.** In 16 bits, an epsilon becomes zero or a bound becomes 1. An epsilon should keep a divisor or the
+argument of a logarithm above zero, but float16's smallest positive number is 6e-8. Examples are `x / (norm + 1e-8)`,
+`log(p.clamp(min=1e-12))`, and `F.normalize` with its default, 1e-12. A clamp with `max=1 - 1e-6` should keep values
+below 1, but the largest number below 1 is 0.9995 in float16, and 0.996 in bfloat16.
 
 **Why it is bad.** For a row of zeros (padding, an empty span, squares that float16 rounds to zero), the line computes 0
 / 0 or log(0), and the loss of the step is NaN. Steps without a zero row are not affected. In bfloat16, the sigmoid of a
-score above 6.3 is 1: log(1 - 1) is infinite. With torch 2.13, the gradient of the clamped score is NaN, even if the
-loss is finite. With torch 2.15, a clamp passes no gradient at its bound.
+score above 6.3 is 1, so log(1 - 1) is infinite. Even if the loss is finite, the gradient at a clamp's bound may be NaN.
 
 **An example that costs**
 
@@ -17,11 +16,11 @@ loss is finite. With torch 2.15, a clamp passes no gradient at its bound.
 
     pooled = F.normalize(hidden.half().mean(1), dim=-1, eps=torch.finfo(torch.float16).tiny)    # 6e-5
 
-**What is not reported.** Lines in the code of published transformers models: their routers divide by sums of scores,
-which are never zero.
+**What is not reported.** The rule ignores lines in the code of transformers' models, such as divisions by a sum of
+scores.
 
-**How safe is the fix?** Safe: the new epsilon is 6e-5. Smaller float16 numbers have fewer digits, so smaller divisors
-are inexact anyway. A line that computes in float32 can keep its epsilon.
+**How safe is the fix?** Safe: the new epsilon is 6e-5, because smaller float16 divisors are inexact anyway. A clamp's
+new bound is `1 - torch.finfo(dtype).eps`. A line that computes in float32 can keep its numbers.
 
 **Seen in** pytorch/pytorch #32137; kornia/kornia #3966, #4021; pyg-team/pytorch_geometric #2106;
 MinishLab/model2vec #368; fastino-ai/GLiNER2 #155; lightonai/pylate #239.
@@ -39,7 +38,7 @@ from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.words import TRANSFORMERS, advice, evidence
 
-TITLE = "An epsilon that 16 bits round away"
+TITLE = "An epsilon that becomes zero, or a bound that becomes 1"
 
 _GUARDS = {
     **dict.fromkeys(("add", "add_"), "other"),

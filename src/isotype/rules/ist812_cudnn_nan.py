@@ -1,14 +1,14 @@
 """
-**What it means.** On Hopper (H100, H200) cuDNN's kernel computes attention with a mask. In torch 2.11 to 2.14, the
-backward of this kernel may return NaN as the gradient of the queries. NaN occurs at lengths that are 64 more than a
-multiple of 128, if all scores of a row are below -88. Qwen2.5 has scores below -88 in heads that attend to a single
-token.
+**What it means.** On Hopper (H100, H200), attention with a mask runs in cuDNN's kernel. In torch 2.11 to 2.14, the
+backward of this kernel may return NaN as the gradient of the queries. NaN occurs if the number of keys is a multiple of
+128 plus 64, and if all scores of a row are below -88, as in heads of Qwen2.5 that attend to a single token.
 
 **Why it is bad.** The loss stays finite, the gradients of one step are NaN, and every weight is NaN from the next
 step on. Padded batches differ in length, so the first NaN comes after minutes or days.
 
 **Why it happens.** The kernel works on tiles of 128 keys. For the empty half of the last tile, the kernel uses scores
-of 0 instead of minus infinity. If the real scores of the row are below -88, exp(0 + 88) is infinite in float32.
+of 0 instead of minus infinity. After the row's largest score, below -88, is subtracted, exp(0 + 88) is infinite in
+float32.
 
 **An example that fails**
 
@@ -18,8 +18,8 @@ of 0 instead of minus infinity. If the real scores of the row are below -88, exp
 
     torch.backends.cuda.enable_cudnn_sdp(False)     # before the training; isotype's trainings do it
 
-**How safe is the fix?** Safe: the memory-efficient kernel, or FlashAttention without a mask, computes the
-same attention. Torch 2.15 has a cuDNN without the error.
+**How safe is the fix?** Safe: torch then uses another kernel, which computes the same attention. The cuDNN of torch
+2.15 does not have the error.
 
 **Seen in** pytorch/pytorch #196678; huggingface/trl #7181 (DPO and KTO); kyutai-labs/pocket-tts #264.
 """

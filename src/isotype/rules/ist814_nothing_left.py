@@ -1,11 +1,10 @@
 """
-**What it means.** The result of an operator is NaN, whatever the weights are. A mask hides every position of a row of a
-softmax, or a mean is computed over no values (`losses[mask].mean()`). Or no label of the batch counts in the loss, so
-the mean loss is 0 / 0. If the loss is a sum, all gradients are 0, and the finding is a warning. transformers' `Trainer`
-divides this sum by 0 labels, but logs the NaN as 0.
+**What it means.** The result of an operator is NaN, whatever the weights are: a mask hides every position of a row of a
+softmax, a mean is computed over no values (`losses[mask].mean()`), or no label of the batch counts in a mean loss. If
+no label counts in a sum, the loss and all gradients are 0, and the finding is a warning.
 
-**Why it happens.** Code fills scores with `float("-inf")`. In a causal model with padding on the left, a row's first
-tokens may have nothing to attend to. A row that is only padding has nothing to attend to either. Labels are all -100 if
+**Why it happens.** Code fills hidden scores with `float("-inf")`, and no position of a row is visible. Examples are a
+row's first tokens in a causal model with padding on the left, and a row that is only padding. Labels are all -100 if
 `max_length` cuts off every answer, or if the template's markers are not found in the text.
 
 **Why it is bad.** The step's loss or all of its gradients are NaN, and the optimizer then makes every weight NaN. A
@@ -20,10 +19,12 @@ sum over no label trains nothing.
 
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
 
-**What is not reported.** Rows whose NaN is replaced afterwards (`nan_to_num`, `masked_fill`, `where`); masks that depend
-on weights or have more than 16,384 elements; `scaled_dot_product_attention`, which returns zeros for such rows.
+**What is not reported.** The rule ignores rows whose NaN is replaced afterwards (`nan_to_num`, `masked_fill`, `where`),
+masks that depend on weights or have more than 16,384 elements, and `scaled_dot_product_attention` (zeros for such
+rows).
 
-**How safe is the fix?** Safe: the fix changes only rows in which all positions are masked.
+**How safe is the fix?** Safe: the new fill value changes only rows in which all positions are masked, and
+`count.clamp(min=1)` changes only means over nothing. If no label counts, you change the data or its mask.
 
 **Seen in** pytorch/pytorch #103749; bytedance/UniVR #13; huggingface/trl #6671; hiyouga/LlamaFactory #4278.
 """

@@ -4,25 +4,24 @@ sequences.
 
 **Why it happens.** Packing needs a mask that separates the sequences. The model builds this mask from one of its
 inputs: `position_ids`, `cu_seq_lens_q`, `seq_idx`, or a mask that numbers the sequences. transformers builds the mask
-from `position_ids` only if there is no `attention_mask`. Most collators and `tokenizer.pad` create an `attention_mask`
-of
-ones: positions then restart with each sequence, but each sequence still attends to the sequences before it.
-State-space, linear-attention and convolution layers need `seq_idx`, but many of these layers ignore it.
+from `position_ids` only if the batch has no `attention_mask`. With an `attention_mask` of ones, each sequence attends
+to the sequences before it. State-space, linear-attention and convolution layers can separate sequences only by
+`seq_idx`, but many ignore it.
 
 **An example that fails**
 
-    batch = {"input_ids": packed, "position_ids": starts_again, "attention_mask": torch.ones_like(packed), "labels": labels}
+    batch = {"input_ids": packed, "position_ids": positions, "attention_mask": torch.ones_like(packed), "labels": labels}
     model(**batch).loss.backward()                            # trains; every sequence attends to those before it
 
 **Repaired**
 
     batch.pop("attention_mask")                               # transformers builds the mask of each sequence from position_ids
 
-**What is not reported.** Rows whose inputs mark no sequence boundaries: it is common to train on rows of several texts
-with only an end-of-text token between two texts.
+**What is not reported.** The rule ignores rows whose inputs mark no sequence boundaries, because it is common to train
+on rows of several texts with only an end-of-text token between two texts.
 
-**How safe is the fix?** Safe: the step then computes the same as a batch with one row per sequence. The check finds the
-problem on a small copy of the model, and verifies the fix on the same copy.
+**How safe is the fix?** Safe: without `attention_mask`, the step computes the same as a batch with one row per
+sequence. If a layer cannot separate sequences, train without packing.
 
 **Seen in** huggingface/transformers #46634; inclusionAI/AReaL #1442; axolotl-ai-cloud/axolotl #3796;
 modelscope/ms-swift #4439.

@@ -1,10 +1,10 @@
 """
 **What it means.** Predictions depend on the ids of padding tokens, or on their number.
 
-**Why it happens.** The collator creates no `attention_mask`, a wrapper drops the mask, or a part of the model ignores
-it (a convolution, a recurrent layer, a vision tower). A causal model does not attend to padding on the right, but
-without a mask it attends to padding on the left. A model with learned positions also counts the padding on the left as
-positions, unless it gets `position_ids`.
+**Why it happens.** The collator creates no `attention_mask`, a wrapper does not pass the mask on, or a part of the
+model ignores it (a convolution, a recurrent layer, a vision tower). A causal model does not attend to padding on the
+right, but without a mask it attends to padding on the left. In a model with learned positions, padding on the left also
+shifts the positions of the tokens, unless the batch has `position_ids`.
 
 **An example that fails**
 
@@ -16,7 +16,8 @@ positions, unless it gets `position_ids`.
 
     model(**batch, labels=labels)                             # or padding_side = "right" for a causal model
 
-**How safe is the fix?** Safe: the mask only hides padding.
+**How safe is the fix?** Safe: a mask, `position_ids`, and padding on the right give a row the same predictions as
+without padding.
 
 **Seen in** huggingface/transformers #33095, #29583; huggingface/trl #469; tloen/alpaca-lora #315;
 TransformerLensOrg/TransformerLens #1609.

@@ -2,12 +2,12 @@
 **What it means.** A prediction depends on the token that it should predict: the loss falls, but the model
 learns nothing useful for generation.
 
-**Why it happens.** A causal model runs without its causal mask, or the loss compares a token with the logits of the
-same position, not of the position before. The causal mask is missing if
+**Why it happens.** A causal model lets a token attend to later tokens, the loss compares a token with the logits of the
+same position, not of the position before, or the model reads the labels. A token attends to later tokens if
 
 - an encoder's class is used for a language model (`BertLMHeadModel` without `is_decoder=True`);
 - a 4-D mask of zeros replaces the model's mask;
-- an attention function drops `is_causal`;
+- an attention function does not pass `is_causal` on;
 - a convolution is padded on both sides.
 
 **An example that fails**
@@ -19,10 +19,10 @@ same position, not of the position before. The causal mask is missing if
 
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
-**What is not reported.** Models whose labels are not tokens of the input, and masked language models, whose
-target tokens are replaced in the input.
+**What is not reported.** The rule ignores models whose labels are not tokens of the input, and masked language models.
 
-**How safe is the fix?** The fix changes the training objective to the intended one.
+**How safe is the fix?** Safe: you edit the model or the loss. The training then has the intended objective, with a
+higher loss.
 
 **Seen in** huggingface/transformers #48745 (RoFormer, BigBird, RemBERT, MegatronBERT since 5.9), #31673
 (Gemma 2); tatp22/linformer-pytorch #25; keras-team/keras #23038.

@@ -3,8 +3,8 @@
 label with the logits of a wrong position, such as the position two tokens earlier.
 
 **Why it happens.** A collator writes `labels = input_ids.clone()` and does not set the labels of padding to -100. The
-model then learns to predict padding: in short rows most labels are padding. Another collator shifts the labels, and the
-model shifts them again: all models of transformers shift labels.
+model then learns to predict padding, which has most of the labels in short rows. Or a collator shifts the labels, and
+the model shifts them again, as all models of transformers do.
 
 **An example that fails**
 
@@ -15,7 +15,7 @@ model shifts them again: all models of transformers shift labels.
 
     labels = ids.masked_fill(attention_mask == 0, -100)        # the model shifts them
 
-**How safe is the fix?** The fix changes the training objective to the intended one.
+**How safe is the fix?** Safe: you edit the labels. The training then has the intended objective.
 
 **Seen in** huggingface/transformers #32944, #44642; LLM360/amber-train #6; GanjinZero/RRHF #49;
 open-jarvis/OpenJarvis #521.
@@ -31,7 +31,7 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.reach import measured_on
 from isotype.rules.kit.words import advice
 
-TITLE = "Labels at tokens that must not count in the loss"
+TITLE = "Labels at wrong tokens"
 KIND = "wiring"
 
 

@@ -1,27 +1,24 @@
 """
-**What it means.** An input that should affect the predictions has no effect: an image, an audio clip, or an attention
-mask. The model is trained on the text alone.
+**What it means.** An image, an audio clip or an attention mask should affect the predictions, but has no effect. The
+model is trained as if this input were missing.
 
-**Why it happens.** A wrapper accepts the input and does not pass it on, the row has no token for the image,
-or the model overwrites the image's features or the mask.
+**Why it happens.** A wrapper accepts the input and does not pass it on, the row has no token for the image, or the
+model replaces the image's features or the mask by other values.
 
 **An example that fails**
 
     class Wrapped(nn.Module):
         def forward(self, input_ids, attention_mask=None, labels=None):
-            return self.model(input_ids=input_ids, labels=labels)      # the mask is dropped here
+            return self.model(input_ids=input_ids, labels=labels)      # does not pass the mask on
 
 **Repaired**
 
     return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
 
-The check changes the values of the input and runs a small copy of the model with them. If the check cannot make a copy,
-it looks for a chain of operators from the input to the loss. Without such a chain, the input cannot change the loss.
+**What is not reported.** The rule ignores a mask of ones, and a mask that hides only positions that affect nothing
+(padding at the end of a causal model's rows).
 
-**What is not reported.** A mask of ones, and a mask that hides only positions that affect nothing (padding at the end
-of a causal model's rows).
-
-**How safe is the fix?** The fix changes the computation: the model then uses the whole batch.
+**How safe is the fix?** Safe: you edit the code, and the model then uses the whole batch.
 
 **Seen in** huggingface/transformers #808; TransformerLensOrg/TransformerLens #1607.
 """
@@ -35,7 +32,7 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.reach import measured_on
 from isotype.rules.kit.words import advice
 
-TITLE = "Inputs that reach no prediction"
+TITLE = "Inputs that affect no prediction"
 KIND = "wiring"
 
 _PICTURES = ("pixel", "features", "audio", "image")

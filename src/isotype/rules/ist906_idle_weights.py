@@ -5,7 +5,7 @@ are, its gradient is exactly zero.
 **Why it happens.** The cause is one of these:
 
 - The adapter's scale is 0 (`lora_alpha=0`, `set_scale(0)`).
-- A gate of 0 multiplies the adapter's result, or the result is overwritten later.
+- The adapter's result is multiplied by 0, or is overwritten later.
 - The forward does not use the trained copy (`modules_to_save`).
 
 **An example that fails**
@@ -17,12 +17,10 @@ are, its gradient is exactly zero.
 
     config = LoraConfig(r=16, lora_alpha=16, target_modules="all-linear")
 
-A note names trainable weights that this batch does not use at all, such as the weights of a vision tower in a batch
-of text.
+**What is not reported.** The rule ignores experts that get no token of the batch, and weights that IST307 reports.
+Weights that the batch does not use, such as those of a vision tower in a batch of text, get only a note.
 
-**What is not reported.** Experts that get no token of the batch; weights that IST307 reports.
-
-**How safe is the fix?** The fix makes the loss depend on the weight, so that it is trained as intended.
+**How safe is the fix?** Safe: either the loss depends on the weight, which is then trained, or you freeze the weight.
 
 **Seen in** huggingface/trl #6617; unslothai/unsloth-zoo #1242, #606 (experts); unslothai/unsloth #5039 (a vision tower);
 verl-project/verl #1821 (lora_alpha 0).
@@ -39,7 +37,7 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.reach import measured_on
 from isotype.rules.kit.words import advice, and_others
 
-TITLE = "Adapters and trainable weights that reach no loss"
+TITLE = "Adapters and trainable weights that do not affect the loss"
 KIND = "wiring"
 
 

@@ -17,7 +17,8 @@ on the size of micro-batches.
 
     self.norm = nn.LayerNorm(hidden_size)                              # or nn.BatchNorm1d in eval()
 
-**How safe is the fix?** The fix changes the function that is trained.
+**How safe is the fix?** Safe: you edit the model, so that it computes each row separately. This changes the function
+that is trained.
 
 **Seen in** deepseek-ai/DeepSeek-V2 #48 (experts that drop tokens over their capacity); laekov/fastmoe #34.
 """
@@ -31,7 +32,7 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.reach import leak_finding, leak_of, where
 from isotype.rules.kit.words import advice
 
-TITLE = "Rows of a batch that reach each other"
+TITLE = "Rows of a batch that affect each other"
 KIND = "wiring"
 
 

@@ -4,12 +4,12 @@
 
 **Why it happens.** transformers' Trainer inspects the model's forward. If the forward takes `**kwargs`, the Trainer
 assumes that the model divides by `num_items_in_batch`. A custom forward, a custom loss function or a wrapper around a
-model may ignore `num_items_in_batch`. The loss is then the mean over a single micro-batch, and the gradients of all
-micro-batches are added up, not averaged.
+model may ignore `num_items_in_batch`. Then each loss is the mean over one micro-batch, and the Trainer adds up the
+gradients of all micro-batches without dividing them.
 
-**Why it is bad.** The gradients are too large: they are multiplied by the number of micro-batches per step.
-Clipping hides the error, and Adam almost hides it. But weight decay that is added to gradients is then too weak, and
-the displayed loss is wrong. Micro-batches with few labels count as much as micro-batches with many labels.
+**Why it is bad.** The gradients are multiplied by the number of micro-batches per step. Clipping hides the error, and
+Adam almost hides it. But the displayed loss is wrong, and weight decay has less effect if the optimizer adds it to the
+gradients. Micro-batches with few labels count as much as micro-batches with many labels.
 
 **An example that fails**
 
@@ -23,7 +23,9 @@ the displayed loss is wrong. Micro-batches with few labels count as much as micr
     return {"loss": self.loss_function(logits, labels, self.config.vocab_size, **kwargs), "logits": logits}
     # or: trainer.model_accepts_loss_kwargs = False, and the trainer divides by the number of micro-batches
 
-**How safe is the fix?** The gradients get the size that they have without accumulation.
+**How safe is the fix?** Safe: the gradients are averaged over all labels of the step. If you set
+`trainer.model_accepts_loss_kwargs` to False, they are averaged over the micro-batches, so micro-batches with few labels
+still count as much as others.
 
 **Seen in** huggingface/trl #2604, #5710; huggingface/transformers #34191.
 """

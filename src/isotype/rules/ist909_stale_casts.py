@@ -6,8 +6,8 @@ cached 16-bit casts of them.
 torch.autocast(…)` ends. If the `with` is around the whole loop, including optimizer steps, the cached casts are
 never updated.
 
-**Why it is bad.** The optimizer changes the float32 masters, but matmuls use the old casts: every step
-computes the gradient at the first values of the weights. The loss varies with the batches and does not fall.
+**Why it is bad.** The optimizer changes the float32 weights, but matmuls use the old casts. Every step computes the
+gradient at the values that the weights had at the start. The loss varies with the batches and does not fall.
 
 **An example that fails**
 
@@ -38,7 +38,7 @@ from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.words import advice
 
-TITLE = "Casts of weights that outlive an optimizer step"
+TITLE = "Old casts of weights after an optimizer step"
 KIND = "wiring"
 
 
