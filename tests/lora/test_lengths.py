@@ -40,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The calls of the operator, which takes float32 here, for numbers to compare."""
     by_lengths.register()
     by_lengths.calls.clear()
-    monkeypatch.setattr(lengths, "DTYPES", (torch.float32, *lengths.DTYPES))
+    monkeypatch.setattr(lengths, "HALVES", (torch.float32, *lengths.HALVES))
     return by_lengths.calls
 
 
