@@ -115,7 +115,6 @@ def _quantize(model: Any, policy: PrecisionPolicy, saved: Any) -> None:
 
 
 def forget_quantization(config: Any) -> None:
-    """Remove the quantization from a config and from its text config."""
     for holder in (config, config.get_text_config()):
         vars(holder).pop("quantization_config", None)
 

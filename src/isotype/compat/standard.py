@@ -25,7 +25,6 @@ class ValueParser(argparse.ArgumentParser):
     """A parser with public names for two private methods of argparse. A subclass may override them."""
 
     def value_of(self, action: argparse.Action, text: str) -> Any:
-        """Convert `text` from the command line to the value of an argument."""
         return super()._get_value(action, text)
 
     def require_choice(self, action: argparse.Action, value: Any) -> None:

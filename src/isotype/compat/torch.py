@@ -100,7 +100,6 @@ def is_simulated() -> bool:
 
 
 def is_traced() -> bool:
-    """Return whether `torch.jit.trace` is tracing."""
     return torch._C._get_tracing_state() is not None
 
 
@@ -145,12 +144,10 @@ current_node = torch._C._current_autograd_node
 
 
 def in_backward() -> bool:
-    """Return whether a backward pass runs in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def last_node_number() -> int:
-    """Return the sequence number of the last graph node of this thread."""
     return torch._C._autograd._get_sequence_nr() - 1
 
 
@@ -377,7 +374,6 @@ COMPILER: Final = "torch._dynamo"
 
 
 def has_compiler() -> bool:
-    """Return whether torch's compiler has been imported."""
     return COMPILER in sys.modules
 
 

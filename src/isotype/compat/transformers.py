@@ -85,7 +85,6 @@ def lines_separating_documents() -> frozenset[str]:
 
 
 def never_saved(model: Any) -> set[str]:
-    """Return the names of tensors that the model does not save."""
     return set(model._keys_to_ignore_on_save or ())
 
 
@@ -118,7 +117,6 @@ def keep_weights(model: Any) -> None:
 
 
 def fresh_model(cls: Any, config: Any, dtype: Any = None) -> Any:
-    """Return a model of the class `cls` with initialized weights."""
     return cls._from_config(config, dtype=dtype)
 
 

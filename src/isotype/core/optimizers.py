@@ -120,10 +120,7 @@ def unknown_optimizer(asked: Any) -> Iterator[Problem]:
 
 
 def optimizers_in(request: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers in a request: an optimizer or a list of them; () for a name or a callable.
-
-    accelerate's wrapper of an optimizer is replaced by the wrapped optimizer.
-    """
+    """Return the optimizers in a request, without accelerate's wrappers; () for a name or a callable."""
     listed = request if isinstance(request, (list, tuple)) else (request,)
     several = (getattr(one, "optimizer", one) for one in listed)
     return tuple(optimizer for optimizer in several if isinstance(optimizer, torch.optim.Optimizer))

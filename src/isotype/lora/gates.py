@@ -40,7 +40,6 @@ class Gate:
         return _gate, (self.name,)  # pickle cannot store torch's operators
 
     def product(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Return `act(gate) * up` in the operands' dtype."""
         if self.name == "silu" and elementwise.usable(gate, up):
             return elementwise.silu_product(gate, up)
         kernel = self._gpu_kernel(gate, up)

@@ -233,7 +233,6 @@ class Record:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Rows of all devices."""
         return tuple(row for device in self.devices for row in device.rows)
 
     @property

@@ -83,7 +83,6 @@ def first_request(request: PrecisionRequest) -> PrecisionRequest:
 
 
 def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionRequest:
-    """Return a request for exactly the storage formats of `policy`."""
     return replace(
         request,
         quantization=policy.quantization,

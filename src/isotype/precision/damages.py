@@ -53,7 +53,6 @@ class LayerDamage:
     moments: str = ""
 
     def bytes(self, form: str, *, double_quant: bool = False) -> int:
-        """Return the bytes of the layer's weight in a format."""
         return stored_bytes(self.rows, self.columns, form, double_quant=double_quant)
 
     def damage_in(self, form: str) -> float:
@@ -98,7 +97,6 @@ class Damages(Measurement):
         return math.fsum(layer.damage_in(form) for layer, form in pairs)
 
     def bytes(self, form: str, *, double_quant: bool = False) -> int:
-        """Return the bytes of all layers' weights in a format."""
         return sum(layer.bytes(form, double_quant=double_quant) for layer in self.layers)
 
     def __str__(self) -> str:

@@ -35,7 +35,6 @@ class QuantizationFacts:
 
     @property
     def dequantized(self) -> bool:
-        """True if loading dequantizes the weights."""
         method = METHODS.get(self.method)
         return method is not None and method.dequantized and (method.in_memory or not self.in_memory)
 

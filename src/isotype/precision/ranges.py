@@ -41,7 +41,6 @@ class Measurement:
     tokens: int
 
     def to_json(self) -> str:
-        """Return JSON text; `from_json` is the inverse."""
         return json.dumps(dict([self.layout]) | asdict(self))
 
     @classmethod

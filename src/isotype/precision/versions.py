@@ -43,7 +43,6 @@ class Incompatibility:
 
     @property
     def command(self) -> str:
-        """The pip command that installs `change`."""
         return pip_command([self]) or self.change
 
 

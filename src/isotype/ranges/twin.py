@@ -114,7 +114,6 @@ class _Memo(dict[int, Any]):
         self._weights = weights
 
     def get(self, key: int, default: Any = None) -> Any:
-        """Return the copy of the object with the id `key`."""
         if key not in self and key in self._parameters:
             self[key] = self._parameters[key].detach().to(self._weights.device, self._weights.dtype)
         return super().get(key, default)

@@ -158,7 +158,6 @@ class Weights:
         self._open.pop()
 
     def make(self, weight: Weight) -> torch.Tensor:
-        """Return the values of `weight`."""
         for weights in reversed(self._open):
             if weight.key in weights:
                 return weights[weight.key]
@@ -236,7 +235,6 @@ class OnDemand(dict[str, Any]):
         return None if weight is None else self._weights.make(weight)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the materialized weight, or `default`."""
         return self[name] if name in self else default  # noqa: SIM401 - this implements `get`
 
     def items(self) -> Any:
@@ -246,7 +244,6 @@ class OnDemand(dict[str, Any]):
         return [value for _, value in self.items()]
 
     def weights(self) -> dict[str, Weight]:
-        """Return the weights by name, without placeholders."""
         return {name: weight for name, weight in super().items() if weight is not None}
 
     def _stand_in(self, weight: Weight | None) -> torch.Tensor | None:

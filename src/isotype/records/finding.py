@@ -105,7 +105,6 @@ class RangeBoundaries:
 
     @classmethod
     def of(cls, value: str) -> RangeBoundaries:
-        """Return the boundaries from the `value` of an action."""
         fields = json.loads(value)
         return cls(**{**fields, "exceptions": tuple(map(tuple, fields["exceptions"]))})
 

@@ -47,12 +47,10 @@ class Value:
 
     @property
     def finite(self) -> bool:
-        """True if all elements are finite."""
         return not (self.nan or self.infinite)
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 

@@ -191,5 +191,4 @@ class Reach:
     ungraded: tuple[str, ...] = ()
 
     def leak(self, source: Source) -> Leak | None:
-        """Return the first leak from `source`."""
         return next((leak for leak in self.leaks if leak.source == source), None)

@@ -189,17 +189,14 @@ class Call:
 
     @property
     def floats(self) -> list[Operand]:
-        """The operands with a float dtype."""
         return [operand for operand in self.operands if operand.dtype in FLOATS]
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """All dtypes of operands and results."""
         return {operand.dtype for operand in self.operands} | {dtype for dtype, _ in self.results}
 
     @property
     def of_gradient(self) -> bool:
-        """True if the first operand is a gradient."""
         return bool(self.operands) and self.operands[0].origin.kind == "gradient"
 
     @property

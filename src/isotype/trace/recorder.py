@@ -228,7 +228,6 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Run a block in a phase of the step."""
         before, self.phase = self.phase, phase
         self._frames.clear()
         self.ledger.begin(phase)
@@ -240,7 +239,6 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     # ---------------------------------------------------------------------------------------------- provenance
 
     def origin(self, tensor: torch.Tensor) -> Origin:
-        """Return the origin of `tensor`'s dtype."""
         origin = self.names.get(id(tensor))
         if origin is None or origin.dtype != tensor.dtype:  # the forward has cast the parameter itself
             origin = getattr(tensor, ORIGIN, origin)

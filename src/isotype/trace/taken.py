@@ -81,7 +81,6 @@ class DtypeReads:
         self._count = 0
 
     def note(self, origin: Origin) -> None:
-        """Record that the running code reads a dtype with this origin."""
         self._count += 1
         for frame in _frames(frame_above(1)):
             call, code, at = weakref.ref(call_of(frame)), frame.f_code, frame.f_lasti

@@ -31,13 +31,11 @@ _LEAST, _MOST = 0.97, 1.12
 
 @cache
 def records() -> dict[str, Any]:
-    """Return the entries of `profiles.json`: key -> record."""
     entries = table(__file__, "profiles.json").items()
     return {key: {"driver_names": [record["title"]], "aliases": [], **record} for key, record in entries}
 
 
 def profile_names() -> tuple[str, ...]:
-    """Return the names and aliases of all profiles, sorted."""
     return tuple(sorted({name for key, record in records().items() for name in (key, *record["aliases"])}))
 
 

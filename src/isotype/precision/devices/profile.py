@@ -273,7 +273,6 @@ def _accelerator(
 def cuda_profile(
     title: str, memory_bytes: int, capability: tuple[int, int], name: str = "cuda"
 ) -> DeviceProfile:
-    """Return the profile of an NVIDIA GPU by its compute capability."""
     return _accelerator(name, "cuda", title, memory_bytes, _cuda_support(*capability))
 
 

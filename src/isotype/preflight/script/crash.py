@@ -84,7 +84,6 @@ class Crash:
     casts: set[str] = field(default_factory=set)
 
     def explain(self, error: BaseException) -> bool:
-        """Explain an exception, and return whether there was an explanation."""
         for link in causes(error):
             text, recorder = str(link), self.watch.recorder
             known = setup_errors.explained(link)

@@ -90,7 +90,6 @@ def _written_into(group: Group) -> str | None:
 
 
 def _wanted(group: Group) -> torch.dtype:
-    """Return the dtype to which a fix casts the mismatched operand."""
     if group.refused != "mixture":
         return group.expected
     if group.mismatched.dtype != group.side:

@@ -36,7 +36,6 @@ def contract_rule(
 
 
 def group_findings(trace: Trace, code: str, headline: str) -> Iterator[tuple[Group, Finding]]:
-    """Yield (group, its finding) for each group of mismatches that the rule `code` reports."""
     return ((group, _finding(trace, group, headline)) for group in groups(trace) if group.code == code)
 
 

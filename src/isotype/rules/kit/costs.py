@@ -48,13 +48,11 @@ class Cast:
 
     @property
     def bytes(self) -> int:
-        """Bytes read and written."""
         return self.elements * (self.before.itemsize + self.after.itemsize)
 
 
 @per_trace
 def casts(trace: Trace) -> tuple[Cast, ...]:
-    """Return the casts between float dtypes of a step, in order."""
     casts = []
     for call in trace.calls:
         if call.op.startswith(_CASTS) and len(call.operands) == 1 and call.results:
@@ -186,7 +184,6 @@ def slowdown(
 
 @per_trace
 def all_bytes(trace: Trace) -> int:
-    """Return the bytes read and written by all operators of the step."""
     return sum(map(bytes_moved, trace.calls))
 
 

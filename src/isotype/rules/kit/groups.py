@@ -45,7 +45,6 @@ class Broken:
 
     @cached_property
     def floats(self) -> frozenset[torch.dtype]:
-        """The float dtypes of the call's operands."""
         return frozenset(operand.dtype for operand in self.call.floats)
 
     @property
@@ -68,7 +67,6 @@ class Broken:
         return codes and bool(self.floats)
 
     def runs(self, *names: str) -> bool:
-        """Return whether the operator's name contains one of `names`."""
         return any(name in self.call.op for name in names)
 
 
@@ -156,11 +154,9 @@ class Group:
 
     @property
     def cause(self) -> Origin:
-        """Origin of the dtype of the first mismatched operand."""
         return self.causes[0]
 
     def weights(self, trace: Trace) -> list[Weight]:
-        """Return the weights among the causes of the group."""
         return [trace.owners[cause.name] for cause in self.causes if cause.name in trace.owners]
 
 
@@ -208,7 +204,6 @@ def sides_in(trace: Trace) -> Sides:
 
 
 def side_at(call: Call, sides: Sides) -> torch.dtype:
-    """Return the dtype of the part of the model that contains a call."""
     # A tensor without dimensions does not change the dtype of other operands.
     deciding = [operand for operand in call.floats if operand.shape] or call.floats
     return sides.at(call.module, [operand.origin.cause for operand in deciding])

@@ -9,7 +9,6 @@ from isotype.records.trace import Trace
 
 
 def leak_of(trace: Trace, source: Source) -> Leak | None:
-    """Return the first measured leak from `source`; None if the check measured none."""
     return None if trace.reach is None else trace.reach.leak(source)
 
 
@@ -31,7 +30,6 @@ def leak_finding(trace: Trace, leak: Leak, severity: Severity, message: str, cau
 
 
 def measured_on(reach: Reach) -> str:
-    """Return a note on how the check measured the leak."""
     return f"measured in float64 on {reach.copy}, with {plural(reach.rows, 'row')} of {plural(reach.tokens, 'token')}"
 
 

@@ -55,7 +55,6 @@ class Held:
 
 
 def computes_float16(trace: Trace) -> bool:
-    """Return whether an operator of the step has float16 operands or results."""
     return any(torch.float16 in call.dtypes for call in trace.calls)
 
 

@@ -21,7 +21,6 @@ _DIGITS = {torch.bfloat16: 7, torch.float16: 10}  # bits of the fraction
 
 
 def trained(trace: Trace, *dtypes: torch.dtype) -> tuple[Weight, ...]:
-    """Return the trainable float parameters, or only those in `dtypes`."""
     floats = (w for w in trace.weights if w.trainable and w.dtype.is_floating_point)
     return tuple(weight for weight in floats if not dtypes or weight.dtype in dtypes)
 
@@ -32,7 +31,6 @@ def count(weights: Iterable[Weight]) -> int:
 
 
 def names(weights: Iterable[Weight]) -> tuple[str, ...]:
-    """Return the distinct names with `*` for layer numbers."""
     return distinct_names(weight.name for weight in weights)
 
 

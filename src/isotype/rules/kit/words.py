@@ -80,7 +80,6 @@ def advice(target: str, how: str, value: str | None = None) -> Fix:
 
 
 def setting(description: str, target: str, value: str, safety: Safety = "safe") -> Fix:
-    """Return a fix that changes one argument of the step."""
     return fix(description, "setting", (target,), value, safety)
 
 

@@ -387,7 +387,6 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return verdict is None or verdict.accepted
 
     def _side(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.dtype:
-        """Return the dtype of the part of the model that the float tensors belong to."""
         floats = [tensor for _, tensor in tensors if tensor.dtype in FLOATS]
         causes = [self.origin(tensor).cause for tensor in floats if tensor.dim()]
         return self.sides.at(self._place().module, causes or [self.origin(tensor).cause for tensor in floats])
@@ -467,7 +466,6 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return (torch.ones(tensor.shape, dtype=tensor.dtype) if value is None else value).tolist()
 
     def failure(self, error: Exception) -> Failure:
-        """Return the record of the error that ended the step, with its place."""
         frame = self._raised_in or (self._frames[-1] if self._frames else None)
         source = raising_line(error)
         with without_functions():

@@ -139,7 +139,6 @@ def trace_step(
 
 
 def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
-    """Return the trace of the step so far. `weights` are the records of the real model's weights."""
     model, before = step.request.model, {weight.name: weight.dtype for _, weight in step.weights}
     attention = step.functions.attention
     partial = getattr(step.loss_of, "partial", False)

@@ -193,7 +193,6 @@ class LiveRecorder(Recorder):
         self.turn_to("forward")
 
     def around_backward(self, backward: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record the losses, and call `torch.autograd.backward`."""
         self.begin_backward(tensors, sums=not self.of_gradients)
         return backward(tensors, *args, **kwargs)
 
@@ -280,7 +279,6 @@ class LiveRecorder(Recorder):
         return {step.name: call for call, step in steps if step.name in trained}
 
     def names_of(self, weights: Iterable[torch.Tensor]) -> set[str]:
-        """Return the names of the recorded parameters among `weights`."""
         return {self.names[id(weight)].name for weight in weights if id(weight) in self.names}
 
     def weigh(self, model: nn.Module, prefix: str = "") -> ExitStack:

@@ -333,7 +333,6 @@ class Watch:
         self.state, self._mine = "waiting", None
 
     def _register(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Register the names, weights and inputs of an outermost module."""
         recorder, inner, prefix = self._live, original(module), ""
         if inner not in self._names:
             inside = {id(part) for part in inner.modules()}
@@ -407,7 +406,6 @@ class Watch:
             self.recorder.turn_to("optimizer")
 
     def weigh_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the optimizer that is about to step, and the gradients of its parameters."""
         recorder = self._live
         self.optimizer = class_of(optimizer)
         self.learning_rate = learning_rate_of(optimizer)

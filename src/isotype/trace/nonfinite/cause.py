@@ -134,7 +134,6 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether every readable element is finite."""
     values = readable(tensor)
     return values is None or only_finite(values)
 

@@ -110,7 +110,6 @@ class Probe:
         return -logits.log_softmax(-1)[learned.rows, learned.columns, learned.targets].sum()
 
     def logits(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Return the copy's logits, computed without gradients."""
         with torch.no_grad():
             logits = logits_of(self.run(inputs), inputs["input_ids"])
         assert logits is not None

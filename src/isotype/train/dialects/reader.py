@@ -103,7 +103,6 @@ class Reader:
             self._settled.add(name)
 
     def note(self, effect: str, names: str) -> None:
-        """Record that `names` are left out, with the effect."""
         for name in self._open(names):
             self.notes.setdefault(OFF if self.get(name) in (None, False) else effect, []).append(name)
             self._settled.add(name)
