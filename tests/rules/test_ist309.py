@@ -115,6 +115,9 @@ def test_an_optimizer_of_another_model() -> None:
     assert of_check(copy.deepcopy(net), wrapped) == copied
     masters = torch.optim.AdamW([p.detach().float().requires_grad_() for p in net.bfloat16().parameters()])
     assert of_check(net, masters) == []
+    parts = [p.detach().float().flatten() for p in net.parameters()]
+    padded = torch.cat([*parts, torch.zeros(3)]).requires_grad_()  # as ZeRO's masters
+    assert of_check(net, torch.optim.AdamW([padded])) == []
 
 
 def test_a_step_with_nothing_wrong() -> None:

@@ -55,6 +55,9 @@ def test_a_config_that_agrees_or_leaves_values_open(tmp_path: Path) -> None:
     settings = settings_with(str(file), "--per_device_train_batch_size", "4")
     assert not list(config_problems(settings))
     check_dtype(settings, torch.bfloat16)
+    none = settings_with(config, "--per_device_train_batch_size", "0")  # the problem is that of the argument
+    assert not list(config_problems(none))
+    assert argument_problems(none)
     absent = settings_with(str(tmp_path / "none.json"))  # DeepSpeed's error names the file
     assert not list(config_problems(absent))
 

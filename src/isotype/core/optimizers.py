@@ -137,10 +137,11 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def are_masters(held: Sequence[torch.Tensor], model: nn.Module) -> bool:
-    """Return whether `held` may be float32 copies of a model's trainable parameters: both have the same size."""
+    """Return whether `held` may be copies of a model's trainable 16-bit parameters. Flat copies may have padding."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    elements = sum(parameter.numel() for parameter in trained)
-    return any(parameter.itemsize == 2 for parameter in trained) and elements == sum(p.numel() for p in held)
+    elements, size = (sum(tensor.numel() for tensor in tensors) for tensors in (trained, held))
+    fits = elements <= size if all(tensor.dim() == 1 for tensor in held) else elements == size
+    return fits and any(parameter.itemsize == 2 for parameter in trained)
 
 
 def learning_rate_of(*optimizers: torch.optim.Optimizer) -> float:

@@ -45,7 +45,7 @@ def config_problems(settings: Settings) -> Iterator[Problem]:
     rows, total = settings.per_device_train_batch_size, _value(config, "train_batch_size")
     if isinstance(rows, int) and isinstance(total, int):
         each, count = rows * settings.gradient_accumulation_steps, processes()
-        if total % each or (count > 1 and total != each * count):
+        if each > 0 and (total % each or (count > 1 and total != each * count)):
             what = f"train_batch_size {total} in {name}, and {each} rows in an optimizer step of each process"
             yield Problem(what, "the rows of all processes", f'"train_batch_size": "auto" in {name}')
     if all(_value(config, f"{part}.enabled") is True for part in _DTYPES):
