@@ -25,8 +25,8 @@ the model computes the loss, no operator uses the float32 copy of the logits. Me
 float32. If the check did not trace a script's loss, copies that this loss may use are not reported. The rule ignores
 copies below 1 % of the step's peak memory; copies below 5 % get a note.
 
-**How safe is the fix?** Safe: softmax and loss still compute in float32. Without unused copies, the outputs stay in 16
-bits.
+**How safe is the fix?** Safe: softmax and loss still compute in float32. If no operator uses the copies, you leave out
+the cast, and the outputs stay in 16 bits.
 
 **Seen in** huggingface/accelerate #3477, #3620; radixark/miles #2764.
 """

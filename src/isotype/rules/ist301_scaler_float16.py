@@ -25,7 +25,8 @@ gradients.`
             parameter.data = parameter.data.float()
 
 **How safe is the fix?** Safe: the fix casts the trainable parameters to float32, which represents every float16 value.
-Frozen weights stay float16, so the step needs little more memory. `view_as_real` keeps a complex weight's values.
+Frozen weights stay float16, so the step needs little more memory. For complex weights, you edit the model: a parameter
+of `torch.view_as_real(weight)` has the same values.
 
 **Seen in** huggingface/peft #1249, #1706, #341; huggingface/diffusers #5004, #6514; oobabooga/textgen #5268;
 yk7333/d3po #6; koda-dernet/Side-Step #39; mk-minchul/AdaFace #127; QwenAudio/FunMusic #28; pytorch/pytorch #58228;

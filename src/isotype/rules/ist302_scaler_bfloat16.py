@@ -1,6 +1,7 @@
 """
-**What it means.** A GradScaler runs in a step that does not use float16. A GradScaler multiplies the loss, because
-small gradients would become zero in float16. bfloat16 and float32 have numbers down to 1e-38, so they need no scaling.
+**What it means.** A GradScaler runs in a step that does not use float16, or gets the gradients of bfloat16 parameters.
+A GradScaler multiplies the loss, because small gradients would become zero in float16. bfloat16 and float32 have
+numbers down to 1e-38, so they need no scaling.
 
 **Why it is bad.** On CUDA, a trainable bfloat16 parameter ends the run with
 `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'`. In other steps, a GradScaler has no

@@ -10,8 +10,9 @@
 - Gradient checkpointing is on, but the model is in eval mode, in which `from_pretrained` returns it. The layers of
   transformers recompute only in training mode.
 
-**Why it is bad.** No error is raised, but other parameters are trained than the code says. The gradients of parameters
-without an optimizer cost memory and time. In eval mode, the backward keeps all activations, and dropout is off.
+**Why it is bad.** No error is raised, but a parameter that should be trained never changes, or a parameter that should
+be frozen changes. The gradients of parameters without an optimizer cost memory and time. In eval mode, the backward
+keeps all activations, and dropout is off.
 
 **An example that costs**
 

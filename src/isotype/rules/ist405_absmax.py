@@ -13,9 +13,10 @@ whole model or its state dict.
 
 **Repaired**
 
-    state = {name: value if name.endswith("absmax") else value.bfloat16() for name, value in model.state_dict().items()}
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=nf4)     # loads float32 scales again
 
-**How safe is the fix?** Safe: you load the model again. A cast back to float32 does not restore the scales.
+**How safe is the fix?** Safe: you load the model again, and do not cast it or its state dict. A cast back to float32
+does not restore the scales.
 
 **Seen in** bitsandbytes 0.50, which rounds the scales in evaluations on CPUs with AVX512-BF16 (reported as IST407).
 """

@@ -17,8 +17,8 @@ bfloat16 is three times faster.
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)      # bfloat16 where it is native
 
-**How safe is the fix?** Safe: a step in float32. Unsafe: a cast of frozen float16 weights to bfloat16, because it loses
-three of their eleven bits.
+**How safe is the fix?** Safe: a step in float32, or in bfloat16 if no frozen weight is float16. Unsafe: a cast of
+frozen float16 weights to bfloat16, because it loses three of their eleven bits.
 
 **Seen in** LoRA trainings on CPUs; reports of slow float16 matmuls in the issues of pytorch/pytorch.
 """

@@ -12,7 +12,7 @@ releases gather each parameter in its own dtype.
 
 **Repaired**
 
-    # pip install 'deepspeed>=0.19.3', or adapters in the base's dtype:
+    # pip install 'deepspeed>=0.19.3', or adapters in the base's dtype (unsafe):
     get_peft_model(base_in_bfloat16, config, autocast_adapter_dtype=False)
 
 **What is not reported.** The rule ignores ZeRO-1 and ZeRO-2, and other releases of DeepSpeed.

@@ -8,7 +8,7 @@ disables autocast for this product.
 
 **Why it is bad.** bfloat16 rounds an angle of about 2000 radians to a multiple of 8, so its cosine is arbitrary. No
 error is raised, but distant positions become equal. Without sines, queries and keys are scaled, not rotated; only
-`torch.view_as_real` and `.imag` raise an error. Timesteps of diffusion models lose digits: 998.4 becomes 1000.
+`torch.view_as_real` and `.imag` raise an error. In bfloat16, a diffusion model's timestep 998.4 becomes 1000.
 
 **An example that costs**
 
