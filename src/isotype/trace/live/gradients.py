@@ -218,7 +218,8 @@ class IdleSteps:
     """Detects that an optimizer whose parameters had gradients steps twice without any gradient.
 
     If another optimizer steps with gradients in between, the idle steps are intended: a multi-task training calls `step`
-    of all optimizers, and computes gradients for one task. Else `report` gets the number of its parameters and the line of the step, once.
+    of all optimizers, and computes gradients for one task. Else `report` gets the number of the optimizer's parameters
+    and the line of the step.
     """
 
     def __init__(self, report: Callable[[int, str], None]) -> None:
