@@ -35,6 +35,9 @@ def test_adapters_on_fp8_layers_train_on_a_gpu_with_fp8_matmuls() -> None:
     assert [finding.code for finding in report.findings if finding.code == "IST199"] == []
     multiplied = {call.module for call in report.trace.calls if call.op == "aten.mm.default"}
     assert {"base", "experts"} <= multiplied
+    assert "instead of transformers' FP8 kernels, which need the package kernels" in " ".join(
+        str(report).split()
+    )
 
 
 @pytest.mark.parametrize("device", ["a100", "cpu"])

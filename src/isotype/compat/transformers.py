@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 from packaging.version import Version
+from torch import nn
 
 from isotype.compat.peft import without_peft
 from isotype.compat.replaced import Replacements, replaced
@@ -280,6 +281,14 @@ def fakes_taken_for_real() -> Iterator[None]:
         yield
 
 
+_FP8 = "transformers.integrations.finegrained_fp8"
+
+
+def has_fp8_layers(model: nn.Module) -> bool:
+    """Whether layers of the model run transformers' FP8 kernels."""
+    return any(type(module).__module__ == _FP8 for module in model.modules())
+
+
 @contextmanager
 def fp8_kernels_replaced(runs: bool) -> Iterator[None]:
     """In the `with` block, matrix products with results of the same shapes replace FP8 kernels if the device `runs`
@@ -288,7 +297,7 @@ def fp8_kernels_replaced(runs: bool) -> Iterator[None]:
     FP8 kernels read memory, which fake tensors do not have. The products have no backward, like the FP8 layers of
     transformers 5.20. For older GPUs, transformers dequantizes the weights while loading.
     """
-    layers, replacements = sys.modules.get("transformers.integrations.finegrained_fp8"), Replacements()
+    layers, replacements = sys.modules.get(_FP8), Replacements()
     if layers is not None and runs:
         replacements.wrap(layers, "fp8_linear", _with_bias)
         if hasattr(layers, "fp8_grouped_matmul"):  # transformers 5.20 has none

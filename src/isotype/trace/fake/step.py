@@ -22,7 +22,7 @@ from isotype.compat.torch import (
     without_modes,
 )
 from isotype.compat.torch_casts import casts_in_place
-from isotype.compat.transformers import fp8_kernels_replaced
+from isotype.compat.transformers import fp8_kernels_replaced, has_fp8_layers
 from isotype.contracts.contract import contracts_of
 from isotype.contracts.pattern import Spelled
 from isotype.core.dtypes import dtype_name
@@ -219,6 +219,11 @@ class _Step:
                 part = f"the kernels of {type(parameter).__name__} weights"
                 self.untraced[part] = f"they are traced as dense {dtype_name(parameter.dtype)} weights"
                 self.packed[name] = size
+        if setup.profile.runs_fp8 and has_fp8_layers(request.model):
+            self.notes.append(
+                "matrix products of the same shapes are traced instead of transformers' FP8 kernels, "
+                "which need the package kernels (pip install kernels)"
+            )
         self.hooks = contextlib.ExitStack()
         self.loss: torch.Tensor | None = None
         self.reached: int | None = None
