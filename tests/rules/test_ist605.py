@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
@@ -41,6 +42,15 @@ def test_it_does_not_fit(trace: Trace) -> None:
     assert any(text.startswith("store the frozen linear layers in nf4: about 206 KiB less") for text in texts)
     assert any(text.startswith("checkpoint the layers' activations: about") for text in texts)
     assert any(text.startswith("store the frozen weights in 16 bits: about 1") for text in texts)
+
+
+@pytest.mark.parametrize(("exact", "safety"), [(torch.bfloat16, "safe"), (None, "unsafe")])
+def test_storage_in_16_bits_is_safe_for_weights_that_keep_their_values(
+    trace: Trace, exact: torch.dtype | None, safety: str
+) -> None:
+    weights = tuple(replace(weight, exact_in=exact) for weight in trace.weights)
+    (finding,) = with_memory(replace(trace, weights=weights), trace.memory.peak / 2)
+    assert [fix.safety for fix in finding.fixes if "in 16 bits" in fix.description] == [safety]
 
 
 def test_memory_that_deepspeed_shards_is_not_judged(trace: Trace) -> None:

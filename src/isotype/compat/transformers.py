@@ -285,7 +285,7 @@ _FP8 = "transformers.integrations.finegrained_fp8"
 
 
 def has_fp8_layers(model: nn.Module) -> bool:
-    """Whether layers of the model run transformers' FP8 kernels."""
+    """Return True if layers of the model run transformers' FP8 kernels."""
     return any(type(module).__module__ == _FP8 for module in model.modules())
 
 

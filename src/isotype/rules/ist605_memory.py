@@ -33,9 +33,9 @@ which optimizer states, gradients of earlier micro-batches, and activations are 
 
     isotype check meta-llama/Llama-3.1-8B --device t4 --quantization nf4 --gradient-checkpointing
 
-**How safe is the fix?** Safe: checkpointing, a loss in chunks and FSDP2 compute the same results. 16-bit storage rounds
-the weights of a float32 checkpoint, and a smaller batch or shorter rows change the training. Unsafe: nf4 rounds the
-base weights, and 8-bit states round the moments of the gradients.
+**How safe is the fix?** Safe: checkpointing, a loss in chunks and FSDP2 compute the same results; a smaller batch or
+shorter rows change the training, but no precision. Unsafe: nf4 rounds the base weights, 8-bit states round the moments
+of the gradients, and 16-bit storage rounds weights whose float32 values do not fit into 16 bits, or are unknown.
 
 **Seen in** huggingface/transformers #17089 and artidoro/qlora #261 (evaluations).
 """
@@ -54,7 +54,7 @@ from isotype.core.formats import why_kept
 from isotype.core.names import format_bytes, grouped, plural, stacked
 from isotype.records.finding import Cost, Finding, Fix, Kind, Safety
 from isotype.records.memory import BETWEEN_STEPS, Phase
-from isotype.records.trace import Trace
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.routers import router_products
 from isotype.rules.kit.weight_sets import count, is_frozen_base, quantized
@@ -145,7 +145,9 @@ def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
     for advice, saved, target, value in sorted(_savings(trace), key=lambda saving: -saving[1]):
         may = "may be" if saved < over + trace.memory.peak * _ERROR.get(target, 0) else "is"
         enough = f", which {may} enough" if saved >= over else ""
-        safety: Safety = "unsafe" if target in ("quantization", "optim") else "safe"
+        rounds = target in ("quantization", "optim")
+        rounds |= target == "dtype" and any(weight.exact_in not in HALVES for weight in _narrowed(trace))
+        safety: Safety = "unsafe" if rounds else "safe"
         how = f"{advice}: about {format_bytes(saved)} less{enough}"
         yield fix(how, "advice", (target,), value, safety)
 
@@ -171,11 +173,7 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
     packed = int(sum((w.dtype.itemsize - _NF4_BYTES) * math.prod(w.shape) * w.repeats for w in dense))
     if packed:
         yield ("store the frozen linear layers in nf4", packed, "quantization", "nf4")
-    # Routers are in float32 on purpose.
-    routers = {weight.origin.name for _, weight, _ in router_products(trace)}
-    frozen = [w for w in trace.weights if not (w.buffer or w.trainable or w.pinned or w.quantization)]
-    narrowed = (w for w in frozen if w.dtype == torch.float32 and w.name not in routers)
-    halved = sum(w.bytes * w.repeats // 2 for w in narrowed)
+    halved = sum(weight.bytes * weight.repeats // 2 for weight in _narrowed(trace))
     if halved and trace.setup.profile.best_dtype() in HALVES:
         yield ("store the frozen weights in 16 bits", halved, "dtype", "auto")
     states = peak.get("optimizer", 0)
@@ -187,6 +185,13 @@ def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
         share = 1 - over / activations
         size, setting = _SIZES.get(phase, ("batch size x length", "max_length"))
         yield (f"reduce {size} to {100 * share:.0f} %", over, setting, f"{share:.2f} of it")
+
+
+def _narrowed(trace: Trace) -> list[Weight]:
+    """Return the frozen float32 weights that 16 bits can store. Routers are in float32 on purpose."""
+    routers = {weight.origin.name for _, weight, _ in router_products(trace)}
+    frozen = (w for w in trace.weights if not (w.buffer or w.trainable or w.pinned or w.quantization))
+    return [w for w in frozen if w.dtype == torch.float32 and w.name not in routers]
 
 
 def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
