@@ -848,11 +848,16 @@ def test_losses_that_are_kept_with_their_graphs(
 @pytest.mark.parametrize(
     ("evaluates", "says"),
     [
-        ("total = total + model(x).sum()", "evaluation are kept with their graphs in total: memory"),
-        ("kept.append(model(x))", "evaluation are kept with their graphs in kept: memory"),
+        (
+            "total = total + model(x).sum()",
+            "results in eval mode are kept with their graphs in total: memory",
+        ),
+        ("kept.append(model(x))", "results in eval mode are kept with their graphs in kept: memory"),
         ("total = total + model(x).sum().item()", ""),
         ("with torch.no_grad(): kept.append(model(x))", ""),
         ("model.train(); kept.append(model(x))", ""),
+        ("other = copy.deepcopy(model); assert torch.equal(other(x), model(x))", ""),
+        ("pickle.loads(pickle.dumps(model))(x)", ""),
     ],
 )
 def test_results_of_an_evaluation_that_are_kept_with_their_graphs(
@@ -860,7 +865,7 @@ def test_results_of_an_evaluation_that_are_kept_with_their_graphs(
 ) -> None:
     script = tmp_path / "loop.py"
     script.write_text(
-        "import torch\nmodel, x = torch.nn.Linear(4, 4), torch.ones(2, 4)\noptimizer = torch.optim.SGD(model.parameters())\n"
+        "import copy, pickle, torch\nmodel, x = torch.nn.Linear(4, 4), torch.ones(2, 4)\noptimizer = torch.optim.SGD(model.parameters())\n"
         "for epoch in range(2):\n    model.train(); model(x).sum().backward(); optimizer.step(); model.eval()\n"
         f"    total, kept = 0, []\n    for _ in range(8):\n        {evaluates}\n"
     )

@@ -254,7 +254,7 @@ class KeptGraphs:
         self._said = False  # of an evaluation
         self._handles = [optimizers.register_optimizer_step_pre_hook(self._begins)]
         if model is not None and model.training:
-            self._handles.append(model.register_forward_pre_hook(self._evaluates))
+            self._handles.append(model.register_forward_pre_hook(self))
 
     def _begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._optimizer = self._optimizer or id(optimizer)
@@ -270,14 +270,18 @@ class KeptGraphs:
             )
             self._report(f"{sentence}: memory grows with every step; {advice}")
 
-    def _evaluates(self, module: nn.Module, *_: Any) -> None:
+    def __call__(self, module: nn.Module, *_: Any) -> None:
         if module.training or not torch.is_grad_enabled() or len(self._evaluated) > len(_KEPT_STEPS) + 1:
             return
         self._evaluated.append(last_node_number())
         if len(self._evaluated) > len(_KEPT_STEPS) + 1 and (kept := _kept(self._evaluated)):
             self._said = True
-            sentence = f"the results of an evaluation are kept with their graphs{_holder(kept)}"
-            self._report(f"{sentence}: memory grows with every batch; evaluate under torch.no_grad()")
+            sentence = f"the results in eval mode are kept with their graphs{_holder(kept)}"
+            self._report(f"{sentence}: memory grows with every batch; an evaluation needs torch.no_grad()")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Replace this hook, in a copy or a file of the model, by a hook that changes nothing: `{}.get(module, args)` is `args`."""
+        return getattr, ({}, "get")
 
     def detach(self) -> None:
         while self._handles:
