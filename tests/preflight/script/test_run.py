@@ -858,6 +858,7 @@ def test_losses_that_are_kept_with_their_graphs(
         ("model.train(); kept.append(model(x))", ""),
         ("other = copy.deepcopy(model); assert torch.equal(other(x), model(x))", ""),
         ("pickle.loads(pickle.dumps(model))(x)", ""),
+        ("torch.compile(model, backend='eager', fullgraph=True)(x)", ""),
     ],
 )
 def test_results_of_an_evaluation_that_are_kept_with_their_graphs(

@@ -271,7 +271,9 @@ class KeptGraphs:
             self._report(f"{sentence}: memory grows with every step; {advice}")
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        if module.training or not torch.is_grad_enabled() or len(self._evaluated) > len(_KEPT_STEPS) + 1:
+        if torch.compiler.is_compiling() or module.training or not torch.is_grad_enabled():
+            return
+        if len(self._evaluated) > len(_KEPT_STEPS) + 1:
             return
         self._evaluated.append(last_node_number())
         if len(self._evaluated) > len(_KEPT_STEPS) + 1 and (kept := _kept(self._evaluated)):
