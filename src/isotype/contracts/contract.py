@@ -99,7 +99,7 @@ class Verdict:
             raises, if it was not measured on this device, or if scalars, list lengths or 0-dim operands decide the
             result's dtype. Then the operator's fake kernel determines the dtypes.
         message: the device's error message if the operator raises, else "".
-        assumed: True if the verdict was not measured: it is from a family's rule or from another device.
+        assumed: True if the verdict was not measured on this device, but follows from another device or from a rule.
     """
 
     accepted: bool

@@ -137,8 +137,7 @@ def unpadded(
 
     Returns:
         None if the batch has almost no padding, if padding is between tokens or on a side that is not in `sides`, if the
-        inputs are not only text, or if `read` is True at padding. Also None for a batch of fake tensors if no block of
-        `traced_as` is active.
+        inputs are not only text, or if `read` is True at padding. None for fake tensors, too, except in a `with traced_as(…)` block.
     """
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or mask is None or {key for key, value in batch.items() if value is not None} - _ARGUMENTS:

@@ -46,8 +46,8 @@ def dense(layer: Any, dtype: torch.dtype, state: Any = None) -> torch.Tensor:
 class DenseWeights:
     """Provides the base weights of a model as dense matrices in the dtype of a product.
 
-    Weights that are quantized or have another dtype are copied until the copies reach the budget in bytes. All other
-    matrices are created for each product. A copy is valid as long as the weight has the same memory and version. Code that
+    A weight that is quantized or not in the product's dtype is converted. Converted matrices are kept up to `budget`
+    bytes; the others are converted again for each product. A copy is valid as long as the weight has the same memory and version. Code that
     changes weights through `.data`, such as PEFT's merge, must call `forget`.
     """
 

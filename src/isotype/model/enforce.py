@@ -142,7 +142,7 @@ def _wanted_dtypes(
     *,
     frozen: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype of each unquantized float parameter: float32 if any module with the parameter needs float32."""
+    """Return the dtype of each unquantized float parameter. float32 wins if several modules share a parameter."""
     wanted: dict[nn.Parameter, torch.dtype] = {}
     for place in all_places:
         for parameter, dtype in _own_dtypes(place, policy, by_ranges.get(place.name), frozen).items():

@@ -242,7 +242,7 @@ def listening(hook: _Hook) -> _Hook:
 
 
 def must_be_called(hooks: Mapping[int, Any]) -> bool:
-    """Return whether a hook may change inputs or outputs: one that `listening` has not marked."""
+    """Return True if a hook may change inputs or outputs. Hooks from `listening` only observe."""
     return any(not getattr(hook, _LISTENS, False) for hook in hooks.values())
 
 

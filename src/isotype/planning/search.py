@@ -79,7 +79,7 @@ PACKED_STORAGES: tuple[str | None, ...] = (None, MXFP4, "nf4")
 """Storages to try if a checkpoint has mxfp4 experts. The experts stay in mxfp4 while other layers may be nf4."""
 
 LENGTHS = 64
-"""The longest row is searched in multiples of this number of tokens."""
+"""The search tries only row lengths that are multiples of this number of tokens."""
 
 FARTHEST = 32768
 """Maximum tokens of a traced row unless the goal is `longest`, because tracing a longer row takes seconds."""

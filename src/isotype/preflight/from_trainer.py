@@ -297,7 +297,7 @@ def _shadow(trainer: Any, twin: nn.Module) -> Any:
 # Errors of accelerate for a data stream without a batch, and of torch for an empty data set.
 _NO_DATA = ("does not contain any data", "num_samples should be a positive integer")
 _PROCESSES = 8
-"""Number of batches to compare if several processes train: the batches of different processes or steps."""
+"""Number of batches that a check compares to predict differences between processes."""
 
 
 def _first_batches(trainer: Any, most: int) -> list[Any]:

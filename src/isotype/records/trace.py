@@ -128,7 +128,7 @@ class Breach:
     """An operator's requirement on operands (contract) that a call broke.
 
     Attributes:
-        message: the real device's error message.
+        message: the error message that the device prints.
         assumed: whether the dtypes that the device accepts were assumed, not measured.
         converted: the dtype to which the recorder converted the operands to continue the trace; None if it did not.
         consequence: whether the call is in the backward, and its forward call already broke a contract.
@@ -156,7 +156,7 @@ class Call:
         recomputed: whether gradient checkpointing runs this forward call again in the backward.
         off: error in radians of a sine's or cosine's argument after rounding to 16 bits; 0 if unknown.
         rounded_at: `file:line` where the argument of a sine or cosine was rounded, or the name of a 16-bit input.
-        emptied: number of a tensor's finite rows that a cast filled with minus infinity; 0 if values are unknown.
+        emptied: number of rows whose finite values all became minus infinity in a cast; 0 if values are unknown.
         numbers: names and values of Python float arguments: `(("min", 1e-12),)`.
         outside: (an index that is out of range, the size of the indexed table); None if there is none.
         undefined: number of results that are NaN with any weights: fully masked rows of a softmax, or a mean over zero

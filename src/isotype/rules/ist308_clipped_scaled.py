@@ -31,8 +31,8 @@
 **What is not reported.** `isotype check` does not run a script's clipping and steps; only `isotype run` reports these
 cases. The trainers of transformers and Lightning's automatic optimization unscale before they clip.
 
-**How safe is the fix?** Safe: you correct the calls. Each step then uses every gradient once, and without the loss
-scale.
+**How safe is the fix?** Safe: you correct the calls. Each step then uses every gradient once, after it was divided by
+the loss scale.
 
 **Seen in** milesial/Pytorch-UNet #468; pytorch/examples #1196; Lightning-AI/pytorch-lightning #9599, #18089, #19695; harubaru/waifu-diffusion #64;
 nerfstudio-project/nerfacc #307; starrytong/SCNet #7; microsoft/Swin-Transformer #311; Azure/MS-AMP #45; Haian-Jin/LVSM #19.

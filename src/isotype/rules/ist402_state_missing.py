@@ -1,6 +1,6 @@
 """
-**What it means.** A quantized layer has packed codes without their quantization state (scales, code book, shape). Code
-has replaced the parameter by a plain tensor (`load_state_dict`, `setattr`), or by a copy without the parameter's
+**What it means.** A quantized layer has packed codes without their quantization state (scales, code book, shape). A
+script or library has replaced the parameter by a plain tensor (`load_state_dict`, `setattr`), or by a copy without the parameter's
 attributes. Or an old version of bitsandbytes lost the state when FSDP2 gathered the parameter. Or the checkpoint lacks
 the weight, for example of a new head: transformers then makes a quantized layer with a float weight.
 

@@ -18,7 +18,8 @@ gradient.
 
 **Repaired**
 
-    isotype.enforce(model, policy)    # as isotype.load, keeps the layout that has a backward; or without isotype:
+    isotype.enforce(model, policy)    # keeps the layout that has a backward, like isotype.load
+    # without isotype:
     for layer in linear4bit_layers: layer.support_avx512bf16_for_cpu = False
 
 **How safe is the fix?** Safe: the weights stay in the layout in which they were loaded. Generation on such a CPU is

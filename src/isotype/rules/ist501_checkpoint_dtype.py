@@ -22,7 +22,8 @@ config is not the dtype of the weights in the file.
 
 - trainable weights, adapters, quantized layers, and weights that the model's author keeps in float32;
 - float32 weights in a model whose frozen values are mostly quantized (IST203 reports these weights);
-- weights in the dtype that the policy requests, or of a checkpoint in a dtype that the device does not run natively;
+- weights in the dtype that the policy requests;
+- weights of a checkpoint whose dtype the device does not run natively;
 - float32 checkpoints that are loaded in 16 bits, because the user must have requested this cast.
 
 **How safe is the fix?** Safe if the checkpoint's dtype represents every value of the loaded weights; otherwise unsafe.

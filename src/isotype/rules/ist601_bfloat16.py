@@ -16,8 +16,8 @@ quantization config with `bnb_4bit_compute_dtype=torch.bfloat16`.
 
     SFTConfig(fp16=True)                      # float16 autocast with a GradScaler, float32 adapters
 
-**How safe is the fix?** Safe: a step in float32, or under float16 autocast with a GradScaler if the frozen weights are
-not bfloat16. Unsafe: a cast of frozen bfloat16 weights to float16, because models that were trained in bfloat16 (Gemma,
+**How safe is the fix?** Safe: a step in float32. If the frozen weights are not bfloat16, float16 autocast with a
+GradScaler is safe, too. Unsafe: a cast of frozen bfloat16 weights to float16, because models that were trained in bfloat16 (Gemma,
 T5) may exceed 65,504, the largest float16 number. Watch the loss.
 
 **Seen in** huggingface/peft #1249; unslothai/unsloth-zoo #706; huggingface/trl #6516; hiyouga/LlamaFactory

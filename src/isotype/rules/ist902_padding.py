@@ -16,8 +16,8 @@ shifts the positions of the tokens, unless the batch has `position_ids`.
 
     model(**batch, labels=labels)                             # or padding_side = "right" for a causal model
 
-**How safe is the fix?** Safe: a mask, `position_ids`, and padding on the right give a row the same predictions as
-without padding.
+**How safe is the fix?** Safe: each of the three fixes (a mask, `position_ids`, padding on the right) gives a row the
+same predictions as without padding.
 
 **Seen in** huggingface/transformers #33095, #29583; huggingface/trl #469; tloen/alpaca-lora #315;
 TransformerLensOrg/TransformerLens #1609.

@@ -21,8 +21,8 @@ same position, not of the position before, or the model reads the labels. A toke
 
 **What is not reported.** The rule ignores models whose labels are not tokens of the input, and masked language models.
 
-**How safe is the fix?** Safe: you edit the model or the loss. The training then has the intended objective, with a
-higher loss.
+**How safe is the fix?** Safe: you edit the model or the loss. The training then has the intended objective. Its loss is
+higher, because the model no longer sees the answers.
 
 **Seen in** huggingface/transformers #48745 (RoFormer, BigBird, RemBERT, MegatronBERT since 5.9), #31673
 (Gemma 2); tatp22/linformer-pytorch #25; keras-team/keras #23038.

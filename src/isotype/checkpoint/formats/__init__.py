@@ -1,1 +1,1 @@
-"""Reads the files of a checkpoint: headers of safetensors, GGUF and PyTorch files, config.json, copies on the hub."""
+"""Readers of a checkpoint's files (safetensors, GGUF, PyTorch files, config.json), on a disk or on the hub."""

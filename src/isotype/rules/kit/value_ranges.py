@@ -199,7 +199,7 @@ def _largest_of(operators: Sequence[tuple[int, OperatorRange]]) -> tuple[int, Op
 def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) -> tuple[float, bool] | None:
     """Return a call's largest float16 magnitude, and whether an operand has it; None without a float16 tensor.
 
-    A scaled layer multiplies its measured values by 2^-exponent, and its measured gradients by 2^exponent. Its weights,
+    In a scaled layer, values are 2^exponent times smaller than measured, and gradients 2^exponent times larger. Its weights,
     whose largest magnitude is `weight`, are not scaled.
     """
     factor = 2.0 ** (-exponent if call.phase == "forward" else exponent)

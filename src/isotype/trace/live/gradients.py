@@ -153,9 +153,9 @@ def optimizers_here() -> list[torch.optim.Optimizer]:
 
 
 def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) -> list[Sample]:
-    """Return (name, parameter, mask of nonzero gradients, values) for each 16-bit parameter with a finite gradient.
+    """Return a sample of each 16-bit parameter with a finite gradient: (name, parameter, mask, values).
 
-    Mask and values contain only the parameter's first elements. The name is "" for a flat copy of parameters. The list
+    The values are the parameter's first elements; the mask is True where their gradient is not zero. The name is "" for a flat copy of parameters. The list
     is empty while a scheduler warms up, and if the optimizer itself may skip the step.
     """
     samples: list[Sample] = []
