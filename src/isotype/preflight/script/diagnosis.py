@@ -218,7 +218,7 @@ class Diagnosis:
         self._between(ist805_reductions, before)
         self.watch.evaluation = ()
         if self._speaks and self._kept is None:
-            self._kept = KeptGraphs(self._say, self.watch.model)
+            self._kept = KeptGraphs(self._say)
             self._idle = IdleSteps(
                 lambda *step: self._between(ist309_not_trained, when="after a later step:", idle_step=step)
             )

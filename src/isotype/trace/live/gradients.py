@@ -244,21 +244,15 @@ class IdleSteps:
 class KeptGraphs:
     """Detects that a script keeps its losses or outputs with their graphs, as `total += loss` does.
 
-    Create it after a step of `model`. If the results of the next steps are all alive some steps later, `report` gets a
-    sentence. The same applies to forwards of an evaluation with gradients, if the step ran in training mode.
+    Create it after a step. If the results of the next steps are all alive some steps later, `report` gets a sentence.
     """
 
-    def __init__(self, report: Callable[[str], None], model: nn.Module | None = None) -> None:
+    def __init__(self, report: Callable[[str], None]) -> None:
         self._report, self._ends, self._optimizer = report, [last_node_number()], 0
-        self._evaluated: list[int] = []
-        self._said = False  # of an evaluation
-        self._handles = [optimizers.register_optimizer_step_pre_hook(self._begins)]
-        if model is not None and model.training:
-            self._handles.append(model.register_forward_pre_hook(self))
+        self._handle = optimizers.register_optimizer_step_pre_hook(self._begins)
 
     def _begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._optimizer = self._optimizer or id(optimizer)
-        self._evaluated = self._evaluated if self._said else []
         if self._optimizer != id(optimizer) or len(self._ends) > len(_KEPT_STEPS) + 1:
             return
         self._ends.append(last_node_number())
@@ -270,24 +264,8 @@ class KeptGraphs:
             )
             self._report(f"{sentence}: memory grows with every step; {advice}")
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        if torch.compiler.is_compiling() or module.training or not torch.is_grad_enabled():
-            return
-        if len(self._evaluated) > len(_KEPT_STEPS) + 1:
-            return
-        self._evaluated.append(last_node_number())
-        if len(self._evaluated) > len(_KEPT_STEPS) + 1 and (kept := _kept(self._evaluated)):
-            self._said = True
-            sentence = f"the results in eval mode are kept with their graphs{_holder(kept)}"
-            self._report(f"{sentence}: memory grows with every batch; an evaluation needs torch.no_grad()")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Replace this hook, in a copy or a file of the model, by a hook that changes nothing: `{}.get(module, args)` is `args`."""
-        return getattr, ({}, "get")
-
     def detach(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        self._handle.remove()
 
 
 def _kept(ends: Sequence[int]) -> list[torch.Tensor]:
