@@ -44,9 +44,14 @@ def _as_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     # Caches by class (`model/walk.py`) keep the classes of earlier scripts alive, and with them the scripts' variables.
     for scaler in living(torch.amp.GradScaler):
         monkeypatch.setattr(scaler, "_enabled", False)
+    _forget_accelerate()  # of tests in other files
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+    _forget_accelerate()
+
+
+def _forget_accelerate() -> None:
     state = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
