@@ -55,6 +55,7 @@ def _forget_accelerate() -> None:
     state = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()  # a script that crashes may leave it between two accumulated batches
 
 
 def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
