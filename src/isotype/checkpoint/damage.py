@@ -230,7 +230,7 @@ def measure_quality(
         CheckpointError: the checkpoint does not exist, or cannot be loaded.
         UsageError: isotype cannot make a batch for the model, `data` is not a batch, or the model returns no logits.
     """
-    source = model if isinstance(model, (nn.Module, Checkpoint)) else open_checkpoint(model, revision)
+    source = model if isinstance(model, nn.Module) else open_checkpoint(model, revision)
     return measured_and_kept(_measured, source, data, tokens, exact=exact, device=device, progress=progress)
 
 

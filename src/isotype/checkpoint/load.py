@@ -81,8 +81,7 @@ def load(
 
     If `deferred` is not None, `deferred` gets the sources of the blocks' weights and reads these weights later.
     """
-    revision = kwargs.pop("revision", None)
-    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path, revision)
+    checkpoint = open_checkpoint(path, kwargs.pop("revision", None))
     source, facts = checkpoint.source, checkpoint.facts
     if facts.saved_format not in (None, policy.storage):
         raise contradiction(f"{facts.source}, saved in {facts.saved_format},", policy)

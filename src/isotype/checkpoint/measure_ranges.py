@@ -77,7 +77,7 @@ def measure_ranges(
         CheckpointError: the checkpoint does not exist, or cannot be loaded.
         UsageError: isotype cannot make a batch for the model, `batch` is not a batch, or weights are not in this process.
     """
-    source = model if isinstance(model, (nn.Module, Checkpoint)) else open_checkpoint(model, revision)
+    source = model if isinstance(model, nn.Module) else open_checkpoint(model, revision)
     return measured_and_kept(measure, source, batch, tokens, device=device, dtype=dtype, progress=progress)
 
 

@@ -88,8 +88,10 @@ class Checkpoint:
         return digest.hexdigest()[:32]
 
 
-def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint:
-    """Open a checkpoint; raise CheckpointError if it does not exist or is damaged."""
+def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) -> Checkpoint:
+    """Open a checkpoint, or return an open `Checkpoint` unchanged; raise CheckpointError if it does not exist or is damaged."""
+    if isinstance(name, Checkpoint):
+        return name
     source = local_path(name)
     if source is None:
         model_id = str(name)

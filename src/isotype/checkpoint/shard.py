@@ -74,7 +74,7 @@ def load_sharded(
             adds DoRA to int8 layers.
         UsageError: there is no process group.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path, revision)
+    checkpoint = open_checkpoint(path, revision)
     device = device_of(policy)
     mesh = mesh_over_all(device) if mesh is None else mesh
     with PartialState().local_main_process_first():  # the first process of a machine downloads
