@@ -297,7 +297,7 @@ def table() -> str:
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     off = sorted(abs(math.log(run.ratio(REACHED))) for run in held())
-    within = sum(each <= math.log(REACHED.spread) for each in off)
+    within = sum(error <= math.log(REACHED.spread) for error in off)
     lines += [
         "",
         f"Of the {len(off)} held-back runs, {within} are within the range that a plan prints; for half of them, the predicted speed"

@@ -161,8 +161,8 @@ def test_half_transforms_on_a_gpu(length: int, device: str, code: list[str]) -> 
 def test_complex_numbers_of_halves_on_a_gpu(kind: str, rows: int) -> None:
     """torch.fft transforms `torch.chalf` on a GPU in sizes of a power of two; cuBLAS multiplies no such matrices."""
 
-    def again(made: torch.Tensor) -> torch.Tensor:
-        first = torch.fft.fft(made.half())
+    def again(x: torch.Tensor) -> torch.Tensor:
+        first = torch.fft.fft(x.half())
         if kind == "product":
             return (first @ first.T).real.float().mean()
         return (

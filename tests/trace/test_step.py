@@ -70,8 +70,8 @@ def test_inputs_as_a_dict_a_closure_and_a_loss_over_inputs_give_the_same_step() 
     def mean(model: nn.Module, inputs: Any) -> torch.Tensor:
         return model(**inputs).float().mean()
 
-    given: list[Any] = [X, lambda model: mean(model, X), LossOf(mean, X)]
-    traces = [trace_step(StepRequest(nn.Linear(WIDTH, 2), each), SETUP) for each in given]
+    losses: list[Any] = [X, lambda model: mean(model, X), LossOf(mean, X)]
+    traces = [trace_step(StepRequest(nn.Linear(WIDTH, 2), loss), SETUP) for loss in losses]
     steps = [[(call.op, call.phase, call.module) for call in trace.calls] for trace in traces]
     assert steps[0] == steps[1] == steps[2]
     assert all(trace.failure is None for trace in traces)

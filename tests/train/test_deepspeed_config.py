@@ -26,7 +26,7 @@ def settings_with(config: Any, *argv: str) -> Settings:
 
 
 @pytest.mark.parametrize(
-    ("config", "given", "fix"),
+    ("config", "conflict", "fix"),
     [
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled true and bf16.enabled true", "in both"),
         ({"train_micro_batch_size_per_gpu": 3}, "and --per_device_train_batch_size 4", "_size 3"),
@@ -36,9 +36,9 @@ def settings_with(config: Any, *argv: str) -> Settings:
         ({"optimizer": {"params": {"betas": [0.9, 0.95]}}}, "[0.9, 0.999]", "auto"),
     ],
 )  # fmt: skip
-def test_a_contradiction_names_both_sides(config: Any, given: str, fix: str) -> None:
+def test_a_contradiction_names_both_sides(config: Any, conflict: str, fix: str) -> None:
     (problem,) = config_problems(settings_with(config, "--per_device_train_batch_size", "4"))
-    assert given in problem.given
+    assert conflict in problem.given
     assert fix in problem.fix
     assert problem in argument_problems(settings_with(config, "--per_device_train_batch_size", "4"))
 

@@ -49,10 +49,10 @@ def turn(role: str, words: int) -> list[dict[str, str]]:
     ],
 )
 def test_the_length_of_a_row(model, method, row, length, prompt):
-    found = lengths_of(method, processing_class(model), [row])
-    assert found == Lengths((length,), 1, prompt=prompt, answers=found.answers)
-    assert [max(answers) for answers in found.answers] == [length]
-    assert [len(answers) for answers in found.answers] == [2 if "chosen" in row else 1]
+    lengths = lengths_of(method, processing_class(model), [row])
+    assert lengths == Lengths((length,), 1, prompt=prompt, answers=lengths.answers)
+    assert [max(answers) for answers in lengths.answers] == [length]
+    assert [len(answers) for answers in lengths.answers] == [2 if "chosen" in row else 1]
 
 
 def test_as_many_tokens_are_asked_as_in_the_shortest_prompt(model):

@@ -168,8 +168,8 @@ def test_rows_of_several_lengths_have_no_padding(method, lengths):
         model = transformers.LlamaForCausalLM(config)
     use_fast_attention(model, "cpu")
     put_head(model)
-    for told, tokens in ((lengths, 23), ([[20] * len(row) for row in lengths], 40)):
-        inputs = step_inputs(method, model, len(lengths), 20, reference=False, lengths=told)
+    for known, tokens in ((lengths, 23), ([[20] * len(row) for row in lengths], 40)):
+        inputs = step_inputs(method, model, len(lengths), 20, reference=False, lengths=known)
         trace = trace_of(StepRequest(model, inputs, device="cpu", phases=("forward",)))
         shapes = [
             shape for call in trace.calls if call.module.endswith("up_proj") for _, shape in call.results

@@ -136,11 +136,11 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def are_masters(held: Sequence[torch.Tensor], model: nn.Module) -> bool:
-    """Return whether `held` may be copies of a model's trainable 16-bit parameters. Flat copies may have padding."""
+def are_masters(updated: Sequence[torch.Tensor], model: nn.Module) -> bool:
+    """Return whether `updated` may be copies of a model's trainable 16-bit parameters. Flat copies may have padding."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    elements, size = (sum(tensor.numel() for tensor in tensors) for tensors in (trained, held))
-    fits = elements <= size if all(tensor.dim() == 1 for tensor in held) else elements == size
+    elements, size = (sum(tensor.numel() for tensor in tensors) for tensors in (trained, updated))
+    fits = elements <= size if all(tensor.dim() == 1 for tensor in updated) else elements == size
     return fits and any(parameter.itemsize == 2 for parameter in trained)
 
 

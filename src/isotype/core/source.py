@@ -102,8 +102,8 @@ def _named_at(frame: FrameType, line: int) -> Iterator[tuple[str, torch.Tensor]]
             if isinstance(value, torch.Tensor):
                 parts = {"grad": value.grad} if value.is_leaf else {}
             elif isinstance(value, torch.nn.Module):
-                held = value.named_parameters(recurse=False), value.named_buffers(recurse=False)
-                parts = {**parts, **dict(chain(*held, value.named_children()))}
+                tensors = value.named_parameters(recurse=False), value.named_buffers(recurse=False)
+                parts = {**parts, **dict(chain(*tensors, value.named_children()))}
             if part not in parts:
                 break
             value, known = parts[part], f"{known}.{part}".lstrip(".")

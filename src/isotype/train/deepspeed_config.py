@@ -44,9 +44,9 @@ def config_problems(settings: Settings) -> Iterator[Problem]:
         yield Problem(what, "the same values", f'"betas": "auto" in {name}')
     rows, total = settings.per_device_train_batch_size, _value(config, "train_batch_size")
     if isinstance(rows, int) and isinstance(total, int):
-        each, count = rows * settings.gradient_accumulation_steps, processes()
-        if each > 0 and (total % each or (count > 1 and total != each * count)):
-            what = f"train_batch_size {total} in {name}, and {each} rows in an optimizer step of each process"
+        step, count = rows * settings.gradient_accumulation_steps, processes()
+        if step > 0 and (total % step or (count > 1 and total != step * count)):
+            what = f"train_batch_size {total} in {name}, and {step} rows in an optimizer step of each process"
             yield Problem(what, "the rows of all processes", f'"train_batch_size": "auto" in {name}')
     if all(_value(config, f"{part}.enabled") is True for part in _DTYPES):
         fix = f'"enabled": "auto" in both sections of {name}'
@@ -69,10 +69,10 @@ def check_dtype(settings: Settings, compute: torch.dtype) -> None:
 
 def _config_of(settings: Settings) -> tuple[Any, str]:
     """Return (the config, its name for messages). The config is empty without DeepSpeed, or if no file can be read."""
-    given = settings.deepspeed
-    if isinstance(given, dict):
-        return given, "the DeepSpeed config"
-    text = str(given or "{}")
+    config = settings.deepspeed
+    if isinstance(config, dict):
+        return config, "the DeepSpeed config"
+    text = str(config or "{}")
     try:
         return json.loads(
             text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")

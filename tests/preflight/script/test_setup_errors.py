@@ -83,11 +83,11 @@ def test_fsdp1_flattens_neither_several_dtypes_nor_codes() -> None:
     """h2oai/h2o-llmstudio #98 (float32 adapters beside a float16 model); the errors end a script before its first step."""
     half, wide, codes = nn.Linear(4, 4).half(), nn.Linear(2, 2), _quantized().half()
     with fake_process_group(2):
-        found = [
+        explained = [
             _explanation(lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu")), half, other)
             for other in (wide, codes)
         ]
-    (several, shard), (packed, pack) = ((words or ("", "")) for words in found)
+    (several, shard), (packed, pack) = ((words or ("", "")) for words in explained)
     assert several.startswith("2 parameters are float32, unlike most weights (first: 1.weight), and FSDP1")
     assert "fully_shard" in shard
     assert packed.startswith("1.weight holds uint8 codes of a quantized layer, and FSDP1")
@@ -232,8 +232,10 @@ def test_a_device_without_cuda_is_named_by_pytorchs_word(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.mps, "is_available", lambda: False, raising=False)
     gpu = MissingGpu(device_profile("mps"))
     monkeypatch.setattr(gpu, "_absent", True)
-    said = gpu.explained(AssertionError("Torch not compiled with CUDA enabled"))
-    assert said.endswith("asks for the device cuda, which Apple GPU does not have: write 'mps' in its place")
+    sentence = gpu.explained(AssertionError("Torch not compiled with CUDA enabled"))
+    assert sentence.endswith(
+        "asks for the device cuda, which Apple GPU does not have: write 'mps' in its place"
+    )
 
 
 def test_an_argument_of_the_scripts_own_function_has_no_explanation() -> None:

@@ -314,10 +314,10 @@ class Crash:
 
 def _result(method: str, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     """Call a method of the model as if it were its forward, so that fixes can cast its inputs."""
-    own: Any = model.forward
+    plain: Any = model.forward
 
     def forward(**inputs: Any) -> Any:
-        model.forward = own  # the method may call it
+        model.forward = plain  # the method may call it
         return getattr(model, method)(**inputs)
 
     model.forward = forward

@@ -241,7 +241,7 @@ class Diagnosis:
         asked, products, why = mixed_precision(), recorder.products(), ""
         models = (root.parameters() for root in self.watch.roots if getattr(root, PREPARED, False))
         steps = (parameters_of(o) for o in living(torch.optim.Optimizer) if getattr(o, PREPARED, False))
-        prepared = recorder.names_of(weight for held in (*models, *steps) for weight in held)
+        prepared = recorder.names_of(weight for weights in (*models, *steps) for weight in weights)
         autocasts = {name: call.autocast for name, call in products.items() if call.autocast is not None}
         if not autocasts and any(call.results[0][0] == torch.float32 for call in products.values()):
             before = [self._autocasts[name] for name in products if name in self._autocasts]

@@ -275,14 +275,14 @@ class _Step:
     def _weigh_weights(self) -> None:
         ledger = self.recorder.ledger
         for tensor, weight in self.weights:
-            kind, held = memory_kind(weight), self.process.held(tensor)
-            held = self.packed.get(weight.name) if held is None else held
-            ledger.count(tensor, kind, weight.repeats, held)
-            self.recorder.held.setdefault(weight.module, []).append((tensor, kind, weight.repeats, held))
+            kind, size = memory_kind(weight), self.process.held(tensor)
+            size = self.packed.get(weight.name) if size is None else size
+            ledger.count(tensor, kind, weight.repeats, size)
+            self.recorder.held.setdefault(weight.module, []).append((tensor, kind, weight.repeats, size))
             for state in state_tensors(tensor, self.twin.get_submodule(weight.module)):
                 # Codes that share the weight's storage are sharded with the weight; every process holds all scales.
                 same = storage_of(state) == storage_of(tensor)
-                ledger.count(state, "weights", weight.repeats, held if same else None)
+                ledger.count(state, "weights", weight.repeats, size if same else None)
                 self.recorder.mark(state, Origin("state", state.dtype, weight.module, weight.module))
         if self.request.reference is not None:
             ledger.add(self.request.reference, ledger.alive(self.request.reference))
@@ -408,10 +408,10 @@ class _Step:
         optimizers = optimizers_in(request)
         copies = [names_instead(optimizer, self.request.model) for optimizer in optimizers]
         # A script's optimizers, which have names instead of parameters, may not be all.
-        held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+        in_optimizers = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
         updated = updates_of(copies)
-        if held and (updated or not are_masters(held, self.request.model)):
-            self.orphans = 0 if updated else len(held)
+        if in_optimizers and (updated or not are_masters(in_optimizers, self.request.model)):
+            self.orphans = 0 if updated else len(in_optimizers)
             self.unheld = tuple(name for name, _ in named if name not in updated)
         ledger = self.recorder.ledger
         ledger.kind, ledger.share = "optimizer", self.process.share  # Adagrad's constructor makes its states

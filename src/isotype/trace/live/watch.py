@@ -358,8 +358,8 @@ class Watch:
     def _pause(self) -> None:
         """Pause the recording while gradients accumulate, because later micro-batches only repeat the first micro-batch."""
         self.state = "paused"
-        held = (id(weight) for optimizer in optimizers_here() for weight in parameters_of(optimizer))
-        updates = not self._live.names.keys().isdisjoint(held)
+        updated = (id(weight) for optimizer in optimizers_here() for weight in parameters_of(optimizer))
+        updates = not self._live.names.keys().isdisjoint(updated)
         why = "gradients accumulate" if updates else "no optimizer of torch updates this model"
         self._note(f"{why}: only the first forward and backward of each step was recorded")
         self._live.of_gradients = True  # for clipping and unscaling, which follow the last micro-batch
