@@ -294,7 +294,7 @@ def test_what_was_not_measured_on_the_device_is_assumed_and_leaves_the_results_t
 
 
 def test_a_kernel_missing_on_the_cpu_says_nothing_about_a_gpu() -> None:
-    table = Table("cpu", "", "", "", ('"svd_cpu" not implemented for \'{0:name}\'', "{0} is wrong"), {
+    table = Table("", ('"svd_cpu" not implemented for \'{0:name}\'', "{0} is wrong"), {
         "aten.svd.default": {"b": 0, "h": 1},
     })  # fmt: skip
     cpu, gpu = Contracts("cpu", table, table), Contracts("cuda", None, table)

@@ -18,6 +18,7 @@ from isotype.contracts.pattern import (
     CORRUPTS,
     LETTERS,
     RESULT_DTYPES,
+    Spelled,
     fill,
     layout_of,
     letters_in,
@@ -110,16 +111,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Table:
-    """The measured contracts of one device.
+    """The measured contracts of one device, and the version of torch.
 
     `messages` are templates of error messages, see `isotype.contracts.pattern.Spelled`. `operators[overload][pattern]`
     has a letter for the dtype of each result. If the operator raises an error, the entry is the index of the message.
     """
 
-    device: str
-    name: str
     torch_version: str
-    date: str
     messages: tuple[str, ...]
     operators: Mapping[str, Mapping[str, str | int]]
 
@@ -127,21 +125,14 @@ class Table:
 def read_table(path: Path) -> Table:
     """Return a table from a file of `isotype.contracts.measure`. A file with a `base` contains only differences from it."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    base = read_table(path.with_name(f"{content['base']}.json")) if "base" in content else None
-    messages, operators = (base.messages, base.operators) if base is not None else ((), {})
-    start = len(messages)
+    base = read_table(path.with_name(f"{content['base']}.json")) if "base" in content else Table("", (), {})
+    start = len(base.messages)
     measured = {
         op: {key: entry + start if isinstance(entry, int) else entry for key, entry in patterns.items()}
         for op, patterns in content["operators"].items()
     }
-    return Table(
-        device=content["device"],
-        name=content["name"],
-        torch_version=content["torch"],
-        date=content["date"],
-        messages=(*messages, *content["messages"]),
-        operators={**operators, **measured},
-    )
+    messages, operators = (*base.messages, *content["messages"]), {**base.operators, **measured}
+    return Table(content["torch"], messages, operators)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,9 +189,9 @@ class Contracts:
             return rejected
         if len(known) < len(verdicts):
             return None
-        return (
-            known[0] if len(known) == 1 else Verdict(True, assumed=any(verdict.assumed for verdict in known))
-        )
+        if len(known) == 1:
+            return known[0]
+        return Verdict(True, assumed=any(verdict.assumed for verdict in known))
 
     def _judge_pattern(self, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
         families = families_of(op, self.kind, self.capability)
@@ -345,7 +336,7 @@ def _float8_verdict(op: str, kind: str, dtypes: tuple[torch.dtype, ...]) -> Verd
     if len(floats) < 2:
         name = op.partition(".")[2].partition(".")[0].strip("_")
         refused = name in _NOT_IN_FLOAT8 or (kind != "cpu" and name in _PRODUCTS)
-        says = f"\"{name}_{kind}\" not implemented for '{str(floats[0]).removeprefix('torch.').capitalize()}'"
+        says = f"\"{name}_{kind}\" not implemented for '{Spelled(floats[0]):name}'"
         return Verdict(False, message=says, assumed=True) if refused else None
     first, second = (str(dtype).removeprefix("torch.") for dtype in floats[:2])
     message = f"Promotion for Float8 Types is not supported, attempted to promote {first} and {second}"

@@ -70,15 +70,7 @@ def _encode_tensor(tensor: torch.Tensor) -> Json:
 
 def tensors_in(example: Json) -> Iterator[dict[str, Json]]:
     """Yield the encoded tensors of an example in argument order: keyword arguments last, in the order of the schema."""
-    if isinstance(example, dict):
-        if "t" in example:
-            yield example
-        elif not set(example) & {"dtype", "device", "layout", "memory_format", "float"}:
-            for item in example.values():
-                yield from tensors_in(item)
-    elif isinstance(example, list):
-        for item in example:
-            yield from tensors_in(item)
+    return (encoded for encoded in _objects(example) if "t" in encoded)
 
 
 def is_float(tensor: Json) -> bool:
@@ -88,9 +80,17 @@ def is_float(tensor: Json) -> bool:
 
 def has_dtype_argument(example: Json) -> bool:
     """Return whether a call has a dtype argument, which decides the result's dtype."""
-    if isinstance(example, dict):
-        return "dtype" in example or ("t" not in example and any(map(has_dtype_argument, example.values())))
-    return isinstance(example, list) and any(map(has_dtype_argument, example))
+    return any("dtype" in encoded for encoded in _objects(example))
+
+
+def _objects(example: Json) -> Iterator[dict[str, Json]]:
+    """Yield the JSON objects of an example in argument order: its tensors, dtypes, …, and its keyword arguments."""
+    if isinstance(example, list):
+        for item in example:
+            yield from _objects(item)
+    elif isinstance(example, dict):
+        yield example
+        yield from _objects([*example.values()])
 
 
 def decode(

@@ -39,7 +39,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -91,13 +90,8 @@ _TORCH_NAMES = {"rocm": "cuda"}  # device kind -> torch's name of it
 _LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # variables that lower a CPU's instruction set
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a call: the letters of its results, or its error."""
-
-    pattern: str
-    results: str = ""
-    error: str = ""
+Outcome = str | list[str]
+"""The outcome of a call: the letters of its results, or a list with its error message."""
 
 
 def combinations(recorded: str, doubles: bool) -> list[str]:
@@ -128,37 +122,37 @@ def measure_operator(op: str, examples: Sequence[Json], device: torch.device) ->
     """Measure `op` for every combination of dtypes.
 
     Returns:
-        `patterns`: pattern -> letters of the results, or a list with the error message. `broken`: the errors of
-        examples that this device rejects even in the recorded dtypes.
+        `patterns`: pattern -> outcome. `broken`: the errors of examples that this device rejects even in the recorded
+        dtypes.
     """
     doubles = any(tensor["t"] == "float64" for tensor in tensors_in(examples))
     outcomes: dict[str, list[Outcome]] = {}
     broken = []
     for example in examples:
         calls = list(_calls(op, example, device, doubles))
-        if calls and calls[0].error:
-            broken.append(calls[0].error)
-            if all(call.error for call in calls):
+        if calls and isinstance(recorded := calls[0][1], list):
+            broken += recorded
+            if all(isinstance(outcome, list) for _, outcome in calls):
                 continue
-        for call in calls:
-            outcomes.setdefault(call.pattern, []).append(call)
+        for pattern, outcome in calls:
+            outcomes.setdefault(pattern, []).append(outcome)
+    patterns = {pattern: _merged(outcomes[pattern]) for pattern in sorted(outcomes)}
     return {
-        "patterns": {key: entry for key in sorted(outcomes) if (entry := _merged(outcomes[key])) is not None},
+        "patterns": {key: entry for key, entry in patterns.items() if entry is not None},
         "broken": broken,
     }
 
 
-def _merged(outcomes: Sequence[Outcome]) -> str | list[str] | None:
+def _merged(outcomes: Sequence[Outcome]) -> Outcome | None:
     """Return one outcome for all examples of a pattern; None if only some of them raise errors."""
-    errors = [outcome.error for outcome in outcomes if outcome.error]
+    errors = [outcome for outcome in outcomes if isinstance(outcome, list)]
     if errors:
-        return errors[:1] if len(errors) == len(outcomes) else None
-    results = {outcome.results for outcome in outcomes}
-    return results.pop() if len(results) == 1 else UNSPECIFIED
+        return errors[0] if len(errors) == len(outcomes) else None
+    return outcomes[0] if all(outcome == outcomes[0] for outcome in outcomes) else UNSPECIFIED
 
 
-def _calls(op: str, example: Json, device: torch.device, doubles: bool) -> Iterator[Outcome]:
-    """Replay an example with all combinations of dtypes, the recorded one first. Yield the outcomes."""
+def _calls(op: str, example: Json, device: torch.device, doubles: bool) -> Iterator[tuple[str, Outcome]]:
+    """Replay an example with all combinations of dtypes, the recorded one first. Yield (pattern, outcome)."""
     function, layout = overload(op), layout_of(op)
     tensors = list(tensors_in(example))
     operands = [LETTERS.get(getattr(torch, tensor["t"]), "i") for tensor in tensors]
@@ -178,15 +172,15 @@ def _calls(op: str, example: Json, device: torch.device, doubles: bool) -> Itera
         except REFUSALS as error:
             if isinstance(error, getattr(torch, "AcceleratorError", ())):
                 raise  # the device is lost: every later call would fail too
-            yield Outcome(pattern, error=first_line(error))
+            yield pattern, [first_line(error)]
             continue
         if letters != recorded and corrupted(function, example, letters, recorded, returned, device):
-            yield Outcome(pattern, error=CORRUPTS)
+            yield pattern, [CORRUPTS]
             continue
         unsure = loose or (pointwise and len(set(letters)) > 1)
         results = [RESULT_LETTERS.get(x.dtype, UNSPECIFIED) for x in returned if isinstance(x, torch.Tensor)]
         unsure = unsure or UNSPECIFIED in results
-        yield Outcome(pattern, results=UNSPECIFIED if unsure else "".join(results))
+        yield pattern, UNSPECIFIED if unsure else "".join(results)
 
 
 def measure(examples: Mapping[str, Sequence[Json]], device: str) -> dict[str, Any]:
