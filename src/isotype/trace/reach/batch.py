@@ -50,6 +50,12 @@ class Batch:
         """True if a row has several sequences."""
         return bool((self.sequences > 0).any())
 
+    @property
+    def tokens(self) -> dict[str, torch.Tensor]:
+        """The inputs that contain token ids, `[rows, tokens]`, by name."""
+        named = ((name, self.inputs.get(name)) for name in ("input_ids", "labels", "decoder_input_ids"))
+        return {name: ids for name, ids in named if isinstance(ids, torch.Tensor) and ids.dim() == 2}
+
     def but(self, **changes: Any) -> dict[str, Any]:
         """Return the inputs with the changed values; the value None removes an input."""
         return {name: value for name, value in {**self.inputs, **changes}.items() if value is not None}
@@ -90,8 +96,7 @@ def _with_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs with `labels` for the tokens that a loss outside of the model uses (DPO, GRPO, a reward)."""
     labels = inputs["input_ids"]
     for name in ("attention_mask", *_LEARNED):
-        mask = inputs.get(name)
-        if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:
+        if (mask := by_token(inputs, name)) is not None:
             labels = labels.masked_fill(mask == 0, IGNORED)
     for_model = {name: value for name, value in inputs.items() if name not in _BESIDE_THE_MODEL}
     return {**for_model, "labels": labels}
@@ -112,22 +117,25 @@ def _in_pieces(inputs: Mapping[str, Any]) -> bool:
 
 
 def _read(inputs: dict[str, Any]) -> Batch:
-    ids = inputs["input_ids"]
-    mask = inputs.get("attention_mask")
-    padding = torch.zeros_like(ids, dtype=torch.bool)
-    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
-        padding = mask == 0
+    ids, mask = inputs["input_ids"], by_token(inputs, "attention_mask")
+    padding = torch.zeros_like(ids, dtype=torch.bool) if mask is None else mask == 0
     sequences, by = _sequences(inputs, ids)
     return Batch(inputs, ids, padding, sequences.masked_fill(padding, -1), by)
 
 
+def by_token(inputs: Mapping[str, Any], name: str) -> torch.Tensor | None:
+    """Return the input `name` if it has a value for each token, `[rows, tokens]`; else None."""
+    value = inputs.get(name)
+    fits = isinstance(value, torch.Tensor) and value.shape == inputs["input_ids"].shape
+    return value if fits else None
+
+
 def _sequences(inputs: Mapping[str, Any], ids: torch.Tensor) -> tuple[torch.Tensor, str]:
     for name in _SEGMENTS:
-        value = inputs.get(name)
-        if isinstance(value, torch.Tensor) and value.shape == ids.shape:
+        if (value := by_token(inputs, name)) is not None:
             return _numbered(value), name
-    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape and int(mask.max()) > 1:
+    mask, positions = by_token(inputs, "attention_mask"), inputs.get("position_ids")
+    if mask is not None and int(mask.max()) > 1:
         return _numbered(mask), "attention_mask"
     if isinstance(positions, torch.Tensor) and positions.dim() == 2 and positions.shape[-1] == ids.shape[1]:
         starts = (positions == 0) & (positions.roll(1, -1) != 0)
@@ -189,16 +197,10 @@ def _border(batch: Batch) -> tuple[int, int, int]:
 
 
 def renumbered(batch: Batch, tokens: Mapping[int, int] | None) -> Batch:
-    """Return the batch with the token ids of a smaller model. `tokens` maps the model's ids to them; None if the ids
-    are equal."""
+    """Return the batch with a smaller model's token ids. `tokens` maps the model's ids to them; None if they are equal."""
     if tokens is None:
         return batch
-    changes: dict[str, Any] = {"input_ids": _mapped(batch.ids, tokens)}
-    for name in ("labels", "decoder_input_ids"):
-        value = batch.inputs.get(name)
-        if isinstance(value, torch.Tensor) and value.dim() == 2:
-            changes[name] = _mapped(value, tokens)
-    inputs = batch.but(**changes)
+    inputs = batch.but(**{name: _mapped(ids, tokens) for name, ids in batch.tokens.items()})
     return replace(batch, inputs=inputs, ids=inputs["input_ids"])
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from isotype.core.operators import tensors_of
 from isotype.records.reach import Leak, Source
 from isotype.trace.reach.batch import IGNORED
-from isotype.trace.reach.place import first_place
 from isotype.trace.reach.probe import Probe, spread
 
 _MOST_SEQUENCES = 3
@@ -45,9 +47,53 @@ def _leak(
     if not len(changes):
         return None
     first = int(at.nonzero()[:, 0][changes[0]])
-    module, kind = first_place(probe.copy.model, probe.run, probe.batch.inputs, changed, guarded, probe.least)
+    module, kind = _first_place(probe, changed, guarded)
     row, column = int(probe.learned.rows[first]), int(probe.learned.columns[first])
     return Leak(source, row, column, len(changes), len(change), float(change.max()), module, kind)
+
+
+def _first_place(probe: Probe, changed: dict[str, Any], where: torch.Tensor) -> tuple[str, str]:
+    """Return (name, class) of the first module with equal inputs and other outputs at the tokens `where`, or ("", "").
+
+    The copy runs with the batch's inputs, then with the inputs `changed`. `where` is a mask, `[rows, tokens]`.
+    """
+    before, after = (_hidden(probe, inputs, where) for inputs in (probe.batch.inputs, changed))
+    for name, (inputs, outputs) in after.items():
+        if name not in before or not outputs or not name:
+            continue
+        inputs_before, outputs_before = before[name]
+        if _differ(outputs_before, outputs, probe.least) and not _differ(inputs_before, inputs, probe.least):
+            return name, type(probe.copy.model.get_submodule(name)).__name__
+    return "", ""
+
+
+_Hidden = list[torch.Tensor]
+"""Float tensors of a module's inputs or outputs, at some tokens."""
+
+
+def _hidden(probe: Probe, inputs: Any, where: torch.Tensor) -> dict[str, tuple[_Hidden, _Hidden]]:
+    """Return the inputs and outputs of each module at the tokens `where`, in the order in which the modules return."""
+    hidden: dict[str, tuple[_Hidden, _Hidden]] = {}
+
+    def at_tokens(values: Any) -> _Hidden:
+        floats = (x for x in tensors_of(values) if x.is_floating_point() and x.dim() >= 3)
+        return [tensor[where].clone() for tensor in floats if tensor.shape[:2] == where.shape]
+
+    def keep(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if name not in hidden:
+            hidden[name] = (at_tokens((args, kwargs)), at_tokens(output))
+
+    with torch.no_grad(), ExitStack() as hooks:
+        for name, module in probe.copy.model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(keep, name), with_kwargs=True))
+        probe.run(inputs)
+    return hidden
+
+
+def _differ(before: _Hidden, after: _Hidden, least: float) -> bool:
+    """Return whether a value differs by more than `least`, relative to the tensor's largest value."""
+    pairs = [(x, y) for x, y in zip(before, after, strict=False) if x.shape == y.shape and x.numel()]
+    return any(float((x - y).abs().max()) > least * float(x.abs().max()) for x, y in pairs)
 
 
 def _neighbours(probe: Probe) -> Leak | None:
@@ -58,7 +104,7 @@ def _neighbours(probe: Probe) -> Leak | None:
     for sequence in range(min(int(batch.sequences.max()) + 1, _MOST_SEQUENCES)):
         within = batch.sequences == sequence
         guarded = ~within & within.any(-1, keepdim=True) & ~batch.padding
-        other = probe.other_tokens(within & probe.meaningless())
+        other = probe.other_tokens(within & probe.meaningless)
         at = guarded[learned.rows, learned.columns]
         leak = _leak(probe, "packed row", batch.but(input_ids=other), at, guarded)
         if leak is not None:
@@ -82,7 +128,7 @@ def _other_rows(probe: Probe) -> Leak | None:
     batch, learned = probe.batch, probe.learned
     within = torch.zeros_like(batch.padding)
     within[0] = True
-    other = probe.other_tokens(within & probe.meaningless() & ~batch.padding)
+    other = probe.other_tokens(within & probe.meaningless)
     return _leak(probe, "other row", batch.but(input_ids=other), learned.rows != 0, ~within & ~batch.padding)
 
 
@@ -168,7 +214,7 @@ def _later(probe: Probe) -> Leak | None:
     for cut in spread(int(learned.columns.min()) + 1, int(learned.columns.max()), _CUTS):
         behind = torch.zeros_like(batch.padding)
         behind[:, cut:] = True
-        other = probe.other_tokens(behind & probe.meaningless() & ~batch.padding)
+        other = probe.other_tokens(behind & probe.meaningless)
         at, guarded = learned.columns < cut, ~behind & ~batch.padding
         leak = _leak(probe, "later token", batch.but(input_ids=other), at, guarded)
         if leak is not None:

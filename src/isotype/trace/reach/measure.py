@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,16 +11,15 @@ import torch
 from torch import nn
 
 from isotype.core.errors import error_line
-from isotype.core.names import starred
+from isotype.core.names import grouped, starred
 from isotype.core.random_states import random_states_kept
 from isotype.core.threads import one_thread
 from isotype.model.loss import find_loss
 from isotype.model.small import NoCopyError, small_copy
 from isotype.records.reach import Labels, Matrix, NoReach, Reach, Unused
-from isotype.trace.reach.batch import IGNORED, Batch, batch_of, renumbered
+from isotype.trace.reach.batch import IGNORED, Batch, batch_of, by_token, renumbered
 from isotype.trace.reach.leaks import leaks
-from isotype.trace.reach.place import gradients_of, logits_of
-from isotype.trace.reach.probe import LEAST_CHANGE, Probe, UndecidedError, spread
+from isotype.trace.reach.probe import LEAST_CHANGE, Probe, UndecidedError, gradients_of, logits_of, spread
 from isotype.trace.reach.processes import parting, skipped_modules, without_gradient
 
 _MATRIX_ROWS = 24
@@ -99,9 +98,7 @@ def _of_processes(reach: Reach, model: nn.Module, batches: Sequence[Batch], shar
 
 
 def _all_tokens(batch: Batch) -> torch.Tensor:
-    named = (batch.inputs.get(name) for name in ("labels", "decoder_input_ids"))
-    more = [tensor.flatten() for tensor in named if isinstance(tensor, torch.Tensor) and tensor.dim() == 2]
-    tokens = torch.cat([batch.ids.flatten(), *more])
+    tokens = torch.cat([ids.flatten() for ids in batch.tokens.values()])
     return tokens[tokens >= 0]
 
 
@@ -167,8 +164,8 @@ def _unused_inputs(probe: Probe, padding_is_read: bool) -> Iterator[NoReach]:
             changed = batch.but(**{name: value + probe.noise(value) * value.abs().max().clamp_min(1.0)})
             if _changes_nothing(probe, changed):
                 yield NoReach("picture", name)
-    mask = batch.inputs.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.shape == batch.ids.shape and padding_is_read:
+    mask = by_token(batch.inputs, "attention_mask")
+    if mask is not None and padding_is_read:
         hidden = mask.clone()
         for row in sorted(set(learned.rows.tolist())):
             real = (~batch.padding[row]).nonzero()[:, 0]
@@ -205,21 +202,17 @@ def _unused_weights(probe: Probe) -> Iterator[NoReach]:
     if any(weight.requires_grad for weight in model.parameters()):
         loss = probe.loss()
     gradients = gradients_of(model, loss)
-    silent: dict[str, bool] = {}
-    outside: dict[str, bool] = {}
-    for name, gradient in gradients.items():
-        outside[starred(name)] = outside.get(starred(name), True) and gradient is None
-        if gradient is not None:
-            silent[starred(name)] = silent.get(starred(name), True) and not bool(gradient.any())
-    for name in (name for name, everywhere in outside.items() if everywhere):
+    in_layers = grouped(gradients, starred)
+    used = {name: [g for n in names if (g := gradients[n]) is not None] for name, names in in_layers.items()}
+    for name in (name for name, group in used.items() if not group):
         yield NoReach("ungraded", name)
-    for name in (name for name, everywhere in silent.items() if everywhere):
-        group = [model.get_parameter(other) for other in gradients if starred(other) == name]
+    for name in (name for name, group in used.items() if group and not any(map(torch.any, group))):
+        group = [model.get_parameter(other) for other in in_layers[name]]
         if probe.late or _changes_loss(probe, group, loss):
             continue  # the gradient is zero only at these values, as behind a saturated softmax
         kind: Unused = "adapter" if "lora_" in name else "weight"
         kind = "ungraded" if _lacks_tokens(probe, name) else kind
-        yield NoReach(kind, name, _reason(probe, name, gradients))
+        yield NoReach(kind, name, _reason(probe, in_layers[name][0]))
 
 
 def _lacks_tokens(probe: Probe, name: str) -> bool:
@@ -253,9 +246,8 @@ def _changes_loss(probe: Probe, weights: Sequence[torch.Tensor], loss: torch.Ten
     return False
 
 
-def _reason(probe: Probe, name: str, trained: Iterable[str]) -> str:
+def _reason(probe: Probe, parameter: str) -> str:
     """Return a reason if an adapter has no effect because its scaling in PEFT's layer is 0; else ""."""
-    parameter = next(other for other in trained if starred(other) == name)
     if ".lora_" not in parameter:
         return ""
     layer = probe.copy.model.get_submodule(parameter.partition(".lora_")[0])

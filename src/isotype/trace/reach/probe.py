@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.core.operators import tensors_of
 from isotype.model.loss import find_loss
 from isotype.model.small import Copy
 from isotype.trace.reach.batch import IGNORED, Batch
-from isotype.trace.reach.place import logits_of
 
 LEAST_CHANGE = {torch.float64: 1e-5, torch.float32: 1e-4}
 """Smallest change of a logit that counts, relative to the largest logit. Rounding in float32 changes logits by 1e-7."""
@@ -61,7 +61,7 @@ class Probe:
         self._deadline = deadline
         self._draw = torch.Generator().manual_seed(0)
         output = self.run(batch.inputs)
-        logits, loss = logits_of(output, batch.ids), find_loss(output)
+        logits, loss = logits_of(output, batch.ids), find_loss(output) if batch.labelled else None
         if logits is None:
             raise UndecidedError(
                 "the model returns no logits, or logits of another shape than the batch's rows and tokens"
@@ -70,10 +70,7 @@ class Probe:
             raise UndecidedError("the model returns no loss")
         if logits.dim() == 2 and batch.labelled and batch.inputs["labels"].shape == batch.ids.shape:
             raise UndecidedError("the model returns no logits of its tokens")
-        if loss is not None and batch.labelled:
-            self.learned = _learned(logits, loss, batch)
-        else:
-            self.learned = _next_tokens(logits, batch)
+        self.learned = _next_tokens(logits, batch) if loss is None else _learned(logits, loss, batch)
         self.base = self.logits(batch.inputs)  # without gradients, as in `changes`: the same kernels run
         if not bool(self.base.isfinite().all()):
             raise UndecidedError("the copy's logits are not finite")
@@ -97,8 +94,7 @@ class Probe:
         return self.copy.model(**self.batch.arguments(inputs))
 
     def loss(self) -> torch.Tensor | None:
-        """Return the copy's loss, or another loss of the same predictions if the loss is computed outside of the
-        model."""
+        """Return the copy's loss; if it is computed outside of the model, another loss of the same predictions."""
         output = self.run(self.batch.inputs)
         if self.batch.labelled:
             return find_loss(output)
@@ -141,9 +137,10 @@ class Probe:
         following = plain[(torch.searchsorted(plain, drawn) + 1) % len(plain)]
         return torch.where(where, torch.where(drawn == ids, following, drawn), ids)
 
+    @cached_property
     def meaningless(self) -> torch.Tensor:
-        """Return a mask, `[rows, tokens]`, of the tokens that have no special meaning in the config."""
-        return torch.isin(self.batch.ids, torch.tensor(self.copy.plain))
+        """Mask of the tokens that have no special meaning in the config and are no padding, `[rows, tokens]`."""
+        return torch.isin(self.batch.ids, torch.tensor(self.copy.plain)) & ~self.batch.padding
 
     @cached_property
     def of_pictures(self) -> torch.Tensor:
@@ -174,6 +171,24 @@ class Probe:
                 shares[shift] = float(equal.double().mean())
         best = max(shares, key=shares.__getitem__)
         return best if shares[best] > 0.6 else None
+
+
+def logits_of(output: Any, ids: torch.Tensor) -> torch.Tensor | None:
+    """Return the logits in a model's output, `[rows, tokens, …]` or `[rows, …]`; None if there are none."""
+    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    for logits in [named] if isinstance(named, torch.Tensor) else tensors_of(output):
+        if logits.is_floating_point() and logits.dim() in (2, 3) and logits.shape[0] == ids.shape[0]:
+            return logits
+    return None
+
+
+def gradients_of(model: nn.Module, loss: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+    """Return the gradient of each trainable parameter; None if the loss does not use it. Return {} if the loss has no graph."""
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    if not trained or loss is None or not loss.requires_grad:
+        return {}
+    gradients = torch.autograd.grad(loss.sum(), list(trained.values()), allow_unused=True)
+    return dict(zip(trained, gradients, strict=True))
 
 
 def _next_tokens(logits: torch.Tensor, batch: Batch) -> Predictions:

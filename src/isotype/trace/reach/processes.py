@@ -26,7 +26,7 @@ from isotype.model.loss import find_loss
 from isotype.model.walk import blocks_in
 from isotype.records.reach import Collective, Parting
 from isotype.trace.reach.batch import Batch
-from isotype.trace.reach.place import gradients_of, logits_of
+from isotype.trace.reach.probe import gradients_of, logits_of
 
 _PROCESSES = 2
 _MOVES = {
