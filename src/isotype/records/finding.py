@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from isotype.core.json_records import Share
 from isotype.core.terminal import printed_command
-from isotype.records.trace import Call, Operand, Weight
+from isotype.records.trace import Operand
 
 Severity = Literal["error", "warning", "note"]
 Safety = Literal["safe", "unsafe"]
@@ -231,23 +231,3 @@ class Finding:
     def key(self) -> tuple[str, str, str]:
         """Values that identify the finding in other traces of the same model."""
         return (self.code, self.cause, self.module)
-
-
-def places(of: Iterable[Call | Weight]) -> tuple[str, ...]:
-    """Return the modules of calls or weights without duplicates."""
-    return tuple(dict.fromkeys(item.module for item in of))
-
-
-def finding_at(severity: Severity, message: str, calls: Sequence[Call], **more: Any) -> Finding:
-    """Return a finding about calls with one cause. The first call determines its place and operands."""
-    call = calls[0]
-    return Finding(
-        severity,
-        message,
-        module=call.module,
-        op=call.op,
-        phase=call.phase,
-        source=call.source,
-        operands=call.operands,
-        **{"places": places(calls), **more},
-    )

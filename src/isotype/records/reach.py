@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from isotype.core.names import plural
+
 Source = Literal[
     "packed row",  # the tokens of a sequence that is packed into the same row
     "other row",  # the tokens of another row of the batch
@@ -42,6 +44,11 @@ class Leak:
     module: str = ""
     kind: str = ""
     without: str = ""
+
+    @property
+    def where(self) -> str:
+        """Class name of the module that causes the leak."""
+        return self.kind or "the model"
 
 
 @dataclass(frozen=True)
@@ -192,3 +199,8 @@ class Reach:
 
     def leak(self, source: Source) -> Leak | None:
         return next((leak for leak in self.leaks if leak.source == source), None)
+
+    @property
+    def measured(self) -> str:
+        """The measurement in words: its precision, the copy of the model, and the size of the batch."""
+        return f"measured in float64 on {self.copy}, with {plural(self.rows, 'row')} of {plural(self.tokens, 'token')}"

@@ -27,8 +27,8 @@ pytorch/ao #4616; unslothai/unsloth #320.
 from __future__ import annotations
 
 from isotype.rules.kit.contract_rule import contract_rule
+from isotype.rules.kit.findings import advice
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.words import advice
 
 TITLE = "A dtype mismatch in the backward only"
 CLAIMS = (Claim("phase", lambda broken: broken.call.phase == "backward" and not broken.call.recomputed),)

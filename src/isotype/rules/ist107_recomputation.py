@@ -27,16 +27,14 @@ the first. Then both compute the same values. Unsafe: a step without autocast, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.core.names import grouped, short
-from isotype.records.finding import Finding, Fix, finding_at
+from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.contract_rule import contract_rule
+from isotype.rules.kit.findings import Findings, advice, device_error, finding_at, setting
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import repacked
-from isotype.rules.kit.words import advice, device_error, setting
 
 TITLE = "Recomputation in other dtypes than the forward"
 CLAIMS = (Claim("phase", lambda broken: broken.call.recomputed, settled=False),)
@@ -46,7 +44,7 @@ _mismatches = contract_rule(
 )
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     yield from _mismatches(trace)
     failure = trace.failure
     if failure is None and (difference := _difference(trace)) is not None and difference[2]:
@@ -68,7 +66,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     else:
         how = "switch autocast's cache off (torch.autocast(…, cache_enabled=False)), or call checkpoint() without context_fn (context_fn makes checkpointing selective)"
         fixes = (
-            setting("run the step without autocast", "autocast", "None", "unsafe"),
+            setting("run the step without autocast", "autocast", "None", safe=False),
             advice("autocast cache", how, "cache_enabled=False"),
         )
     cached = "in the forward, autocast casts a weight once and caches the cast; in the recomputation, autocast casts the weight again"

@@ -26,16 +26,15 @@ innnky/so-vits-svc #11; ldeecke/gmm-torch #27; open-mmlab/mmdetection #4746; Lig
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.core.names import short
-from isotype.records.finding import Finding, finding_at
+from isotype.records.finding import Finding
 from isotype.records.trace import UNSAFE, Call, Trace
 from isotype.rules.kit.contract_rule import contract_rule
+from isotype.rules.kit.findings import Findings, advice, device_error, finding_at, fix
 from isotype.rules.kit.groups import Broken, Claim
-from isotype.rules.kit.words import advice, device_error, fix
 
 TITLE = "No kernel for this dtype"
 
@@ -60,7 +59,7 @@ CLAIMS = (
 _without_kernel = contract_rule(__name__, "{op} has no kernel for {given} on this device")
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     for finding in _without_kernel(trace):
         floats = [operand for operand in finding.operands if operand.dtype in FLOATS]
         if any(operand.dtype.itemsize == 1 for operand in floats):

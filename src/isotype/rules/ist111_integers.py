@@ -32,16 +32,24 @@ deepspeedai/DeepSpeed #5701; QwenLM/Qwen3 #44; intel/auto-round #1380.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from isotype.core.dtypes import EXACT_INTEGERS, dtype_name, named_integer
 from isotype.core.names import grouped, plain_name, short
 from isotype.core.operators import MASKED, float_indices
-from isotype.records.finding import Finding, Fix, finding_at
+from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Call, Operand, Trace
+from isotype.rules.kit.findings import (
+    Findings,
+    advice,
+    at,
+    cause_text,
+    device_error,
+    evidence,
+    finding_at,
+    place,
+)
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.words import advice, cause_text, device_error, evidence
 
 TITLE = "Token ids, labels or masks that an operator refuses"
 
@@ -60,7 +68,7 @@ def _refused(call: Call) -> Operand | None:
 CLAIMS = (Claim("step", lambda broken: _refused(broken.call) is not None, grouped=False),)
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     """Yield a finding for each line with an index outside of a table, or of a dtype that the operator refuses."""
     outside = (call for call in trace.calls if call.outside is not None and not call.recomputed)
     for calls in grouped(outside, lambda call: (call.op, call.source, call.outside)).values():
@@ -91,10 +99,9 @@ def _outside(call: Call, calls: list[Call]) -> Finding:
     message = f"index {index} is out of range for {size} rows"
     if labels:
         message = f"label {index} is not one of {size} classes"
-    at = f" at {short(cause.source)}" if cause.source else ""
-    whose = (
-        f"the input {cause.name}" if cause.kind == "input" else f"what {cause.name or 'the step'} returns{at}"
-    )
+    whose = f"what {cause.name or 'the step'} returns{at(cause.source)}"
+    if cause.kind == "input":
+        whose = f"the input {cause.name}"
     return finding_at(
         "error",
         message,
@@ -106,28 +113,25 @@ def _outside(call: Call, calls: list[Call]) -> Finding:
 
 
 def _advice(call: Call, labels: bool, of_input: bool, size: int) -> Fix:
-    place, how = (
-        call.source or call.module,
-        f"shorten the rows to at most {size} tokens, or use a longer table",
-    )
     if labels:
         how = f"use labels from 0 to {size - 1} (-100 for ignored tokens), or more classes"
-    elif of_input:
-        place, how = call.module, f"resize_token_embeddings(len(tokenizer)), or use ids from 0 to {size - 1}"
-    return advice(call.source if labels else place, how)
+        return advice(call.source, how)
+    if of_input:
+        how = f"resize_token_embeddings(len(tokenizer)), or use ids from 0 to {size - 1}"
+        return advice(call.module, how)
+    return advice(place(call), f"shorten the rows to at most {size} tokens, or use a longer table")
 
 
 def _dtype(call: Call, calls: list[Call], trace: Trace) -> Finding:
     refused = _refused(call)
     assert refused is not None
-    dtype, at = dtype_name(refused.dtype), f" at {short(call.source)}" if call.source else ""
-    name = call.op.split(".")[1]
+    dtype, line, name = dtype_name(refused.dtype), at(call.source), call.op.split(".")[1]
     how = (
-        _without_floats(call, refused, at) if refused.dtype.is_floating_point
-        else f"call .long() on the labels{at}" if "nll_loss" in name
-        else f"write ~mask instead of 1 - mask{at}" if name in ("sub", "sub_", "rsub")
-        else f"cast the {dtype} tensor to {dtype_name(call.floats[0].dtype)}{at}" if call.floats
-        else f"cast the operands to a float dtype{at}"
+        _without_floats(call, refused, line) if refused.dtype.is_floating_point
+        else f"call .long() on the labels{line}" if "nll_loss" in name
+        else f"write ~mask instead of 1 - mask{line}" if name in ("sub", "sub_", "rsub")
+        else f"cast the {dtype} tensor to {dtype_name(call.floats[0].dtype)}{line}" if call.floats
+        else f"cast the operands to a float dtype{line}"
     )  # fmt: skip
     return finding_at(
         "error",
@@ -136,13 +140,13 @@ def _dtype(call: Call, calls: list[Call], trace: Trace) -> Finding:
         cause=cause_text(refused.origin.cause, trace.owners),
         evidence=evidence(refused.origin),
         notes=device_error(call),
-        fixes=(advice(call.source or call.module, how),),
+        fixes=(advice(place(call), how),),
     )
 
 
-def _without_floats(call: Call, refused: Operand, at: str) -> str:
+def _without_floats(call: Call, refused: Operand, line: str) -> str:
     if any(name in call.op for name in (*MASKED, "where")):
-        return f"call .bool() on the mask{at}"
+        return f"call .bool() on the mask{line}"
     if "lora_embedding" in call.operands[0].origin.name:
         layer = plain_name(call.module)
         return f"leave {layer} out of the adapter (exclude_modules={layer!r}): LoRA on an embedding accepts only integer ids"
@@ -151,4 +155,4 @@ def _without_floats(call: Call, refused: Operand, at: str) -> str:
     if cause.kind == "input":
         return f"pass {cause.name} in int64{rounds}"
     word = "labels" if "nll_loss" in call.op or "margin_loss" in call.op else "index"
-    return f"keep the {word}{at} in int64{rounds}"
+    return f"keep the {word}{line} in int64{rounds}"

@@ -20,15 +20,14 @@ objects that the finding names, because these objects may still hold a fake tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
+from isotype.rules.kit.findings import Findings
 
 TITLE = "State that the check could not restore"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     if trace.left:
         message = "the check could not restore everything that the step's own code assigned"
         yield Finding(severity="note", message=message, cause=trace.left[0], notes=trace.left[1:])

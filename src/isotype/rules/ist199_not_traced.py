@@ -32,7 +32,6 @@ accepts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from isotype.core.dtypes import named_integer
 from isotype.core.names import plural, short
@@ -40,8 +39,8 @@ from isotype.records.finding import Finding, Kind
 from isotype.records.trace import Failure, Trace
 from isotype.rules import ist403_packed_raw
 from isotype.rules.kit import contract_rule
+from isotype.rules.kit.findings import Findings, advice
 from isotype.rules.kit.weight_sets import quantized
-from isotype.rules.kit.words import advice
 
 TITLE = "The step could not be traced to its end"
 KIND: Kind = "untraced"
@@ -64,7 +63,7 @@ _COMPLEX = re.compile(r"(expected|same|match).*complex|ComplexHalf", re.IGNORECA
 _REFUSALS = ("AssertionError", "NotImplementedError", "RuntimeError", "TypeError", "ValueError")
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     failure = trace.failure
     if failure is None or failure.recomputed:
         return  # a recomputation that fails is IST107

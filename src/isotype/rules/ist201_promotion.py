@@ -39,14 +39,23 @@ from dataclasses import dataclass
 
 from isotype.core.dtypes import FLOATS, HALVES, dtype_name
 from isotype.core.names import base_name, plural
-from isotype.records.finding import Action, Cost, Finding, Fix, finding_at, places
+from isotype.records.finding import Action, Cost, Finding, Fix
 from isotype.records.trace import Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
+from isotype.rules.kit.findings import (
+    TRANSFORMERS,
+    Findings,
+    actions,
+    and_others,
+    cause_text,
+    evidence,
+    finding_at,
+    places,
+)
 from isotype.rules.kit.groups import Group, distinct
 from isotype.rules.kit.routers import router_products
-from isotype.rules.kit.weight_sets import names
-from isotype.rules.kit.words import TRANSFORMERS, actions, and_others, cause_text, evidence, safety_of_cast
+from isotype.rules.kit.weight_sets import is_exact, names
 
 TITLE = "Matmuls in a wider dtype than the compute dtype"
 
@@ -65,7 +74,7 @@ class _Wide:
     roots: tuple[Origin, ...]
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     compute = trace.setup.compute
     native = trace.setup.profile.supports(compute) == "native"  # elsewhere float32 is no slower
     if trace.failure is not None or compute not in HALVES or not native:
@@ -171,10 +180,8 @@ def _fixes(trace: Trace, group: Group) -> Iterator[Fix]:
     inputs = [cause.name for cause in group.causes if cause.kind == "input"]
     frozen = names(weight for weight in weights if not weight.trainable)
     if frozen and inputs:
+        text = f"cast {and_others(frozen)} and the model's inputs to {expected}"
         together = (*actions("parameter", frozen, expected), Action("input", "", expected))
-        yield Fix(
-            f"cast {and_others(frozen)} and the model's inputs to {expected}",
-            safety_of_cast(weights, trace.setup.compute),
-            actions=together,
-        )
+        exact = is_exact(weights, trace.setup.compute)
+        yield Fix(text, "safe" if exact else "unsafe", actions=together)
     yield from candidates(trace, group)

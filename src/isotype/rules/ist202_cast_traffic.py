@@ -35,18 +35,18 @@ from collections.abc import Iterator, Sequence
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes, plural, short
-from isotype.records.finding import Cost, Finding, finding_at
+from isotype.records.finding import Cost, Finding
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
+from isotype.rules.kit.findings import Findings, advice, cause_text, finding_at
 from isotype.rules.kit.weight_sets import cast_fix, extra_bytes, is_frozen_base
-from isotype.rules.kit.words import advice, cause_text
 
 TITLE = "Weights or adapter inputs that are cast again at every step"
 
 _LEAST_SHARE = 0.02
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     weights = [cast for cast in costs.casts(trace) if _of_frozen_weight(cast, trace)]
     if _notable(weights, trace):
         yield _weights_finding(trace, weights)

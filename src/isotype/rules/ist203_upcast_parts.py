@@ -33,7 +33,7 @@ Unsafe if a cast would change a value, or if the check cannot read the values. W
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -42,15 +42,15 @@ from isotype.core.names import agree, base_name, format_bytes, listed
 from isotype.records.finding import Cost, Finding
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.weight_sets import cast_fix, elements, extra_bytes, finding_of, main_dtype, names
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, finding_of
+from isotype.rules.kit.weight_sets import cast_fix, elements, extra_bytes, main_dtype, names
 
 TITLE = "Frozen float32 weights in a 16-bit or quantized model"
 
 _LEAST_SHARE = 0.01
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     base = [w for w in trace.weights if not (w.buffer or w.adapter)]
     narrow = [w for w in base if not w.trainable and (w.quantization is not None or w.dtype in HALVES)]
     # The model's author, or the values of a module, may require float32.

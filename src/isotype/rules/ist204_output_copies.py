@@ -34,15 +34,15 @@ the cast, and the outputs stay in 16 bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import agree, format_bytes, grouped, short
-from isotype.records.finding import Cost, Finding, finding_at
+from isotype.records.finding import Cost, Finding
 from isotype.records.trace import FSDP_CASTS, Call, Trace
 from isotype.rules.kit import costs
+from isotype.rules.kit.findings import Findings, advice, finding_at
 from isotype.rules.kit.groups import per_trace
-from isotype.rules.kit.words import advice
 
 TITLE = "Whole outputs copied to float32"
 
@@ -50,7 +50,7 @@ _LEAST_SHARE, _WARNING_SHARE = 0.01, 0.05
 _LOSSES = ("_log_softmax", "_softmax", "nll_loss", "logsumexp")
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     if trace.failure is not None or trace.setup.compute not in HALVES:
         return
     readers = _readers(trace)

@@ -35,23 +35,20 @@ SJTU-DMTai/LIFT #9; Lightning-AI/pytorch-lightning #5140, #7078; huggingface/acc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import plural
-from isotype.records.finding import Finding
 from isotype.records.trace import Trace, Weight
+from isotype.rules.kit.findings import Findings, advice, device_error, finding_of, fix
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, modules, trained
-from isotype.rules.kit.words import advice, device_error, fix
+from isotype.rules.kit.weight_sets import count, float32_masters, modules, trained
 
 TITLE = "GradScaler with float16 trainable parameters"
 CLAIMS = (Claim("step", lambda broken: broken.call.phase == "unscale", grouped=False),)
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     if not trace.setup.scaler or "unscale" not in trace.setup.phases:
         return
     half = _refused(trace)
@@ -80,7 +77,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     )
 
 
-def _complex(trace: Trace) -> Iterator[Finding]:
+def _complex(trace: Trace) -> Findings:
     weights = [weight for weight in trace.weights if weight.trainable and weight.dtype.is_complex]
     refused = (call for call in trace.breaches() if call.phase == "unscale")
     calls = [call for call in refused if any(operand.dtype.is_complex for operand in call.operands)]

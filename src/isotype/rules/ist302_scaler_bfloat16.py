@@ -26,15 +26,12 @@ AttentionX/InstructBLIP_PEFT #3; unslothai/unsloth #4005.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from isotype.core.names import plural
-from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, trained
-from isotype.rules.kit.words import device_error, setting
+from isotype.rules.kit.findings import Findings, device_error, finding_of, setting
+from isotype.rules.kit.weight_sets import count, float32_masters, trained
 
 TITLE = "GradScaler without float16"
 
@@ -42,7 +39,7 @@ _REFUSAL = "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented f
 _ACCEPTED = "CUDA's GradScaler refuses bfloat16 gradients; this device accepts them, but bfloat16 needs no loss scaling"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     setup = trace.setup
     if not setup.scaler or "unscale" not in setup.phases:
         return

@@ -36,17 +36,18 @@ import torch
 
 from isotype.core.dtypes import HALVES, parse_dtype
 from isotype.core.names import agree, plural
-from isotype.records.finding import Action, Finding, Fix
+from isotype.records.finding import Action, Fix
 from isotype.records.trace import Trace, Weight
 from isotype.rules import ist404_compute_dtype
 from isotype.rules.kit import costs
+from isotype.rules.kit.findings import Findings, finding_of
 from isotype.rules.kit.value_ranges import flushed
-from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, trained
+from isotype.rules.kit.weight_sets import count, float32_masters, trained
 
 TITLE = "float16 training without loss scaling"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     setup = trace.setup
     weights = trained(trace)
     if setup.scaler or "backward" not in setup.phases or not weights:

@@ -25,20 +25,17 @@ dtype is safe if that dtype represents every value; otherwise it is unsafe.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.weight_sets import cast_fix, count, finding_of, float32_masters, trained
-from isotype.rules.kit.words import safety_of_cast
+from isotype.rules.kit.findings import Findings, finding_of
+from isotype.rules.kit.weight_sets import cast_fix, count, float32_masters, is_exact, trained
 
 TITLE = "Trainable parameters in another dtype than the policy's master dtype"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     setup = trace.setup
     if setup.policy is None:
         master = torch.float32
@@ -51,7 +48,7 @@ def find(trace: Trace) -> Iterator[Finding]:
     if not wrong:
         return
     dtypes = " and ".join(sorted({dtype_name(weight.dtype) for weight in wrong}))
-    exact = ", in which every value is exact" if safety_of_cast(wrong, master) == "safe" else ""
+    exact = ", in which every value is exact" if is_exact(wrong, master) else ""
     cast = cast_fix(f"cast the trainable parameters to {dtype_name(master)}{exact}", wrong, master)
     yield finding_of(
         "warning",

@@ -32,15 +32,23 @@ from isotype.core.names import agree, short, starred
 from isotype.core.optimizers import OPTIMIZERS
 from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import GRADIENTLESS, Call, Operand, Trace
+from isotype.rules.kit.findings import (
+    Findings,
+    advice,
+    cause_text,
+    device_error,
+    evidence,
+    finding_of,
+    setting,
+)
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, trained
-from isotype.rules.kit.words import advice, cause_text, device_error, evidence, setting
+from isotype.rules.kit.weight_sets import count, float32_masters, trained
 
 TITLE = "Mixed dtypes in the optimizer's step"
 CLAIMS = (Claim("step", lambda broken: broken.call.phase == "optimizer", grouped=False),)
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     broken = [call for call in trace.breaches() if call.phase == "optimizer" and call.op not in GRADIENTLESS]
     if broken:
         yield _refused(trace, broken)

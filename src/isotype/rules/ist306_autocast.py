@@ -27,17 +27,15 @@ dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.core.dtypes import dtype_name
 from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import Trace
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice
 
 TITLE = "Autocast to another dtype than the policy's compute dtype"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     setup = trace.setup
     if trace.no_autocast:
         how = "call the prepared model (unwrap_model with keep_fp32_wrapper=True), or open accelerator.autocast() or torch.autocast around the forward"

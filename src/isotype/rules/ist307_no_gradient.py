@@ -48,24 +48,16 @@ guopengf/FL-MRCM #10; bboylyg/NAD #8; thuml/predrnn-pytorch #11; somuchtome/SimA
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from isotype.core.names import agree, grouped, plural, short
-from isotype.records.finding import Finding, Fix, finding_at
+from isotype.records.finding import Finding, Fix
 from isotype.records.reach import Unreached
 from isotype.records.trace import GRADIENTLESS, NOT_SCALAR, Call, Trace, Weight
+from isotype.rules.kit.findings import Findings, advice, and_others, device_error, finding_at, finding_of, fix
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.weight_sets import (
-    count,
-    finding_of,
-    layer_of,
-    names,
-    quantized,
-    trained,
-    unseen_towers,
-)
-from isotype.rules.kit.words import advice, and_others, device_error, fix
+from isotype.rules.kit.weight_sets import count, layer_of, names, quantized, trained, unseen_towers
 
 TITLE = "Trainable parameters that get no gradient"
 
@@ -73,7 +65,7 @@ _READS = ("aten._local_scalar_dense.default", "aten.argmax.default")
 CLAIMS = (Claim("step", lambda broken: broken.call.op in GRADIENTLESS, grouped=False),)
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     for cut, added in trace.lost_terms:
         how = f"leave out detach(), .data, item() or torch.tensor() at {short(cut)}"
         message = "a term of the loss has no gradient: it changes the printed loss, but trains nothing"

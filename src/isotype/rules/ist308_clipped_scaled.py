@@ -41,13 +41,12 @@ nerfstudio-project/nerfacc #307; starrytong/SCNet #7; microsoft/Swin-Transformer
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 from isotype.core.names import short
-from isotype.records.finding import Finding, finding_at, in_library
+from isotype.records.finding import Finding, in_library
 from isotype.records.trace import Trace
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, finding_at
 
 TITLE = "Calls of a GradScaler or an optimizer in the wrong order"
 
@@ -73,7 +72,7 @@ REFUSALS = {
 """Parts of a GradScaler's errors -> the cause, and what to do."""
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     """Yield a finding for each wrong order of calls: an error of the GradScaler, or gradients with the wrong scale."""
     error = Finding("error", "", phase="optimizer")
     if trace.scaled:

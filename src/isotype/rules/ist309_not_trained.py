@@ -41,19 +41,18 @@ huggingface/diffusers #9850; huggingface/peft #1303.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 
 from isotype.core.names import EXPERT, agree, distinct_names, grouped, listed, plural
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.weight_sets import count, finding_of, is_frozen_base, names, trained
-from isotype.rules.kit.words import advice, and_others
+from isotype.rules.kit.findings import Findings, advice, and_others, finding_of
+from isotype.rules.kit.weight_sets import count, is_frozen_base, names, trained
 
 TITLE = "Training settings that have no effect"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     warning = partial(Finding, "warning")
     how = "create the optimizer with all parameters to train, after the last change of the model; freeze the others (requires_grad_(False)) to save memory"
     if trace.idle_step:

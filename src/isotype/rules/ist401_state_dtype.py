@@ -25,21 +25,19 @@ float32 scales do not change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import agree, named
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.weight_sets import count, finding_of, modules, quantized
-from isotype.rules.kit.words import fix
+from isotype.rules.kit.findings import Findings, finding_of, fix
+from isotype.rules.kit.weight_sets import count, modules, quantized
 
 TITLE = "A quantization state whose dtype is not its layer's compute dtype"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     stale: dict[tuple[torch.dtype, torch.dtype], list[Weight]] = {}
     for weight, state in quantized(trace):
         # IST404 reports layers with the compute dtype float32, and layers whose state has the model's dtype.

@@ -22,19 +22,16 @@ is required` or a bare `AssertionError`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, base_name
-from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.weight_sets import count, finding_of, quantized
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, finding_of
+from isotype.rules.kit.weight_sets import count, quantized
 
 TITLE = "A quantized layer without its quantization state"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     missing = [weight for weight, state in quantized(trace) if not state.present]
     if plain := [weight for weight in missing if weight.dtype.is_floating_point]:
         heads = dict.fromkeys(base_name(weight.module).rpartition(".")[2] for weight in plain)

@@ -28,17 +28,17 @@ TransformerLensOrg/TransformerLens #1276.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, base_name, in_module, listed, named, plural, short
-from isotype.records.finding import Finding, Fix, finding_at
+from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Call, Failure, Operand, Trace, Weight
+from isotype.rules.kit.findings import Findings, advice, device_error, finding_at, finding_of
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.weight_sets import count, finding_of, quantized
-from isotype.rules.kit.words import advice, device_error
+from isotype.rules.kit.weight_sets import count, quantized
 
 TITLE = "Packed codes used as a weight"
 CLAIMS = (Claim("dtype", lambda broken: broken.lacks_kernel and broken.packed, grouped=False),)
@@ -52,7 +52,7 @@ _NO_GRADIENT = re.compile(r"only Tensors of floating point .*can require gradien
 _ROUNDING = ("round", "clamp", "floor", "trunc")
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     cast = [
         (weight, dtype_name(q.packed))
         for weight, q in quantized(trace)

@@ -23,22 +23,20 @@ bigcode-project/bigcode-evaluation-harness #192; huggingface/alignment-handbook 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import agree, named
-from isotype.records.finding import Cost, Finding, Fix
+from isotype.records.finding import Cost, Fix
 from isotype.records.trace import Quantization, Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.weight_sets import count, finding_of, main_dtype, modules, quantized
-from isotype.rules.kit.words import actions
+from isotype.rules.kit.findings import Findings, actions, finding_of
+from isotype.rules.kit.weight_sets import count, main_dtype, modules, quantized
 
 TITLE = "4-bit layers that compute in another dtype than the model"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     wanted = _activations(trace)
     others = _in_other_dtype(trace, wanted)
     if wanted is None or not others:

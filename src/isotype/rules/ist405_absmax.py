@@ -23,21 +23,18 @@ does not restore the scales.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import named, plural
-from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.weight_sets import count, finding_of, quantized
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, finding_of
+from isotype.rules.kit.weight_sets import count, quantized
 
 TITLE = "Quantization scales that are not float32"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     scales = ((weight, s.absmax) for weight, s in quantized(trace) if s.absmax is not None and not s.repacked)
     rounded = [(weight, d) for weight, d in scales if d.is_floating_point and d != torch.float32]
     if rounded:

@@ -29,8 +29,8 @@ from __future__ import annotations
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import SHARED
 from isotype.rules.kit.contract_rule import contract_rule
+from isotype.rules.kit.findings import advice
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.words import advice
 
 TITLE = "A shared scratch tensor with another dtype"
 

@@ -30,18 +30,16 @@ slower without bitsandbytes' fused kernel. If the weights are already repacked, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.core.names import plural
-from isotype.records.finding import Finding, Severity
+from isotype.records.finding import Severity
 from isotype.records.trace import Trace
-from isotype.rules.kit.weight_sets import count, finding_of, modules, quantized, repacked
-from isotype.rules.kit.words import advice, fix
+from isotype.rules.kit.findings import Findings, advice, finding_of, fix
+from isotype.rules.kit.weight_sets import count, modules, quantized, repacked
 
 TITLE = "4-bit weights that an evaluation on a CPU repacks"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     setup = trace.setup
     cut = {call.module for call in trace.calls if call.cuts}
     failed = trace.failure is not None and trace.failure.recomputed  # see IST107

@@ -34,7 +34,7 @@ If the earlier cast to the wrong dtype has rounded the weights, load the checkpo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -43,16 +43,15 @@ from isotype.core.names import format_bytes, plural
 from isotype.records.finding import Cost, Finding, Severity
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
+from isotype.rules.kit.findings import Findings, advice, finding_of
 from isotype.rules.kit.weight_sets import (
     cast_fix,
     elements,
     extra_bytes,
-    finding_of,
     is_frozen_base,
     main_dtype,
     quantized,
 )
-from isotype.rules.kit.words import advice
 
 TITLE = "Weights that do not have their checkpoint's dtype"
 
@@ -68,7 +67,7 @@ _LOSSES: dict[tuple[torch.dtype, torch.dtype], tuple[Severity, str]] = {
 """For each pair (dtype of the checkpoint, dtype of the loaded weights): the severity, and the lost values or digits."""
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     named, policy = trace.setup.checkpoint_dtype, trace.setup.policy
     frozen = [w for w in trace.weights if is_frozen_base(w) and w.dtype in FLOATS]
     plain = [weight for weight in frozen if weight.kind in ("linear", "embedding")]

@@ -31,18 +31,16 @@ adapter. Or a trained copy (`modules_to_save`) keeps the base model's dtype.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 from isotype.core.dtypes import FLOATS, dtype_name
-from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.weight_sets import finding_of, names
-from isotype.rules.kit.words import fix
+from isotype.rules.kit.findings import Findings, finding_of, fix
+from isotype.rules.kit.weight_sets import names
 
 TITLE = "Trained adapters of different dtypes"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     trained = [w for w in trace.weights if w.adapter and w.trainable and w.dtype in FLOATS]
     dtypes = sorted({w.dtype for w in trained}, key=lambda dtype: (dtype.itemsize, dtype_name(dtype)))
     if len(dtypes) < 2:

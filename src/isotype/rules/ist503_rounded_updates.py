@@ -52,8 +52,8 @@ from isotype.core.operators import ADDS_IN_PLACE
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import COPY_OF_WEIGHT, MERGED_WEIGHT, Call, Trace, Weight
 from isotype.rules.kit.costs import flops_share
-from isotype.rules.kit.weight_sets import casts, count, finding_of, names, spacing
-from isotype.rules.kit.words import actions, advice
+from isotype.rules.kit.findings import Findings, actions, advice, finding_of
+from isotype.rules.kit.weight_sets import casts, count, names, spacing
 
 TITLE = "An in-place addition to a 16-bit weight"
 
@@ -71,7 +71,7 @@ _HEADLINES = {
 """For each kind of addition: the headline, the word for one changed tensor, and the word for several tensors."""
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     updates = [(_kind(call, trace), call) for call in trace.calls]
     for kind, (headline, singular, plural) in _HEADLINES.items():
         calls = [call for of_kind, call in updates if of_kind == kind]

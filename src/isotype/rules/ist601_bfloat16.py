@@ -26,14 +26,13 @@ T5) may exceed 65,504, the largest float16 number. Watch the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from isotype.core.names import grouped, short
-from isotype.records.finding import Finding, Kind, finding_at
+from isotype.records.finding import Kind
 from isotype.records.trace import Trace
 from isotype.rules.kit import slow_dtype
+from isotype.rules.kit.findings import Findings, finding_at
 
 TITLE = "bfloat16 on a device without it"
 KIND: Kind = "device"
@@ -42,14 +41,14 @@ KIND: Kind = "device"
 _WIDE_RESULTS = ("aten.mm.dtype", "aten.bmm.dtype", "aten.addmm.dtype", "aten.baddbmm.dtype")
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     profile = trace.setup.profile
     if profile.kind == "cuda" and profile.supports(torch.bfloat16) == "emulated":
         yield from _wide_results(trace)
     yield from slow_dtype.find(trace, torch.bfloat16, torch.float16)
 
 
-def _wide_results(trace: Trace) -> Iterator[Finding]:
+def _wide_results(trace: Trace) -> Findings:
     """Yield a finding for each line with a bfloat16 matmul that returns float32: a GPU without bfloat16 refuses it."""
     run = (call for call in trace.calls if call.op.startswith(_WIDE_RESULTS) and call.breach is None)
     wide = (call for call in run if torch.bfloat16 in (operand.dtype for operand in call.operands))

@@ -25,17 +25,16 @@ frozen float16 weights to bfloat16, because it loses three of their eleven bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
-from isotype.records.finding import Finding, Kind
+from isotype.records.finding import Kind
 from isotype.records.trace import Trace
 from isotype.rules.kit import slow_dtype
+from isotype.rules.kit.findings import Findings
 
 TITLE = "float16 on a device without fast float16"
 KIND: Kind = "device"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     return slow_dtype.find(trace, torch.float16, torch.bfloat16)

@@ -25,17 +25,15 @@ of another machine, because that machine's libraries are unknown. `isotype docto
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.records.finding import Finding, Kind
 from isotype.records.trace import Trace
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice
 
 TITLE = "Incompatible library versions"
 KIND: Kind = "versions"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     for incompatibility in trace.setup.incompatible:
         yield Finding(
             severity=incompatibility.severity,

@@ -29,26 +29,24 @@ lucidrains/denoising-diffusion-pytorch #239; lucidrains/x-transformers #143; luc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import grouped, plural, short
 from isotype.core.operators import ATTENTION_KERNELS
-from isotype.records.finding import Finding, Kind, finding_at
+from isotype.records.finding import Finding, Kind
 from isotype.records.trace import NO_ATTENTION_KERNEL, Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
+from isotype.rules.kit.findings import Findings, advice, cause_text, device_error, evidence, finding_at, fix
 from isotype.rules.kit.groups import Claim, Group
-from isotype.rules.kit.words import advice, cause_text, device_error, evidence, fix
 
 TITLE = "An attention kernel without support for the device or the dtype"
 KIND: Kind = "device"
 CLAIMS = (Claim("step", lambda broken: broken.message == NO_ATTENTION_KERNEL, grouped=False),)
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     yield from _without_kernel(trace)
     setup = trace.setup
     profile, accepted = setup.profile, setup.profile.flash_attention
@@ -74,7 +72,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             yield _wide(trace, calls, dtype, flash)
 
 
-def _without_kernel(trace: Trace) -> Iterator[Finding]:
+def _without_kernel(trace: Trace) -> Findings:
     """Yield a finding for each line with a call of attention that no enabled kernel supports."""
     compute, profile = trace.setup.compute, trace.setup.profile
     accepted = profile.flash_attention

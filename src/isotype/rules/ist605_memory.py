@@ -52,13 +52,13 @@ import torch
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.formats import why_kept
 from isotype.core.names import format_bytes, grouped, plural, stacked
-from isotype.records.finding import Cost, Finding, Fix, Kind, Safety
+from isotype.records.finding import Cost, Finding, Fix, Kind
 from isotype.records.memory import BETWEEN_STEPS, Phase
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
+from isotype.rules.kit.findings import Findings, fix
 from isotype.rules.kit.routers import router_products
 from isotype.rules.kit.weight_sets import count, is_frozen_base, quantized
-from isotype.rules.kit.words import fix
 
 TITLE = "The step does not fit into the device's memory"
 KIND: Kind = "memory"
@@ -82,7 +82,7 @@ _SIZES: Mapping[Phase, tuple[str, str]] = {
 _DEVICES = (2, 4, 8, 16, 32, 64)
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     limit, peak, phase = trace.setup.limit, trace.memory.peak, trace.memory.peak_phase
     if limit.size is None or phase is None or limit.holds(peak):
         return
@@ -147,9 +147,8 @@ def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
         enough = f", which {may} enough" if saved >= over else ""
         rounds = target in ("quantization", "optim")
         rounds |= target == "dtype" and any(weight.exact_in not in HALVES for weight in _narrowed(trace))
-        safety: Safety = "unsafe" if rounds else "safe"
         how = f"{advice}: about {format_bytes(saved)} less{enough}"
-        yield fix(how, "advice", (target,), value, safety)
+        yield fix(how, "advice", (target,), value, safe=not rounds)
 
 
 def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:

@@ -33,10 +33,19 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from isotype.core.names import distinct_names, plural, short, starred
-from isotype.records.finding import ActionKind, Finding, Fix, Kind, finding_at
+from isotype.records.finding import ActionKind, Finding, Fix, Kind
 from isotype.records.trace import FROM_NUMPY, Call, Origin, Trace
+from isotype.rules.kit.findings import (
+    LIBRARIES,
+    Findings,
+    advice,
+    and_others,
+    cause_text,
+    device_error,
+    finding_at,
+    fix,
+)
 from isotype.rules.kit.slow_dtype import step_in
-from isotype.rules.kit.words import LIBRARIES, advice, and_others, cause_text, device_error, fix
 
 TITLE = "float64 on a device without it"
 KIND: Kind = "device"
@@ -45,7 +54,7 @@ _GIVEN = ("input", "parameter", "buffer", "attribute", "outside", "data")
 _STORED: dict[str, ActionKind] = {"parameter": "parameter", "buffer": "buffer", "attribute": "buffer"}
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     profile = trace.setup.profile
     if torch.float64 not in profile.refused:
         return
@@ -109,7 +118,7 @@ def _fixes(origins: Sequence[Origin]) -> Iterator[Fix]:
         yield advice(first.name, f"make {first.name} float32 before it goes to the device")
     elif first.kind in _STORED:
         names = distinct_names(origin.name for origin in origins)
-        yield fix(f"cast {and_others(names)} to float32", _STORED[first.kind], names, "float32", "unsafe")
+        yield fix(f"cast {and_others(names)} to float32", _STORED[first.kind], names, "float32", safe=False)
     elif first.source:
         where = short(first.source)
         yield fix(f"write float32 instead of float64 at {where}", "line", (first.source,), "float32")

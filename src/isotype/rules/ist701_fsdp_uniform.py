@@ -37,15 +37,15 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import grouped
-from isotype.records.finding import Finding, Fix
+from isotype.records.finding import Fix
 from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.weight_sets import casts, finding_of, float32_masters, layer_of, main_dtype, trained
-from isotype.rules.kit.words import advice, setting
+from isotype.rules.kit.findings import Findings, advice, finding_of, setting
+from isotype.rules.kit.weight_sets import casts, float32_masters, layer_of, main_dtype, trained
 
 TITLE = "FSDP over parameters of several dtypes"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     sharded = any(weight.unit is not None for weight in trace.weights)
     version = 2 if sharded else trace.setup.fsdp
     if version == 2 and (sharded or trace.setup.policy is None):

@@ -23,19 +23,16 @@ axolotl-ai-cloud/axolotl #2250; hiyouga/LlamaFactory #3853.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree
-from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.weight_sets import count, finding_of, quantized
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, finding_of
+from isotype.rules.kit.weight_sets import count, quantized
 
 TITLE = "FSDP over integer codes"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     if trace.setup.fsdp != 1:
         return
     for four_bit in (True, False):

@@ -28,19 +28,17 @@ gathered with the layer. IST705 reports the same problem under DDP.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.core.names import listed
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, reach_of
 
 TITLE = "Processes of a sharded training that run different modules"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
-    reach = trace.reach
-    if not trace.setup.fsdp or reach is None or not (reach.skipped or reach.parting):
+def find(trace: Trace) -> Findings:
+    reach = reach_of(trace)
+    if not trace.setup.fsdp or not (reach.skipped or reach.parting):
         return
     if reach.skipped:
         what = f"only some batches run {listed(reach.skipped, 3)}"

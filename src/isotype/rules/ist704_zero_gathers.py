@@ -26,20 +26,19 @@ because 16-bit adapters lose small updates (IST801).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from isotype.core.dtypes import dtype_name
-from isotype.records.finding import Finding, Fix
+from isotype.records.finding import Fix
 from isotype.records.trace import Trace
-from isotype.rules.kit.weight_sets import casts, finding_of, main_dtype
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, finding_of
+from isotype.rules.kit.weight_sets import casts, main_dtype
 
 TITLE = "ZeRO-3 over parameters of several dtypes"
 
 _BROKEN = "0.19.2"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     if trace.setup.zero3 != _BROKEN:
         return
     floats = [weight for weight in trace.weights if not weight.buffer and weight.dtype.is_floating_point]

@@ -26,18 +26,16 @@ with a single process. The search for unused parameters makes each step a little
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.words import advice, and_others
+from isotype.rules.kit.findings import Findings, advice, and_others, reach_of
 
 TITLE = "Parameters without a gradient under DDP"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     setup = trace.setup
-    missing = () if trace.reach is None else trace.reach.ungraded
+    missing = reach_of(trace).ungraded
     if setup.devices < 2 or setup.fsdp or setup.deepspeed or setup.find_unused or not missing:
         return
     how = "set find_unused_parameters=True, or train only what every batch uses"

@@ -36,11 +36,9 @@ all processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice
 
 TITLE = "Processes that update their weights differently"
 
@@ -58,7 +56,7 @@ _REASONS = {
 }
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     reason, line = trace.unequal
     if reason:
         message, cause, how = _REASONS[reason]

@@ -37,15 +37,15 @@ from isotype.core.names import base_name
 from isotype.precision.ranges import ModuleRange
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.weight_sets import borders, casts, count, finding_of, float32_masters, spacing, trained
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, finding_of
+from isotype.rules.kit.weight_sets import borders, casts, count, float32_masters, spacing, trained
 
 TITLE = "Updates that are lost to rounding in 16-bit weights"
 
 _SMALL = "each update is less than half of the distance to the next number of the dtype"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     if trace.unmoved:
         if weights := [trace.owners[name] for name in trace.unmoved if name in trace.owners]:
             yield _unmoved(trace, weights)

@@ -28,7 +28,6 @@ mask that is filled with `torch.finfo(dtype).min` hides the same positions. Infi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -36,12 +35,11 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, grouped, plural, short
 from isotype.precision.ranges import FLOAT16_LARGEST
-from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.contract_rule import group_findings
+from isotype.rules.kit.findings import Findings, advice, finding_at, finding_of, fix
 from isotype.rules.kit.groups import Claim, code_of
-from isotype.rules.kit.weight_sets import count, finding_of
-from isotype.rules.kit.words import advice, fix
+from isotype.rules.kit.weight_sets import count
 
 TITLE = "Values beyond float16's range"
 CLAIMS = (Claim("value", lambda broken: "without overflow" in broken.message, settled=False),)
@@ -50,7 +48,7 @@ _HEADLINE = "a number beyond {given}'s range is written into a {given} tensor"
 _FINITE = "write torch.finfo(tensor.dtype).min, where `tensor` is the filled tensor"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     for group, finding in group_findings(trace, code_of(__name__), _HEADLINE):
         source, dtype = finding.source, group.mismatched.dtype
         number = max((value for _, value in group.calls[0].numbers), key=abs)
@@ -95,7 +93,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         )
 
 
-def _emptied_rows(trace: Trace) -> Iterator[Finding]:
+def _emptied_rows(trace: Trace) -> Findings:
     """Yield a finding for each cast that turns whole rows of a mask into minus infinity.
 
     For such a row, torch's fused attention returns zeros, and a plain softmax returns NaN.

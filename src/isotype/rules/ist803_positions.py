@@ -34,11 +34,11 @@ from collections.abc import Collection, Iterator
 
 from isotype.core.dtypes import FLOATS, HALVES, dtype_name
 from isotype.core.names import agree, grouped, named, short
-from isotype.records.finding import Finding, Fix, Severity, finding_at
+from isotype.records.finding import Finding, Fix, Severity
 from isotype.records.trace import CASTS, Call, Operand, Trace, Weight
+from isotype.rules.kit.findings import Findings, advice, cause_text, device_error, finding_at, finding_of, fix
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.weight_sets import count, finding_of, names
-from isotype.rules.kit.words import advice, cause_text, device_error, fix
+from isotype.rules.kit.weight_sets import count, names
 
 TITLE = "Rotary positions in 16 bits"
 _ONLY_COMPLEX = re.compile("only supported for complex tensors|non-complex dtypes")
@@ -51,7 +51,7 @@ _MODULES = re.compile(r"rotary|rope", re.IGNORECASE)
 _FROM_CONFIG = re.compile(r"\wRotaryEmbedding$")
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     real: dict[str, Finding] = {}
     for name, finding in _without_imaginary(trace):
         real.setdefault(name, finding)
@@ -128,7 +128,7 @@ def _made_real(trace: Trace, call: Call, operand: Operand, error: str = "") -> F
     )
 
 
-def _angles(trace: Trace, reported: Collection[str]) -> Iterator[Finding]:
+def _angles(trace: Trace, reported: Collection[str]) -> Findings:
     """Yield findings for sines and cosines whose angle comes from rounded numbers. `reported`: modules to skip."""
     off = (c for c in trace.calls if c.off > _OFF and not c.recomputed and c.module not in reported)
     for at, calls in grouped(off, lambda call: call.rounded_at).items():

@@ -22,21 +22,19 @@ digits that were rounded away, so load the checkpoint again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import agree
-from isotype.records.finding import Finding, Fix
+from isotype.records.finding import Fix
 from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.weight_sets import borders, casts, count, finding_of
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, finding_of
+from isotype.rules.kit.weight_sets import borders, casts, count
 
 TITLE = "A parameter in 16 bits that its author keeps in float32"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     for dtype in HALVES:
         of_model = (w for w in trace.weights if not w.adapter and not w.quantization)
         rounded = [weight for weight in of_model if weight.pinned and weight.dtype == dtype]

@@ -24,14 +24,12 @@ copy, such as the logits. A sum in float32 (`total += loss.float()`) takes none.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import grouped, short
-from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Call, Trace
+from isotype.rules.kit.findings import Findings, advice, evidence, finding_at
 from isotype.rules.kit.weight_sets import spacing
-from isotype.rules.kit.words import advice, evidence
 
 TITLE = "A long reduction returned in 16 bits"
 
@@ -43,7 +41,7 @@ _INACCURATE = 1 / 16
 """A sum is reported from this relative error on, if each addition is wrong by half a unit in the last place."""
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     forward = [call for call in trace.calls if call.phase == "forward" and not call.recomputed]
     for calls in grouped(filter(_adds_numbers, forward), lambda call: call.source).values():
         number, low = sum(call.repeats for call in calls), calls[0].results[0][0]

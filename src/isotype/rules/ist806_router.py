@@ -26,19 +26,17 @@ experts for a few tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import starred
-from isotype.records.finding import Action, Finding, Fix, finding_at
+from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import Call, Operand, Trace, Weight
+from isotype.rules.kit.findings import Findings, actions, advice, evidence, finding_at
 from isotype.rules.kit.routers import router_products
-from isotype.rules.kit.words import actions, advice, evidence
 
 TITLE = "Experts chosen from 16-bit scores"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     rounded: dict[str, tuple[Call, Operand]] = {}
     for product, weight, chosen in router_products(trace):
         if product.breach is None and {product.results[0][0], chosen} & set(HALVES):

@@ -23,18 +23,16 @@ so Adam's bias correction stops too, and every later update is too small.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from isotype.core.dtypes import EXACT_INTEGERS, dtype_name
 from isotype.core.names import grouped, short
-from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit.words import advice, cause_text, fix
+from isotype.rules.kit.findings import Findings, advice, cause_text, finding_at, fix
 
 TITLE = "Integers too large for a 16-bit dtype"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     yield from _counters(trace)
     angles = {call.rounded_at for call in trace.calls if call.off}  # IST803 reports their sines
     too_long = (
@@ -61,7 +59,7 @@ def find(trace: Trace) -> Iterator[Finding]:
         )
 
 
-def _counters(trace: Trace) -> Iterator[Finding]:
+def _counters(trace: Trace) -> Findings:
     """Yield a finding for each line where an optimizer creates a 16-bit step count."""
     counters = filter(_is_counter, trace.calls)
     for source, calls in grouped(counters, lambda call: call.operands[0].origin.cause.source).items():

@@ -25,13 +25,12 @@ diverged because most of their gradients were too small for float16.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from isotype.precision.ranges import first_loss_scale
 from isotype.records.finding import Finding, Kind
 from isotype.records.trace import Trace
+from isotype.rules.kit.findings import Findings, advice
 from isotype.rules.kit.value_ranges import flushed
-from isotype.rules.kit.words import advice
 
 TITLE = "Gradients too small for float16 at the first loss scale"
 KIND: Kind = "values"
@@ -40,7 +39,7 @@ _FIRST_SCALE = 2.0**16
 _MOST = 0.5
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     setup = trace.setup
     undefined = setup.ranges is not None and setup.ranges.undefined is not None
     shares = flushed(trace) if setup.scaler and not undefined else None

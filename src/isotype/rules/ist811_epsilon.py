@@ -28,15 +28,12 @@ MinishLab/model2vec #368; fastino-ai/GLiNER2 #155; lightonai/pylate #239.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import grouped, short
-from isotype.records.finding import Finding, finding_at
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit.words import TRANSFORMERS, advice, evidence
+from isotype.rules.kit.findings import TRANSFORMERS, Findings, advice, evidence, finding_at
 
 TITLE = "An epsilon that becomes zero, or a bound that becomes 1"
 
@@ -48,7 +45,7 @@ _GUARDS = {
 _CLAMPS = frozenset({"clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"})
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     forward = (c for c in trace.calls if c.phase in ("forward", "generate") and not c.recomputed)
     guards = (call for call in forward if _lost(call))
     for calls in grouped(guards, lambda call: (call.source or call.module, _lost(call))).values():

@@ -26,13 +26,11 @@ float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.core.names import plural
 from isotype.precision.devices.attention import CUDNN_TILE, AttentionCall, enabled_attention, may_return_nan
-from isotype.records.finding import Finding, Kind, finding_at
+from isotype.records.finding import Kind
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, finding_at
 
 TITLE = "Gradients of attention that may be NaN on Hopper"
 KIND: Kind = "device"
@@ -43,7 +41,7 @@ _MASKS = ("attn_mask", "attn_bias")
 _SWITCH = "torch.backends.cuda.enable_cudnn_sdp"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     if "cudnn" not in enabled_attention():
         return
     fused = [call for call in trace.calls if any(part in call.op for part in _KERNELS)]

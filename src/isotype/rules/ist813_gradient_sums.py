@@ -27,12 +27,11 @@ batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from isotype.core.dtypes import HALVES, dtype_name
-from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.weight_sets import count, finding_of, float32_masters, spacing, trained
+from isotype.rules.kit.findings import Findings, finding_of
+from isotype.rules.kit.weight_sets import count, float32_masters, spacing, trained
 
 TITLE = "Gradients of many micro-batches added up in 16 bits"
 
@@ -40,7 +39,7 @@ _VISIBLE = 0.005
 """Smallest relative error that is reported. A smaller error is less than the noise of a gradient over many rows."""
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     micro_batches = trace.setup.accumulates
     for dtype in HALVES:
         weights = trained(trace, dtype)

@@ -31,17 +31,17 @@ rows).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from isotype.core.names import grouped, plural, short
-from isotype.records.finding import Finding, finding_at
+from isotype.records.finding import Finding
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, finding_at
 
 TITLE = "A softmax or a mean over nothing"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     """Yield a finding for each line with a NaN result because all scores of a row, or all labels, are masked."""
     losses = [call for call in trace.calls if "nll_loss" in call.op and call.phase == "forward"]
     labelled = not all(call.undefined for call in losses)  # a loss in parts may have a part without labels

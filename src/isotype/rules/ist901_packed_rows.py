@@ -29,32 +29,30 @@ modelscope/ms-swift #4439.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from isotype.records.finding import Action, Finding, Fix
+from isotype.records.finding import Action, Fix
 from isotype.records.trace import Trace
-from isotype.rules.kit.reach import leak_finding, leak_of, where
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, finding_of_leak, reach_of
 
 TITLE = "Packed sequences that attend to each other"
 KIND = "wiring"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
-    leak = leak_of(trace, "packed row")
+def find(trace: Trace) -> Findings:
+    reach = reach_of(trace)
+    leak = reach.leak("packed row")
     if leak is None:
         return
     if leak.without:
         cause = (
-            f"the batch has {leak.without} as well as position_ids, so {where(leak)} attends to the whole row"
+            f"the batch has {leak.without} as well as position_ids, so {leak.where} attends to the whole row"
         )
         order = f"leave {leak.without} out of the batch"
         action = Action("advice", leak.without, order)
         outcome = "each sequence then attends only to itself"
         fix = Fix(order, "safe", verified=True, actions=(action,), outcome=outcome)
     else:
-        cause = f"{where(leak)} does not separate the sequences of a row"
+        cause = f"{leak.where} does not separate the sequences of a row"
         how = "train without packing, or with an attention implementation and a model that separate packed sequences"
         fix = advice("packing", how)
     message = "the sequences of a packed row attend to each other"
-    yield leak_finding(trace, leak, "error", message, cause, fix)
+    yield finding_of_leak(reach, leak, "error", message, cause, fix)

@@ -25,33 +25,30 @@ TransformerLensOrg/TransformerLens #1609.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.reach import leak_finding, leak_of, where
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, finding_of_leak, reach_of
 
 TITLE = "Padding that changes predictions"
 KIND = "wiring"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
-    if trace.reach is not None and any(unused.name == "attention_mask" for unused in trace.reach.unused):
+def find(trace: Trace) -> Findings:
+    reach = reach_of(trace)
+    if any(unused.name == "attention_mask" for unused in reach.unused):
         return  # the mask changes no prediction at all: IST905 reports it
-    read, moved = leak_of(trace, "padding"), leak_of(trace, "padding position")
+    read, moved = reach.leak("padding"), reach.leak("padding position")
     if read is not None:
         if "attention_mask" in trace.setup.batch:
-            cause = f"{where(read)} ignores the attention mask"
+            cause = f"{read.where} ignores the attention mask"
             how = "mask the padding in this module, or pad on the right"
         else:
             cause = "the batch has padding and no attention mask"
             how = "give the model the attention mask"
         fix = advice("attention_mask", how)
-        yield leak_finding(trace, read, "error", "the model treats padding as text", cause, fix)
+        yield finding_of_leak(reach, read, "error", "the model treats padding as text", cause, fix)
     if moved is not None:
         message = "padding on the left shifts the positions of a row's tokens"
         cause = "positions are counted from the first padding token"
         how = "pass position_ids that count from each row's first token, or pad on the right"
         fix = advice("position_ids", how)
-        yield leak_finding(trace, moved, "warning", message, cause, fix)
+        yield finding_of_leak(reach, moved, "warning", message, cause, fix)

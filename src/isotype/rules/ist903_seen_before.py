@@ -30,36 +30,33 @@ higher, because the model no longer sees the answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.core.names import plural
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.reach import leak_finding, leak_of, measured_on, where
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, finding_of_leak, reach_of
 
 TITLE = "Predictions that depend on what they predict"
 KIND = "wiring"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
-    later, label, rows = (leak_of(trace, source) for source in ("later token", "own label", "other row"))
+def find(trace: Trace) -> Findings:
+    reach = reach_of(trace)
+    later, label, rows = (reach.leak(source) for source in ("later token", "own label", "other row"))
     if later is not None and (rows is None or rows.module != later.module):  # or else IST907 reports both
         message = "predictions depend on the tokens that they predict"
-        cause = f"{where(later)} lets a token attend to later tokens"
+        cause = f"{later.where} lets a token attend to later tokens"
         how = "switch the causal mask on in this module (is_decoder=True, is_causal=True), and pass no mask that replaces it"
-        yield leak_finding(trace, later, "error", message, cause, advice("causal mask", how))
+        yield finding_of_leak(reach, later, "error", message, cause, advice("causal mask", how))
     if label is not None:
         message = "predictions depend on their own labels"
-        cause = f"{where(label)} uses the labels as an input, and the prediction at a position depends on its own label"
+        cause = f"{label.where} uses the labels as an input, and the prediction at a position depends on its own label"
         how = "if the model reads the labels as an input, shift this input to the right by one token"
-        yield leak_finding(trace, label, "error", message, cause, advice("labels", how))
-    reach = trace.reach
-    if reach is not None and reach.labels is not None and reach.labels.shift == 0:
+        yield finding_of_leak(reach, label, "error", message, cause, advice("labels", how))
+    if reach.labels is not None and reach.labels.shift == 0:
         yield Finding(
             "error",
             "every token predicts itself",
             cause="the loss compares the logits of a token with the id of the same token",
-            notes=(f"{plural(reach.labels.learned, 'prediction')} count in the loss", measured_on(reach)),
+            notes=(f"{plural(reach.labels.learned, 'prediction')} count in the loss", reach.measured),
             fixes=(advice("loss", "compare the logits of a token with the id of the next token"),),
         )

@@ -23,22 +23,19 @@ open-jarvis/OpenJarvis #521.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.core.names import plural
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.reach import measured_on
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, reach_of
 
 TITLE = "Labels at wrong tokens"
 KIND = "wiring"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
-    reach = trace.reach
-    labels = None if reach is None else reach.labels
-    if reach is None or labels is None:
+def find(trace: Trace) -> Findings:
+    reach = reach_of(trace)
+    labels = reach.labels
+    if labels is None:
         return
     if labels.shift not in (None, 0, 1):
         cause = "the labels are already shifted, and the model shifts them again"
@@ -46,7 +43,7 @@ def find(trace: Trace) -> Iterator[Finding]:
             cause = "each prediction is compared with the token before its position"
         fixes = (advice("labels", "give labels that are not shifted: the model shifts them"),)
         message = "predictions are compared with wrong tokens"
-        notes = (f"{plural(labels.learned, 'prediction')} count in the loss", measured_on(reach))
+        notes = (f"{plural(labels.learned, 'prediction')} count in the loss", reach.measured)
         yield Finding("error", message, cause=cause, notes=notes, fixes=fixes)
     padding = "at padding, where attention_mask is 0", "labels.masked_fill(attention_mask == 0, -100)"
     pictures = ("at image or audio tokens", "labels[labels == image_token_id] = -100")
@@ -59,6 +56,6 @@ def find(trace: Trace) -> Iterator[Finding]:
                 "warning",
                 f"{plural(count, 'token')} of {what} {'counts' if count == 1 else 'count'} in the loss",
                 cause=f"the labels {place} are not -100",
-                notes=(measured_on(reach),),
+                notes=(reach.measured,),
                 fixes=(advice("labels", how),),
             )

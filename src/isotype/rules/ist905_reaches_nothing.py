@@ -25,12 +25,9 @@ model replaces the image's features or the mask by other values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.reach import measured_on
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, reach_of
 
 TITLE = "Inputs that affect no prediction"
 KIND = "wiring"
@@ -38,14 +35,12 @@ KIND = "wiring"
 _PICTURES = ("pixel", "features", "audio", "image")
 
 
-def find(trace: Trace) -> Iterator[Finding]:
-    reach = trace.reach
-    if reach is None:
-        return
+def find(trace: Trace) -> Findings:
+    reach = reach_of(trace)
     for unused in reach.unused:
         if unused.kind in ("picture", "input"):
             cause = f"with other values of {unused.name}, no bit of the logits changes"
-            yield _finding(unused.name, unused.kind == "picture", cause, measured_on(reach))
+            yield _finding(unused.name, unused.kind == "picture", cause, reach.measured)
     for name in trace.without_effect if reach.undecided else ():
         picture = any(word in name for word in _PICTURES)
         if picture or name == "attention_mask":

@@ -28,23 +28,18 @@ verl-project/verl #1821 (lora_alpha 0).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.core.names import plural, starred
 from isotype.records.finding import Finding
 from isotype.records.reach import Reach
 from isotype.records.trace import Trace
-from isotype.rules.kit.reach import measured_on
-from isotype.rules.kit.words import advice, and_others
+from isotype.rules.kit.findings import Findings, advice, and_others, reach_of
 
 TITLE = "Adapters and trainable weights that do not affect the loss"
 KIND = "wiring"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
-    reach = trace.reach
-    if reach is None:
-        return
+def find(trace: Trace) -> Findings:
+    reach = reach_of(trace)
     yield from _outside(trace, reach)
     idle = [unused for unused in reach.unused if unused.kind in ("adapter", "weight")]
     if not idle:
@@ -66,12 +61,12 @@ def find(trace: Trace) -> Iterator[Finding]:
         module=names[0].rpartition(".lora_")[0],
         phase="backward",
         cause=why or f"with random values in every weight, the gradient of {shown} is exactly zero",
-        notes=(measured_on(reach),),
+        notes=(reach.measured,),
         fixes=(advice("lora_alpha" if why else names[0], how),),
     )
 
 
-def _outside(trace: Trace, reach: Reach) -> Iterator[Finding]:
+def _outside(trace: Trace, reach: Reach) -> Findings:
     """Yield one note on trainable weights outside of the loss's graph, except those that IST307 reports."""
     reported = {starred(part.weight) for part in trace.unreached}
     ungraded = (unused.name for unused in reach.unused if unused.kind == "ungraded")
@@ -85,7 +80,7 @@ def _outside(trace: Trace, reach: Reach) -> Iterator[Finding]:
             cause="with this batch, the modules of these weights do not run or get no tokens, or nothing uses their results",
             notes=(
                 "under DDP without find_unused_parameters, a step with such weights hangs or fails (IST705)",
-                measured_on(reach),
+                reach.measured,
             ),
             fixes=(advice(names[0], "freeze these weights (requires_grad_(False)) if no batch uses them"),),
         )

@@ -25,24 +25,22 @@ that is trained.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from isotype.records.finding import Finding, Severity
+from isotype.records.finding import Severity
 from isotype.records.trace import Trace
-from isotype.rules.kit.reach import leak_finding, leak_of, where
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, finding_of_leak, reach_of
 
 TITLE = "Rows of a batch that affect each other"
 KIND = "wiring"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
-    leak, later = leak_of(trace, "other row"), leak_of(trace, "later token")
+def find(trace: Trace) -> Findings:
+    reach = reach_of(trace)
+    leak, later = reach.leak("other row"), reach.leak("later token")
     if leak is not None:
         both = later is not None and later.module == leak.module
         message = "a row's predictions depend on the other rows of the batch"
         message += ", and on later tokens of the same row" if both else ""
-        cause = f"{where(leak)} mixes the rows of the batch"
+        cause = f"{leak.where} mixes the rows of the batch"
         how = "compute the module's statistics for each row separately, or switch the module to eval()"
         severity: Severity = "error" if both else "warning"
-        yield leak_finding(trace, leak, severity, message, cause, advice(leak.module or "rows", how))
+        yield finding_of_leak(reach, leak, severity, message, cause, advice(leak.module or "rows", how))

@@ -32,20 +32,17 @@ still count as much as others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.reach import measured_on
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice, reach_of
 
 TITLE = "A loss that ignores the number of labels in a step"
 KIND = "wiring"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
-    reach = trace.reach
-    if reach is None or not any(unused.kind == "count" for unused in reach.unused):
+def find(trace: Trace) -> Findings:
+    reach = reach_of(trace)
+    if not any(unused.kind == "count" for unused in reach.unused):
         return
     accumulates = trace.setup.accumulates > 1
     how = (
@@ -56,6 +53,6 @@ def find(trace: Trace) -> Iterator[Finding]:
         "the loss ignores the number of labels in the step"
         + (": the gradients grow with the number of micro-batches" if accumulates else ""),
         cause="the loss does not change, to the last digit, if num_items_in_batch doubles",
-        notes=(measured_on(reach),),
+        notes=(reach.measured,),
         fixes=(advice("num_items_in_batch", how),),
     )

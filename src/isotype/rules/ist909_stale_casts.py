@@ -32,17 +32,15 @@ gradient at the values that the weights had at the start. The loss varies with t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.words import advice
+from isotype.rules.kit.findings import Findings, advice
 
 TITLE = "Old casts of weights after an optimizer step"
 KIND = "wiring"
 
 
-def find(trace: Trace) -> Iterator[Finding]:
+def find(trace: Trace) -> Findings:
     if trace.stale_casts:
         yield Finding(
             "error",

@@ -8,11 +8,11 @@ import torch
 
 from isotype.core.dtypes import FLOATS, HALVES, dtype_name
 from isotype.core.names import distinct_names, grouped, in_module, listed, short, starred, with_parents
-from isotype.records.finding import Fix, Safety, in_library
+from isotype.records.finding import Fix, in_library
 from isotype.records.trace import Call, Operand, Origin, Trace, Weight
+from isotype.rules.kit.findings import actions, advice, fix
 from isotype.rules.kit.groups import SCATTERS, Group, per_trace
 from isotype.rules.kit.weight_sets import count, main_dtype, quantized, trained
-from isotype.rules.kit.words import actions, advice, fix
 
 
 def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
@@ -27,13 +27,12 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
         yield from _parameter_fixes(trace, group, blamed, expected)
     if group.cause.kind in ("buffer", "attribute"):
         what = "the buffer" if group.cause.kind == "buffer" else "the unregistered tensor"
-        exact = blamed and all(_keeps_digits(weight, expected) for weight in blamed)
-        safety: Safety = "safe" if exact else "unsafe"
-        yield fix(f"cast {what} {listed(names, 2)} to {expected}", "buffer", names, expected, safety)
+        exact = bool(blamed) and all(_keeps_digits(weight, expected) for weight in blamed)
+        yield fix(f"cast {what} {listed(names, 2)} to {expected}", "buffer", names, expected, exact)
         together = tuple(dict.fromkeys((*names, *_neighbours(trace, group))))
         if len(together) > len(names):
             text = f"cast {what}s {listed(together, 2)} to {expected}"
-            yield fix(text, "buffer", together, expected, "unsafe")
+            yield fix(text, "buffer", together, expected, safe=False)
     if group.cause.kind == "state":
         stale = [starred(w.module) for w, state in quantized(trace) if state.state == group.cause.dtype]
         yield fix(f"set the quantization states' dtype to {expected}", "state", stale or names, expected)
@@ -45,9 +44,8 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
         yield fix(text, "line", written, expected)
     low = expected if group.refused != "dtype" else ""
     if group.refused == "dtype" and in_library(group.calls[0].source):
-        low = dtype_name(
-            group.mismatched.dtype
-        )  # autocast computes many operators without a 16-bit kernel in float32
+        # Autocast computes many operators without a 16-bit kernel in float32.
+        low = dtype_name(group.mismatched.dtype)
     if trace.setup.autocast is None and low in ("bfloat16", "float16"):
         yield fix(f"run the step under autocast to {low}", "setting", ("autocast",), low)
     called = tuple(dict.fromkeys(call.source for call in group.calls if call.source))
@@ -116,7 +114,7 @@ def _adapter_fixes(trace: Trace, group: Group) -> Iterator[Fix]:
     value, names = dtype_name(most), distinct_names(weight.name for weight in few)
     exact = all(weight.dtype.itemsize < most.itemsize or weight.exact_in == most for weight in few)
     what = f"cast {listed(names, 2)} to {value}, the dtype of the other adapters"
-    yield fix(what, "parameter", names, value, "safe" if exact else "unsafe")
+    yield fix(what, "parameter", names, value, exact)
 
 
 def _adapted(module: str, modules: Mapping[str, str]) -> str:
@@ -134,8 +132,7 @@ def _parameter_fixes(trace: Trace, group: Group, blamed: Sequence[Weight], expec
     modules = tuple(dict.fromkeys(name.rpartition(".")[0] for name in names))
     first = weights[0]
     lossless = all(_keeps_digits(weight, expected) for weight in weights)
-    safety: Safety = "safe" if lossless else "unsafe"
-    cast = fix(f"cast {listed(names, 2)} to {expected}", "parameter", names, expected, safety)
+    cast = fix(f"cast {listed(names, 2)} to {expected}", "parameter", names, expected, lossless)
     if lossless:
         yield cast
     if all(weight.kind == "norm" for weight in weights):

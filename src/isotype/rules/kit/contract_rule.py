@@ -10,11 +10,11 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import plural
-from isotype.records.finding import Finding, Fix, finding_at, places
+from isotype.records.finding import Finding, Fix
 from isotype.records.trace import ATTENTION, Breach, Call, Failure, Origin, Trace, Weight
 from isotype.rules.kit.contract_fixes import candidates
+from isotype.rules.kit.findings import cause_text, device_error, evidence, finding_at, places
 from isotype.rules.kit.groups import Group, all_claims, code_of, distinct, dtypes_in, groups, sides_in
-from isotype.rules.kit.words import cause_text, device_error, evidence
 
 
 def contract_rule(

@@ -9,11 +9,11 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import named, starred
-from isotype.records.finding import Action, Cost, Finding, Fix, Severity, finding_at
+from isotype.records.finding import Action, Cost, Finding, Fix, Severity
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit import costs
+from isotype.rules.kit.findings import advice, cause_text, finding_at
 from isotype.rules.kit.weight_sets import quantized
-from isotype.rules.kit.words import advice, cause_text
 
 _LEAST_SHARE = 0.01
 _LEAST_SLOWER = 1.5

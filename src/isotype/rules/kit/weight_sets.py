@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
 
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.formats import FOUR_BITS
-from isotype.core.names import distinct_names, in_module, plain_name, starred
-from isotype.records.finding import Action, Finding, Fix, Severity, places
+from isotype.core.names import distinct_names, in_module, plain_name
+from isotype.records.finding import Action, Fix
 from isotype.records.trace import Quantization, Trace, Weight
-from isotype.rules.kit.words import actions, fix, safety_of_cast
+from isotype.rules.kit.findings import actions, fix
 
 _SMALLEST = {torch.bfloat16: -126, torch.float16: -14}  # exponent of the smallest normal value
 _DIGITS = {torch.bfloat16: 7, torch.float16: 10}  # bits of the fraction
@@ -54,7 +53,12 @@ def casts(weights: Iterable[Weight], dtype: torch.dtype) -> tuple[Action, ...]:
 
 def cast_fix(description: str, weights: Sequence[Weight], dtype: torch.dtype) -> Fix:
     """Return a fix that casts `weights` to `dtype`. It is safe if `dtype` is known to have all their values."""
-    return fix(description, "parameter", names(weights), dtype_name(dtype), safety_of_cast(weights, dtype))
+    return fix(description, "parameter", names(weights), dtype_name(dtype), is_exact(weights, dtype))
+
+
+def is_exact(weights: Iterable[Weight], dtype: torch.dtype) -> bool:
+    """Return whether `dtype` is known to have all values of `weights`."""
+    return all(weight.exact_in == dtype for weight in weights)
 
 
 def borders(weights: Iterable[Weight], compute: torch.dtype) -> tuple[Action, ...]:
@@ -138,30 +142,3 @@ def layer_of(name: str) -> str:
     parts = name.split(".")
     numbered = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), None)
     return "" if numbered is None else ".".join(parts[: numbered + 1])
-
-
-def finding_of(
-    severity: Severity,
-    message: str,
-    weights: Sequence[Weight],
-    *,
-    cause: str = "",
-    phase: Literal["load", "forward", "backward", "unscale", "optimizer"] = "forward",
-    **more: Any,
-) -> Finding:
-    """Return a finding about `weights`. Its module and its default cause are those of the first weight."""
-    first = weights[0]
-    others = names(weights)[1:4]
-    return Finding(
-        severity,
-        message,
-        module=first.module,
-        phase=phase,
-        cause=cause or f"{first.name} is {dtype_name(first.dtype)}",
-        evidence=(
-            f"{starred(first.name)}: {dtype_name(first.dtype)} {list(first.shape)}",
-            *(f"also {n}" for n in others),
-        ),
-        places=places(weights),
-        **more,
-    )
