@@ -121,15 +121,15 @@ def kept(adapter: Path, forms: Sequence[str], record: bool) -> None:
     from isotype.train.rows.measured import rows_of_training
 
     saved, right_on_average = read_adapter(adapter), rounding.unbiased
-    policy = base_policy(saved, "auto", None, "cpu")
+    policy = base_policy(saved, device="cpu")
     rows, why_not = rows_of_training(adapter)
     assert rows is not None, why_not
-    known = learned(saved, policy, rows, tokenizer_of(adapter), None, 900)
+    known = learned(saved, policy, rows, tokenizer_of(adapter), 900)
     print(f"{rows.source}: KL(trained || base) {known.base:.4f}, losses {known.losses}")
     for each in forms:
         how, _, form = each.rpartition(":")
         original = isotype.resolve_precision(str(saved.base), "float32", device="cpu")
-        model = trained(saved, original if how == "original" else policy, None)
+        model = trained(saved, original if how == "original" else policy)
         nearest = lambda name, values, dtype: values.to(dtype)  # noqa: E731
         rounding.unbiased = nearest if how == "nearest" else right_on_average
         with merged_as(model, form), torch.no_grad():

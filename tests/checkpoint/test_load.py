@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import isotype
-from isotype.checkpoint.fill import Placement, place
+from isotype.checkpoint.fill import Placement
 from isotype.checkpoint.opened import config_of, open_model
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.compat.bitsandbytes import dequantize_4bit
@@ -202,12 +202,14 @@ class _LargestFloat32(TorchDispatchMode):  # type: ignore[misc]
         return result
 
 
-def test_an_int8_weight_is_converted_to_float32_piece_by_piece() -> None:
+def test_an_int8_weight_is_converted_to_float32_piece_by_piece(saved: Saved) -> None:
     layer: Any = bitsandbytes.nn.Linear8bitLt(1024, 1024, bias=False, has_fp16_weights=False)
     weight = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
-    placement = Placement({"0.weight": torch.float32}, frozenset({"0.weight"}))
+    policy = isotype.resolve_precision(saved("llama"), "bfloat16", "int8", device="cpu")
+    model = torch.nn.Sequential(layer)
+    placement = Placement(model, policy, {"0.weight"}, (), {}, lambda _: "cpu")
     with _LargestFloat32() as largest:
-        place(torch.nn.Sequential(layer), "0.weight", weight, placement)
+        placement.place("0.weight", weight)
     assert largest.elements == 1 << 19
     assert torch.equal(layer.weight.CB, quantize_int8(weight.float())[0])
 

@@ -166,7 +166,7 @@ def test_one_block_is_in_memory_at_a_time(kind: str, storage: str | None, lora: 
     base = save_base(tmp_path / "base", kind, dtype=torch.float32)
     adapter = save_adapter(base, tmp_path / "adapter", "bfloat16", storage, **lora)
     policy = resolve_precision(base, "bfloat16", storage, "cpu")
-    merging = Merging(read_adapter(adapter), str(base), policy, torch.bfloat16)
+    merging = Merging(read_adapter(adapter), policy, torch.bfloat16)
     model: Any = merging.model
     names: list[str] = []
     dense = [weight for block in merging._deferred.blocks for weight in block.dense]

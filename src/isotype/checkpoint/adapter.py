@@ -59,9 +59,10 @@ class Adapter:
 
     Attributes:
         config: PEFT's `PeftConfig`.
-        base: path or hub id of the base model, or None if the config names no base.
+        base: path or hub id of the base model: the model of the training, or another one to merge into. None if the config
+            names no base.
         policy: the policy that the adapter was trained with; None if isotype did not train the adapter.
-        revision: commit of the base if the base is on the hub and its commit is known, else None.
+        revision: branch, tag or commit of a base on the hub, or None.
     """
 
     directory: Path
@@ -78,8 +79,11 @@ def is_adapter(path: str | Path) -> bool:
     return (directory / CONFIG_FILE).is_file() and not (directory / "config.json").is_file()
 
 
-def read_adapter(directory: str | Path) -> Adapter:
-    """Read an adapter's config and headers; raise CheckpointError if the adapter does not exist or is damaged."""
+def read_adapter(directory: str | Path, revision: str | None = None) -> Adapter:
+    """Read an adapter's config and headers; raise CheckpointError if the adapter does not exist or is damaged.
+
+    `revision` replaces the commit of the base in the adapter's config.
+    """
     path = Path(directory)
     if not path.is_dir():
         what, expected = f"adapter {path}", "a directory that exists"
@@ -99,7 +103,7 @@ def read_adapter(directory: str | Path) -> Adapter:
     headers = read_headers(weights[0])
     config = read_config(path, headers.tensors)
     base, policy = config.base_model_name_or_path, PrecisionPolicy.read(path)
-    return Adapter(path, config, base, policy, headers, config.revision)
+    return Adapter(path, config, base, policy, headers, revision or config.revision)
 
 
 def inference_policy(
@@ -161,9 +165,9 @@ def require_usable(adapter: Adapter) -> None:
 
 
 def base_policy(
-    adapter: Adapter, dtype: str, quantization: str | None, device: str, revision: str | None = None
+    adapter: Adapter, dtype: str = "auto", quantization: str | None = None, device: str = "auto"
 ) -> PrecisionPolicy:
-    """Return the policy for inference with an adapter's base at `revision` (default: the commit in the config)."""
+    """Return the policy for inference with an adapter's base (see `inference_policy`)."""
     require_usable(adapter)
     path = adapter.directory / CONFIG_FILE
     fix = "correct base_model_name_or_path in that file (isotype merge also takes --base)"
@@ -171,8 +175,7 @@ def base_policy(
     if adapter.base is None:
         raise CheckpointError.of("the adapter names no base model", str(path), expected, fix)
     try:
-        of = revision or adapter.revision
-        return inference_policy(adapter.base, adapter.policy, dtype, quantization, device, of)
+        return inference_policy(adapter.base, adapter.policy, dtype, quantization, device, adapter.revision)
     except CheckpointError as error:
         reason = f"{error.headline}: {error.problems[0].given}" if error.problems else error.headline
         what = f"{path} names {adapter.base} ({reason})"
@@ -181,21 +184,18 @@ def base_policy(
 
 def load_base(
     adapter: Adapter,
-    base: str | Path,
     policy: PrecisionPolicy,
-    device_map: Any = None,
-    revision: str | None = None,
     deferred: DeferredBlocks | None = None,
     *,
     model_class: Any = None,
     **arguments: Any,
 ) -> Any:
     """Load the base model with the training's vocabulary size and, if `model_class` is None, the training's class."""
-    checkpoint = open_checkpoint(base, revision)
+    checkpoint = open_checkpoint(str(adapter.base), adapter.revision)
     head = model_class or _head(adapter, config_of(checkpoint))
     labels = _labels(adapter, config_of(checkpoint), policy, head)
     arguments |= {} if labels is None else {"num_labels": labels}
-    model = load(checkpoint, policy, model_class=head, device_map=device_map, deferred=deferred, **arguments)
+    model = load(checkpoint, policy, model_class=head, deferred=deferred, **arguments)
     rows = _vocabulary(adapter, model)
     if rows and rows > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=False)

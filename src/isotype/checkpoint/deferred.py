@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from isotype.checkpoint.fill import Placement, fill
-from isotype.checkpoint.formats.headers import CheckpointHeaders
-from isotype.checkpoint.mapping.weight_map import Source, WeightMap
+from isotype.checkpoint.mapping.weight_map import Source
 from isotype.checkpoint.stored_weights import StoredWeights
 from isotype.checkpoint.values import DenseWeight, dequantize
 from isotype.compat.glibc import give_back_memory
@@ -65,29 +64,23 @@ class DeferredBlocks:
         self.blocks: tuple[Block, ...] = ()
         self.other_dtypes: dict[str, torch.dtype] = {}
         self._wait, self._at_once = wait, frozenset(at_once)
-        self._source: object = None
-        self._model: Any = None
         self._placement: Placement | None = None
         self._used: Block | None = None
 
-    def take(
-        self, model: Any, weights: WeightMap, placement: Placement, headers: CheckpointHeaders
-    ) -> WeightMap:
-        """Defer the matrices in the blocks of a model on the meta device. Return the map of the weights to read now."""
-        self._model, self._source = model, headers.path
-        self.stored = StoredWeights(model, headers, weights)
-        self._placement = replace(placement, modules=dict(model.named_modules()))
+    def take(self, stored: StoredWeights, placement: Placement) -> dict[str, Source]:
+        """Defer the matrices in the blocks of a model on the meta device. Return the sources of the weights to read now."""
+        self.stored, self._placement, model = stored, placement, stored.model
         blocks = {name: Block(name, module) for name, module in outermost_blocks(model)}
         waiting = set(self._deferrable(model, placement)) if self._wait else set()
         now: dict[str, Source] = {}
-        names = grouped(weights.sources, lambda name: id(weights.sources[name]))
-        for name, origin in weights.sources.items():
+        names = grouped(stored.sources, lambda name: id(stored.sources[name]))
+        for name, origin in stored.sources.items():
             together = names[id(origin)]
             owner = _block_of(name, blocks)
             if owner is None or not all(n in waiting and _block_of(n, blocks) is owner for n in together):
                 now[name] = origin
                 continue
-            module = self._placement.modules[name.rpartition(".")[0]]
+            module, _ = placement.owner(name)
             owner.sources[name], owner.owners[name] = origin, module
             if name in placement.quantized:
                 quantize_blank(module, placement.dtypes[name])
@@ -96,9 +89,8 @@ class DeferredBlocks:
                 if state is not None and state.nested:
                     state.offset = torch.zeros(())
         self.blocks = tuple(blocks.values())
-        if placement.convert_gguf is None:  # the dtypes in a GGUF file are not those of training
-            self.other_dtypes = self.stored.in_other_dtypes(placement.quantized)
-        return replace(weights, sources=now)
+        self.other_dtypes = stored.in_other_dtypes(placement.quantized)
+        return now
 
     @property
     def names(self) -> set[str]:
@@ -135,8 +127,8 @@ class DeferredBlocks:
         if block.sources:
             assert self._placement is not None
             block._blank = {name: _held(block, name) for name in block.sources}
-            _, broken = fill(self._model, WeightMap(block.sources, (), ()), self._placement, shown=False)
-            refuse(self._source, broken)
+            _, broken = fill(self.stored, block.sources, self._placement, shown=False)
+            refuse(self.stored.path, broken)
         for name, (blank, former) in block._blank.items():
             _convert_like(name, block.owners[name], _held(block, name)[0], blank, former)
         for weight, dtype in zip(block.dense, dtypes, strict=True):

@@ -17,7 +17,7 @@ import torch
 
 from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.facts import quantization_options
-from isotype.checkpoint.fill import Placement, dtypes_of, fill
+from isotype.checkpoint.fill import Placement, fill
 from isotype.checkpoint.formats.headers import (
     CheckpointHeaders,
     Format,
@@ -34,8 +34,8 @@ from isotype.checkpoint.opened import (
     open_checkpoint,
     require_complete_gguf,
 )
+from isotype.checkpoint.stored_weights import StoredWeights
 from isotype.checkpoint.tokenizer import tokenizer_copy
-from isotype.checkpoint.values import ConvertGguf, gguf_conversion
 from isotype.checkpoint.weightless import (
     concrete_class,
     forget_quantization,
@@ -57,7 +57,7 @@ from isotype.core.formats import QUANTIZATIONS
 from isotype.core.pretrained import pretrained
 from isotype.model.boundary_choice import float32_by_ranges
 from isotype.model.enforce import contradiction, enforce_model
-from isotype.model.experts.quantize import formats_of_stacks, store_blank
+from isotype.model.experts.quantize import formats_of_stacks
 from isotype.model.experts.stack import quantized_stack, stacked_weights
 from isotype.model.finite import not_finite, refuse
 from isotype.model.quantized import leave_dense, replaces_conv1d, store_layers
@@ -232,38 +232,28 @@ def stream(
     matched.require_complete()
     leave_dense(model, matched.initialised, policy.plain)
     expected = set(model.state_dict())  # before quantized layers add their constants
-    placement = _placement(model, settings, policy, gguf_conversion(model, headers))
-    # Stacks are stored here, in the model's order, because names in an adapter's file depend on it. `fill` has another order.
-    store_blank(model, placement.stacks, policy)
-    weights = matched.weights
-    if deferred is not None:
-        weights = deferred.take(model, weights, placement, headers)
-    filled, broken = fill(model, weights, placement)
+    stored, placement = StoredWeights(model, headers, matched.weights), _placement(model, settings, policy)
+    sources = stored.sources if deferred is None else deferred.take(stored, placement)
+    filled, broken = fill(stored, sources, placement)
     filled |= set() if deferred is None else deferred.names
     for name in filled:
         # transformers would draw new values for parameters without this mark.
         stacked = name in placement.stacks
-        mark_as_loaded(placement.owner(model, name) if stacked else model.get_parameter_or_buffer(name))
+        mark_as_loaded(placement.owner(name)[0] if stacked else model.get_parameter_or_buffer(name))
     return _loading_info(expected - filled, matched), broken
 
 
-def _placement(model: Any, settings: Any, policy: PrecisionPolicy, convert: ConvertGguf | None) -> Placement:
+def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
     from transformers.integrations.accelerate import get_device
 
-    quantizer = settings.hf_quantizer
+    quantizer, device_map = settings.hf_quantizer, settings.device_map or {"": "cpu"}
     other = {f"{layer.module}.weight" for layer in policy.layers if layer.storage in QUANTIZATIONS}
     names = () if quantizer is None else model.state_dict()
     quantized = {n for n in names if quantizer.param_needs_quantization(model, n) or n in other}
     skipped = () if quantizer is None else quantizer.modules_to_not_convert or ()
     stacks = {} if quantizer is None and policy.quantized else formats_of_stacks(model, policy, skipped)
-    device_map = settings.device_map or {"": "cpu"}
-
-    def device(name: str) -> Any:
-        return get_device(device_map, name, valid_torch_device=True)
-
-    dtypes = dtypes_of(model, policy, quantized, tuple(settings.dtype_plan))
-    names, moments, double = frozenset(quantized), policy.moments_by_weight(), policy.double_quant
-    return Placement(dtypes, names, device, convert, stacks=stacks, double_quant=double, moments=moments)
+    device = partial(get_device, device_map, valid_torch_device=True)
+    return Placement(model, policy, quantized, tuple(settings.dtype_plan), stacks, device)
 
 
 def _save_stacks_whole(model: Any) -> None:

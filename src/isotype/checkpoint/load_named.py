@@ -18,7 +18,7 @@ from isotype.checkpoint.adapter import (
     load_base,
     read_adapter,
 )
-from isotype.checkpoint.fill import Placement, dtypes_of, fill, place
+from isotype.checkpoint.fill import Placement, fill
 from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.formats.tensor import TensorHeader
@@ -28,6 +28,7 @@ from isotype.checkpoint.load_plan import quantized_weights
 from isotype.checkpoint.mapping.match import match
 from isotype.checkpoint.mapping.stored import blank_tensors, stored_tensors
 from isotype.checkpoint.opened import open_checkpoint
+from isotype.checkpoint.stored_weights import StoredWeights
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.values import dense
 from isotype.checkpoint.weightless import wanted_quantization
@@ -36,7 +37,7 @@ from isotype.core.dtypes import to_safetensors_name
 from isotype.core.errors import CheckpointError
 from isotype.core.names import listed
 from isotype.model.enforce import enforce_model
-from isotype.model.experts.quantize import formats_of_stacks, store_blank
+from isotype.model.experts.quantize import formats_of_stacks
 from isotype.model.finite import not_finite, refuse
 from isotype.model.quantized import store_layers
 from isotype.model.walk import places
@@ -77,16 +78,14 @@ def load(
     """
     hide_missing_kernel()
     revision = kwargs.pop("revision", None)
-    more = {**kwargs, "model_class": model_class}
+    kwargs |= {"model_class": model_class, "device_map": device_map}
     if not is_adapter(path):
         policy = policy or inference_policy(path, PrecisionPolicy.read(path), revision=revision)
-        return load_model(path, policy, device_map=device_map, revision=revision, **more)
-    adapter = read_adapter(path)
-    revision = revision or adapter.revision
+        return load_model(path, policy, revision=revision, **kwargs)
+    adapter = read_adapter(path, revision)
     # `base_policy` also raises the error for an adapter whose config names no base.
-    policy = policy if policy and adapter.base else base_policy(adapter, "auto", None, "auto", revision)
-    base = load_base(adapter, str(adapter.base), policy, device_map, revision, **more)
-    return attach(base, adapter).eval()
+    policy = policy if policy and adapter.base else base_policy(adapter)
+    return attach(load_base(adapter, policy, **kwargs), adapter).eval()
 
 
 def load_for_inference(
@@ -113,15 +112,14 @@ def load_for_inference(
         UsageError: the device is not in this machine.
     """
     profile = require_present(device)
-    adapter = read_adapter(path) if is_adapter(path) else None
+    adapter = read_adapter(path, revision) if is_adapter(path) else None
     tokenizer, base = None, path
     if adapter is None:
         saved = PrecisionPolicy.read(path)
         policy = inference_policy(path, saved, dtype, quantization, profile.name, revision)
         policy = replace(policy, master=torch.float32)
     else:
-        revision = revision or adapter.revision
-        policy = base_policy(adapter, dtype, quantization, profile.name, revision)
+        policy, revision = base_policy(adapter, dtype, quantization, profile.name), adapter.revision
         tokenizer, base = tokenizer_of(adapter.directory), str(adapter.base)
     tokenizer = tokenizer or tokenizer_of(tokenizer_source(open_checkpoint(base, revision)), revision)
     device_map = None if profile.kind == "cpu" else {"": profile.name}
@@ -176,25 +174,16 @@ def load_module(
     kinds = ("linear4bit", "linear8bit")
     quantized = frozenset(f"{place.name}.weight" for place in places(model) if place.kind in kinds)
     stacks = formats_of_stacks(model, policy)
-    dtypes = dtypes_of(model, policy, quantized, policy.pinned)
-    placement = Placement(
-        dtypes,
-        quantized,
-        lambda name: device,
-        stacks=stacks,
-        double_quant=policy.double_quant,
-        moments=policy.moments_by_weight(),
-    )
-    store_blank(model, stacks, policy)
+    placement = Placement(model, policy, quantized, policy.pinned, stacks, lambda _: device)
     if adapter is None:
-        _, broken = fill(model, matched.weights, placement)
+        stored = StoredWeights(model, headers, matched.weights)
+        _, broken = fill(stored, stored.sources, placement)
     else:
         files = MappedFiles()
         held = stored_tensors(headers.tensors, headers.quantization)
         state = {tensor.name: dense(tensor, files.tensor, policy.plain) for tensor in held}
-        converted = adapter.from_hf(state).items()
-        tensors = [(name, place(model, name, value, placement)) for name, value in converted]
-        broken = not_finite((name, value) for name, value in tensors if isinstance(value, nn.Parameter))
+        tensors = {name: placement.place(name, value) for name, value in adapter.from_hf(state).items()}
+        broken = not_finite((n, value) for n, value in tensors.items() if isinstance(value, nn.Parameter))
     refuse(path, broken)
     for name, source in matched.tied.items():
         owner, _, leaf = name.rpartition(".")

@@ -172,14 +172,6 @@ class PrecisionPolicy:
         layer = self._layers_by_name.get(module)
         return read_moments(layer.moments) if layer is not None and layer.moments else None
 
-    def moments_by_weight(self) -> dict[str, torch.Tensor]:
-        """Return weight name -> `[in]` moments, for every layer with moments."""
-        return {
-            f"{choice.module}.weight": read_moments(choice.moments)
-            for choice in self.layers
-            if choice.moments
-        }
-
     @property
     def plain(self) -> torch.dtype:
         """Dtype of frozen weights that are neither quantized nor pinned: embeddings, norms, lm_head."""

@@ -274,19 +274,7 @@ def measure(
     dtype: torch.dtype | None = None,
     progress: bool = True,
 ) -> Ranges:
-    """Run forward and backward of the mean loss, and record the largest magnitude in each tensor.
-
-    The model runs in float32 in evaluation mode, without autocast and without the casts of a policy. Only one block at
-    a time is cast to float32, and the backward computes each block's forward again. The model stays unchanged.
-
-    Args:
-        dtype: dtype of the computation; default float32, or bfloat16 if float32 does not fit into free memory.
-        progress: whether to show a progress bar on a terminal after three seconds.
-
-    Returns:
-        The measurement; the caller sets `key`. If float32 overflows, values are infinity or NaN, and a note names the
-        operator.
-    """
+    """Measure the value ranges of a model as `isotype.measure_ranges` does; the caller sets the result's `key`."""
     where = real_device(device) if device is not None else measured.device
     chosen = dtype or measured.fitting_dtype(where)
     recorder, weights = RangeRecorder(), Weights(chosen, where)

@@ -31,7 +31,6 @@ from isotype.precision.ranges import ModuleRange, OperatorRange, is_attention
 from isotype.ranges.weights import (
     FILL,
     Magnitude,
-    WeightRange,
     flushed_shares,
     give_gradient,
     largest_rows,
@@ -247,15 +246,12 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def kind(self, name: str) -> str:
         return self._modules[name].kind
 
-    def module_ranges(self, weights: Mapping[str, WeightRange]) -> tuple[ModuleRange, ...]:
-        """Return the called modules in the order of their first call. `weights` has the ranges of the modules' parameters."""
-        modules = []
-        for name, sizes in self._modules.items():
-            weight = weights.get(name, WeightRange())
-            of_weights = (weight.largest, weight.median, weight.gradient)
-            sizes_of = sizes.input, sizes.output, sizes.gradient
-            modules.append(ModuleRange(name, sizes.kind, *sizes_of, *of_weights))
-        return tuple(modules)
+    def module_ranges(self, weights: Mapping[str, tuple[float, float, float]]) -> tuple[ModuleRange, ...]:
+        """Return the called modules in the order of their first call. `weights` is from `Twin.weight_ranges`."""
+        return tuple(
+            ModuleRange(name, m.kind, m.input, m.output, m.gradient, *weights.get(name, (0.0, 0.0, 0.0)))
+            for name, m in self._modules.items()
+        )
 
     def spread(self) -> float:
         """Return the largest ratio of a module's output magnitudes in two texts or batches; 1 for a single text."""

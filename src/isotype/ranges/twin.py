@@ -20,7 +20,7 @@ from isotype.core.names import base_name
 from isotype.model.boundary import set_boundary
 from isotype.model.quantized import dense_weight, quantization_state, row_scales
 from isotype.model.walk import empty_copies, fill_copies, kind_of, lists_of_blocks
-from isotype.ranges.weights import OnDemand, Weight, WeightRange, Weights
+from isotype.ranges.weights import OnDemand, Weight, Weights
 
 _WRAPPED = (ORIGINAL, "module")
 _QUANTIZED = ("linear4bit", "linear8bit")
@@ -47,17 +47,17 @@ class Twin:
     blocks: tuple[tuple[str, ...], ...]
     weights: Weights
 
-    def weight_ranges(self) -> dict[str, WeightRange]:
-        """Return the weight ranges of every module with parameters, by plain name."""
+    def weight_ranges(self) -> dict[str, tuple[float, float, float]]:
+        """Return `Weights.range_of` of every module with parameters, by plain name."""
         # A forward may replace modules, as BigBird's does for texts that are shorter than its blocks.
         modules = (module for module in self.model.modules() if id(module) in self.names)
         weights = ((self.names[id(module)], _weights_in(module)) for module in modules)
-        return {name: self.weights.range_of(by_name) for name, by_name in weights if by_name}
+        return {name: self.weights.range_of(some) for name, some in weights if some}
 
 
-def _weights_in(module: nn.Module) -> dict[str, Weight]:
+def _weights_in(module: nn.Module) -> list[Weight]:
     parameters = vars(module).get(PARAMETERS)
-    return parameters.weights() if isinstance(parameters, OnDemand) else {}
+    return parameters.weights() if isinstance(parameters, OnDemand) else []
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

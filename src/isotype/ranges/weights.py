@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,15 +121,6 @@ class Weight:
     trainable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class WeightRange:
-    """The largest magnitudes of weights and of their gradients, and the median magnitude of nonzero weights."""
-
-    largest: float = 0.0
-    median: float = 0.0
-    gradient: float = 0.0
-
-
 @dataclass
 class Weights:
     """The weights of a model, created when they are used, in a measurement's dtype and on its device.
@@ -213,14 +204,17 @@ class Weights:
             self._largest_gradient[key] = max(self._largest_gradient.get(key, 0.0), largest)
         self._gradients.clear()
 
-    def range_of(self, weights: Mapping[str, Weight]) -> WeightRange:
-        """Return the range of all parameters of a module. The median is from the module's largest parameter."""
-        used = [weight for weight in weights.values() if weight.key in self._sizes]
-        if not used:
-            return WeightRange()
+    def range_of(self, weights: Collection[Weight]) -> tuple[float, float, float]:
+        """Return the largest magnitude, the median magnitude and the largest gradient of a module's parameters.
+
+        The median is from the module's largest parameter.
+        """
+        used = [weight for weight in weights if weight.key in self._sizes]
         sizes = [(weight.shape.numel(), *self._sizes[weight.key]) for weight in used]
-        gradients = (self._largest_gradient.get(weight.key, 0.0) for weight in weights.values())
-        return WeightRange(max(largest for _, largest, _ in sizes), max(sizes)[2], max(gradients))
+        if not sizes:
+            return 0.0, 0.0, 0.0
+        gradients = (self._largest_gradient.get(weight.key, 0.0) for weight in weights)
+        return max(largest for _, largest, _ in sizes), max(sizes)[2], max(gradients)
 
 
 class OnDemand(dict[str, Any]):
@@ -243,8 +237,8 @@ class OnDemand(dict[str, Any]):
     def values(self) -> Any:
         return [value for _, value in self.items()]
 
-    def weights(self) -> dict[str, Weight]:
-        return {name: weight for name, weight in super().items() if weight is not None}
+    def weights(self) -> list[Weight]:
+        return [weight for weight in super().values() if weight is not None]
 
     def _stand_in(self, weight: Weight | None) -> torch.Tensor | None:
         return None if weight is None else self._weights.stand_in(weight)

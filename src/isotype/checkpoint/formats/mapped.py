@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 import mmap
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache, partial
 from io import FileIO
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -81,7 +80,7 @@ class MappedFiles:
                 madvise(begin, end - begin, advice)
 
 
-@functools.cache
+@cache
 def _madvise() -> Any:
     function = ctypes.CDLL(None).madvise
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -119,6 +118,10 @@ class StagedTensors:
         return raw if header.dtype is None else raw.view(header.dtype).view(header.shape)
 
 
+Tensors = MappedFiles | StagedTensors
+"""Tensors in mapped files or in a buffer."""
+
+
 def staged(
     work: Sequence[tuple[Work, Sequence[TensorHeader]]], size: int = BUFFER, *, pinned: bool
 ) -> Generator[tuple[Work, StagedTensors | None], None, None]:
@@ -132,22 +135,19 @@ def staged(
         pinned: allocate buffers in pinned memory; if that fails, log a warning and use other memory.
     """
     groups = list(_groups(work, size))
-    free: SimpleQueue[torch.Tensor | None] = SimpleQueue()
-    for _ in range(min(2, len(groups))):
-        free.put(_buffer(size, pinned))
+    buffers = [_buffer(size, pinned) for _ in groups[:2]]
     stop, files = threading.Event(), _Files()
+    fill = partial(_fill, files=files, stop=stop)
     reader = ThreadPoolExecutor(1, "isotype-reader")
     try:
-        for filled in [reader.submit(_fill, group, free, files, stop) for group in groups]:
-            buffer = None
-            for piece, tensors in filled.result():
-                buffer = tensors.buffer if tensors is not None else buffer
-                yield piece, tensors
-            if buffer is not None:
-                free.put(buffer)
+        ahead = [reader.submit(fill, *pair) for pair in zip(groups, buffers, strict=False)]
+        for at, filled in enumerate(ahead):
+            yield from filled.result()
+            # The caller has used this buffer. It is filled again while the caller uses the other one.
+            if at + 2 < len(groups):
+                ahead.append(reader.submit(fill, groups[at + 2], buffers[at % 2]))
     finally:
         stop.set()
-        free.put(None)
         reader.shutdown(cancel_futures=True)
         for file in files.values():
             file.close()
@@ -177,26 +177,17 @@ def _space(header: TensorHeader) -> int:
     return -(-header.bytes // _ALIGNED) * _ALIGNED
 
 
-class _StoppedError(Exception):
-    """Raised in the reading thread if the generator was closed."""
-
-
 def _fill(
     group: Sequence[tuple[Work, Sequence[TensorHeader] | None]],
-    free: SimpleQueue[torch.Tensor | None],
+    buffer: torch.Tensor,
     files: _Files,
     stop: threading.Event,
 ) -> list[tuple[Work, StagedTensors | None]]:
-    if all(headers is None for _, headers in group):
-        return [(piece, None) for piece, _ in group]
-    buffer = free.get()
-    if buffer is None:
-        raise _StoppedError
     tensors, end = StagedTensors(buffer), 0
     memory = buffer.numpy().data
     for header in (header for _, headers in group for header in headers or ()):
         if stop.is_set():
-            raise _StoppedError
+            break
         _read(files[header.file], header, memory[end : end + header.bytes])
         tensors.at[header] = end
         end += _space(header)

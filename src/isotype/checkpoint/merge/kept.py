@@ -132,22 +132,17 @@ class Learned:
 
 
 def learned(
-    adapter: Adapter,
-    policy: PrecisionPolicy,
-    rows: Rows | None,
-    tokenizer: Any,
-    revision: str | None,
-    tokens: int = TOKENS,
+    adapter: Adapter, policy: PrecisionPolicy, rows: Rows | None, tokenizer: Any, tokens: int = TOKENS
 ) -> Learned:
     """Run the base, then the base with the adapter, on about `tokens` tokens of `rows`, under the training's policy."""
     deferred = deferred_base(adapter)
-    model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
+    model = load_base(adapter, policy, deferred)
     _in_float32(model, policy, deferred)
     rows = fitting(rows, tokenizer, model, tokens)
     size = sum(len(ids) for ids, _ in rows.texts) * _vocabulary(model) * 4
     result = Learned(rows, max(1, -(-size // _STORED)), _pictured(model, tokenizer))
     base, before = result.run(model)
-    result.logits, after = result.run(trained(adapter, policy, revision))
+    result.logits, after = result.run(trained(adapter, policy))
     result.base = result.difference(base)[1]
     if before is not None and after is not None:
         result.losses = (before, after)
@@ -164,10 +159,10 @@ def _pictured(model: Any, tokenizer: Any) -> dict[str, Any] | None:
     return {**inputs, "logits_to_keep": LENGTH - 1} if "pixel_values" in batch else None
 
 
-def trained(adapter: Adapter, policy: PrecisionPolicy, revision: str | None) -> Any:
+def trained(adapter: Adapter, policy: PrecisionPolicy) -> Any:
     """Load the base under `policy` and add the adapter, unmerged; the forward computes in float32, one block at a time."""
     deferred = deferred_base(adapter)
-    model = load_base(adapter, str(adapter.base), policy, revision=revision, deferred=deferred)
+    model = load_base(adapter, policy, deferred)
     adapter = without_part(model, adapter, policy)
     peft_model = inject(model, adapter, _in_float32(model, policy, deferred))
     fill(peft_model, adapter)
@@ -209,14 +204,14 @@ class Candidate:
     policy: PrecisionPolicy
 
 
-def cheapest(outputs: Learned, adapter: Adapter, choices: Sequence[Candidate], revision: str | None) -> Form:
+def cheapest(outputs: Learned, adapter: Adapter, choices: Sequence[Candidate]) -> Form:
     """Try formats without writing files. Return the first that keeps `ENOUGH` of the learning, or float32 if none does."""
     model = policy = None
     for candidate in choices:
         if candidate.policy != policy:
             model = None
             gc.collect()
-            model, policy = trained(adapter, candidate.policy, revision), candidate.policy
+            model, policy = trained(adapter, candidate.policy), candidate.policy
         with merged_as(model, candidate.form):
             part = outputs.compare(model).kept
         if part is not None and part >= ENOUGH:

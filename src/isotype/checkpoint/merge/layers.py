@@ -108,10 +108,8 @@ class Merging:
     def __init__(
         self,
         adapter: Adapter,
-        base: str,
         policy: PrecisionPolicy,
         target: torch.dtype,
-        revision: str | None = None,
         *,
         one_dtype: bool = False,
         written: WrittenModel | None = None,
@@ -121,7 +119,7 @@ class Merging:
         # A dense base is merged on the CPU, which has more memory; a quantized base stays on the device of its codes.
         policy = policy if policy.quantized else replace(policy, device="cpu")
         self._deferred = deferred_base(adapter)
-        self.model = load_base(adapter, base, policy, revision=revision, deferred=self._deferred)
+        self.model = load_base(adapter, policy, self._deferred)
         adapter = without_part(self.model, adapter, policy)
         self._deferred.dequantize(self.model, dense.plain)
         tied = _untie(self.model)

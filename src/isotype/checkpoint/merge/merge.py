@@ -100,29 +100,29 @@ def merge_adapter(
     _check_stored(stored, dtype, final)
     if stored is not None:
         require_program(stored, Path(adapter), final)
-    saved = read_adapter(adapter)
+    saved = read_adapter(adapter, revision if base is None else None)
     _check_mergeable(saved)
-    revision = revision or (saved.revision if base is None else None)
-    source, facts, policy, trained = _base(saved, base, dtype, revision, stored)
+    onto = saved if base is None else replace(saved, base=str(base), revision=revision)
+    facts, policy, trained = _policies(saved, onto, dtype, stored)
     target, reason = _target(dtype, saved, facts)
-    config = config_of(open_model(source, revision))
-    _check_parts(saved, stored, source, config)
+    config = config_of(open_model(str(onto.base), onto.revision))
+    _check_parts(onto, stored, config)
     if stored is None and is_file(final):
         stored = "f16" if target == torch.float16 else "bf16"
     if stored in GGUF_TYPES:
         check_exportable(config)
-        exportable_tokenizer(_tokenizer(saved, source, revision))
+        exportable_tokenizer(_tokenizer(onto))
         target, reason = GGUF_TYPES[stored], f"rounded once, to {stored}"
-    outputs, tokenizer, notes, trained = _learned(saved, trained, rows, revision if base is None else None)
+    outputs, tokenizer, notes, trained = _learned(saved, trained, rows)
     instead = wider(stored, torch.bfloat16, torch.float32)
     one_dtype = dtype != "auto"
-    begin = partial(Merging, saved, source, policy, target, revision, one_dtype=one_dtype, instead=instead)
+    begin = partial(Merging, onto, policy, target, one_dtype=one_dtype, instead=instead)
     merging = begin()
     if base is not None and outputs is not None:  # the base of the training was readable
-        check_same_base(saved, source, revision)
+        check_same_base(saved, onto)
     model_class = original_class(merging.model)
     with staged(final) as built:
-        tokenizer = tokenizer or _tokenizer(saved, source, revision)
+        tokenizer = tokenizer or _tokenizer(onto)
         path = written_path(final, built, stored)
         with disk_errors(final):
             notes += write_merged(merging, tokenizer, path, target, stored)
@@ -140,13 +140,11 @@ def merge_adapter(
             difference = outputs.compare(merged_in_float32(path, model_class))
             part = difference.kept
             if trained is not None and part is not None and (part < ENOUGH or size < _CHEAP):
-                cheap = cheapest(
-                    outputs, saved, _formats_to_try(saved, trained, target, tokenizer), saved.revision
-                )
+                cheap = cheapest(outputs, saved, _formats_to_try(saved, trained, target, tokenizer))
         report = MergeReport(
             adapter=saved.directory,
             output=final,
-            base=source,
+            base=str(onto.base),
             storage=policy.quantization or policy.storage,
             dtype=target,
             dtype_reason=reason,
@@ -185,7 +183,7 @@ def _unmergeable(adapter: Adapter, why: str) -> UsageError:
     return UsageError.of("this adapter cannot be merged", f"{adapter.directory}: {why}", expected, fix)
 
 
-def _check_parts(adapter: Adapter, stored: str | None, source: str, config: Any) -> None:
+def _check_parts(adapter: Adapter, stored: str | None, config: Any) -> None:
     """Raise UsageError if the base lacks the adapter's biases, or has stacked experts and `stored` is bitsandbytes'."""
     end = ".lora_B.bias"
     biased = [t.name.removesuffix(end) for t in adapter.headers.tensors if t.name.endswith(end)]
@@ -197,7 +195,7 @@ def _check_parts(adapter: Adapter, stored: str | None, source: str, config: Any)
     name = _experts(config) if stored in QUANTIZATIONS else None
     if name is not None:
         what, expected = (
-            f"{source}: {name}",
+            f"{adapter.base}: {name}",
             "only linear layers: transformers cannot read quantized stacked experts",
         )
         gguf = ", or --gguf q8_0" if is_exportable(config, None) else ""
@@ -210,36 +208,32 @@ def _experts(config: Any) -> str | None:
     return next((f"{name}.{leaf}" for name, _, leaf in stacked_weights(blank_model(config))), None)
 
 
-def _base(
-    adapter: Adapter,
-    base: str | Path | None,
-    dtype: str | torch.dtype,
-    revision: str | None,
-    stored: str | None,
-) -> tuple[str, ModelFacts, PrecisionPolicy, PrecisionPolicy | None]:
-    """Return (base to merge into, its facts, its policy, policy of the training or None if `base` is given)."""
-    trained = base_policy(adapter, "auto", None, "auto", revision) if base is None else None
-    if trained and adapter.policy and not (trained.quantized or adapter.policy.quantized):
+def _policies(
+    saved: Adapter, onto: Adapter, dtype: str | torch.dtype, stored: str | None
+) -> tuple[ModelFacts, PrecisionPolicy, PrecisionPolicy | None]:
+    """Return (facts about the base to merge into, its policy, policy of the training or None for another base)."""
+    trained = base_policy(saved) if onto is saved else None
+    if trained and saved.policy and not (trained.quantized or saved.policy.quantized):
         # Under autocast, frozen weights have more digits than the compute dtype.
-        trained = replace(trained, storage=adapter.policy.storage)
-    source = str(adapter.base if base is None else base)
+        trained = replace(trained, storage=saved.policy.storage)
+    source, revision = str(onto.base), onto.revision
     facts = facts_of(source, revision=revision)
     if trained is not None:
         back = stored in QUANTIZATIONS and stored == trained.storage
         if not back or facts.saved_format is not None:
-            return source, facts, trained, trained
+            return facts, trained, trained
         # A dequantized weight is the value of a code. An update below half the distance to the next value would be lost.
         # The files have the weights before quantization. A small update moves some of these weights to the next code.
     policy = resolve_precision(source, "float32", device="cpu", revision=revision)
     if policy.quantized:
-        return source, facts, inference_policy(source, None, revision=revision), trained
+        return facts, inference_policy(source, None, revision=revision), trained
     # The base keeps the dtype of its files, unless the merged weights are float32.
-    stored_dtype, target = facts.trained_dtype, _target(dtype, adapter, facts)[0]
+    stored_dtype, target = facts.trained_dtype, _target(dtype, saved, facts)[0]
     if stored_dtype not in COMPUTE_DTYPES or stored_dtype is None or target == torch.float32:
-        return source, facts, policy, trained
+        return facts, policy, trained
     pinned = (*facts.pinned, *facts.pinned_strict) if stored_dtype != torch.float32 else ()
     policy = replace(policy, compute=stored_dtype, storage=dtype_name(stored_dtype), pinned=pinned)
-    return source, facts, policy, trained
+    return facts, policy, trained
 
 
 def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tuple[torch.dtype, str]:
@@ -276,27 +270,28 @@ def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) ->
         raise UsageError("a merged model cannot be stored like this", [problem])
 
 
-def _tokenizer(adapter: Adapter, base: str, revision: str | None) -> Any:
-    return tokenizer_of(adapter.directory) or tokenizer_of(
-        tokenizer_source(open_checkpoint(base, revision)), revision
+def _tokenizer(adapter: Adapter) -> Any:
+    if (tokenizer := tokenizer_of(adapter.directory)) is not None:
+        return tokenizer
+    return tokenizer_of(
+        tokenizer_source(open_checkpoint(str(adapter.base), adapter.revision)), adapter.revision
     )
 
 
 def _learned(
-    adapter: Adapter, policy: PrecisionPolicy | None, rows: Rows | None, revision: str | None
+    adapter: Adapter, policy: PrecisionPolicy | None, rows: Rows | None
 ) -> tuple[Learned | None, Any, list[str], PrecisionPolicy | None]:
     """Run the adapter on the model of its training. Return (outputs or None, tokenizer, notes, that model's policy).
 
     `policy` is None if the adapter is merged into another model. Then the model of the training may be missing.
     """
     try:
-        trained = policy or base_policy(adapter, "auto", None, "auto", revision)
-        of = revision or adapter.revision
-        tokenizer = _tokenizer(adapter, str(adapter.base), of)
+        trained = policy or base_policy(adapter)
+        tokenizer = _tokenizer(adapter)
         if tokenizer is None:
             none = "logits were not compared: neither adapter nor base has a tokenizer"
             return None, None, [none], trained
-        return learned(adapter, trained, rows, tokenizer, of), tokenizer, [], trained
+        return learned(adapter, trained, rows, tokenizer), tokenizer, [], trained
     except IsotypeError as error:
         if policy is not None:
             raise
@@ -403,15 +398,14 @@ def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | 
     )
 
 
-def check_same_base(adapter: Adapter, base: str, revision: str | None) -> None:
-    """Raise one CheckpointError with all differences if `base` is not the model that the adapter was trained on."""
-    sources = ((base, revision), (str(adapter.base), adapter.revision))
-    configs = (config_of(open_model(source, of)) for source, of in sources)
+def check_same_base(trained: Adapter, onto: Adapter) -> None:
+    """Raise one CheckpointError with all differences if the base of `onto` is not the model of the training."""
+    configs = (config_of(open_model(str(base.base), base.revision)) for base in (onto, trained))
     base_config, trained_config = (config.get_text_config() for config in configs)
     problems = [
         Problem(
-            f"--base {base}: {name} {getattr(base_config, name, None)}",
-            f"{name} {getattr(trained_config, name, None)}, as in {adapter.base}, the base of the training",
+            f"--base {onto.base}: {name} {getattr(base_config, name, None)}",
+            f"{name} {getattr(trained_config, name, None)}, as in {trained.base}, the base of the training",
             "give the same model in another precision, or leave --base out",
         )
         for name in _SAME
