@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -16,11 +16,8 @@ def replace(holder: Any, name: str, new: Any) -> Callable[[], None]:
     return undo
 
 
-class Replacements:
-    """Replaces functions and methods by wrappers until `put_back`."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+class Replacements(ExitStack):
+    """Replaces functions and methods by wrappers, until `close` or the end of a `with` block."""
 
     def wrap(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Replace `holder.name` by a function that calls `wrapper(original, *args, **kwargs)`."""
@@ -30,22 +27,13 @@ class Replacements:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return wrapper(original, *args, **kwargs)
 
-        self._undo.append(replace(holder, name, wrapped))
-
-    def put_back(self) -> None:
-        """Undo all replacements in reverse order."""
-        while self._undo:
-            self._undo.pop()()
+        self.callback(replace(holder, name, wrapped))
 
 
 @contextmanager
 def replaced(holder: Any, name: str, new: Any) -> Iterator[None]:
     """In the `with` block, `holder.name` is `new`. Do nothing if `holder` is None or has no such attribute."""
-    if holder is None or not hasattr(holder, name):
+    with ExitStack() as stack:
+        if hasattr(holder, name):
+            stack.callback(replace(holder, name, new))
         yield
-        return
-    undo = replace(holder, name, new)
-    try:
-        yield
-    finally:
-        undo()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
-from isotype.compat.replaced import Replacements
+from isotype.compat.replaced import Replacements, replaced
 from isotype.compat.wrappers import ORIGINAL as ORIGINAL
 
 # ------------------------------------------------------------------------------------------------------ dispatch
@@ -440,25 +440,20 @@ def _push_all(stack: ModeStack, modes: list[Any]) -> None:
 # ------------------------------------------------------------------------------------------------------ replaced for a time
 
 
-def around_backward(replaced: Replacements, wrapper: Callable[..., Any]) -> None:
+def around_backward(methods: Replacements, wrapper: Callable[..., Any]) -> None:
     """Let `wrapper(backward, tensors, …)` replace `torch.autograd.backward`, which `Tensor.backward` calls."""
-    replaced.wrap(torch.autograd, "backward", wrapper)
+    methods.wrap(torch.autograd, "backward", wrapper)
 
 
-def around_scaler_step(replaced: Replacements, wrapper: Callable[..., Any]) -> None:
+def around_scaler_step(methods: Replacements, wrapper: Callable[..., Any]) -> None:
     """Let `wrapper(step, scaler, optimizer, …)` replace `GradScaler.step`."""
-    replaced.wrap(torch.amp.GradScaler, "step", wrapper)
+    methods.wrap(torch.amp.GradScaler, "step", wrapper)
 
 
-@contextmanager
-def fake_errors_unlogged() -> Iterator[None]:
+def fake_errors_unlogged() -> AbstractContextManager[None]:
     """Hide the tracebacks of errors in fake kernels: torch logs them even if the errors are caught."""
-    logger = logging.getLogger(FAKE_LOGGER)
-    disabled, logger.disabled = logger.disabled, True  # a new level would clear what all loggers have cached
-    try:
-        yield
-    finally:
-        logger.disabled = disabled
+    # A new level would clear what all loggers have cached.
+    return replaced(logging.getLogger(FAKE_LOGGER), "disabled", True)
 
 
 def forget_parametrized(module: nn.Module, name: str) -> None:

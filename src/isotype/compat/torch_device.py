@@ -119,8 +119,7 @@ def written_for(profile: Device, named: Callable[[], None] = lambda: None) -> It
             default = torch.get_autocast_dtype("cpu")
             stack.enter_context(cpu_stands_for(profile.kind, profile))
             torch.set_autocast_dtype("cpu", default)  # for code that names the CPU
-            replaced = Replacements()
-            stack.callback(replaced.put_back)
+            replaced = stack.enter_context(Replacements())
             _answer(replaced, simulated, named)
             _redirect(replaced, names_of(profile.kind), named)
             mode = _OnCPU(names_of(profile.kind), named)

@@ -297,15 +297,13 @@ def fp8_kernels_replaced(runs: bool) -> Iterator[None]:
     FP8 kernels read memory, which fake tensors do not have. The products have no backward, like the FP8 layers of
     transformers 5.20. For older GPUs, transformers dequantizes the weights while loading.
     """
-    layers, replacements = sys.modules.get(_FP8), Replacements()
-    if layers is not None and runs:
-        replacements.wrap(layers, "fp8_linear", _with_bias)
-        if hasattr(layers, "fp8_grouped_matmul"):  # transformers 5.20 has none
-            replacements.wrap(layers, "fp8_grouped_matmul", _product)
-    try:
+    layers = sys.modules.get(_FP8)
+    with Replacements() as replacements:
+        if layers is not None and runs:
+            replacements.wrap(layers, "fp8_linear", _with_bias)
+            if hasattr(layers, "fp8_grouped_matmul"):  # transformers 5.20 has none
+                replacements.wrap(layers, "fp8_grouped_matmul", _product)
         yield
-    finally:
-        replacements.put_back()
 
 
 def _product(_: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *rest: Any) -> torch.Tensor:

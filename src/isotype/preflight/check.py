@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import linecache
 import math
 import sys
 import traceback
@@ -224,14 +223,10 @@ def _failed(text: str, doing: str, error: Exception) -> UsageError:
 
 def _line(error: Exception) -> str:
     """Return a text with the innermost line of the user's code in the traceback; "" if there is none."""
-    if isinstance(error, SyntaxError):  # the message of a SyntaxError names the line
-        return ""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
-    if not frames:
+    if not frames or isinstance(error, SyntaxError):  # the message of a SyntaxError names the line
         return ""
-    last = frames[-1]
-    code = linecache.getline(last.filename, last.lineno or 0).strip()
-    return f"\n    at        {last.filename}:{last.lineno}   {code}"
+    return f"\n    at        {frames[-1].filename}:{frames[-1].lineno}   {frames[-1].line}"
 
 
 def _is_users(filename: str) -> bool:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,15 +57,13 @@ def run(
     started = time.perf_counter()
     setup = setup_of(request)
     try:
-        step = _Step(request, setup, weights_of(request.model))
         # No other code runs between these traces, so the objects that the step can reach are saved once for all traces.
         untouched = state_reached_by(request)
-        tried = replace(step, untouched=untouched)
-        trace = traced or tried.trace(deadline=time.monotonic() + seconds)
+        step = _Step(request, setup, weights_of(request.model), untouched=untouched)
+        trace = traced or step.trace(deadline=time.monotonic() + seconds)
         reach = trace.reach or reach_of(request, max(trace.memory.peak // 4, COPIED))
         untouched.restore()
-        step, tried = replace(step, reach=reach), replace(tried, reach=reach)
-        trace = replace(trace, reach=reach)
+        step, trace = replace(step, reach=reach), replace(trace, reach=reach)
     except IsotypeError:
         raise
     except Exception as error:  # noqa: BLE001 - a check never ends a script: the failure becomes a finding
@@ -74,14 +73,14 @@ def run(
         ranges, notes = measured(request, trace)
         trace = replace(trace, setup=replace(trace.setup, ranges=ranges), notes=(*trace.notes, *notes))
         untouched.restore()
-        step, tried = replace(step, setup=trace.setup), replace(tried, setup=trace.setup)
+        step = replace(step, setup=trace.setup)
     findings = judge(trace)
     if verify:
         try:
-            findings = tried.verified(trace, findings)
+            findings = step.verified(trace, findings)
         except Exception as error:  # noqa: BLE001 - the findings stay, whatever the trials raise
             findings = (*findings, unjudged("the fixes could not be tried", error))
-    return Report(trace, findings, time.perf_counter() - started, step.judged)
+    return Report(trace, findings, time.perf_counter() - started, replace(step, untouched=None).judged)
 
 
 @random_states_kept()
@@ -121,14 +120,11 @@ class _Step:
         deadline: float = math.inf,
         enough: Callable[[Trace], bool] | None = None,
     ) -> Trace:
-        def change(twin: nn.Module) -> None:
-            apply_actions(twin, actions)
-
         trace = trace_step(
             self.request,
             with_settings(self.setup, actions),
             weights=self.weights,
-            change=change if actions else None,
+            change=partial(apply_actions, actions=actions) if actions else None,
             lines={
                 action.target: getattr(torch, action.value) for action in actions if action.kind == "line"
             },

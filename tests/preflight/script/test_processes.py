@@ -17,8 +17,8 @@ from rich.console import Console
 import isotype
 from isotype.cli.run import run
 from isotype.preflight.script import session
-from isotype.preflight.script.family import VARIABLE, Options, family
-from isotype.preflight.script.processes import Processes, watched_command
+from isotype.preflight.script.family import VARIABLE, Family, Options, family
+from isotype.preflight.script.processes import watched_command
 
 PYTHON = sys.executable
 FLAGS = ("--steps", "2")
@@ -76,20 +76,23 @@ def test_one_of_a_family_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started.claim("seen")  # the top has gone; nobody else would say it
 
 
-def test_a_spawned_process_joins_when_it_unpickles_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spawned_process_joins_when_it_unpickles_what_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     joined: list[Options] = []
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", lambda process: None)
-    monkeypatch.setattr(session, "family", lambda: None)
-    monkeypatch.setattr(session.Session, "watch", lambda self: joined.append(self.options))
+    monkeypatch.setattr(session, "family", lambda: Family(tmp_path, None))
+    monkeypatch.setattr(session, "when_imported", lambda name, act: lambda: None)
     options = Options("train.py", False, ("x",), 2, "t4", 10.0, False)
-    processes = Processes(session.Session(options), session.join)
-    processes.watch()
+    started = session.Session(options)
+    started.watch()
     try:
         process: Any = multiprocessing.get_context("spawn").Process(target=print)
         process.start()
     finally:
-        processes.leave()
-    assert processes.watched == 1
+        started.leave()
+    assert started.watched == 1
+    monkeypatch.setattr(session.Session, "watch", lambda self: joined.append(self.options))
     pickle.loads(pickle.dumps(process._isotype))
     assert joined == [options]
 

@@ -71,7 +71,7 @@ class MissingGpu:
             self._hooks.callback(when_imported(COMPILER, lambda: enter(eager("force_eager"))))
             self._hooks.callback(when_imported(QUANTIZED_LAYERS, lambda: enter(nothing_repacked())))
             replaced.wrap(torch.autocast, "__init__", self._note_autocast)
-        self._hooks.callback(replaced.put_back)
+        self._hooks.callback(replaced.close)
 
     def detach(self) -> None:
         self._hooks.close()

@@ -66,8 +66,7 @@ class Numbers:
         self._steps = 0
         self._scaler: Any = None
         self._skipped = False
-        self._hooks: list[Any] = []
-        self._replaced = Replacements()
+        self._hooks = Replacements()
 
     # ------------------------------------------------------------------------------------------ start and end
 
@@ -76,18 +75,15 @@ class Numbers:
         if self._model is not None:
             return
         self._model, self._device = model, torch.device(device_of(model))
-        self._hooks = [
-            model.register_forward_pre_hook(partial(self._guard, self._forward), with_kwargs=True),
-            optimizers.register_optimizer_step_pre_hook(partial(self._guard, self._updating)),
-        ]
-        around_backward(self._replaced, self._around_backward)
-        around_scaler_step(self._replaced, self._around_scaler)
+        before, updating = partial(self._guard, self._forward), partial(self._guard, self._updating)
+        self._hooks.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self._hooks.callback(optimizers.register_optimizer_step_pre_hook(updating).remove)
+        around_backward(self._hooks, self._around_backward)
+        around_scaler_step(self._hooks, self._around_scaler)
         self._forward(model, args, kwargs)
 
     def detach(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
-        self._replaced.put_back()
+        self._hooks.close()
         self._model = None
         self._end_step()
 

@@ -1,138 +1,16 @@
-"""Watches the processes that a watched script starts.
+"""Commands of the processes that a watched script starts.
 
 Launchers (accelerate, torchrun, Lightning) start `python SCRIPT` by `subprocess`, and `isotype run` changes this
-command. Processes of multiprocessing unpickle an object that starts the watch. Other programs (a shell, another
-environment's Python) are not watched, and the run reports their names.
+command. Other programs (a shell, another environment's Python) are not watched.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-
-from isotype.compat.replaced import Replacements
-from isotype.compat.standard import around_processes, around_programs
-from isotype.preflight.script.family import Options
-
-T = TypeVar("T")
-
-_MAY_TRAIN = re.compile(
-    r"(ba|da|z|k|fi)?sh|pythonw?[\d.]*|torchrun|accelerate|deepspeed|mpirun|mpiexec|srun|ray|uv|conda|env"
-)
-_NEVER_TRAINS = "torch.utils.data."  # the module of data loader workers
-
-
-class Session(Protocol):
-    """The methods of `isotype.preflight.script.session.Session` that this file calls."""
-
-    options: Options
-
-    def safely(self, act: Callable[[], T]) -> T | None: ...
-
-    def left(self, code: Any, leaving: SystemExit | None = None) -> None: ...
-
-    def failed(self, error: Exception) -> Any: ...
-
-    def crashed(self, error: Any) -> Any: ...
-
-
-class Processes:
-    """Watches the processes that a script starts, from `watch` until `leave`.
-
-    Attributes:
-        unwatched: names of programs that were not watched and may have trained.
-        watched: number of watched processes.
-
-    Args:
-        session: the session that watches this process.
-        join: function that starts the watch in a spawned process, which gets the function by pickle.
-    """
-
-    def __init__(self, session: Session, join: Callable[[Options], None]) -> None:
-        self.unwatched: list[str] = []
-        self.watched = 0
-        self._session, self._join = session, join
-        self._replaced = Replacements()
-
-    def watch(self) -> None:
-        around_programs(self._replaced, self._popen, self._system)
-        around_processes(self._replaced, self._start, self._bootstrap)
-
-    def leave(self) -> None:
-        self._replaced.put_back()
-
-    def _popen(self, start: Callable[..., None], process: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
-        ours = self._session.safely(lambda: self._ours(args, rest, kwargs))
-        start(process, args if ours is None else ours, *rest, **kwargs)
-
-    def _ours(self, args: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
-        """Return a new process's command, changed to run under `isotype run`; None if the command stays as it is."""
-        if kwargs.get("shell"):
-            self._remember("sh")
-            return None
-        if not isinstance(args, (list, tuple)) or not args or kwargs.get("executable") or len(rest) > 1:
-            return None
-        words = [os.fsdecode(word) for word in args]
-        ours = watched_command(words, self._session.options.flags())
-        if ours is None:
-            self._remember(Path(words[0]).name)
-            return None
-        self.watched += 1
-        return ours
-
-    def _system(self, start: Callable[..., int], command: Any) -> int:
-        self._remember("sh")
-        return start(command)
-
-    def _remember(self, program: str) -> None:
-        if _MAY_TRAIN.fullmatch(program) and program not in self.unwatched:
-            self.unwatched.append(program)
-
-    def _start(self, start: Callable[..., None], process: Any) -> None:
-        target = getattr(process, "_target", None)
-        if not str(getattr(target, "__module__", "")).startswith(_NEVER_TRAINS):
-            self.watched += 1
-            process._isotype = _Joins(self._join, self._session.options)
-        start(process)
-
-    def _bootstrap(self, bootstrap: Callable[..., int], process: Any, *args: Any, **kwargs: Any) -> int:
-        """Call `Process._bootstrap` in the new process, report at the end, and return its exit status."""
-        run, session = process.run, self._session
-        ends: list[Callable[[], None]] = []
-
-        def watched() -> None:
-            try:
-                run()
-            except SystemExit as leaving:
-                ends.append(partial(session.left, leaving.code, leaving))
-                raise
-            except Exception as error:
-                ends.append(partial(session.crashed, session.failed(error)))
-                raise
-            ends.append(partial(session.left, 0))
-
-        process.run = watched
-        status = bootstrap(process, *args, **kwargs)
-        for end in ends:
-            end()
-        return status
-
-
-class _Joins:
-    """An object that is pickled for a spawned process. Unpickling it in the new process starts the watch."""
-
-    def __init__(self, join: Callable[[Options], None], options: Options) -> None:
-        self._join, self._options = join, options
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._join, (self._options,)
-
 
 _RUN = ("-m", "isotype.cli.run")
 # Under `isotype run`, a script could not import from its folder with -I or -P, nor installed packages with -S. With -c,

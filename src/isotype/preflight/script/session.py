@@ -5,21 +5,25 @@ from __future__ import annotations
 import dis
 import linecache
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
 from isotype.compat.imports import when_imported
+from isotype.compat.replaced import Replacements
+from isotype.compat.standard import around_processes, around_programs
 from isotype.core import PACKAGE
 from isotype.core.console import TerminalConsole
 from isotype.core.errors import IsotypeError, error_line
 from isotype.preflight.script.family import Family, Options, family
-from isotype.preflight.script.processes import Processes
+from isotype.preflight.script.processes import watched_command
 from isotype.report.text import say, short_source
 
 if TYPE_CHECKING:
@@ -29,31 +33,40 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NOTHING_SEEN = "no training step was seen"
+_MAY_TRAIN = re.compile(
+    r"(ba|da|z|k|fi)?sh|pythonw?[\d.]*|torchrun|accelerate|deepspeed|mpirun|mpiexec|srun|ray|uv|conda|env"
+)
+_NEVER_TRAINS = "torch.utils.data."  # the module of data loader workers
 
 
 class Session:
-    """Watches one process.
+    """Watches one process, and lets the processes that it starts be watched by sessions of their own.
 
-    If the watch fails, a line is printed, and the script continues; the exit status is the script's.
+    Processes of multiprocessing unpickle an object that starts the watch. Other processes get another command. If the
+    watch fails, a line is printed, and the script continues; the exit status is the script's.
+
+    Attributes:
+        unwatched: names of programs that were not watched and may have trained.
+        watched: number of watched processes that this process has started.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.unwatched: list[str] = []
+        self.watched = 0
         self._family: Family = family()
-        self._processes = Processes(self, join)
+        self._hooks = Replacements()
         self._diagnosis: Diagnosis | None = None
-        self._waits: Callable[[], None] | None = None
         self._failed = False
 
     def watch(self) -> None:
         """Begin the watch when this process imports torch, and watch the processes that the script starts."""
-        self._processes.watch()
-        self._waits = when_imported("torch", lambda: self.safely(self._begin))
+        around_programs(self._hooks, self._popen, self._system)
+        around_processes(self._hooks, self._start, self._bootstrap)
+        self._hooks.callback(when_imported("torch", lambda: self.safely(self._begin)))
 
     def leave(self) -> None:
-        self._processes.leave()
-        if self._waits is not None:
-            self._waits()
+        self._hooks.close()
         self._family.leave()
 
     def _begin(self) -> None:
@@ -103,14 +116,13 @@ class Session:
             )
 
     def _why_nothing(self, error: BaseException | None) -> str:
-        processes = self._processes
-        if processes.unwatched:
-            programs = ", ".join(processes.unwatched)
+        if self.unwatched:
+            programs = ", ".join(self.unwatched)
             return (
                 f"the script started other programs ({programs}), in which isotype records nothing; if one of them trains, "
                 "write `isotype run` in place of `python` in its command"
             )
-        started = f" in the processes that were started ({processes.watched})" if processes.watched else ""
+        started = f" in the processes that were started ({self.watched})" if self.watched else ""
         if self._diagnosis is None:
             return f"the script never imported torch{started and f', nor trained{started}'}"
         if self._diagnosis.watch.transformed:
@@ -136,6 +148,79 @@ class Session:
     def _say(self, text: str) -> None:
         say(_errors(self._family), f"isotype: {text}")
 
+    # --------------------------------------------------------------------------------- processes that the script starts
+
+    def _popen(self, start: Callable[..., None], process: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
+        ours = self.safely(lambda: self._ours(args, rest, kwargs))
+        start(process, args if ours is None else ours, *rest, **kwargs)
+
+    def _ours(self, args: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
+        """Return a new process's command, changed to run under `isotype run`; None if the command stays as it is."""
+        if kwargs.get("shell"):
+            self._remember("sh")
+            return None
+        if not isinstance(args, (list, tuple)) or not args or kwargs.get("executable") or len(rest) > 1:
+            return None
+        words = [os.fsdecode(word) for word in args]
+        ours = watched_command(words, self.options.flags())
+        if ours is None:
+            self._remember(Path(words[0]).name)
+            return None
+        self.watched += 1
+        return ours
+
+    def _system(self, start: Callable[..., int], command: Any) -> int:
+        self._remember("sh")
+        return start(command)
+
+    def _remember(self, program: str) -> None:
+        if _MAY_TRAIN.fullmatch(program) and program not in self.unwatched:
+            self.unwatched.append(program)
+
+    def _start(self, start: Callable[..., None], process: Any) -> None:
+        target = getattr(process, "_target", None)
+        if not str(getattr(target, "__module__", "")).startswith(_NEVER_TRAINS):
+            self.watched += 1
+            process._isotype = _Joins(self.options)
+        start(process)
+
+    def _bootstrap(self, bootstrap: Callable[..., int], process: Any, *args: Any, **kwargs: Any) -> int:
+        """Call `Process._bootstrap` in the new process, report at the end, and return its exit status."""
+        run = process.run
+        ends: list[Callable[[], None]] = []
+
+        def watched() -> None:
+            try:
+                run()
+            except SystemExit as leaving:
+                ends.append(partial(self.left, leaving.code, leaving))
+                raise
+            except Exception as error:
+                ends.append(partial(self.crashed, self.failed(error)))
+                raise
+            ends.append(partial(self.left, 0))
+
+        process.run = watched
+        status = bootstrap(process, *args, **kwargs)
+        for end in ends:
+            end()
+        return status
+
+
+class _Joins:
+    """An object that is pickled for a spawned process. Unpickling it in the new process starts the watch."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return join, (self._options,)
+
+
+def join(options: Options) -> None:
+    """Start the watch in this process, with the options of the process that has spawned it."""
+    Session(options).watch()
+
 
 def _ended(error: BaseException) -> str:
     from isotype.preflight.script.setup_errors import line_of_script  # imports torch, like the script
@@ -154,11 +239,6 @@ def show(error: BaseException) -> None:
         sys.stderr.write(f"{sys.executable}: {error}\n")
         return
     sys.excepthook(type(error), error, error.__traceback__)
-
-
-def join(options: Options) -> None:
-    """Start the watch in this process, with the options of the process that has spawned it."""
-    Session(options).watch()
 
 
 _OURS = tuple(str(PACKAGE / room) for room in ("trace", "preflight", "cli", "compat"))

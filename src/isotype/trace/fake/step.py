@@ -73,7 +73,7 @@ from isotype.trace.fake.values import LIMIT
 from isotype.trace.sides import sides_of
 from isotype.trace.weights import memory_kind, packed_bytes, state_tensors, tensors_and_weights, weights_of
 
-Change = Callable[[nn.Module], None]
+Change = Callable[[nn.Module], object]
 
 
 @casts_in_place()

@@ -298,9 +298,7 @@ class Watch:
         self.recorder = recorder
         if has_compiler():
             self._recording.enter_context(torch.compiler.set_stance("force_eager"))
-        replaced = Replacements()
-        around_backward(replaced, recorder.around_backward)
-        self._recording.callback(replaced.put_back)
+        around_backward(self._recording.enter_context(Replacements()), recorder.around_backward)
         recorder.turn_to(phase)
         self._enter_modes()
 

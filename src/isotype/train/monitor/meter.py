@@ -49,15 +49,13 @@ class StepMeter:
     signals: Sequence[int] = ()
     now: Step = field(default_factory=lambda: Step(0))
     _stop_reason: StopReason = field(default_factory=StopReason)
-    _methods: Replacements | None = None
+    _methods: Replacements = field(default_factory=Replacements)
 
     def attach(self) -> None:
         self._methods = steps_seen(self.trainer, self._around_step, self._around_loss, self._around_norm)
 
     def detach(self) -> None:
-        if self._methods is not None:
-            self._methods.put_back()
-        self._methods = None
+        self._methods.close()
 
     def begin(self, number: int, learning_rate: float = 0.0) -> None:
         self.now = Step(number, learning_rate)
