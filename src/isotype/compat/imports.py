@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from isotype.compat.replaced import replace
 from isotype.compat.standard import is_being_imported
 
 
@@ -27,20 +28,14 @@ def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
 def code_refused() -> Iterator[None]:
     """Let transformers refuse a checkpoint's code, instead of asking "run the custom code? [y/N]"."""
     name = "transformers.dynamic_module_utils"
-    before: list[int] = []
+    with ExitStack() as after:
 
-    def refuse() -> None:
-        module: Any = sys.modules[name]
-        before.append(module.TIME_OUT_REMOTE_CODE)
-        module.TIME_OUT_REMOTE_CODE = 0  # seconds to wait for an answer
+        def refuse() -> None:
+            # It is the number of seconds to wait for an answer.
+            after.callback(replace(sys.modules[name], "TIME_OUT_REMOTE_CODE", 0))
 
-    leave = when_imported(name, refuse)
-    try:
+        after.callback(when_imported(name, refuse))
         yield
-    finally:
-        leave()
-        if before:
-            vars(sys.modules[name])["TIME_OUT_REMOTE_CODE"] = before[0]
 
 
 class _Finder:

@@ -1,4 +1,4 @@
-"""Replaces attributes of other libraries' modules, classes and objects for a time."""
+"""Reads, sets and replaces attributes of other libraries' modules, classes and objects."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
+
+
+def reads(name: str, default: Any = None) -> Callable[[Any], Any]:
+    """Return a function that returns the attribute `name` of an object, or `default` if it is None or missing."""
+
+    def read(holder: Any) -> Any:
+        value = getattr(holder, name, None)
+        return default if value is None else value
+
+    return read
+
+
+def sets(name: str) -> Callable[[Any, Any], None]:
+    return lambda holder, value: setattr(holder, name, value)
 
 
 def replace(holder: Any, name: str, new: Any) -> Callable[[], None]:

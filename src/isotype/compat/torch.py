@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
-from isotype.compat.replaced import Replacements, replaced
+from isotype.compat.replaced import Replacements, reads, replaced
 from isotype.compat.wrappers import ORIGINAL as ORIGINAL
 
 # ------------------------------------------------------------------------------------------------------ dispatch
@@ -115,16 +115,10 @@ def has_values(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is plain and not tensor.is_meta
 
 
-def operator_packet(operator: Any) -> Any:
-    """Return `torch.ops.aten.add` for `torch.ops.aten.add.Tensor`."""
-    return operator._overloadpacket
-
-
-def operator_schema(operator: Any) -> Any:
-    """Return an operator's `torch._C.FunctionSchema`; None for a higher-order operator."""
-    return getattr(operator, "_schema", None)
-
-
+operator_packet = reads("_overloadpacket")
+"""Return `torch.ops.aten.add` for `torch.ops.aten.add.Tensor`."""
+operator_schema = reads("_schema")
+"""Return an operator's `torch._C.FunctionSchema`; None for a higher-order operator."""
 _KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS", "hpu": "HPU"}  # ROCm has the key CUDA
 
 
@@ -271,9 +265,8 @@ def loss_scale(scaler: Any) -> torch.Tensor | float | None:
     return float(scaler.get_scale()) if scale is None else scale.reshape(())
 
 
-def stored_scale(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
-    """Return the tensor by which `scaler.scale` multiplies; None before its first call and for a disabled scaler."""
-    return getattr(scaler, "_scale", None)
+stored_scale = reads("_scale")
+"""Return the tensor by which `scaler.scale` multiplies; None before its first call and for a disabled scaler."""
 
 
 def unscale_(gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
@@ -347,8 +340,7 @@ class UncastBuffers(nn.Module):
         return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
 
 
-def state_dict_hooks(module: nn.Module) -> dict[int, Any]:
-    return module._state_dict_hooks
+state_dict_hooks = reads("_state_dict_hooks")
 
 
 def own_state(module: nn.Module, into: dict[str, Any], prefix: str) -> None:
@@ -401,27 +393,21 @@ def take_out(*modes: TorchFunctionMode | TorchDispatchMode) -> None:
 @contextmanager
 def no_modes() -> Iterator[None]:
     """Disable all modes of the script inside the `with` block."""
-    popped = [(stack, _pop_all(stack)) for stack in (FUNCTION_MODES, DISPATCH_MODES)]
-    try:
+    with ExitStack() as after:
+        for stack in (FUNCTION_MODES, DISPATCH_MODES):
+            after.callback(_push_all, stack, _pop_all(stack))
         yield
-    finally:
-        for stack, modes in popped:
-            _push_all(stack, modes)
 
 
 @contextmanager
 def no_saved_tensor_hooks() -> Iterator[None]:
     """Let autograd save tensors without the script's hooks, such as the hooks of `torch.utils.checkpoint.checkpoint`."""
     hooks: Any = torch._C._autograd
-    popped = []
-    while (top := hooks._top_saved_tensors_default_hooks(False)) is not None:
-        popped.append(top)
-        hooks._pop_saved_tensors_default_hooks()
-    try:
+    with ExitStack() as after:
+        while (top := hooks._top_saved_tensors_default_hooks(False)) is not None:
+            hooks._pop_saved_tensors_default_hooks()
+            after.callback(hooks._push_saved_tensors_default_hooks, *top)
         yield
-    finally:
-        for pack, unpack in reversed(popped):
-            hooks._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _pop_all(stack: ModeStack) -> list[Any]:

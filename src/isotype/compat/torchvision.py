@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -19,15 +19,12 @@ _declared: list[Any] = []  # an operator stays declared as long as its torch.lib
 @contextmanager
 def importable() -> Iterator[None]:
     """Call `make_importable` if transformers is imported in the `with` block, because it imports torchvision."""
-    if "transformers" in sys.modules:
-        make_importable()
+    with ExitStack() as after:
+        if "transformers" in sys.modules:
+            make_importable()
+        else:
+            after.callback(when_imported("transformers", make_importable))
         yield
-        return
-    leave = when_imported("transformers", make_importable)
-    try:
-        yield
-    finally:
-        leave()
 
 
 def make_importable() -> None:

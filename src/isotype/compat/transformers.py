@@ -20,7 +20,7 @@ from packaging.version import Version
 from torch import nn
 
 from isotype.compat.peft import without_peft
-from isotype.compat.replaced import Replacements, replaced
+from isotype.compat.replaced import Replacements, reads, replaced, sets
 from isotype.compat.standard import frame_above
 
 # -------------------------------------------------------------------------------------------------------- models
@@ -31,45 +31,30 @@ LOAD: Final = "_load_pretrained_model"
 """A model class's method that loads weights from files into a model."""
 
 
-def _reads(name: str, default: Any = None) -> Callable[[Any], Any]:
-    def read(holder: Any) -> Any:
-        value = getattr(holder, name, None)
-        return default if value is None else value
-
-    return read
-
-
-def _sets(name: str) -> Callable[[Any, Any], None]:
-    return lambda holder, value: setattr(holder, name, value)
-
-
-pinned = _reads("_keep_in_fp32_modules")
+pinned = reads("_keep_in_fp32_modules")
 """Return name patterns of modules that stay float32 in a float16 model; None if there are none."""
-pinned_strictly = _reads("_keep_in_fp32_modules_strict")
+pinned_strictly = reads("_keep_in_fp32_modules_strict")
 """Return name patterns of modules that stay float32 in any model; None if there are none."""
-mapping_of = _reads("_model_mapping")
+mapping_of = reads("_model_mapping")
 """Return the mapping of an auto class: config class -> model class; None for another class."""
-name_of, rename = _reads("_name_or_path"), _sets("_name_or_path")
+name_of, rename = reads("_name_or_path"), sets("_name_or_path")
 """Return or set the path or hub id from which a config was loaded. PEFT and trainers read this name."""
-has_own_adapters = _reads("_hf_peft_config_loaded", False)
+has_own_adapters = reads("_hf_peft_config_loaded", False)
 """Return whether the model has adapters from its method `load_adapter`, without a `PeftModel`."""
-may_be_missing = _reads("_keys_to_ignore_on_load_missing", ())
+may_be_missing = reads("_keys_to_ignore_on_load_missing", ())
 """Return name patterns of tensors that may be missing in a checkpoint."""
-may_be_surplus = _reads("_keys_to_ignore_on_load_unexpected", ())
+may_be_surplus = reads("_keys_to_ignore_on_load_unexpected", ())
 """Return name patterns of a checkpoint's tensors that the model ignores."""
-conversions, set_conversions = _reads("_weight_conversions"), _sets("_weight_conversions")
+conversions, set_conversions = reads("_weight_conversions"), sets("_weight_conversions")
 """Return or set the conversions that loading applies and saving reverses; None if there are none."""
-attention_of, set_attention = _reads("_attn_implementation"), _sets("_attn_implementation")
+attention_of, set_attention = reads("_attn_implementation"), sets("_attn_implementation")
 """Return or set the attention implementation of a config, or of a model to be built from it; None if unset."""
-gate_of = _reads("_apply_gate")
+gate_of = reads("_apply_gate")
 """Return the function that combines the gate and up products in an experts module; None for another module."""
-has_parallel_experts = _reads("_is_expert_parallel", False)
+unsplit_classes = reads("_no_split_modules", frozenset())
+"""Return names of module classes that are never split across devices. accelerate shards each such module as a unit."""
+has_parallel_experts = reads("_is_expert_parallel", False)
 """Return whether this process has only some of the module's experts."""
-
-
-def unsplit_classes(model: Any) -> frozenset[str]:
-    """Return names of module classes that are never split across devices. accelerate shards each such module as a unit."""
-    return frozenset(getattr(model, "_no_split_modules", None) or ())
 
 
 def has_states(model: Any) -> bool:

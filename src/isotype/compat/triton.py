@@ -29,11 +29,8 @@ def without_kernels(launched: Callable[[str, Any], None], fake: type) -> Iterato
 
     A trace does not need the kernel: a kernel returns nothing, and the tensors that it writes to already have dtypes.
     """
-    interface: Any = getattr(sys.modules.get("triton.runtime.jit"), "KernelInterface", None)
-    if interface is None:
-        yield
-        return
-    launcher_of = interface.__getitem__
+    interface = getattr(sys.modules.get("triton.runtime.jit"), "KernelInterface", None)
+    launcher_of: Any = getattr(interface, "__getitem__", None)
 
     def launcher(kernel: Any, grid: Any) -> Callable[..., Any]:
         def launch(*args: Any, **kwargs: Any) -> Any:

@@ -159,11 +159,6 @@ def _require_gradient(module: nn.Module, args: Any, output: Any) -> Any:
     return tree_map(requiring, output)
 
 
-def _set_input(module: nn.Module, value: str) -> list[Undo]:
-    hook = partial(_cast_input, parse_dtype(value))
-    return [module.register_forward_pre_hook(hook, with_kwargs=True).remove]
-
-
 def _set_state(layer: Any, value: str) -> list[Undo]:
     stack = held_stack(layer)
     states = quantization_states(layer) if stack is None else [stack]
@@ -237,7 +232,9 @@ _CHANGES: dict[str, Callable[[Any, str], list[Undo]]] = {
     "output": lambda module, value: [
         module.register_forward_hook(partial(_cast_output, parse_dtype(value))).remove
     ],
-    "input": _set_input,
+    "input": lambda module, value: [
+        module.register_forward_pre_hook(partial(_cast_input, parse_dtype(value)), with_kwargs=True).remove
+    ],
     "state": _set_state,
     "compute": _set_compute,
     "boundary": _set_boundary,
