@@ -14,7 +14,7 @@ from datasets import Image as Pictures
 from isotype.cli.main import main
 from isotype.core.errors import DataError, UsageError
 from isotype.data.methods import METHODS
-from isotype.train.rows.data import fitting, uncut
+from isotype.train.rows.data import fitting
 from isotype.train.rows.lengths import lengths_of
 from isotype.train.rows.pictured import Pictured
 from tests.parsed import parse_settings
@@ -197,8 +197,8 @@ def arguments(*more: str) -> Any:
 
 def test_a_row_with_a_picture_is_not_cut_by_default():
     rows, lines = data(5, 2000), []
-    kept = fitting(arguments(), tiny_processor("llava"), rows, lines.append)
-    assert uncut(arguments(), kept).max_length is None
+    settings, kept = fitting(arguments(), tiny_processor("llava"), rows, lines.append)
+    assert settings.max_length is None
     assert kept["train"].num_rows == 2
     assert not lines
 
@@ -232,9 +232,9 @@ def test_a_row_that_is_too_long_is_refused_or_left_out():
     )
     lines: list[str] = []
     options = ("--max_length", "40", "--excess_length_strategy", "drop")
-    kept = fitting(arguments(*options), processor, rows, lines.append)
+    settings, kept = fitting(arguments(*options), processor, rows, lines.append)
     assert kept["train"].num_rows == 2
-    assert uncut(arguments(*options), kept).max_length is None
+    assert settings.max_length is None
     assert lines == [
         "1 of 3 rows in 'train' are longer than max_length 40 and dropped, because images are not cut"
     ]

@@ -17,7 +17,6 @@ import torch
 from accelerate.utils import is_compiled_module
 from torch import nn
 from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from isotype.checkpoint.opened import facts_of
 from isotype.checkpoint.resolve import resolve_precision
@@ -41,7 +40,7 @@ from isotype.preflight.run import run
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.report.check.report import Report
-from isotype.train.monitor.meter import StepMeter, stopped
+from isotype.train.monitor.meter import StepMeter
 from isotype.train.policy import begin_loss_scale
 from isotype.train.trainer import PolicyTrainer
 
@@ -140,9 +139,8 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._scale = step.scale
         what = None if meter.together else meter.ends(step)  # the recorder of a PolicyTrainer checks the step
         if what is not None:
-            step.learning_rate, replay = float(kwargs["lr_scheduler"].get_last_lr()[0]), meter.replay(step)
-            last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
-            raise stopped(what, args, step, last and Path(last), replay, script=True)
+            step.learning_rate = float(kwargs["lr_scheduler"].get_last_lr()[0])
+            raise meter.stopped(what, step)
 
     def _leave(self) -> None:
         self._reductions.close()

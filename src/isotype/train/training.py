@@ -35,37 +35,16 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.run.record import RunRecord, Sample
 from isotype.report.text import say
-from isotype.train import describe
+from isotype.train import describe, models
 from isotype.train.chat import Prompt, answer, answers_after
 from isotype.train.command.settings import Settings, cure_by_name
 from isotype.train.compilation import compile_blocks
 from isotype.train.initial_adapter import start_of
 from isotype.train.launched import Sharding, leave_group_at_exit, lost_process_named, take_sharding
 from isotype.train.libraries import require_fitting_libraries
-from isotype.train.models import (
-    adapted_model,
-    one_reference,
-    parts_to_adapt,
-    processing_class,
-    require_token_ids,
-)
 from isotype.train.monitor.recorder import PeriodicReport, RunRecorder
+from isotype.train.output import resume
 from isotype.train.output.checkpoints import remove_other_kind, trained_kind
-from isotype.train.output.resume import (
-    RECOMPUTED,
-    TEMPLATE_DATE,
-    check_resume,
-    day_note,
-    day_of_run,
-    identity_of,
-    locked_directory,
-    mark_day,
-    output_directory,
-    resume_command,
-    resume_point,
-    say_what_is_overwritten,
-    say_where,
-)
 from isotype.train.output.run_report import earlier_report, files_of_checkpoint, model_card, write_report
 from isotype.train.output.saving import Hooks
 from isotype.train.policy import (
@@ -78,15 +57,7 @@ from isotype.train.policy import (
 from isotype.train.preflight.plan_rows import choice_of_run
 from isotype.train.rewards import check_rewards, rewards_of
 from isotype.train.rows.assistant import labelled_rows
-from isotype.train.rows.data import (
-    dropped_examples,
-    fitting,
-    has_pictures,
-    hold_back,
-    pictures_named,
-    training_data,
-    uncut,
-)
+from isotype.train.rows.data import dropped_examples, fitting, pictures_named, training_data
 from isotype.train.rows.examples import data_summary, example_of, show_data
 from isotype.train.rows.lengths import adapter_notes, lengths_in
 from isotype.train.rows.packed import keep_rows
@@ -134,13 +105,13 @@ def run(settings: Settings, console: Console) -> Outcome:
             say(console, f"note: training on the first of {gpus} GPUs; {launcher} trains on all of them")
         rewards = rewards_of(settings)
         check_settings(settings)
-    with output_directory(settings), locked_directory(settings, console), sound_attention(profile):
+    with resume.output_directory(settings, console), sound_attention(profile):
         with interrupts_kept():
             decided = _decided(settings, profile, rewards)
-        with day_held(date.fromisoformat(decided.identity[TEMPLATE_DATE])):
+        with day_held(date.fromisoformat(decided.identity[resume.TEMPLATE_DATE])):
             with interrupts_kept():
                 built = _build(decided, console)
-            identity = {**decided.identity, RECOMPUTED: built.choice.arguments}
+            identity = {**decided.identity, resume.RECOMPUTED: built.choice.arguments}
             return _train(replace(decided, identity=identity), built, console)
 
 
@@ -162,22 +133,21 @@ def _for_machine(settings: Settings, sharding: Sharding | None, profile: DeviceP
 
 def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]) -> Run:
     """Read the data and decide the policy. Raise CheckpointError if the resumed checkpoint belongs to another run."""
-    resume = resume_point(settings)
-    earlier = earlier_report(resume)
+    resumed = resume.resume_point(settings)
+    earlier = earlier_report(resumed)
     notes: list[str] = []
-    data = hold_back(settings, training_data(settings, notes.append))
+    data = training_data(settings, notes.append)
     check_rewards(settings, rewards, data)
     checkpoint = open_checkpoint(settings.model_name_or_path, settings.model_revision)
-    require_token_ids(config_of(checkpoint), settings)
-    saved = None if resume is None else PrecisionPolicy.read(resume)
+    models.require_token_ids(config_of(checkpoint), settings)
+    saved = None if resumed is None else PrecisionPolicy.read(resumed)
     when = settings.ranges if saved is None else "known"
     policy, ranges = policy_of_run(checkpoint, settings.precision, settings.device, when=when)
     policy = with_constants_of(with_ranges_of(policy, saved), saved)
     check_policy(settings, policy)
     require_weights(checkpoint)
-    identity = identity_of(settings, checkpoint, policy, data[settings.dataset_train_split])
-    identity[TEMPLATE_DATE] = day_of_run(resume).isoformat()
-    check_resume(identity, resume)
+    rows = data[settings.dataset_train_split]
+    identity = resume.identity_of(settings, checkpoint, policy, rows, resumed)
     return Run(
         settings=settings,
         checkpoint=checkpoint,
@@ -185,7 +155,7 @@ def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]
         profile=profile,
         data=data,
         rewards=rewards,
-        resume=resume,
+        resume=resumed,
         earlier=earlier,
         identity=identity,
         notes=tuple(notes),
@@ -202,14 +172,14 @@ def _build(run: Run, console: Console) -> Built:
     settings, policy, data = run.settings, run.policy, run.data
     method = settings.method
     source = tokenizer_source(run.checkpoint)
-    tokenizer = processing_class(source, revision=run.checkpoint.revision)
+    tokenizer = models.processing_class(source, revision=run.checkpoint.revision)
     if not settings.method.takes_pictures:  # TRL's trainer does not take the processor, either
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    mark_day(settings, run.identity[TEMPLATE_DATE], tokenizer)
+    day = run.identity[resume.TEMPLATE_DATE]
+    resume.mark_day(settings, day, tokenizer)
     check_tokenizer(settings, source, tokenizer, data)
     notes = list(run.notes)
-    data = fitting(settings, tokenizer, data, notes.append)
-    settings = uncut(settings, data)
+    settings, data = fitting(settings, tokenizer, data, notes.append)
     run = replace(run, settings=settings, data=data)
     train_split, test_split = settings.dataset_train_split, settings.dataset_test_split
     counted = "max_length" in settings.command.specs
@@ -221,11 +191,11 @@ def _build(run: Run, console: Console) -> Built:
     loud = {"quiet": settings.quiet, "verbose": settings.verbose}
     describe.show_policy(console, policy, settings.optim, choice, **loud)
     if run.resume is None:
-        say_what_is_overwritten(settings, console)
+        resume.say_what_is_overwritten(settings, console)
     set_seed(settings.seed)
     with console.status(f"loading {run.checkpoint.name} as {policy.form} …"):
-        adapt = parts_to_adapt(settings, next(iter(rows[train_split]), {}))
-        model, peft_config = adapted_model(settings, run.checkpoint, policy, adapt=adapt)
+        adapt = models.parts_to_adapt(settings, next(iter(rows[train_split]), {}))
+        model, peft_config = models.adapted_model(settings, run.checkpoint, policy, adapt=adapt)
     describe.show_model(console, model)
     asked = _first_answers(run, model, tokenizer, console)
     masters = masters_of(model)
@@ -237,7 +207,7 @@ def _build(run: Run, console: Console) -> Built:
         _refused_rows_named(settings, tokenizer, data),
         asking(on_hub),
         _named_by_path(model, source, run.checkpoint.revision),
-        one_reference(settings, model),
+        models.one_reference(settings, model),
     ):
         trainer = policy_trainer(method.trainer_class())(
             model=model,
@@ -258,8 +228,7 @@ def _build(run: Run, console: Console) -> Built:
     # A reward trainer leaves long rows out, and `dropped` names their number.
     cut = lengths and settings.method.loss != "reward" and lengths.cut(settings.max_length)
     twice = lengths and lengths.begun_twice()
-    day = run.identity[TEMPLATE_DATE]
-    dated = day_note(data[train_split], day, run.resume, trainer.processing_class)
+    dated = resume.day_note(data[train_split], day, run.resume, trainer.processing_class)
     more = (dated, twice, cut, dropped, packing, balance(trainer), not_the_best(settings))
     notes += [note for note in more if note]
     for note in notes:
@@ -271,7 +240,7 @@ def _build(run: Run, console: Console) -> Built:
         fusion=fusion,
         notes=tuple(notes),
         lengths=lengths,
-        pictures=has_pictures(settings, data),
+        pictures=method.takes_pictures and any(map(picture_columns, data.values())),
     )
     if run.resume is None:
         example = None if settings.quiet else example_of(trainer)
@@ -371,9 +340,9 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
     settings, root = run.settings, Path(run.settings.output_dir)
     trainer, samples = built.trainer, [sample for sample, _ in built.asked]
     started = datetime.now(UTC)
-    goes_on = partial(resume_command, settings.command, settings.output_dir)
+    goes_on = partial(resume.resume_command, settings.command, settings.output_dir)
     write = partial(write_report, root=root, writes=trainer.args.should_save)
-    say_where(settings, run.identity, run.resume, console)
+    resume.say_where(settings, run.identity, run.resume, console)
     with ProgressView(console, trainer.args.logging_steps) as view:
         recorder = RunRecorder(trainer, view, run.earlier)
         record_of = partial(describe.record, run, built, describe.of_model(trainer.model), recorder, started)
@@ -427,13 +396,13 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
 
 
 def _train_and_save(
-    trainer: Any, root: Path, resume: Path | None, hooks: Hooks, console: Console
+    trainer: Any, root: Path, resumed: Path | None, hooks: Hooks, console: Console
 ) -> int | None:
     """Train, and save the model into `root`. Return the signal that stopped the training, or None if no signal did."""
     with graceful_stop(trainer, console) as stopped, pictures_named(trainer):
         try:
             with interrupts_kept():  # a library may turn the exception of a second signal into an error
-                trainer.train(str(resume) if resume else None, hooks=hooks, signals=stopped)
+                trainer.train(str(resumed) if resumed else None, hooks=hooks, signals=stopped)
             if stopped and trainer.state.global_step < trainer.state.max_steps:
                 return stopped[0]
             former = trained_kind(root)

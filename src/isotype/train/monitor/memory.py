@@ -37,32 +37,19 @@ class _Resident:
         self._process = psutil.Process()
         self._peak = 0
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="isotype-memory", daemon=True)
-
-    def __enter__(self) -> _Resident:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self._stop.set()
-        self._thread.join()
 
     def restart(self) -> None:
         with self._lock:
-            self._peak = self._size()
+            self._peak = self._process.memory_info().rss
 
     def peak(self) -> int:
         with self._lock:
-            self._peak = max(self._peak, self._size())
+            self._peak = max(self._peak, self._process.memory_info().rss)
             return self._peak
 
-    def _sample(self) -> None:
-        while not self._stop.wait(SAMPLING_SECONDS):
+    def sample(self, stop: threading.Event) -> None:
+        while not stop.wait(SAMPLING_SECONDS):
             self.peak()
-
-    def _size(self) -> int:
-        return int(self._process.memory_info().rss)
 
 
 MemoryMeter = _Allocated | _Resident
@@ -80,8 +67,14 @@ def memory_meter(device: torch.device) -> Iterator[MemoryMeter]:
     if device.type in ("cuda", "xpu"):
         yield _Allocated(device)
         return
-    with _Resident() as meter:
+    meter, stop = _Resident(), threading.Event()
+    thread = threading.Thread(target=meter.sample, args=(stop,), name="isotype-memory", daemon=True)
+    thread.start()
+    try:
         yield meter
+    finally:
+        stop.set()
+        thread.join()
 
 
 _EVERY = 50

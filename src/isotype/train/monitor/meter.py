@@ -6,18 +6,20 @@ import copy
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer_utils import get_last_checkpoint
 
 from isotype.compat.replaced import Replacements
 from isotype.compat.torch import loss_scale
 from isotype.compat.transformers import batches_as_they_are, steps_seen
 from isotype.core.errors import Problem, TrainingError, error_line
 from isotype.core.random_states import RandomStates
+from isotype.data.pictures import picture_columns
 from isotype.records.nonfinite import NonFinite
 from isotype.report.nonfinite import problem_of
 from isotype.report.text import chat_command
@@ -116,6 +118,18 @@ class StepMeter:
         except Exception as error:  # noqa: BLE001 - reported beside the error that ends the run
             return error_line(error)
 
+    def stopped(self, what: str, step: Step) -> TrainingError:
+        """Return the error that ends a run before the update of `step`. `what` is the reason ("the loss is not finite")."""
+        parts = {
+            "loss": step.loss,
+            "learning rate": step.learning_rate,
+            "gradient norm": step.grad_norm,
+            "loss scale": step.scale,
+        }
+        measured = ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
+        headline, script = f"{what}: stopped before the update", not self.together
+        return not_finite(self.trainer, headline, step.number, measured, self.replay(step), script=script)
+
     def _around_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loss = method(*args, **kwargs)
         self.now.loss = self.now.loss + loss.detach()
@@ -140,65 +154,46 @@ _OF_THE_DATA = ("input", "labels", "row", "empty", "constant", "outside")
 
 
 def not_finite(
+    trainer: Any,
     headline: str,
-    arguments: Any,
     step: int,
-    measured: Mapping[str, object],
-    checkpoint: Path | None,
+    measured: str = "",
     replay: Replay | None = None,
+    *,
     script: bool = False,
-    pictures: bool = False,
 ) -> TrainingError:
     """Return the error that ends a run whose loss, gradients or weights are not finite.
 
     Args:
-        checkpoint: the last complete checkpoint, or None if there is none.
         replay: result of running the step again, or None if the step was not run again.
         script: True in a user's script. The error then shows arguments as Python code.
     """
-    figures = ", ".join(f"{name} {value}" for name, value in measured.items())
-    what = f"step {step}{': ' if figures else ''}{figures}"
+    what = f"step {step}{': ' if measured else ''}{measured}"
     first = replay if isinstance(replay, NonFinite) else None
     if isinstance(replay, str):
         why = replay and f"could not be run again ({replay})"
         what += f"\n    this step {why or 'was run again, and all of its values were finite'}"
     of_data = first is not None and (first.cause in _OF_THE_DATA or first.entries == (0.0, 0.0))
-    tries = [] if of_data else _tries(arguments, step, script)
+    tries = [] if of_data else _tries(trainer.args, step, script)
     problems = [Problem(what, "finite numbers", "; or ".join(tries) or "see the operator below")]
     if first is not None:
         problems.append(problem_of(first))
-    return TrainingError(headline, problems, _hint(checkpoint, script, pictures))
+    return TrainingError(headline, problems, _hint_of_script(trainer.args) if script else _hint(trainer))
 
 
-def stopped(
-    what: str,
-    arguments: Any,
-    step: Step,
-    checkpoint: Path | None,
-    replay: Replay,
-    script: bool = False,
-    pictures: bool = False,
-) -> TrainingError:
-    """Return the error that ends a run before the update of `step`. `what` is the reason ("the loss is not finite")."""
-    parts = {
-        "loss": step.loss,
-        "learning rate": step.learning_rate,
-        "gradient norm": step.grad_norm,
-        "loss scale": step.scale,
-    }
-    measured = {name: f"{value:g}" for name, value in parts.items() if value is not None}
-    headline = f"{what}: stopped before the update"
-    return not_finite(headline, arguments, step.number, measured, checkpoint, replay, script, pictures)
-
-
-def _hint(checkpoint: Path | None, script: bool, pictures: bool) -> str:
+def _hint(trainer: Any) -> str:
+    checkpoint = trainer.last_checkpoint()
     if checkpoint is None:
-        flag = "save_steps=N" if script else "--save_steps N"
-        return f"no checkpoint has been saved yet; {flag} saves one every N steps"
-    if script:
-        return f"{checkpoint} is a complete checkpoint; resume with trainer.train(resume_from_checkpoint={str(checkpoint)!r})"
-    command = shlex.join(chat_command(checkpoint, pictures=pictures))
+        return "no checkpoint has been saved yet; --save_steps N saves one every N steps"
+    command = shlex.join(chat_command(checkpoint, pictures=bool(picture_columns(trainer.train_dataset))))
     return f"{checkpoint} is a complete checkpoint; to use it: {command}"
+
+
+def _hint_of_script(arguments: Any) -> str:
+    last = get_last_checkpoint(arguments.output_dir) if Path(arguments.output_dir).is_dir() else None
+    if last is None:
+        return "no checkpoint has been saved yet; save_steps=N saves one every N steps"
+    return f"{last} is a complete checkpoint; resume with trainer.train(resume_from_checkpoint={last!r})"
 
 
 def _tries(arguments: Any, step: int, script: bool) -> list[str]:

@@ -11,11 +11,9 @@ from typing import Any
 from transformers import TrainerCallback
 
 from isotype.core.errors import SaveError, first_line
-from isotype.data.pictures import picture_columns
 from isotype.report.run.headroom import Headroom
 from isotype.report.run.record import EvalRecord, RunRecord, StepRecord
 from isotype.train.monitor.memory import HeadroomMeter
-from isotype.train.monitor.meter import stopped
 from isotype.train.monitor.progress import ProgressView
 from isotype.train.monitor.step import Step, skipping_optimizer
 
@@ -124,16 +122,13 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         return ""
 
     def _check(self, step: Step) -> None:
-        meter = self.trainer.steps
-        what = meter.ends(step)
+        what = self.trainer.steps.ends(step)
         if what is None:
             return
         if not step.seconds:  # the step ends without its update
             self._end(step.number)
         self.steps.append(step.record())
-        replay, checkpoint = meter.replay(step), self.trainer.last_checkpoint()
-        pictures = bool(picture_columns(self.trainer.train_dataset))
-        raise stopped(what, self.trainer.args, step, checkpoint, replay, pictures=pictures)
+        raise self.trainer.steps.stopped(what, step)
 
     def _end(self, number: int) -> Step:
         if self._headroom is not None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -42,26 +42,17 @@ _NO_RESUME = (None, False, "False", "false")
 
 
 @contextmanager
-def locked_directory(settings: Settings, console: Console) -> Iterator[None]:
-    """Lock the output directory in the process that writes, so that no other run writes into the directory."""
-    if not settings.training.should_save:
-        yield
-        return
-    command = printed_command(settings.command.tokens())
-    with only_writer(Path(settings.output_dir), command) as unlocked:
-        if unlocked is not None:
-            say(console, f"note: {unlocked}")
-        yield
-
-
-@contextmanager
-def output_directory(settings: Settings) -> Iterator[None]:
-    """Create the output directory, and remove the directory at the end if nothing was written into it."""
+def output_directory(settings: Settings, console: Console) -> Iterator[None]:
+    """Create the output directory, and lock it in the process that writes. At the end, remove it if it is empty."""
     root = Path(settings.output_dir)
+    command = printed_command(settings.command.tokens())
     missing = [path for path in (root, *root.parents) if not path.exists()]
     try:
         root.mkdir(parents=True, exist_ok=True)
-        yield
+        with only_writer(root, command) if settings.training.should_save else nullcontext() as unlocked:
+            if unlocked is not None:
+                say(console, f"note: {unlocked}")
+            yield
     finally:
         for path in missing:
             with suppress(OSError):  # the folder is not empty, or could not be created
@@ -99,14 +90,12 @@ def resume_point(settings: Settings) -> Path | None:
     raise CheckpointError.of(headline, what, "a complete folder checkpoint-N", fix)
 
 
-def check_resume(identity: Mapping[str, Any], resume: Path | None) -> None:
+def check_resume(identity: Mapping[str, Any], resume: Path) -> None:
     """Raise CheckpointError with all differences between `identity` and the settings of the checkpoint's run.
 
     Values that the checkpoint does not record are not compared. The numbers of steps and epochs may differ. The number
     of processes may differ if a step has the same number of rows.
     """
-    if resume is None:
-        return
     if problems := [_problem(name, was, now, resume) for name, was, now in _different(resume, identity)]:
         raise CheckpointError(
             f"{resume} belongs to a run with other settings",
@@ -146,9 +135,8 @@ def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | No
 
 def resume_command(command: Command, output_dir: str, checkpoint: Path) -> str:
     """Return the command line that resumes `checkpoint` with the current number of processes."""
-    command = command.but(resume_from_checkpoint=None)
-    if "output_dir" not in command:
-        command = command.but(output_dir=output_dir)
+    directory = {} if "output_dir" in command else {"output_dir": output_dir}
+    command = command.but(resume_from_checkpoint=None, **directory)
     command = command.but(resume_from_checkpoint=str(checkpoint))
     if processes() == 1:
         return printed_command(command.tokens())
@@ -186,11 +174,6 @@ def template_date(resume: Path | None) -> date | None:
         return None
 
 
-def day_of_run(resume: Path | None) -> date:
-    """Return the day that the resumed checkpoint records, or today. All processes get the date of rank 0."""
-    return from_first(lambda: template_date(resume) or date.today())
-
-
 def mark_day(settings: Settings, day: str, tokenizer: Any) -> None:
     """Store the run's date in the tokenizer. `datasets` then includes it in the cache key of tokenized rows."""
     if writes_date(tokenizer) or settings.chat_template_path is not None:
@@ -223,12 +206,15 @@ _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("data
 
 
 def identity_of(
-    settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, rows: Any
+    settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, rows: Any, resume: Path | None
 ) -> dict[str, Any]:
     """Return the settings that determine the numerical results of a run, by argument name, as plain JSON values.
 
     Some names are not arguments, such as `rows in an optimizer step` (of all processes). `weights` and `rows` are
     fingerprints of the model and the training rows, or None. The trainer must not have changed `settings` yet.
+
+    Raises:
+        CheckpointError: the resumed checkpoint belongs to a run with other settings.
     """
     from transformers import TrainingArguments
 
@@ -258,8 +244,12 @@ def identity_of(
         "adapt": settings.adapt,
         **(_lora(settings) if policy.trainable == "lora" else {}),
     }
-    plain: dict[str, Any] = json.loads(json.dumps(settings_by_name, default=_plain))
-    return plain
+    identity: dict[str, Any] = json.loads(json.dumps(settings_by_name, default=_plain))
+    # The day that the checkpoint records, or today in rank 0.
+    identity[TEMPLATE_DATE] = from_first(lambda: template_date(resume) or date.today()).isoformat()
+    if resume is not None:
+        check_resume(identity, resume)
+    return identity
 
 
 def changed_length(checkpoint: Path, identity: Mapping[str, Any]) -> str | None:

@@ -25,7 +25,6 @@ from isotype.core.files import (
     write_failure,
     write_whole,
 )
-from isotype.data.pictures import picture_columns
 from isotype.model.finite import all_finite
 from isotype.train.monitor.meter import not_finite
 from isotype.train.output.checkpoints import (
@@ -90,14 +89,7 @@ class WholeCheckpoints(Sharded):
         finite = all_finite(p for p in self.model.parameters() if p.requires_grad)
         broken = self.accelerator.reduce(torch.tensor(0.0 if finite else 1.0, device=self.args.device))
         if broken.item():
-            raise not_finite(
-                "the trained weights are not finite",
-                self.args,
-                self.state.global_step,
-                {},
-                self.last_checkpoint(),
-                pictures=bool(picture_columns(self.train_dataset)),
-            )
+            raise not_finite(self, "the trained weights are not finite", self.state.global_step)
 
     def folder_of_run(self: Any, trial: Any) -> str:
         return str(self._staging) if self._staging is not None else str(super().folder_of_run(trial))

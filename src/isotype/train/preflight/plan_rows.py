@@ -27,7 +27,7 @@ from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step import PlannedStep
 from isotype.train.rewards import check_rewards, rewards_here
 from isotype.train.rows.assistant import labelled_rows
-from isotype.train.rows.data import fitting, hold_back, require_rows_left, training_data_here, uncut
+from isotype.train.rows.data import fitting, require_rows_left, training_data_here
 from isotype.train.rows.lengths import (
     COUNTED_ROWS,
     UNBOUNDED,
@@ -227,7 +227,6 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     data = training_data_here(settings, notes.append)
     if data is None:
         return plan
-    data = hold_back(settings, data)
     check_rewards(settings, rewards, data)
     rows = data[settings.dataset_train_split]
     adapt = parts_to_adapt(settings, next(iter(rows), {}))
@@ -242,8 +241,7 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
         unknown = "the rows' lengths are unknown: this machine has no tokenizer of the model"
         return replace(plan, notes=(*plan.notes, unknown))
     check_tokenizer(settings, source, tokenizer, data)
-    data = fitting(settings, tokenizer, data, notes.append)
-    settings = uncut(settings, data)
+    settings, data = fitting(settings, tokenizer, data, notes.append)
     rows = data[settings.dataset_train_split]
     labelled_rows(settings, tokenizer, data, COUNTED_ROWS, notes.append)
     notes += plain_turns(settings, tokenizer, data)

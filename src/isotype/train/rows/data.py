@@ -35,9 +35,12 @@ _TRIED = 64
 def training_data(
     settings: Settings, say: Callable[[str], object], *, evaluates: bool | None = None
 ) -> DatasetDict | IterableDatasetDict:
-    """Read the data, but hold no rows back. Require a test split if `evaluates` (default: evaluation is on) is True."""
+    """Read the data. With `--eval_split`, move a part of the training rows to the test split.
+
+    A test split is required if `evaluates` (by default: evaluation is on) is True.
+    """
     evaluates = settings.eval_strategy != "no" if evaluates is None else evaluates
-    return load_training_data(
+    data = load_training_data(
         settings.script,
         settings.dataset,
         Reading(
@@ -51,6 +54,7 @@ def training_data(
         need_test=evaluates and settings.eval_split is None,
         say=say,
     )
+    return data if settings.eval_split is None else _held_back(settings, data)
 
 
 def training_data_here(
@@ -65,12 +69,8 @@ def training_data_here(
     return training_data(settings, say) if local else None
 
 
-def hold_back(settings: Settings, data: Any) -> Any:
-    """With `--eval_split`, move a part of the training rows to the test split. Otherwise, return `data` unchanged."""
-    share = settings.eval_split
-    if share is None:
-        return data
-    rows = data[settings.dataset_train_split]
+def _held_back(settings: Settings, data: Any) -> Any:
+    share, rows = settings.eval_split, data[settings.dataset_train_split]
     countable = hasattr(rows, "train_test_split")
     count = int(share) if share >= 1 else math.ceil(share * len(rows)) if countable else 0
     if not countable or not 0 < count < len(rows):
@@ -151,8 +151,8 @@ def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
 
 
 def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iterator[Problem]:
-    columns = _columns(settings, rows)
-    if not columns:
+    columns = picture_columns(rows)
+    if not columns or not settings.method.takes_pictures:
         return
     if not hasattr(tokenizer, "tokenizer"):
         what = f"{split}: images in the column {listed(map(repr, columns))}, and a model that takes only text"
@@ -170,30 +170,21 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
             yield Problem(f"{split}, row {at + 1}: {one_line(error)}", expected, "correct the row")
 
 
-def _columns(settings: Settings, rows: Any) -> list[str]:
-    return [name for name in picture_columns(rows) if name in settings.method.optional]
-
-
-def has_pictures(settings: Settings, data: Any) -> bool:
-    return any(_columns(settings, rows) for rows in data.values())
-
-
-def uncut(settings: Settings, data: Any) -> Settings:
-    """If rows have images, return `settings` without a length limit, because such rows are not cut."""
-    return settings.but(max_length=None) if has_pictures(settings, data) else settings
-
-
-def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:
+def fitting(
+    settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], object]
+) -> tuple[Settings, Any]:
     """Apply `plain_contents`. If rows have images, drop rows of more than `max_length` tokens.
+
+    Return (settings, data). Rows with images are not cut, so the settings then have no `max_length`.
 
     Raises:
         DataError: rows with images are longer than `max_length`, and `--excess_length_strategy` is not `drop`.
         UsageError: the arguments request packing of rows with images.
     """
     data = plain_contents(tokenizer, data, say)
-    columns = [name for rows in data.values() for name in _columns(settings, rows)]
-    if not columns:
-        return data
+    columns = [name for rows in data.values() for name in picture_columns(rows)]
+    if not columns or not settings.method.takes_pictures:
+        return settings, data
     for name in ("packing", "padding_free"):
         if settings.value(name):
             what = f"--{name} True, and images in the column {columns[0]!r}"
@@ -224,7 +215,7 @@ def fitting(settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], 
         problems += [Problem(f"{split}, row {row}: {tokens}", expected, fix) for row, tokens in words]
     if problems:
         raise data_error(settings.data_name, problems)
-    return type(data)(fitting_rows)
+    return settings.but(max_length=None), type(data)(fitting_rows)
 
 
 def _longer(collator: Pictured, rows: Any, limit: int) -> Iterator[tuple[int, int]]:

@@ -27,7 +27,7 @@ from isotype.train.command.settings import Settings, settings_of
 from isotype.train.models import tokenizer_here
 from isotype.train.output.checkpoints import all_checkpoints
 from isotype.train.output.resume import template_date
-from isotype.train.rows.data import hold_back, training_data
+from isotype.train.rows.data import training_data
 from isotype.train.rows.lengths import ids_of_row, refused_row
 
 _LENGTH = 128
@@ -141,7 +141,6 @@ def _rows(settings: Settings) -> tuple[str, Any]:
         data = training_data(settings, lambda line: None, evaluates=True)
     except DataError:
         data = training_data(settings, lambda line: None, evaluates=False)
-    data = hold_back(settings, data)
     test, train = settings.dataset_test_split, settings.dataset_train_split
     split = test if test in data else train
     return split, data[split] if hasattr(data[split], "__len__") else ()
