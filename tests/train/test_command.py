@@ -196,9 +196,6 @@ def test_a_flag_wins_over_a_keyword_and_a_keyword_over_the_file(tmp_path: Path) 
         "sft", ["--config", str(path), "--lora_r", "8"], {"lora_r": 6, "lora_alpha": 6, "learning_rate": None}
     )
     assert [command[name] for name in ("lora_r", "lora_alpha", "lora_dropout")] == [8, 6, 0.5]
-    assert [command.values[name].origin for name in ("lora_r", "lora_alpha", "lora_dropout")] == [
-        "command line", "keyword", f"{path}:3",
-    ]  # fmt: skip
     assert "learning_rate" not in command
     assert command.arguments() == ("--config", str(path), "--lora_alpha", "6", "--lora_r", "8")
 

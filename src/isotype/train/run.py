@@ -70,15 +70,15 @@ def choose(foresee: Foresee, room: Room) -> Choice:
             some = {**CHECKPOINTING, "every_n_layers": number}
             peak = foresee(some)
             if peak <= room.size:
-                saved = (
-                    f"{format_bytes(peak)} at the step's peak ({format_bytes(without)} without recomputation)"
-                )
-                return Choice(some, f"{saved}, within {room.words}")
+                return Choice(some, f"{_peaks(peak, without)}, within {room.words}")
     except NotForeseenError as why:
         return Choice(CHECKPOINTING, f"memory without recomputation is unknown: {why}")
     fits = "" if least <= room.size else ", still more than the step may use"
-    reason = f"{format_bytes(least)} at the step's peak ({format_bytes(without)} without recomputation): {room.words}{fits}"
-    return Choice(CHECKPOINTING, reason)
+    return Choice(CHECKPOINTING, f"{_peaks(least, without)}: {room.words}{fits}")
+
+
+def _peaks(peak: int, without: int) -> str:
+    return f"{format_bytes(peak)} at the step's peak ({format_bytes(without)} without recomputation)"
 
 
 @dataclass(frozen=True)

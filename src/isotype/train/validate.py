@@ -86,13 +86,11 @@ def argument_problems(settings: Settings) -> list[Problem]:
         *name_problems(settings.value),
         *_checkpointing(settings),
         *_schedule(settings),
-        *_padding_free(settings),
         *_trainer(settings),
         *_flash(settings),
         *bias_problems(settings),
         *_model_arguments(settings),
-        *_task(settings),
-        *_targets(settings),
+        *_adapter(settings),
         *early_stopping_problems(settings),
         *config_problems(settings),
         *initial_problems(settings),
@@ -100,17 +98,14 @@ def argument_problems(settings: Settings) -> list[Problem]:
     ]
 
 
-def _task(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if `--lora_task_type` belongs to another method. PEFT chooses the trained head by the task."""
+def _adapter(settings: Settings) -> Iterator[Problem]:
+    """Yield a problem if `--lora_task_type` (PEFT chooses the trained head by it), the targets or `--adapt` are invalid."""
     task, method = settings.lora_task_type, settings.method
     if "lora_task_type" in settings.command and task != method.task_type:
         fits = [other.name for other in METHODS.values() if other.task_type == task]
         expected = f"{method.task_type}, the task of isotype {method.name}"
         fix = f"leave it out{f', or run isotype {fits[0]}, whose task is {task}' if fits else ''}"
         yield Problem(f"--lora_task_type {task} with {method.name}", expected, fix)
-
-
-def _targets(settings: Settings) -> Iterator[Problem]:
     targets, parts = settings.lora_target_modules, settings.adapt
     if isinstance(targets, str) and targets != "all-linear":
         yield from pattern_problems({"--lora_target_modules": [targets]})
@@ -124,17 +119,13 @@ def _targets(settings: Settings) -> Iterator[Problem]:
         yield Problem(f"--adapt {parts} with --use_peft False", "adapters", "leave one of the two out")
 
 
-def _padding_free(settings: Settings) -> Iterator[Problem]:
-    alone = settings.padding_free and settings.packing is False
-    if alone and settings.max_length is not None:
-        what = f"--padding_free True without --packing, and max_length {settings.max_length}"
-        expected = "--packing True or no max_length, because TRL does not cut rows with --padding_free True"
-        yield Problem(what, expected, "--packing True, or --max_length none")
-
-
 def _trainer(settings: Settings) -> Iterator[Problem]:
     """Yield a problem for each combination of arguments that the trainer would refuse only after the model is loaded."""
     method, losses = settings.method, settings.loss_type or ""
+    if settings.padding_free and settings.packing is False and settings.max_length is not None:
+        what = f"--padding_free True without --packing, and max_length {settings.max_length}"
+        expected = "--packing True or no max_length, because TRL does not cut rows with --padding_free True"
+        yield Problem(what, expected, "--packing True, or --max_length none")
     if (settings.dataset_streaming or settings.streaming) and settings.max_steps <= 0:
         expected = "the number of steps, because the length of a stream is unknown"
         yield Problem("--dataset_streaming without --max_steps", expected, "add --max_steps N")
@@ -223,20 +214,17 @@ def _paths(settings: Settings) -> Iterator[Problem]:
 
 
 def _packages(settings: Settings) -> Iterator[Problem]:
-    wanted: list[tuple[str, str]] = []
-    if settings.use_vllm:
-        wanted.append(("--use_vllm", "vllm"))
-    if settings.deepspeed:
-        wanted.append((f"--deepspeed {settings.deepspeed}", "deepspeed"))
     reporters = settings.report_to if isinstance(settings.report_to, list) else [settings.report_to]
-    wanted += [(f"--report_to {name}", name) for name in reporters if name in _REPORTERS]
     attention = _attention(settings)
-    if attention in _ATTENTION and not any(_flash(settings)):
-        wanted.append((f"--attn_implementation {attention}", _ATTENTION[attention]))
-    package = package_of(settings.optim)
-    wanted += [] if package is None else [(f"--optim {settings.optim}", package)]
+    wanted = [
+        ("--use_vllm", settings.use_vllm and "vllm"),
+        (f"--deepspeed {settings.deepspeed}", settings.deepspeed and "deepspeed"),
+        *((f"--report_to {name}", name) for name in reporters if name in _REPORTERS),
+        (f"--attn_implementation {attention}", not any(_flash(settings)) and _ATTENTION.get(attention)),
+        (f"--optim {settings.optim}", package_of(settings.optim)),
+    ]
     for argument, package in wanted:
-        if find_spec(package) is None:
+        if package and find_spec(package) is None:
             fix = f"pip install {package.replace('_', '-')}, or leave {argument.split()[0]} out"
             yield Problem(argument, f"the package {package}, which is not installed", fix)
 
@@ -306,12 +294,10 @@ def _hub(settings: Settings) -> Iterator[Problem]:
     try:
         HfApi(token=settings.hub_token).whoami()
     except LocalTokenNotFoundError:
-        fix = f"hf auth login, or --hub_token; or {later}"
-        what = f"--push_to_hub to {name} without a token"
+        what, fix = f"--push_to_hub to {name} without a token", f"hf auth login, or --hub_token; or {later}"
         yield Problem(what, f"a token with write permission for {name}", fix)
     except Exception as error:  # noqa: BLE001 - from any HTTP library of the hub's client; it is reported unchanged
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        setting = f"--push_to_hub to {name}: the hub cannot be used ({reason})"
+        setting = f"--push_to_hub to {name}: the hub cannot be used ({first_line(error)})"
         yield Problem(setting, "a reachable hub and a valid token", later)
 
 
@@ -378,16 +364,15 @@ def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
     name = str(_attention(settings))
     if name.startswith("flash_attention") and policy.compute == torch.float32:
         what = f"--attn_implementation {name}, and float32 as the compute dtype"
-        headline, fix = (
-            "flash-attn has no kernel for float32",
-            "--dtype bfloat16, or --attn_implementation sdpa",
-        )
-        raise PrecisionError.of(headline, what, "bfloat16 or float16", fix)
+        fix = "--dtype bfloat16, or --attn_implementation sdpa"
+        raise PrecisionError.of("flash-attn has no kernel for float32", what, "bfloat16 or float16", fix)
     for flag, name, other in (("bf16", "bfloat16", "float16"), ("fp16", "float16", "bfloat16")):
         if settings.command.given(flag) is False and dtype_name(policy.compute) == name:
+            headline, expected = (
+                "the arguments disagree about precision",
+                "a compute dtype that no argument excludes",
+            )
             what = f"--dtype auto, which is {name} in this run, and --{flag} False"
-            headline = "the arguments disagree about precision"
-            expected = "a compute dtype that no argument excludes"
             raise PrecisionError.of(headline, what, expected, f"--dtype float32, or --dtype {other}")
 
 
@@ -418,7 +403,14 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
         what = f"a tokenizer with ids up to {largest} and a model with {size} embeddings"
         fix = "copy the tokenizer from the original model of these weights"
         raise CheckpointError.of(headline, what, f"ids below {size}", fix)
-    _check_ids(settings, data, size)
+    problems = [
+        replace(problem, given=f"{split}, row {at + 1}: {problem.given}")
+        for split, rows in data.items()
+        if hasattr(rows, "__len__") and hasattr(rows, "column_names")
+        for at, problem in token_faults(rows, size)
+    ]
+    if problems:
+        raise data_error(settings.data_name, problems)
 
 
 def _tokenizer(settings: Settings, tokenizer: Any, data: Any) -> Iterator[Problem]:
@@ -442,36 +434,25 @@ def _tokenizer(settings: Settings, tokenizer: Any, data: Any) -> Iterator[Proble
 
 def _check_completions(settings: Settings, data: Any) -> None:
     columns: dict[str, Any] = next(iter(data[settings.dataset_train_split]), {})
-    if settings.completion_only_loss is not True:
-        return
-    if not {"prompt", "completion"} <= columns.keys() and "labels" not in columns:
+    labelled = {"prompt", "completion"} <= columns.keys() or "labels" in columns
+    if settings.completion_only_loss is True and not labelled:
         what = f"--completion_only_loss True with the columns {listed(map(repr, columns))}"
         fix = "for conversations, --assistant_only_loss True; otherwise, leave --completion_only_loss out"
         expected = "'prompt' and 'completion', or 'completion_mask'"
         raise UsageError.of("there are no completions in this data", what, expected, fix)
 
 
-def _check_ids(settings: Settings, data: Any, size: int | None) -> None:
-    problems = [
-        replace(problem, given=f"{split}, row {at + 1}: {problem.given}")
-        for split, rows in data.items()
-        if hasattr(rows, "__len__") and hasattr(rows, "column_names")
-        for at, problem in token_faults(rows, size)
-    ]
-    if problems:
-        raise data_error(settings.data_name, problems)
-
-
-def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> tuple[str, ...]:
-    """Return a hint if prompts are plain text that the model's chat template does not render, else ()."""
+def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> Iterator[str]:
+    """Yield a hint if prompts are plain text that the model's chat template does not render."""
     row: dict[str, Any] = next(iter(data[settings.dataset_train_split]), {})
-    words = getattr(tokenizer, "tokenizer", tokenizer)
     prompt = row.get("prompt")
     if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
-        return ()
-    if any(token in prompt for token in words.get_added_vocab()):
-        return ()  # the rows already have the template's special tokens
-    return (
-        "the prompts are plain text, which the model's chat template does not render; --apply_chat_template True "
-        "turns prompts into user messages and answers into assistant messages",
-    )
+        return
+    special = getattr(tokenizer, "tokenizer", tokenizer).get_added_vocab()
+    if not any(
+        token in prompt for token in special
+    ):  # else the rows already have the template's special tokens
+        yield (
+            "the prompts are plain text, which the model's chat template does not render; --apply_chat_template True "
+            "turns prompts into user messages and answers into assistant messages"
+        )

@@ -148,12 +148,10 @@ class Value:
     Attributes:
         value: the converted value, or `auto`.
         texts: the words that the user typed after the argument's name, or None to derive the words from `value`.
-        origin: `command line`, `keyword`, or the path and line of a file; "" if isotype has chosen the value.
     """
 
     value: Any
     texts: tuple[str, ...] | None = None
-    origin: str = ""
 
     def words(self) -> tuple[str, ...]:
         if self.texts is not None:
@@ -253,12 +251,9 @@ class Command:
         config: tuple[str, ...] = ()
         written = self.values
         if self.file is not None and (taken_back := self._taken_back()) is not None:
-            config = ("--config", self.file.path)
-            of_file = self.file.values
-            changed = {
-                n: v for n, v in self.values.items() if n not in of_file or of_file[n].value != v.value
-            }
-            written = {**changed, **taken_back}
+            config, of_file = ("--config", self.file.path), self.file.values
+            same = {name for name, value in of_file.items() if name in self and self[name] == value.value}
+            written = {**{n: v for n, v in self.values.items() if n not in same}, **taken_back}
         return (*config, *(token for name, value in written.items() for token in self._written(name, value)))
 
     def _taken_back(self) -> dict[str, Value] | None:
@@ -310,9 +305,8 @@ def with_dtype(command: Command, dtype: str | None) -> Command:
         elif name != dtype:
             values[flag] = False  # but the flag of `dtype` itself stays: False would exclude this dtype
     if isinstance(init, Mapping):
-        config = init.get("quantization_config")
         rest = {key: value for key, value in init.items() if key not in ("dtype", "torch_dtype")}
-        if isinstance(config, Mapping):
+        if isinstance(config := init.get("quantization_config"), Mapping):
             rest["quantization_config"] = {k: v for k, v in config.items() if k != "bnb_4bit_compute_dtype"}
         values["model_init_kwargs"] = rest or None
     return command.but(**values)
@@ -324,9 +318,10 @@ def with_storage(command: Command, storage: str | None, memory: int | None = Non
     With `memory` (bytes), the storage is `mixed` and `--base_memory` is `memory`.
     """
     others = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
-    typed = str(command["base_memory"])
-    size = None if memory is None else typed if parse_size(typed) == memory else str(memory)
-    storage = storage if memory is None else MIXED
+    size = None
+    if memory is not None:
+        storage, typed = MIXED, str(command["base_memory"])
+        size = typed if parse_size(typed) == memory else str(memory)
     return command.but(quantization=storage, base_memory=size, **dict.fromkeys(others))
 
 

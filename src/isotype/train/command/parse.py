@@ -70,13 +70,11 @@ def parse_command(
     values: dict[str, Value] = {} if file is None else dict(file.values)
     if model is not None:
         values.pop("model_name_or_path", None)  # `model` wins over the file, as a flag does
-        values = {"model_name_or_path": Value(model, (model,), "command line"), **values}
-    by_keyword = (
-        (name, (value, "keyword", None)) for name, value in (keywords or {}).items() if value is not None
-    )
-    for name, value in [*by_keyword, *((name, _typed(words)) for name, words in typed.items())]:
+        values = {"model_name_or_path": Value(model, (model,)), **values}
+    by_keyword = ((name, value, None) for name, value in (keywords or {}).items() if value is not None)
+    for name, value, texts in (*by_keyword, *((name, raw, _texts(raw)) for name, raw in typed.items())):
         if name not in mine and name != "config":
-            problems += _add(values, method, name, *value)
+            problems += _add(values, method, name, value, texts)
     dialect = dialect_of({token[2:].partition("=")[0]: "" for token in stray if token.startswith("--")})
     unknown = parser.unknown(stray)
     problems += unknown if dialect is None else _translated(argv, method, dialect, mine, trains)
@@ -173,14 +171,14 @@ def value_problems(command: Command) -> list[Problem]:
     return problems
 
 
-def _typed(words: Any) -> tuple[Any, str, tuple[str, ...]]:
-    if isinstance(words, bool):  # a bare flag, or --no_name
-        return words, "command line", () if words else ("False",)
-    return words, "command line", tuple(words) if isinstance(words, list) else (words,)
+def _texts(raw: Any) -> tuple[str, ...]:
+    if isinstance(raw, bool):  # a bare flag, or --no_name
+        return () if raw else ("False",)
+    return tuple(raw) if isinstance(raw, list) else (raw,)
 
 
 def _add(
-    values: dict[str, Value], method: str, name: str, raw: Any, origin: str, words: tuple[str, ...] | None
+    values: dict[str, Value], method: str, name: str, raw: Any, texts: tuple[str, ...] | None
 ) -> list[Problem]:
     arguments = specs(method)
     if name not in arguments:
@@ -193,7 +191,7 @@ def _add(
     if problem is not None:
         return [problem]
     values.pop(name, None)  # a repeated argument is written at its last position
-    values[name] = Value(value, words, origin)
+    values[name] = Value(value, texts)
     return []
 
 
@@ -247,10 +245,8 @@ def training_parser(method: str) -> Parser:
         spec = specs(method).get(action.dest)
         if spec is not None and action.const is not False:
             default = "" if spec.default in (None, "") else f" (default: {spec.default})"
-            action.choices = spec.choices or None
-            action.metavar = (
-                None if spec.choices else "true|false" if spec.kind == "bool" else spec.kind.upper()
-            )
+            kind = "true|false" if spec.kind == "bool" else spec.kind.upper()
+            action.choices, action.metavar = spec.choices or None, None if spec.choices else kind
             action.help = f"{spec.help}{default}".replace("%", "%%")
     return parser
 
@@ -295,17 +291,15 @@ def read_config(path: str, method: str, *, trains: bool = True) -> ConfigFile:
     env = {str(name): str(value) for name, value in (content.pop("env", None) or {}).items()}
     os.environ.update(env)
     known = specs(method)
-    headline = f"{path} requests features that isotype lacks" if problems else f"invalid values in {path}"
     hint, others = f"isotype {method} --help-all", [key for key in content if key not in known]
-    unknown = [unknown_name(str(key), content[key], sorted(known), hint) for key in others]
-    if unknown and not problems:
-        headline = f"unknown names in {path}"
-    problems += unknown
+    headline = f"unknown names in {path}" if others else f"invalid values in {path}"
+    headline = f"{path} requests features that isotype lacks" if problems else headline
+    problems += [unknown_name(str(key), content[key], sorted(known), hint) for key in others]
     values: dict[str, Value] = {}
     for name, value in content.items():
         if value is not None and name in known:
             at = f"{path}:{lines[name]}" if name in lines else path
-            added = _add(values, method, name, value, at, None)
+            added = _add(values, method, name, value, None)
             problems += [Problem(f"{p.given} ({at})", p.expected, p.fix) for p in added]
     if problems:
         raise UsageError(headline, problems)

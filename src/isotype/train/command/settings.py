@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.metadata import version
@@ -117,9 +117,8 @@ def _incomplete(command: Command) -> Iterator[Problem]:
 
 def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
     """Return name -> value for all arguments: values of the command, decided values, and values implied by these."""
-    values: dict[str, Any] = {
-        name: command[name] for name in ("dtype", "use_peft", "lora_target_modules", "lora_task_type")
-    }
+    ours = ("dtype", "use_peft", "lora_target_modules", "lora_task_type")  # with other defaults than TRL's
+    values: dict[str, Any] = {name: command[name] for name in ours}
     values |= {name: value.value for name, value in command.values.items()}
     values |= decided
     # The constructors of transformers and TRL would refuse bf16 on some machines, and 8 bits beside 4.
@@ -183,18 +182,16 @@ def _built(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
     kinds = METHODS[command.method].dataclass_types()
     names = {item.name for kind in kinds for item in fields(kind) if item.init}
     if absent := [n for n in command.values if n not in names and command.specs[n].holder != "added"]:
-        expected = (
-            f"an argument of the installed transformers {version('transformers')} and trl {version('trl')}"
-        )
-        fix = "leave it out, or install newer ones"
+        installed = f"transformers {version('transformers')} and trl {version('trl')}"
+        expected, fix = f"an argument of the installed {installed}", "leave it out, or install newer ones"
         raise UsageError("invalid arguments", [Problem(f"--{name}", expected, fix) for name in absent])
     try:
-        parts = _constructed(kinds, command, decided)
+        parts = _constructed(command, decided)
     except (ValueError, TypeError, OSError, OverflowError) as error:
         wrong = list(number_problems(command.given))
         message = one_line(error)
         named = {name: command[name] for name in command.specs} | _values(command, decided)
-        works = partial(_works, kinds, command, decided)
+        works = partial(_works, command, decided)
         fix = cure_by_name(message, command.values, named, f"isotype {command.method}")
         if cures := [f"--{name}" for name in sorted(command.values) if works(**{name: None})]:
             fix = f"leave {' or '.join(cures)} out"
@@ -231,20 +228,20 @@ def _fill_deepspeed_config(training: Any) -> None:
     training.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=training.hf_deepspeed_config)
 
 
-def _constructed(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
+def _constructed(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
     values, specs = _values(command, decided), command.specs
     added = {name: values.get(name, spec.default) for name, spec in specs.items() if spec.holder == "added"}
     built: dict[str, Any] = {"added": added}
-    for kind, holder in zip(kinds, HOLDERS, strict=True):
+    for kind, holder in zip(METHODS[command.method].dataclass_types(), HOLDERS, strict=True):
         names = {item.name for item in fields(kind) if item.init and item.name in values}
         arguments = {name: values[name] for name in names if name in specs and specs[name].holder == holder}
         built[holder] = kind(**copy.deepcopy(arguments))  # transformers changes the objects that it gets
     return built
 
 
-def _works(kinds: Iterable[Any], command: Command, decided: Mapping[str, Any], **values: Any) -> bool:
+def _works(command: Command, decided: Mapping[str, Any], **values: Any) -> bool:
     try:
-        _constructed(kinds, command.but(**values), decided)
+        _constructed(command.but(**values), decided)
     except (ValueError, TypeError, OSError, ImportError, OverflowError):
         return False
     return True

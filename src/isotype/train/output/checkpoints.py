@@ -30,16 +30,8 @@ _WEIGHTS = (
     "adapter_model.*", "*/adapter_model.*", "model*.safetensors", "pytorch_model*", "sharded/*.safetensors",
 )  # fmt: skip
 
-RESULT_FILES = {
-    "lora": ("adapter_config.json", "adapter_model.*"),
-    "full": (
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "model-*-of-*.safetensors",
-        "config.json",
-        "generation_config.json",
-    ),
-}
+_MODEL = "model.safetensors model.safetensors.index.json model-*-of-*.safetensors config.json generation_config.json"
+RESULT_FILES = {"lora": ("adapter_config.json", "adapter_model.*"), "full": tuple(_MODEL.split())}
 """Files of a finished run, for each value of `PrecisionPolicy.trainable`."""
 
 
@@ -121,9 +113,8 @@ def unreadable_state(checkpoint: Path) -> str | None:
                 warnings.simplefilter("ignore")  # about the pickle; a refusal is reported below
                 content = torch.load(path, map_location="meta", weights_only=True)
         except (pickle.UnpicklingError, EOFError, OSError, *_REFUSALS):
-            return (
-                f"{path.name} is not a torch.save file of tensors and numbers; isotype unpickles nothing else"
-            )
+            kind = "a torch.save file of tensors and numbers"
+            return f"{path.name} is not {kind}; isotype unpickles nothing else"
         content = content if isinstance(content, dict) else {}
         if lacking := [key for key, kind in entries.items() if not isinstance(content.get(key), kind)]:
             return f"{path.name} has no {' and no '.join(lacking)}"
@@ -238,10 +229,8 @@ def save_loop_state(trainer: Any, order: Order | None, folder: Path) -> None:
 
 
 def _moves_reference(trainer: Any) -> bool:
-    return (
-        bool(getattr(trainer.args, "sync_ref_model", False))
-        and getattr(trainer, "ref_model", None) is not None
-    )
+    moves = bool(getattr(trainer.args, "sync_ref_model", False))
+    return moves and getattr(trainer, "ref_model", None) is not None
 
 
 def _file(trainer: Any, folder: Path) -> Path:
@@ -257,9 +246,8 @@ def _restore(trainer: Any, sampler: Any, file: Path, moment: str) -> None:
     saved = torch.load(file, map_location="cpu", weights_only=True) if file.exists() else {}
     if saved.get("processes") != trainer.args.world_size:
         why = "from a run with another number of processes" if saved else "not saved by isotype"
-        logger.warning(
-            "%s: %s; rows may come in another order, and completions are generated again", file.parent, why
-        )
+        order = "rows may come in another order, and completions are generated again"
+        logger.warning("%s: %s; %s", file.parent, why, order)
         return
     torch.set_rng_state(saved[moment]["torch"])
     if sampler.generator is not None:

@@ -29,14 +29,7 @@ from isotype.train.command.command import Command
 from isotype.train.command.settings import Settings
 from isotype.train.initial_adapter import FIELDS_OF_CONFIG, LOFTQ, sorted_names
 from isotype.train.launched import from_first, processes
-from isotype.train.output.checkpoints import (
-    RESULT_FILES,
-    all_checkpoints,
-    damage,
-    read_json,
-    unreadable_state,
-    whole_checkpoints,
-)
+from isotype.train.output import checkpoints
 
 _NO_RESUME = (None, False, "False", "false")
 
@@ -68,14 +61,11 @@ def resume_point(settings: Settings) -> Path | None:
     with settings.training.main_process_first(desc="looking for checkpoints"):
         if settings.training.should_save:
             recover(root)
-    whole = whole_checkpoints(root)
+    whole = checkpoints.whole_checkpoints(root)
     if str(requested).lower() in ("true", "last", "latest"):
-        return next(
-            (path for path in reversed(whole) if not (damage(path, contents=True) or unreadable_state(path))),
-            None,
-        )
+        return next((path for path in reversed(whole) if _unusable(path) is None), None)
     path = Path(str(requested))
-    reason = damage(path, contents=True) or unreadable_state(path)
+    reason = _unusable(path)
     if reason is None:
         if is_adapter(path):
             read_adapter(path)
@@ -88,6 +78,10 @@ def resume_point(settings: Settings) -> Path | None:
     if others:
         fix = f"complete checkpoints in {root}: {others}"
     raise CheckpointError.of(headline, what, "a complete folder checkpoint-N", fix)
+
+
+def _unusable(checkpoint: Path) -> str | None:
+    return checkpoints.damage(checkpoint, contents=True) or checkpoints.unreadable_state(checkpoint)
 
 
 def check_resume(identity: Mapping[str, Any], resume: Path) -> None:
@@ -107,7 +101,8 @@ def check_resume(identity: Mapping[str, Any], resume: Path) -> None:
 
 def say_what_is_overwritten(settings: Settings, console: Console) -> None:
     root = Path(settings.output_dir)
-    results = [name for name in (*RESULT_FILES["lora"], *RESULT_FILES["full"]) for _ in root.glob(name)]
+    kinds = checkpoints.RESULT_FILES.values()
+    results = [name for names in kinds for name in names for _ in root.glob(name)]
     if (root / JSON_NAME).is_file() and results:
         finished = f"a finished run ({results[0]}, {JSON_NAME})"
         say(console, f"note: {root} has {finished}; this run will overwrite it")
@@ -119,18 +114,17 @@ def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | No
     if settings.resume_from_checkpoint in _NO_RESUME:
         return
     newer = False
-    for path in all_checkpoints(root):
-        reason = damage(path, contents=newer or resume is None)
+    for path in checkpoints.all_checkpoints(root):
+        reason = checkpoints.damage(path, contents=newer or resume is None)
         newer = newer or path == resume
         if reason is not None:
             say(console, f"note: {path} is not complete: {reason}")
     if resume is None:
         say(console, f"no complete checkpoint in {root}: starting at step 0")
-    else:
-        say(console, f"resuming from {resume}")
-        changed = changed_length(resume, identity)
-        if changed is not None:
-            say(console, f"note: {changed}")
+        return
+    say(console, f"resuming from {resume}")
+    if changed := changed_length(resume, identity):
+        say(console, f"note: {changed}")
 
 
 def resume_command(command: Command, output_dir: str, checkpoint: Path) -> str:
@@ -163,7 +157,7 @@ TEMPLATE_DATE, RECOMPUTED = "template_date", "gradient_checkpointing"
 
 def decided_before(resume: Path | None) -> Mapping[str, Any]:
     """Return the content of `RUN_FILE` in the resumed checkpoint, or an empty dict without a checkpoint or `RUN_FILE`."""
-    return {} if resume is None else read_json(resume / RUN_FILE) or {}
+    return {} if resume is None else checkpoints.read_json(resume / RUN_FILE) or {}
 
 
 def template_date(resume: Path | None) -> date | None:
@@ -254,7 +248,7 @@ def identity_of(
 
 def changed_length(checkpoint: Path, identity: Mapping[str, Any]) -> str | None:
     """Describe a change in the number of steps or epochs if the learning rate schedule depends on this number."""
-    saved = read_json(checkpoint / RUN_FILE)
+    saved = checkpoints.read_json(checkpoint / RUN_FILE)
     schedule = str(identity["lr_scheduler_type"])
     if saved is None or schedule.startswith("constant"):
         return None
@@ -266,7 +260,7 @@ def changed_length(checkpoint: Path, identity: Mapping[str, Any]) -> str | None:
 
 
 def _different(checkpoint: Path, identity: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    saved = read_json(checkpoint / RUN_FILE)
+    saved = checkpoints.read_json(checkpoint / RUN_FILE)
     foreign = saved is None
     saved = _from_other_files(checkpoint) if saved is None else saved
     skipped = {"max_steps", "num_train_epochs", "processes"}
@@ -292,10 +286,10 @@ def _different(checkpoint: Path, identity: Mapping[str, Any]) -> Iterator[tuple[
 def _from_other_files(checkpoint: Path) -> dict[str, Any]:
     """Return settings from a checkpoint's policy file and PEFT config, under the same names as in `identity_of`."""
     settings: dict[str, Any] = {}
-    policy = read_json(checkpoint / POLICY_FILE)
+    policy = checkpoints.read_json(checkpoint / POLICY_FILE)
     if policy is not None:
         settings |= {key: policy.get(key) for key in ("storage", "compute", "master")}
-    adapter = read_json(checkpoint / "adapter_config.json")
+    adapter = checkpoints.read_json(checkpoint / "adapter_config.json")
     settings["use_peft"] = adapter is not None
     if adapter is not None:
         if adapter.get("base_model_name_or_path"):

@@ -13,28 +13,11 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.opened import require_readable
+from isotype.core import files
 from isotype.core.errors import SaveError
-from isotype.core.files import (
-    NO_ROOM,
-    STAGING,
-    discard,
-    fsync_tree,
-    publish_directory,
-    publish_files,
-    recover,
-    write_failure,
-    write_whole,
-)
 from isotype.model.finite import all_finite
 from isotype.train.monitor.meter import not_finite
-from isotype.train.output.checkpoints import (
-    Order,
-    all_checkpoints,
-    save_loop_state,
-    saved_at,
-    whole_checkpoints,
-    write_manifest,
-)
+from isotype.train.output import checkpoints
 from isotype.train.output.sharded import Sharded
 
 
@@ -62,14 +45,14 @@ class WholeCheckpoints(Sharded):
     _staging: Path | None = None
     _began: float = 0.0
     _resumed_from: Path | None = None
-    _order: Order | None = None
+    _order: checkpoints.Order | None = None
 
     def train(
         self: Any, resume_from_checkpoint: Any = None, *args: Any, hooks: Hooks | None = None, **kwargs: Any
     ) -> Any:
         """Finish or undo a save that a killed run left incomplete, then call the trainer's `train`."""
         if self.args.should_save:
-            recover(Path(self.args.output_dir))
+            files.recover(Path(self.args.output_dir))
         self.hooks, self._began = hooks or Hooks(), time.time()
         self._resumed_from = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
         result = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -80,8 +63,8 @@ class WholeCheckpoints(Sharded):
 
     def last_checkpoint(self: Any) -> Path | None:
         """Return the last complete checkpoint of this run, else the resumed checkpoint, or None without a checkpoint."""
-        whole = whole_checkpoints(self.args.output_dir)
-        return whole[-1] if whole and saved_at(whole[-1]) >= self._began else self._resumed_from
+        whole = checkpoints.whole_checkpoints(self.args.output_dir)
+        return whole[-1] if whole and checkpoints.saved_at(whole[-1]) >= self._began else self._resumed_from
 
     def _check_trained(self: Any) -> None:
         """Call `Hooks.before`. Raise TrainingError in every process if trained weights of any process are not finite."""
@@ -98,10 +81,10 @@ class WholeCheckpoints(Sharded):
         self._check_trained()
         run_dir = Path(super().folder_of_run(trial))
         name = f"checkpoint-{self.state.global_step}"
-        built, final = run_dir / STAGING / name, run_dir / name
+        built, final = run_dir / files.STAGING / name, run_dir / name
         with self._staged(run_dir, "checkpoint"):
             super().write_checkpoint(model, trial)
-            save_loop_state(self, self._order, built)
+            checkpoints.save_loop_state(self, self._order, built)
             if self.state.best_model_checkpoint == str(built):
                 self.state.best_model_checkpoint = str(final)
                 if self.args.should_save:
@@ -111,9 +94,9 @@ class WholeCheckpoints(Sharded):
                 self._save_policy(built)
                 self.hooks.in_checkpoint(built)
                 require_readable(built)
-                fsync_tree(built)
-                write_manifest(built)
-                publish_directory(built, final)
+                files.fsync_tree(built)
+                checkpoints.write_manifest(built)
+                files.publish_directory(built, final)
             self.accelerator.wait_for_everyone()
         if self.args.should_save:
             self._rotate(run_dir, final)
@@ -124,7 +107,7 @@ class WholeCheckpoints(Sharded):
         if self.hooks.card is None:
             super().create_model_card(*args, **kwargs)
         elif self.args.should_save:
-            write_whole(Path(self.args.output_dir) / "README.md", self.hooks.card())
+            files.write_whole(Path(self.args.output_dir) / "README.md", self.hooks.card())
 
     def push_checkpoint(self: Any, checkpoint_folder: str) -> None:
         # The upload reads the files later, in a thread, so they must be in their final folder.
@@ -138,10 +121,10 @@ class WholeCheckpoints(Sharded):
             return
         best = self.state.best_model_checkpoint
         keep = {newest} | ({Path(best)} if best is not None else set())
-        saved = all_checkpoints(run_dir)
+        saved = checkpoints.all_checkpoints(run_dir)
         surplus = max(len(saved) - max(limit, len(keep)), 0)
         for path in [p for p in saved if p not in keep][:surplus]:
-            discard(path)
+            files.discard(path)
 
     def save_final(self: Any, directory: Path) -> None:
         """Save the model into `directory`. If killed, the next run's `recover` leaves only old or only new files."""
@@ -153,8 +136,8 @@ class WholeCheckpoints(Sharded):
                 shutil.rmtree(staging / "model" / "ref", ignore_errors=True)
                 self._save_policy(staging / "model")
                 require_readable(staging / "model")
-                fsync_tree(staging / "model")
-                publish_files(staging / "model", directory)
+                files.fsync_tree(staging / "model")
+                files.publish_files(staging / "model", directory)
         with self._save_errors(directory, "model card (the trained model itself is complete)"):
             self.create_model_card()
         if self.args.push_to_hub:
@@ -168,7 +151,7 @@ class WholeCheckpoints(Sharded):
     @contextmanager
     def _staged(self: Any, directory: Path, what: str) -> Iterator[Path]:
         """Yield an empty folder for new files, and delete it at the end. If a write fails, raise SaveError about `what`."""
-        staging = directory / STAGING
+        staging = directory / files.STAGING
         try:
             if self.args.should_save:
                 if staging.exists():
@@ -189,7 +172,7 @@ class WholeCheckpoints(Sharded):
         try:
             yield
         except Exception as error:
-            failure = write_failure(error, directory)
+            failure = files.write_failure(error, directory)
             if failure is None:
                 raise
             number, reason = failure
@@ -201,7 +184,7 @@ class WholeCheckpoints(Sharded):
             headline = f"the {what} could not be saved"
             expected = "a directory that accepts files of this size"
             fix = "make it writable and lift limits on file sizes, or give another --output_dir"
-            if number in NO_ROOM:
+            if number in files.NO_ROOM:
                 headline = f"the disk is full: {headline}"
                 expected = "space for the adapter, and twice as much for the optimizer state"
                 fix = "free some space, or give --output_dir on another disk, or --save_total_limit 1"

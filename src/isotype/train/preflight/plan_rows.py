@@ -66,14 +66,10 @@ def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
 def training_plan(settings: Settings, tokenizer: Any, data: Any, lengths: Lengths | None = None) -> StepPlan:
     """Return the plan of the training's step, with the length of the longest possible row."""
     rows = data[settings.dataset_train_split]
-    plan = replace(
-        _of_arguments(Options(), settings),
-        adapt=parts_to_adapt(settings, next(iter(rows), {})),
-        pictures=pictures_in_rows(tokenizer, rows),
-    )
-    plan = _with_held_back(plan, settings, tokenizer, data)
+    adapt = parts_to_adapt(settings, next(iter(rows), {}))
+    plan = replace(_of_arguments(Options(), settings), adapt=adapt)
     lengths = lengths or lengths_in(settings, tokenizer, rows)
-    return _bounded(replace(plan, lengths=lengths), settings, rows, lengths)
+    return _bounded(_with_rows(plan, settings, tokenizer, data, lengths), settings, rows)
 
 
 def _of_arguments(options: Options, settings: Settings) -> StepPlan:
@@ -160,17 +156,22 @@ def _generations(settings: Settings) -> int | None:
     return int(settings.steps_per_generation) if "steps_per_generation" in settings.command else 0
 
 
-def _with_held_back(plan: StepPlan, settings: Settings, tokenizer: Any, data: Any) -> StepPlan:
-    split = settings.dataset_test_split
+def _with_rows(
+    plan: StepPlan, settings: Settings, tokenizer: Any, data: Any, lengths: Lengths | None
+) -> StepPlan:
+    """Return the plan with the images of the training rows, and the lengths of the training and evaluation rows."""
+    pictures = pictures_in_rows(tokenizer, data[settings.dataset_train_split])
+    plan, split = replace(plan, pictures=pictures, lengths=lengths), settings.dataset_test_split
     if plan.evaluation is None or split not in data:
         return plan
-    lengths = lengths_in(settings, tokenizer, data[split])
-    longest, _ = _longest(plan, settings, data[split], lengths)
-    return replace(plan, evaluation_lengths=lengths, evaluation_length=longest)
+    held_back = lengths_in(settings, tokenizer, data[split])
+    longest, _ = _longest(plan, settings, data[split], held_back)
+    return replace(plan, evaluation_lengths=held_back, evaluation_length=longest)
 
 
-def _bounded(plan: StepPlan, settings: Settings, rows: Any, lengths: Lengths | None) -> StepPlan:
+def _bounded(plan: StepPlan, settings: Settings, rows: Any) -> StepPlan:
     """Return the plan with the number of rows in a batch, the shortest prompt's length and the longest row's length."""
+    lengths = plan.lengths
     if lengths is not None and len(lengths.tokens) == lengths.rows:
         prompts_count = settings.completion_only_loss is False
         plan = replace(plan, prompt=0 if prompts_count else lengths.prompt)
@@ -229,10 +230,12 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
         return plan
     check_rewards(settings, rewards, data)
     rows = data[settings.dataset_train_split]
-    adapt = parts_to_adapt(settings, next(iter(rows), {}))
-    plan = replace(plan, data_rows=len(rows) if hasattr(rows, "__len__") else None, adapt=adapt)
-    if not picture_columns(rows):
-        plan = replace(plan, pictures=NONE)
+    plan = replace(
+        plan,
+        data_rows=len(rows) if hasattr(rows, "__len__") else None,
+        adapt=parts_to_adapt(settings, next(iter(rows), {})),
+        pictures=None if picture_columns(rows) else NONE,
+    )
     source, tokenizer = tokenizer_here(plan.source, plan.revision)
     if tokenizer is None:
         whole = Path(source).is_dir() and open_checkpoint(source).files is not None
@@ -248,14 +251,12 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     lengths = lengths_in(settings, tokenizer, rows)
     if options.length is None:
         require_rows_left(settings, lengths)
-    plan = replace(plan, pictures=pictures_in_rows(tokenizer, rows))
     notes += adapter_notes(settings, tokenizer, rows)
     notes += filter(None, [None if lengths is None else lengths.begun_twice()])
-    plan = _with_held_back(plan, settings, tokenizer, data)
-    plan = replace(plan, data="; ".join(notes), lengths=lengths)
+    plan = replace(_with_rows(plan, settings, tokenizer, data, lengths), data="; ".join(notes))
     if options.length is not None:
         return plan
-    with_rows = _bounded(plan, settings, rows, lengths)
+    with_rows = _bounded(plan, settings, rows)
     plan = with_rows if options.batch is None else replace(with_rows, rows=plan.rows)
     if lengths is None or settings.packing:
         return plan

@@ -21,6 +21,7 @@ from isotype.ranges.pictures import FILL, Pictures, by_config
 from isotype.records.request import LossOf
 
 PROMPT_TOKENS = 512
+Batch = Mapping[str, torch.Tensor]
 
 
 def synthetic_batch(
@@ -71,17 +72,14 @@ def least_length(config: Any, pictures: Pictures | None = None) -> int:
     return 2 if pictures is None else pictures.tokens + 2
 
 
-TEXT_ALONE = (
-    "no row has an image: --image 1024x768 adds an image of that size to each row, and --images 2 adds two"
-)
-
-
 def batch_notes(config: Any, pictures: Pictures | None = None) -> tuple[str, ...]:
     """Return a note on the images in a synthetic batch, or () for a model that takes no images."""
     if getattr(config, "vision_config", None) is None:
         return ()
-    pictures = pictures or by_config(config)
-    return (TEXT_ALONE if pictures is None else pictures.words(),)
+    if pictures := pictures or by_config(config):
+        return (pictures.words(),)
+    more = "--image 1024x768 adds an image of that size to each row, and --images 2 adds two"
+    return (f"no row has an image: {more}",)
 
 
 def step_inputs(
@@ -117,8 +115,6 @@ def step_inputs(
         del batch["attention_mask"]
         places, half = torch.arange(length), length // 2
         batch["position_ids"] = torch.where(places < half, places, places - half).repeat(rows, 1)
-    if loss == "labels":
-        return _unpadded(LossOf(_label_loss, batch), model, lengths)
     copies = 2 if loss in ("reward", "preference") else 1
     kept = {name: v for name, v in batch.items() if name != "labels" or loss != "reward"}
     tokens = {name: v.repeat(copies, *[1] * (v.dim() - 1)) for name, v in kept.items()}
@@ -144,51 +140,45 @@ def _unpadded(inputs: LossOf, model: Any, lengths: Sequence[Sequence[int]]) -> L
     return replace(inputs, function=loss, inputs=batch)
 
 
-def _reward_loss(
-    model: Any, batch: Mapping[str, torch.Tensor], _completion: int, _reference: bool
-) -> torch.Tensor:
+def _reward_loss(model: Any, batch: Batch, _completion: int, _reference: bool) -> torch.Tensor:
     chosen, rejected = model(**batch, use_cache=False).logits.squeeze(-1).chunk(2)
     loss: torch.Tensor = -nn.functional.logsigmoid(chosen - rejected).mean()
     return loss
 
 
-def _label_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _label_loss(model: Any, batch: Batch, _completion: int, _reference: bool) -> torch.Tensor:
     if "labels" not in batch:  # in the phase `generate`
         return loss_of(model(**batch, use_cache=False))
     loss: torch.Tensor = model(**batch, fused_lm_head=True).loss
     return loss
 
 
-def _log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _log_probs(model: Any, batch: Batch) -> torch.Tensor:
     """Return the log-probability of each token (float32 `[rows, length - 1]`), which is 0 for tokens without loss."""
     labels = batch.get("labels", batch["input_ids"])  # the phase `generate` has no labels
     log_probs: torch.Tensor = model(**{**batch, "labels": labels}, fused_lm_head=True).log_probs
     return log_probs
 
 
-def _log_ratios(model: Any, batch: Mapping[str, torch.Tensor], reference: bool) -> torch.Tensor:
+def _log_ratios(model: Any, batch: Batch, reference: bool) -> torch.Tensor:
     """Return each row's log-probability (float32 `[rows]`), minus the reference model's if `reference` is True."""
     sums = _log_probs(model, batch).sum(-1)
     return sums - _reference_log_probs(model, batch).sum(-1) if reference else sums
 
 
-def _reference_log_probs(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _reference_log_probs(model: Any, batch: Batch) -> torch.Tensor:
     """Return the log-probabilities (float32 `[rows, length - 1]`) of the model with disabled adapters, as TRL does."""
     with torch.no_grad(), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
         return _log_probs(model, batch)
 
 
-def _preference_loss(
-    model: Any, batch: Mapping[str, torch.Tensor], _completion: int, reference: bool
-) -> torch.Tensor:
+def _preference_loss(model: Any, batch: Batch, _completion: int, reference: bool) -> torch.Tensor:
     """Return DPO's sigmoid loss with beta 0.1 (https://arxiv.org/abs/2305.18290, equation 7)."""
     chosen, rejected = _log_ratios(model, batch, reference).chunk(2)
     return -nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
-def _unpaired_loss(
-    model: Any, batch: Mapping[str, torch.Tensor], _completion: int, reference: bool
-) -> torch.Tensor:
+def _unpaired_loss(model: Any, batch: Batch, _completion: int, reference: bool) -> torch.Tensor:
     """Return KTO's loss (https://arxiv.org/abs/2402.01306, equation 8), with an extra forward for the KL term."""
     with torch.no_grad():
         kl = _log_ratios(model, batch, reference)
@@ -196,9 +186,7 @@ def _unpaired_loss(
     return (1 - torch.sigmoid(0.1 * (ratios - kl.mean().clamp(min=0)))).mean()
 
 
-def _policy_loss(
-    model: Any, batch: Mapping[str, torch.Tensor], completion: int, reference: bool
-) -> torch.Tensor:
+def _policy_loss(model: Any, batch: Batch, completion: int, reference: bool) -> torch.Tensor:
     """Return GRPO's clipped loss with advantages of 1 (https://arxiv.org/abs/2402.03300, equation 3).
 
     As in TRL, the reference model runs before the forward with gradients.
@@ -214,7 +202,8 @@ def _policy_loss(
     return loss.mean()
 
 
-LOSSES: Mapping[Loss, Callable[[Any, Mapping[str, torch.Tensor], int, bool], torch.Tensor]] = {
+LOSSES: Mapping[Loss, Callable[[Any, Batch, int, bool], torch.Tensor]] = {
+    "labels": _label_loss,
     "reward": _reward_loss,
     "preference": _preference_loss,
     "unpaired": _unpaired_loss,
