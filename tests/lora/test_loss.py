@@ -430,10 +430,10 @@ def test_no_label_at_all(smoothing: float) -> None:
 def test_float16_logits_are_not_copied_in_float32() -> None:
     head, _, targets = make(64, 8, 500, torch.float16)
     call = logits.Call(1.0, None, 1.0, torch.float16, (), frozenset(), differentiated=True)
-    buffers = logits.buffers_for(call, 64, head.weight, other=True, slope=True)
-    values, exact = buffers.logits.normal_(), torch.zeros(64)
+    scratch = logits.Scratch(call, head.weight, None, 64, other=True, slope=True)
+    values, exact = scratch.logits.normal_(), torch.zeros(64)
     outputs = {name: torch.zeros(64) for name in ("log_probs", "logsumexp", "entropy")}
-    peak, _ = peak_of(lambda: softmax.softmax(call, buffers, values, exact, targets, outputs, ahead=True))
+    peak, _ = peak_of(lambda: softmax.softmax(scratch, values, exact, targets, outputs, ahead=True))
     assert peak < values.numel() * 4
 
 

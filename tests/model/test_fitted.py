@@ -6,7 +6,7 @@ import bitsandbytes.functional as bnb
 import pytest
 import torch
 
-from isotype.model.fitted import nearest_values, quantize_by, quantize_fitted
+from isotype.model.fitted import nearest_values
 from isotype.model.quantize import quantize_4bit
 from isotype.precision.policy import read_moments, write_moments
 from tests.pairwise import pairwise
@@ -31,7 +31,7 @@ def error(weight: torch.Tensor, codes: torch.Tensor, state: object, moments: tor
 def test_no_block_is_worse_and_most_are_near_the_best_of_a_fine_grid(form: str, blocksize: int) -> None:
     weight = torch.randn(48, blocksize, generator=torch.Generator().manual_seed(0))  # a row is a block
     moments = inputs_of(blocksize)
-    fitted = error(weight, *quantize_fitted(weight, form, moments, blocksize=blocksize), moments)
+    fitted = error(weight, *quantize_4bit(weight, form, moments=moments, blocksize=blocksize), moments)
     plain = error(weight, *quantize_4bit(weight, form, blocksize=blocksize), moments)
     assert (fitted <= plain * (1 + 1e-3)).all()  # codes are the nearest up to 1/32767 of a block's range
     assert fitted.sum() < 0.7 * plain.sum()
@@ -58,7 +58,7 @@ def test_shapes_and_dtypes_are_stored_as_bitsandbytes_does(
 ) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     moments = inputs_of(shape[1])
-    codes, state = quantize_fitted(weight, "nf4", moments, double_quant=double_quant)
+    codes, state = quantize_4bit(weight, "nf4", moments=moments, double_quant=double_quant)
     plain_codes, plain = quantize_4bit(weight, "nf4", double_quant=double_quant)
     assert (codes.shape, codes.dtype) == (plain_codes.shape, plain_codes.dtype)
     assert (state.shape, state.dtype, state.blocksize, state.nested) == (
@@ -78,7 +78,7 @@ def test_values_without_codes_are_those_of_the_codes(shape: tuple[int, int]) -> 
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     for moments in (inputs_of(shape[1]), None):
         values = nearest_values(weight, "nf4", moments, blocksize=64)
-        expected = bnb.dequantize_4bit(*quantize_by(moments, weight, "nf4"))
+        expected = bnb.dequantize_4bit(*quantize_4bit(weight, "nf4", moments=moments))
         # In the middle between two values of the format it may be the other one: a few elements of each 10,000.
         assert ((values - expected).abs() > 1e-6).float().mean() < 1e-3
     weight[0, 1] = torch.inf
@@ -88,18 +88,17 @@ def test_values_without_codes_are_those_of_the_codes(shape: tuple[int, int]) -> 
 def test_rows_of_a_weight_are_cut_anywhere() -> None:
     weight = torch.randn(12, 40, generator=torch.Generator().manual_seed(0))
     moments = inputs_of(40)
-    codes, state = quantize_by(moments, weight, "nf4")
+    codes, state = quantize_4bit(weight, "nf4", moments=moments)
     flat = weight.flatten()[192:448]  # whole blocks that begin in the middle of a row
-    part, part_state = quantize_by(moments, flat, "nf4", first=192 % 40)
+    part, part_state = quantize_4bit(flat, "nf4", moments=moments, first=192 % 40)
     assert torch.equal(part, codes[192 // 2 : 448 // 2])
     assert torch.equal(part_state.absmax, state.absmax[3:7])
-    assert torch.equal(quantize_by(None, weight, "nf4")[0], quantize_4bit(weight, "nf4")[0])
 
 
 def test_zeros_and_values_that_are_not_finite() -> None:
     weight = torch.zeros(2, 64)
     weight[1, 3] = torch.inf
-    _, state = quantize_fitted(weight, "nf4", torch.ones(64))
+    _, state = quantize_4bit(weight, "nf4", moments=torch.ones(64))
     assert state.absmax.tolist() == [0.0, torch.inf]
 
 

@@ -23,8 +23,7 @@ from isotype.model.enforce import dtypes_to_load
 from isotype.model.experts.quantize import place_quantized, store_blank
 from isotype.model.experts.stack import codes_of, place_stack, quantized_stack, saved_stack, shape_of
 from isotype.model.finite import not_finite
-from isotype.model.fitted import quantize_by
-from isotype.model.quantize import quantize_int8
+from isotype.model.quantize import quantize_4bit, quantize_int8
 from isotype.model.quantized import replaces_conv1d
 from isotype.model.walk import places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
@@ -274,13 +273,13 @@ def _quantized_parameter(
         codes, scales = quantize_int8(value)
         settings |= {"CB": codes, "SCB": scales}
     else:
-        codes, state = quantize_by(
-            moments,
+        codes, state = quantize_4bit(
             value.to(dtype).contiguous(),
             old.quant_type,
             blocksize=old.blocksize,
             double_quant=old.compress_statistics,
             storage=old.quant_storage,
+            moments=moments,
         )
         settings |= {"quant_state": state, "bnb_quantized": True}
         layer.quant_state = state

@@ -28,9 +28,8 @@ from isotype.core.random_states import random_states_kept
 from isotype.model.experts.quantize import quantize_parts, with_constants
 from isotype.model.experts.stack import QuantizedStack, held_stack
 from isotype.model.finite import require_finite
-from isotype.model.fitted import quantize_by
 from isotype.model.modes import KeepsValues
-from isotype.model.quantize import quantize_int8, state_4bit
+from isotype.model.quantize import quantize_4bit, quantize_int8, state_4bit
 from isotype.model.quantized import dense_weight, quantization_state, replaces_conv1d
 from isotype.model.shard import device_of, is_gathered, mesh_over_all, shard_model
 from isotype.model.targets import remember_drawn
@@ -151,9 +150,8 @@ class _Rows:
             dense = self._read(name, top, bottom, state.dtype, replaces_conv1d(layer)).flatten()
             block = dense[first - top * width : last - top * width]
             moments = self.policy.moments_of(name.removesuffix(".weight"))
-            codes, quantized = quantize_by(
-                moments, block, state.quant_type, first=first - top * width, blocksize=size
-            )
+            fit = {"moments": moments, "first": first - top * width}
+            codes, quantized = quantize_4bit(block, state.quant_type, blocksize=size, **fit)
             codes = codes[(start - first) // 2 : (stop - first + 1) // 2]
             # If a block reaches into the next process's rows, the process in which the block begins sets its constant.
             skipped = math.ceil(start / size) - first // size

@@ -1,4 +1,4 @@
-"""Quantizes weights to 4 bits in bitsandbytes' format, with block constants that are fitted to a layer's inputs.
+"""Rounds weights to 4 bits in bitsandbytes' format, with block constants that are fitted to a layer's inputs.
 
 In bitsandbytes, a block's constant is its largest magnitude, but dequantization works with any constant. In most
 language models, a few input channels are much larger than the others, and the errors of their weights dominate the
@@ -13,11 +13,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-
-from isotype.model.quantize import quantize_4bit, state_4bit
 
 _STARTS = (1.0, 0.85, 0.7)
 """The constants with which the fit begins, as fractions of the block's largest magnitude."""
@@ -28,37 +25,15 @@ _HALF_RANGE = 32767
 _MIDDLE = torch.tensor(_HALF_RANGE + 0.5)  # makes the conversion to int round to nearest
 
 
-def quantize_by(
-    moments: torch.Tensor | None, weight: torch.Tensor, form: str, *, first: int = 0, **settings: Any
-) -> tuple[torch.Tensor, Any]:
-    """Return codes and state by `quantize_fitted`; by `quantize_4bit` if `moments` is None."""
-    if moments is None:
-        return quantize_4bit(weight, form, **settings)
-    return quantize_fitted(weight, form, moments, first=first, **settings)
-
-
-def quantize_fitted(
-    weight: torch.Tensor,
-    form: str,
-    moments: torch.Tensor,
-    *,
-    blocksize: int = 64,
-    double_quant: bool = False,
-    storage: torch.dtype = torch.uint8,
-    first: int = 0,
-) -> tuple[torch.Tensor, Any]:
-    """Quantize a weight like `isotype.model.quantize.quantize_4bit`, with constants that are fitted to the layer's inputs.
+def fitted_codes(
+    flat: torch.Tensor, form: str, moments: torch.Tensor, blocksize: int, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (packed codes `[ceil(n / 2)]`, float32 constants `[blocks]`) of n values, with constants fitted to inputs.
 
     Args:
-        weight: a layer's weight or a contiguous part of its values; float32, bfloat16 or float16 of any shape.
         moments: E[x²] of each input channel, times any common factor; `[in]`.
-        first: the column, in the layer's weight, of the first element of `weight`.
-
-    Returns:
-        Packed codes and the `QuantState`. As in bitsandbytes, each code is the nearest with the float32 constants,
-        which double quantization rounds afterwards.
+        first: the column, in the layer's weight, of the first value.
     """
-    flat = weight.detach().reshape(-1)
     count = math.ceil(flat.numel() / blocksize)
     codes = torch.empty(count * blocksize, dtype=torch.uint8, device=flat.device)
     constants = torch.empty(count, device=flat.device)
@@ -69,9 +44,7 @@ def quantize_fitted(
         chosen = codes_of.index_select(0, _cell(_finite(values, part), part))
         codes[begin * blocksize :][: chosen.numel()] = chosen
     even = codes[: flat.numel() + flat.numel() % 2]
-    packed = ((even[::2] << 4) | even[1::2]).view(storage).unsqueeze(1)
-    settings = {"shape": weight.shape, "dtype": weight.dtype, "blocksize": blocksize, "quant_type": form}
-    return packed, state_4bit(constants, double_quant=double_quant, **settings)
+    return (even[::2] << 4) | even[1::2], constants
 
 
 def nearest_values(

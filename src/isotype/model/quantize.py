@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from isotype.compat.bitsandbytes import quantized_on
+from isotype.model.fitted import fitted_codes
 
 _PIECE = 1 << 19
 """Number of elements that are processed at once. In float32, they fit into the CPU's caches and occupy all threads."""
@@ -45,21 +46,32 @@ def quantize_4bit(
     blocksize: int = 64,
     double_quant: bool = False,
     storage: torch.dtype = torch.uint8,
+    moments: torch.Tensor | None = None,
+    first: int = 0,
 ) -> tuple[torch.Tensor, Any]:
-    """Quantize a weight as `bitsandbytes.functional.quantize_4bit` does.
+    """Quantize a weight as `bitsandbytes.functional.quantize_4bit` does, or with constants fitted to the layer's inputs.
 
     Args:
-        weight: float32, bfloat16 or float16, any shape.
+        weight: float32, bfloat16 or float16, any shape; with `moments`, a layer's weight or a contiguous part of its values.
         double_quant: True to quantize absmax, too: to 8 bits in blocks of 256 (https://arxiv.org/abs/2305.14314, section
             3).
+        moments: E[x²] of each input channel `[in]`, times any common factor, to fit the constants; None for bitsandbytes'
+            constants.
+        first: for a part of a weight with `moments`, the column of its first element in the layer's weight.
 
     Returns:
-        (codes `[ceil(elements / 2) / storage.itemsize, 1]` in the dtype `storage`, `QuantState`). A byte has two codes.
+        (codes `[ceil(elements / 2) / storage.itemsize, 1]` in the dtype `storage`, `QuantState`). A byte has two codes. As
+            in bitsandbytes, each code is the nearest with the float32 constants, which double quantization rounds
+            afterwards.
     """
     from bitsandbytes import functional
 
-    fast = _codes_4bit(weight.detach(), form, blocksize) if _on_cpu(weight) else None
-    if fast is None:
+    flat = weight.detach().reshape(-1)
+    if moments is not None:
+        packed: tuple[torch.Tensor, torch.Tensor] | None = fitted_codes(flat, form, moments, blocksize, first)
+    else:
+        packed = _codes_4bit(flat, form, blocksize) if _on_cpu(weight) else None
+    if packed is None:
         return functional.quantize_4bit(  # type: ignore[no-any-return]
             weight,
             blocksize=blocksize,
@@ -67,7 +79,7 @@ def quantize_4bit(
             quant_type=form,
             quant_storage=storage,
         )
-    codes, absmax = fast
+    codes, absmax = packed
     settings = {"shape": weight.shape, "dtype": weight.dtype, "blocksize": blocksize, "quant_type": form}
     return codes.view(storage).unsqueeze(1), state_4bit(absmax, double_quant=double_quant, **settings)
 
@@ -123,9 +135,8 @@ def _on_cpu(weight: torch.Tensor) -> bool:
     return weight.device.type == "cpu" and sys.byteorder == "little"
 
 
-def _codes_4bit(weight: torch.Tensor, form: str, blocksize: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return packed codes [ceil(n / 2)] and absmax [blocks] of a weight, or None if a value is not finite."""
-    flat = weight.reshape(-1)
+def _codes_4bit(flat: torch.Tensor, form: str, blocksize: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return packed codes [ceil(n / 2)] and absmax [blocks] of n values, or None if a value is not finite."""
     total = flat.numel()
     whole = total - total % blocksize
     codes = torch.empty((total + 1) // 2, dtype=torch.uint8)

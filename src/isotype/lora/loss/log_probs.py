@@ -24,16 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from isotype.core.dtypes import autocast_dtype
-from isotype.lora.loss.logits import (
-    Call,
-    Head,
-    add_outer,
-    blocks,
-    buffers_for,
-    chunks,
-    multiply_into,
-    project,
-)
+from isotype.lora.loss.logits import Call, Head, Scratch, add_outer
 from isotype.lora.loss.softmax import gradient, softmax, write_scaled
 
 OUTPUTS = ("entropy", "logsumexp", "mean_logits", "log_sum_sq_probs", "is_top1")
@@ -175,19 +166,18 @@ def _forward(
     names = {"log_probs", "logsumexp", *call.outputs} | (call.gradients & {"entropy"})
     dtypes = {name: torch.bool if name == "is_top1" else torch.float32 for name in names}
     outputs = {name: hidden.new_zeros(tokens, dtype=dtype) for name, dtype in dtypes.items()}
-    buffers = buffers_for(call, tokens, weight, other="entropy" in names, slope=ahead)
+    scratch = Scratch(call, weight, bias, tokens, other="entropy" in names, slope=ahead)
     unit = hidden.new_empty(hidden.shape, dtype=call.working) if ahead else None
     factor = hidden.new_zeros(tokens, dtype=torch.float32) if ahead else None
-    for chunk in chunks(buffers, tokens):
-        logits = buffers.logits[: chunk.stop - chunk.start]
-        exact = project(call, hidden[chunk].to(call.working), weight, bias, targets[chunk], logits)
-        for rows, place in blocks(buffers, chunk):
+    for chunk in scratch.chunks(tokens):
+        logits, exact = scratch.project(hidden[chunk].to(call.working), targets[chunk])
+        for rows, place in scratch.blocks(chunk):
             block = {name: values[place] for name, values in outputs.items()}
-            scale = softmax(call, buffers, logits[rows], exact[rows], targets[place], block, ahead)
+            scale = softmax(scratch, logits[rows], exact[rows], targets[place], block, ahead)
             if factor is not None and scale is not None:
                 factor[place] = scale
         if unit is not None:
-            multiply_into(call, logits, weight, unit[chunk])
+            scratch.multiply_into(unit[chunk], logits)
     return outputs, None if unit is None or factor is None else (unit, factor)
 
 
@@ -201,16 +191,15 @@ def _backward(
     d_hidden = torch.empty_like(hidden) if needed[0] else None
     d_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
     d_bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
-    buffers = buffers_for(call, tokens, weight, other=True, slope=True)
-    for chunk in chunks(buffers, tokens):
-        logits = buffers.logits[: chunk.stop - chunk.start]
+    scratch = Scratch(call, weight, bias, tokens, other=True, slope=True)
+    for chunk in scratch.chunks(tokens):
         x = hidden[chunk].to(call.working)
-        exact = project(call, x, weight, bias, targets[chunk], logits)
+        logits, exact = scratch.project(x, targets[chunk])
         factor = torch.zeros_like(exact)
-        for rows, place in blocks(buffers, chunk):
+        for rows, place in scratch.blocks(chunk):
             block = {name: result[place] for name, result in results.items()}
             grads = {name: grad[place] for name, grad in gradients.items()}
-            values = gradient(call, buffers, logits[rows], exact[rows], targets[place], block, grads)
+            values = gradient(scratch, logits[rows], exact[rows], targets[place], block, grads)
             if d_bias is not None:
                 d_bias.add_(values.sum(0))
             # Each row is scaled so that the largest entry is 1 (in float16 `_LIFT`), and no product overflows.
@@ -219,7 +208,7 @@ def _backward(
             factor[rows] = norm / call.gradient_factor
         if d_hidden is not None:
             unit = x.new_empty(x.shape)
-            multiply_into(call, logits, weight, unit)
+            scratch.multiply_into(unit, logits)
             torch.mul(unit, factor[:, None], out=d_hidden[chunk])
         if d_weight is not None:
             add_outer(logits, x, factor, d_weight)

@@ -107,106 +107,99 @@ class Call:
         return self.scale / self.temperature
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """Scratch memory of one call, reused by every chunk.
+class Scratch:
+    """Computes the logits of a chunk of tokens in scratch memory, which every chunk of a call reuses.
 
     Attributes:
+        weight, bias: as in `Head`.
         logits: `[chunk, V]` in the working dtype. Rows of gradients overwrite the logits.
         values: a block's logits as float32 `[block, V]`; later values overwrite these logits.
         other, slope: exponentials and the soft cap's derivatives, float32 `[block, V]`; None if they are not needed.
     """
 
-    logits: torch.Tensor
-    values: torch.Tensor
-    other: torch.Tensor | None
-    slope: torch.Tensor | None
+    def __init__(
+        self,
+        call: Call,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tokens: int,
+        *,
+        other: bool,
+        slope: bool,
+    ) -> None:
+        self.call, self.weight, self.bias = call, weight, bias
+        vocabulary = weight.shape[0]
+        slope = slope and call.softcap is not None
+        on_cpu = weight.device.type == "cpu"
+        # On other devices a block is a whole chunk, because more kernels would cost more than larger blocks.
+        wide = 0 if on_cpu else 4 * (1 + other + slope)
+        memory = total_memory(weight.device)
+        scratch = SCRATCH if memory is None else min(_SCRATCH_OF_A_GPU, memory // _SHARE_OF_A_GPU)
+        most = _ROWS if on_cpu else _ROWS_OF_A_GPU
+        rows = min(most, max(1, scratch // (vocabulary * (call.working.itemsize + wide))), max(1, tokens))
+        rows = ceil(tokens / ceil(tokens / rows)) if tokens else 1  # chunks of equal size
+        block = min(rows, max(1, torch.get_num_threads() * _BLOCK // (4 * vocabulary))) if on_cpu else rows
+        self.logits = weight.new_empty(rows, vocabulary, dtype=call.working)
+        self.values = weight.new_empty(block, vocabulary, dtype=torch.float32)
+        self.other = torch.empty_like(self.values) if other else None
+        self.slope = torch.empty_like(self.values) if slope else None
 
+    def chunks(self, tokens: int) -> Iterator[slice]:
+        return _slices(tokens, self.logits.shape[0])
 
-def buffers_for(call: Call, tokens: int, weight: torch.Tensor, *, other: bool, slope: bool) -> Buffers:
-    """Return scratch memory for `tokens` tokens, with the buffers `other` and (with a soft cap) `slope` if requested."""
-    vocabulary = weight.shape[0]
-    slope = slope and call.softcap is not None
-    on_cpu = weight.device.type == "cpu"
-    # On other devices a block is a whole chunk, because more kernels would cost more than larger blocks.
-    wide = 0 if on_cpu else 4 * (1 + other + slope)
-    memory = total_memory(weight.device)
-    scratch = SCRATCH if memory is None else min(_SCRATCH_OF_A_GPU, memory // _SHARE_OF_A_GPU)
-    most = _ROWS if on_cpu else _ROWS_OF_A_GPU
-    rows = min(most, max(1, scratch // (vocabulary * (call.working.itemsize + wide))), max(1, tokens))
-    rows = ceil(tokens / ceil(tokens / rows)) if tokens else 1  # chunks of equal size
-    block = min(rows, max(1, torch.get_num_threads() * _BLOCK // (4 * vocabulary))) if on_cpu else rows
+    def blocks(self, chunk: slice) -> Iterator[tuple[slice, slice]]:
+        """For each block, yield (its rows in the chunk, its rows among all tokens)."""
+        for rows in _slices(chunk.stop - chunk.start, self.values.shape[0]):
+            yield rows, slice(chunk.start + rows.start, chunk.start + rows.stop)
+            if isinstance(self.values, FakeTensor):
+                return  # a trace needs one block: all blocks share memory, and their operators have no counted FLOPs
 
-    def block_of(wanted: bool) -> torch.Tensor | None:
-        return weight.new_empty(block, vocabulary, dtype=torch.float32) if wanted else None
+    def _parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield (rows, weight of these rows in the working dtype); all rows at once if the weight needs no cast."""
+        dtype = self.call.working
+        if self.weight.dtype == dtype:
+            yield slice(0, self.weight.shape[0]), self.weight
+            return
+        for part in _row_parts(self.weight, dtype):
+            yield part, self.weight[part].to(dtype)
 
-    return Buffers(
-        weight.new_empty(rows, vocabulary, dtype=call.working),
-        weight.new_empty(block, vocabulary, dtype=torch.float32),
-        block_of(other),
-        block_of(slope),
-    )
+    def project(self, x: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (W x + b in the working dtype, the targets' logits, which are computed in float32)."""
+        bias, dtype, logits = self.bias, self.call.working, self.logits[: len(x)]
+        compiled = is_used(dtype, x)
+        for part, matrix in self._parts():
+            bias_part = None if bias is None else bias[part].to(dtype)
+            write_sums([Sum(logits[:, part], ((x, matrix.t()),), bias_part)], compiled=compiled)
+        chosen = self.weight.index_select(0, targets).to(dtype).float()
+        exact: torch.Tensor = torch.linalg.vecdot(x.float(), chosen)
+        return logits, exact if bias is None else exact + bias.index_select(0, targets).to(dtype).float()
 
+    def multiply_into(self, out: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write `rows @ weight` into `out`. The sum is rounded once."""
+        compiled = is_used(self.call.working, rows)
+        if self.weight.dtype == self.call.working:
+            write_sums([Sum(out, ((rows, self.weight),))], compiled=compiled)
+            return
+        total, product = (torch.empty_like(out, dtype=torch.float32) for _ in range(2))
+        total.zero_()
+        for part, matrix in self._parts():
+            write_sums([Sum(product, ((rows[:, part], matrix),))], compiled=compiled)
+            total += product
+        out.copy_(total)
 
-def chunks(buffers: Buffers, tokens: int) -> Iterator[slice]:
-    return _slices(tokens, buffers.logits.shape[0])
+    def scaled(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (a block's final logits, the soft cap's derivatives or None), both in buffers."""
+        n = logits.shape[0]
+        slope = None if self.slope is None else self.slope[:n]
+        return scale_and_cap(self.call, self.values[:n].copy_(logits), slope), slope
 
 
 def _slices(count: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
-def blocks(buffers: Buffers, chunk: slice) -> Iterator[tuple[slice, slice]]:
-    """For each block, yield (its rows in the chunk, its rows among all tokens)."""
-    for rows in _slices(chunk.stop - chunk.start, buffers.values.shape[0]):
-        yield rows, slice(chunk.start + rows.start, chunk.start + rows.stop)
-        if isinstance(buffers.values, FakeTensor):
-            return  # a trace needs one block: all blocks share memory, and their operators have no counted FLOPs
-
-
-def _parts(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield (rows, weight of these rows in `dtype`). If the weight needs a cast, a pair has only a part of the rows."""
-    if weight.dtype == dtype:
-        yield slice(0, weight.shape[0]), weight
-        return
-    for part in _row_parts(weight, dtype):
-        yield part, weight[part].to(dtype)
-
-
 def _row_parts(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[slice]:
     return _slices(weight.shape[0], max(1, _PART // max(1, weight.shape[1] * dtype.itemsize)))
-
-
-def project(
-    call: Call,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    logits: torch.Tensor,
-) -> torch.Tensor:
-    """Write W x + b into `logits`; return the targets' logits, which are computed in float32."""
-    compiled = is_used(call.working, x)
-    for part, matrix in _parts(weight, call.working):
-        bias_part = None if bias is None else bias[part].to(call.working)
-        write_sums([Sum(logits[:, part], ((x, matrix.t()),), bias_part)], compiled=compiled)
-    chosen = weight.index_select(0, targets).to(call.working).float()
-    exact: torch.Tensor = torch.linalg.vecdot(x.float(), chosen)
-    return exact if bias is None else exact + bias.index_select(0, targets).to(call.working).float()
-
-
-def multiply_into(call: Call, rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Write `rows @ weight` into `out`. The sum is rounded once."""
-    compiled = is_used(call.working, rows)
-    if weight.dtype == call.working:
-        write_sums([Sum(out, ((rows, weight),))], compiled=compiled)
-        return
-    total, product = (torch.empty_like(out, dtype=torch.float32) for _ in range(2))
-    total.zero_()
-    for part, matrix in _parts(weight, call.working):
-        write_sums([Sum(product, ((rows[:, part], matrix),))], compiled=compiled)
-        total += product
-    out.copy_(total)
 
 
 def scale_and_cap(call: Call, values: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from isotype.compat.torch import FakeTensor, dispatch_depth, needs_operators
 from isotype.lora.loops.loading import NAMES, loops_of
-from isotype.lora.loss.logits import Buffers, Call, scale_and_cap
+from isotype.lora.loss.logits import Scratch, scale_and_cap
 from isotype.precision.devices.simulated import is_on_cpu
 
 _LOOPS = Path(__file__).parents[1] / "loops"
@@ -40,8 +40,7 @@ def _is_by_loops(logits: torch.Tensor, exact: torch.Tensor, targets: torch.Tenso
 
 
 def softmax(
-    call: Call,
-    buffers: Buffers,
+    scratch: Scratch,
     logits: torch.Tensor,
     exact: torch.Tensor,
     targets: torch.Tensor,
@@ -61,6 +60,7 @@ def softmax(
     Returns:
         The factor of each row of gradients, float32 `[n]`; None if `ahead` is False.
     """
+    call = scratch.call
     if call.softcap is None and _is_by_loops(logits, exact, targets):
         factor = torch.empty_like(exact) if ahead else None
         written = {**outputs, **({} if factor is None else {"factor": factor})}
@@ -69,8 +69,7 @@ def softmax(
         _loops().run("softmax", logits.dtype, *numbers, logits, exact, targets, results)
         return factor
     n, at = logits.shape[0], targets[:, None]
-    slope = None if buffers.slope is None else buffers.slope[:n]
-    z = scale_and_cap(call, buffers.values[:n].copy_(logits), slope)
+    z, slope = scratch.scaled(logits)
     target_slope = None if slope is None else torch.empty_like(exact)
     target_z = scale_and_cap(call, exact.clone(), target_slope)
     top = z.amax(-1, keepdim=True)
@@ -79,7 +78,7 @@ def softmax(
     if "mean_logits" in outputs:
         torch.mean(z, -1, out=outputs["mean_logits"])
     z.sub_(top)
-    e = torch.exp(z, out=z if buffers.other is None else buffers.other[:n])
+    e = torch.exp(z, out=z if scratch.other is None else scratch.other[:n])
     # The target is added separately: the exact logit replaces the rounded one, and log1p is exact near p = 1.
     e.scatter_(1, at, 0.0)
     target_z = target_z - top[:, 0]
@@ -130,8 +129,7 @@ def _first_of_largest(z: torch.Tensor, top: torch.Tensor, targets: torch.Tensor)
 
 
 def gradient(
-    call: Call,
-    buffers: Buffers,
+    scratch: Scratch,
     logits: torch.Tensor,
     exact: torch.Tensor,
     targets: torch.Tensor,
@@ -145,11 +143,11 @@ def gradient(
     gradients.
     """
     log_p, logsumexp, entropy = results["log_probs"], results["logsumexp"], results.get("entropy")
-    assert buffers.other is not None
-    n, at, nothing = logits.shape[0], targets[:, None], torch.zeros_like(exact)
-    slope = None if buffers.slope is None else buffers.slope[:n]
-    z = scale_and_cap(call, buffers.values[:n].copy_(logits), slope).sub_(logsumexp[:, None])
-    values, target_p = torch.exp(z, out=buffers.other[:n]), log_p.exp()
+    assert scratch.other is not None
+    at, nothing = targets[:, None], torch.zeros_like(exact)
+    z, slope = scratch.scaled(logits)
+    values = torch.exp(z.sub_(logsumexp[:, None]), out=scratch.other[: len(z)])
+    target_p = log_p.exp()
     of_log_prob, of_entropy = gradients.get("log_probs", nothing), gradients.get("entropy")
     both = gradients.get("logsumexp", nothing) - of_log_prob
     # For p_t near 1 the difference 1 - p_t loses digits; expm1 does not.
@@ -166,6 +164,7 @@ def gradient(
     values.scatter_(1, at, target[:, None])
     if slope is not None:
         target_slope = torch.empty_like(exact)
-        scale_and_cap(call, exact.clone(), target_slope)
+        scale_and_cap(scratch.call, exact.clone(), target_slope)
         values.mul_(slope.scatter_(1, at, target_slope[:, None]))
-    return values.mul_(call.slope) if call.slope != 1 else values
+    factor = scratch.call.slope
+    return values.mul_(factor) if factor != 1 else values
