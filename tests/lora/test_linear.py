@@ -17,9 +17,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from isotype.lora import linear
+from isotype.lora.adapted import Adapter, Layer
 from isotype.lora.gates import GATES
-from isotype.lora.linear import lora_linear
-from isotype.lora.spec import Adapter, Layer, Spec
+from isotype.lora.linear import Spec, lora_linear
 from isotype.lora.weights import DenseWeights
 from tests.cpus import no_bfloat16_loops, pretend
 from tests.pairwise import pairwise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter
 from typing import Any, NamedTuple
@@ -15,11 +16,50 @@ from torch import nn
 from isotype.compat.accelerate import HOOK, only_places
 from isotype.compat.peft import DORA_CACHE
 from isotype.compat.torch import CHILDREN, HOOKS, PARAMETERS
-from isotype.lora.spec import Adapter, Layer
 from isotype.model.boundary import boundary_of
 from isotype.model.quantized import is_repacked, quantization_state, row_scales
 from isotype.model.shard import is_gathered, is_sharded
 from isotype.model.walk import LINEAR_KINDS, kind_of, must_be_called
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An active adapter of a layer.
+
+    Attributes:
+        scale: alpha / r, for rsLoRA alpha / sqrt(r).
+        magnitude: True if the adapter is DoRA. A layer with DoRA has no other adapter and no dropout.
+    """
+
+    rank: int
+    scale: float
+    dropout: float = 0.0
+    magnitude: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer: the frozen base layer, the factor of each bias (1 or an adapter's scale) and the active adapters."""
+
+    base: nn.Module
+    biases: tuple[float, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(adapter.rank for adapter in self.adapters)
+
+    @cached_property
+    def scales(self) -> tuple[float, ...]:
+        return tuple(adapter.scale for adapter in self.adapters)
+
+    @cached_property
+    def drops(self) -> bool:
+        return any(adapter.dropout for adapter in self.adapters)
+
+    @cached_property
+    def rank(self) -> int:
+        return sum(self.ranks)
 
 
 def why_not(layer: Any) -> str | None:

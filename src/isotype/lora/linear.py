@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +26,42 @@ from isotype.compat.bitsandbytes import product_4bit
 from isotype.compat.torch import UNNAMED_VIEW, has_kernel
 from isotype.core.dtypes import NoAutocast
 from isotype.lora import kernels
+from isotype.lora.adapted import Adapter, Layer
+from isotype.lora.gates import Gate
 from isotype.lora.loops.products import Sum, write_sums
-from isotype.lora.spec import Adapter, Layer, Spec
-from isotype.lora.weights import Pairs, rounded, shape_of, split
+from isotype.lora.weights import DenseWeights, Pairs, rounded, shape_of, split
 from isotype.model.quantized import quantization_state
 
 _aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The settings of a call for layers with the same input X.
+
+    Attributes:
+        working: dtype of the products: the compute dtype, or float32 if the device emulates the compute dtype.
+        gate: computes X if X is a gated product of two tensors; else None.
+        keep: True if a backward may follow. If False, packed 4-bit weights may be multiplied without dequantization.
+        compiled: True if compiled loops compute the products, see `isotype.lora.loops.products`.
+    """
+
+    layers: tuple[Layer, ...]
+    weights: DenseWeights
+    working: torch.dtype
+    result: torch.dtype
+    gate: Gate | None = None
+    keep: bool = True
+    compiled: bool = False
+
+    @property
+    def drops(self) -> bool:
+        """True if an adapter has dropout: each adapter then has its own input."""
+        return any(map(attrgetter("drops"), self.layers))
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        return [adapter for layer in self.layers for adapter in layer.adapters]
 
 
 def drop(
@@ -100,7 +131,7 @@ class _Product(NamedTuple):
     def written_to(self, out: torch.Tensor, weight: torch.Tensor) -> Sum:
         # The adapters' product first: torch's operators would add it to an already rounded base product.
         up = self.layer.scaled_up
-        small = () if up is None else ((_columns(self.hidden, self.layer), up.t()),)
+        small = () if up is None else ((self.layer.columns(self.hidden), up.t()),)
         return Sum(out, (*small, (self.x, weight.t())), self.bias)
 
 
@@ -119,7 +150,7 @@ class _LoraLinear(torch.autograd.Function):
             x = _product(spec, _factors(spec, first, second))
             # With dropout, a CPU rounds every A separately, so that an A in the working dtype is not copied.
             layers = _layers_of(spec, tensors)
-            pairs = [Pairs(layer.down, layer.up, layer.spec.scales) for layer in layers]
+            pairs = [layer.pairs for layer in layers]
             down, scaled = rounded(pairs, spec.working, stacked=not (spec.drops and first.is_cpu))
             for layer, up in zip(layers, scaled, strict=True):
                 layer.scaled_up = up
@@ -139,10 +170,9 @@ class _LoraLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         spec: Spec = ctx.spec
         first, second, hidden, down, *saved = ctx.saved_tensors
-        count, adapters = len(grads), spec.adapters
+        count, adapters = len(grads), len(spec.adapters)
         scaled, totals, norms = saved[:count], saved[count : 2 * count], saved[2 * count : 3 * count]
         tensors, masks = saved[3 * count : len(saved) - adapters], saved[len(saved) - adapters :]
-        gradients: list[torch.Tensor | None] = [None] * len(tensors)
         arrived: list[tuple[_LayerTensors, torch.Tensor]] = []
         with NoAutocast(first.device.type):
             factors = _factors(spec, first, second)
@@ -151,65 +181,66 @@ class _LoraLinear(torch.autograd.Function):
                 layer.scaled_up = up
                 if grad is not None:
                     rows = grad.reshape(-1, grad.shape[-1]).to(spec.working)
-                    arrived.append((layer, _through_output(layer, rows, total, norm, gradients)))
+                    arrived.append((layer, _through_output(layer, rows, total, norm)))
             d_hidden = torch.empty_like(hidden) if len(arrived) == len(grads) else torch.zeros_like(hidden)
-            _through_up(spec, arrived, hidden, d_hidden, gradients)
+            _through_up(spec, arrived, hidden, d_hidden)
             wanted = any(ctx.needs_input_grad[2:4]) and bool(arrived)
             # The gated product is recomputed together with the gradients of the two factors.
             x = None if wanted and spec.gate is not None else _product(spec, factors)
             whole = None if spec.drops else down
             d_x, d_down = _through_products(spec, arrived if wanted else (), whole, d_hidden, x)
             if d_x is not None and spec.drops:  # each adapter has a dropout mask
-                with_downs = _adapters(layers, down, d_hidden.dtype)
-                parts = split(d_hidden, [adapter.rank for adapter, _ in with_downs], 1)
-                for part, (adapter, a), mask in zip(parts, with_downs, masks, strict=True):
+                downs = _downs(spec, layers, down, d_hidden.dtype)
+                for adapter, part, a, mask in zip(
+                    spec.adapters, _of_each(spec, d_hidden, 1), downs, masks, strict=True
+                ):
                     d_x.add_(dropped(part @ a, mask, adapter.dropout))
             x, d_inputs = _through_input(ctx, d_x, factors, x)
             del d_x, factors, arrived  # copies in the working dtype, no longer needed
             if d_down is None:
                 _, d_down = _through_products(spec, (), whole, d_hidden, x)
-            _through_down(spec, layers, x, masks, d_hidden, d_down, gradients)
-        return None, None, *d_inputs, *gradients
+            _through_down(spec, layers, x, masks, d_hidden, d_down)
+        return None, None, *d_inputs, *chain.from_iterable([layer.gradients for layer in layers])
 
 
 @dataclass(slots=True)
 class _LayerTensors:
-    """The tensors of one layer, and their positions in the call.
+    """The tensors of one layer, and their gradients.
 
     Attributes:
-        start: position of the layer's first tensor in all tensors of the call. first_pair: position of its first A.
         first_column: first column of the layer's adapters in X Aᵀ.
+        gradients: gradients of the biases, of A and B of each adapter, and of DoRA's magnitude.
         scaled_up: s B of all adapters, concatenated to `[out, rank]` in the working dtype; None without adapters.
     """
 
     spec: Layer
-    start: int
-    first_pair: int
     first_column: int
     biases: Sequence[torch.Tensor]
-    down: Sequence[torch.Tensor]
-    up: Sequence[torch.Tensor]
+    pairs: Pairs
     magnitude: torch.Tensor | None
+    gradients: list[torch.Tensor | None]
     scaled_up: torch.Tensor | None = None
+
+    def columns(self, hidden: torch.Tensor) -> torch.Tensor:
+        rank = self.spec.rank
+        return hidden if rank == hidden.shape[1] else hidden.narrow(1, self.first_column, rank)
 
 
 def _layers_of(spec: Spec, tensors: Sequence[torch.Tensor]) -> list[_LayerTensors]:
-    """Split the flat list of tensors among the layers. `scaled_up` is set later."""
+    """Split the flat list of tensors among the layers. `scaled_up` and `gradients` are set later."""
     layers, start, column = [], 0, 0
     for layer in spec.layers:
-        pair, end = start + len(layer.biases), start + layer.tensors
-        last = pair + 2 * len(layer.adapters)
-        down, up = tensors[pair:last:2], tensors[pair + 1 : last : 2]
-        magnitude = tensors[last] if last < end else None
-        layers.append(_LayerTensors(layer, start, pair, column, tensors[start:pair], down, up, magnitude))
+        pair = start + len(layer.biases)
+        end = last = pair + 2 * len(layer.adapters)
+        pairs = Pairs(tensors[pair:last:2], tensors[pair + 1 : last : 2], layer.scales)
+        magnitude = None
+        if layer.adapters and layer.adapters[0].magnitude:
+            magnitude, end = tensors[last], last + 1
+        gradients: list[torch.Tensor | None] = [None] * (end - start)
+        layers.append(_LayerTensors(layer, column, tensors[start:pair], pairs, magnitude, gradients))
         start = end
         column += layer.rank
     return layers
-
-
-def _columns(hidden: torch.Tensor, layer: _LayerTensors) -> torch.Tensor:
-    rank = layer.spec.rank
-    return hidden if rank == hidden.shape[1] else hidden.narrow(1, layer.first_column, rank)
 
 
 def _factors(spec: Spec, *inputs: torch.Tensor | None) -> list[torch.Tensor]:
@@ -220,16 +251,18 @@ def _product(spec: Spec, factors: Sequence[torch.Tensor]) -> torch.Tensor:
     return factors[0] if spec.gate is None else spec.gate.product(*factors)
 
 
-def _adapters(
-    layers: Sequence[_LayerTensors], down: torch.Tensor | None, dtype: torch.dtype
-) -> list[tuple[Adapter, torch.Tensor]]:
-    """Return each adapter with its A in `dtype`, in the order of X Aᵀ's columns. `down` is the stack of all A, or None."""
-    adapters = [adapter for layer in layers for adapter in layer.spec.adapters]
-    if down is None:
-        downs: Sequence[torch.Tensor] = [part.to(dtype) for layer in layers for part in layer.down]
-    else:
-        downs = split(down, [adapter.rank for adapter in adapters], 0)
-    return list(zip(adapters, downs, strict=True))
+def _of_each(spec: Spec, whole: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
+    """Return each adapter's part of a tensor in which all adapters are concatenated."""
+    return split(whole, [adapter.rank for adapter in spec.adapters], dim)
+
+
+def _downs(
+    spec: Spec, layers: Sequence[_LayerTensors], down: torch.Tensor | None, dtype: torch.dtype
+) -> Sequence[torch.Tensor]:
+    """Return A of each adapter in `dtype`. `down` is the stack of all A, or None."""
+    if down is not None:
+        return _of_each(spec, down, 0)
+    return [part.to(dtype) for layer in layers for part in layer.pairs.downs]
 
 
 def _hidden(
@@ -243,9 +276,9 @@ def _hidden(
     if down is not None and not spec.drops:
         hidden = x.new_empty(x.shape[0], down.shape[0])
         write_sums([Sum(hidden, ((x, down.t()),))], compiled=spec.compiled)
-        return hidden, [None] * spec.adapters
+        return hidden, [None] * len(spec.adapters)
     parts, masks = [], []
-    for adapter, a in _adapters(layers, down, x.dtype):
+    for adapter, a in zip(spec.adapters, _downs(spec, layers, down, x.dtype), strict=True):
         dropped_x, mask = drop(x, first, adapter.dropout)
         parts.append(dropped_x @ a.t())
         masks.append(mask)
@@ -306,14 +339,14 @@ def _write_few(product: _Product) -> None:
     # This product is rounded before the adapters' product is added.
     y = product_4bit(product.x, base.weight.data, quantization_state(base), product.bias)
     if layer.scaled_up is not None:
-        y = torch.addmm(y, _columns(product.hidden, layer), layer.scaled_up.t())
+        y = torch.addmm(y, layer.columns(product.hidden), layer.scaled_up.t())
     product.out.copy_(y)
 
 
 def _row_norms(weight: torch.Tensor, layer: _LayerTensors) -> torch.Tensor:
     """Return the norm of each row of W + s B A in float32, without computing W + s B A."""
     scale = layer.spec.adapters[0].scale
-    down, up = layer.down[0].float(), layer.up[0].float()
+    down, up = layer.pairs.downs[0].float(), layer.pairs.ups[0].float()
     across = (weight @ down.to(weight.dtype).t()).float()
     square = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
     inner = 2 * scale * across + scale * scale * (up @ (down @ down.t()))
@@ -326,15 +359,14 @@ def _through_output(
     rows: torch.Tensor,
     total: torch.Tensor | None,
     norm: torch.Tensor | None,
-    gradients: list[torch.Tensor | None],
 ) -> torch.Tensor:
-    """Return the gradient of X Wᵀ. `rows` is Y's gradient. The gradients of biases and magnitude go into `gradients`."""
+    """Return the gradient of X Wᵀ, and set the gradients of biases and magnitude. `rows` is Y's gradient."""
     for index, (bias, scale) in enumerate(zip(layer.biases, layer.spec.biases, strict=True)):
-        gradients[layer.start + index] = (rows.sum(0, dtype=_summed(rows)) * scale).to(bias.dtype)
+        layer.gradients[index] = (rows.sum(0, dtype=_summed(rows)) * scale).to(bias.dtype)
     if layer.magnitude is None or norm is None or total is None:
         return rows
     d_magnitude = torch.linalg.vecdot(rows.float(), total.float(), dim=0) / norm
-    gradients[layer.start + layer.spec.tensors - 1] = d_magnitude.to(layer.magnitude.dtype)
+    layer.gradients[-1] = d_magnitude.to(layer.magnitude.dtype)
     return (rows * (layer.magnitude / norm)).to(total.dtype)
 
 
@@ -343,22 +375,23 @@ def _through_up(
     arrived: Sequence[tuple[_LayerTensors, torch.Tensor]],
     hidden: torch.Tensor,
     d_hidden: torch.Tensor,
-    gradients: list[torch.Tensor | None],
 ) -> None:
-    """Put the gradients of all B into `gradients`, and write the gradient of X Aᵀ into `d_hidden`."""
+    """Set the gradients of all B, and write the gradient of X Aᵀ into `d_hidden`."""
     sums, places, summed = [], [], _summed(hidden)
     for layer, rows in arrived:
         if layer.scaled_up is None:
             continue
-        sums.append(Sum(_columns(d_hidden, layer), ((rows, layer.scaled_up),)))
-        transposed, parts = rows.t(), split(_columns(hidden, layer), layer.spec.ranks, 1)
-        for index, (part, up, scale) in enumerate(zip(parts, layer.up, layer.spec.scales, strict=True)):
+        sums.append(Sum(layer.columns(d_hidden), ((rows, layer.scaled_up),)))
+        transposed, parts = rows.t(), split(layer.columns(hidden), layer.spec.ranks, 1)
+        for index, (part, up, scale) in enumerate(
+            zip(parts, layer.pairs.ups, layer.pairs.scales, strict=True)
+        ):
             d_up = rows.new_empty(up.shape, dtype=summed)
             sums.append(Sum(d_up, ((transposed, part),), None, scale))
-            places.append((layer.first_pair + 2 * index + 1, d_up, up.dtype))
+            places.append((layer, len(layer.biases) + 2 * index + 1, d_up, up.dtype))
     write_sums(sums, compiled=spec.compiled)
-    for place, d_up, dtype in places:
-        gradients[place] = d_up.to(dtype)
+    for layer, place, d_up, dtype in places:
+        layer.gradients[place] = d_up.to(dtype)
 
 
 def _summed(x: torch.Tensor) -> torch.dtype:
@@ -400,23 +433,19 @@ def _through_down(
     masks: Sequence[torch.Tensor | None],
     d_hidden: torch.Tensor,
     d_down: torch.Tensor | None,
-    gradients: list[torch.Tensor | None],
 ) -> None:
-    """Put the gradient of each A into `gradients`. `d_down`: gradient of all A, or None to compute each."""
-    places = [layer.first_pair + 2 * index for layer in layers for index in range(len(layer.down))]
+    """Set the gradient of each A. `d_down`: gradient of all A, or None to compute each."""
+    places = [(layer, index) for layer in layers for index in range(len(layer.pairs.downs))]
     if not places:
         return
-    adapters = [adapter for layer in layers for adapter in layer.spec.adapters]
-    downs = [down for layer in layers for down in layer.down]
-    whole, dim = (d_hidden, 1) if d_down is None else (d_down, 0)
-    parts = split(whole, [adapter.rank for adapter in adapters], dim)
-    for place, part, down, adapter, mask in zip(places, parts, downs, adapters, masks, strict=True):
-        gradient = part
+    parts = _of_each(spec, d_hidden, 1) if d_down is None else _of_each(spec, d_down, 0)
+    for (layer, index), gradient, adapter, mask in zip(places, parts, spec.adapters, masks, strict=True):
+        down = layer.pairs.downs[index]
         if d_down is None:
-            gradient = x.new_empty(down.shape, dtype=_summed(x))
-            dropped_x = dropped(x, mask, adapter.dropout)
-            write_sums([Sum(gradient, ((part.t(), dropped_x),))], compiled=spec.compiled)
-        gradients[place] = gradient.to(down.dtype)
+            part, gradient = gradient, x.new_empty(down.shape, dtype=_summed(x))
+            terms = ((part.t(), dropped(x, mask, adapter.dropout)),)
+            write_sums([Sum(gradient, terms)], compiled=spec.compiled)
+        layer.gradients[len(layer.biases) + 2 * index] = gradient.to(down.dtype)
 
 
 def _through_input(

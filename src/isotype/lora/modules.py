@@ -17,11 +17,10 @@ from isotype.compat.torch import FakeTensor, forward_hooks, forward_pre_hooks, n
 from isotype.core.dtypes import autocast_dtype
 from isotype.lora.adapted import Reading, read
 from isotype.lora.gates import Gate, GatedParts
-from isotype.lora.linear import lora_linear
+from isotype.lora.linear import Spec, lora_linear
 from isotype.lora.loops.products import is_used
 from isotype.lora.norms import NormParts, rms_norm
 from isotype.lora.rotary import with_loops
-from isotype.lora.spec import Spec
 from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of, set_boundary
 from isotype.model.walk import kind_of, must_be_called
