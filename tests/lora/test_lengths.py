@@ -46,10 +46,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def on_gpu(model: Any, profile: DeviceProfile = H100) -> AttentionReport:
     """What `use_fast_attention` does to a model on a GPU."""
-    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if "lora_attention" in vars(model):
         vars(model)["lora_attention"].undo()  # a fused model on a CPU has the CPU's
-    return registered._with_lengths(model, [owner], profile, BF16, "it is on a GPU")
+    return registered._with_lengths(model, profile, BF16, "it is on a GPU")
 
 
 def padded(side: str) -> Batch:
@@ -211,7 +210,7 @@ def test_why_padding_is_computed(
     model = tiny_model("llama")
     for name, value in config.items():
         setattr(model.config, name, value)
-    report = registered._with_lengths(model, [model], device_profile(device), dtype, "it is there")
+    report = registered._with_lengths(model, device_profile(device), dtype, "it is there")
     assert not report.taken
     assert reason in str(report.padded)
     assert model.config._attn_implementation == config.get("_attn_implementation", "sdpa")
@@ -219,7 +218,7 @@ def test_why_padding_is_computed(
 
 def test_a_torch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lengths, "takes_lengths", lambda: False)
-    report = registered._with_lengths(tiny_model("llama"), [tiny_model("llama")], H100, BF16, "")
+    report = registered._with_lengths(tiny_model("llama"), H100, BF16, "")
     assert (
         report.padded
         == f"torch {torch.__version__} has no variable-length attention with a scale and windows"

@@ -119,63 +119,63 @@ def use_fast_attention(
     Returns:
         A report of the decision and its reason.
     """
+    owners = _owners(model)
+    reason = _why_not(owners, device)
+    if reason is None:
+        blank = any(parameter.is_meta for parameter in owners[0].parameters())
+        return _put(model, NAME, AttentionReport(True, sides=None if blank else tried(owners[0]).sides))
+    if profile is None or not owners:
+        return AttentionReport(False, reason)
+    policy = policy_of(model)
+    dtype = owners[0].dtype if policy is None else policy.compute
+    grouped = any(getattr(module, "num_key_value_groups", 1) > 1 for module in owners[0].modules())
+    common = AttentionCall(dtype, 2, 1, (64, 64, 64))
+    if grouped and attention_kernel(profile, common, enabled=enabled_attention()) == "math":
+        return _with_repeated_heads(model, profile, dtype)
+    return _with_lengths(model, profile, dtype, reason)
+
+
+def _owners(model: nn.Module) -> list[Any]:
     from transformers import PreTrainedModel
 
-    owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    reason = _why_not(owners, device)
-    on_cpu = reason is None
-    if not on_cpu and profile is not None and owners:
-        policy = policy_of(model)
-        dtype = owners[0].dtype if policy is None else policy.compute
-        grouped = any(getattr(module, "num_key_value_groups", 1) > 1 for module in owners[0].modules())
-        common = AttentionCall(dtype, 2, 1, (64, 64, 64))
-        if grouped and attention_kernel(profile, common, enabled=enabled_attention()) == "math":
-            return _with_repeated_heads(owners, profile, dtype)
-        return _with_lengths(model, owners, profile, dtype, str(reason))
-    if not on_cpu:
-        return AttentionReport(False, reason)
-    blank = any(parameter.is_meta for parameter in owners[0].parameters())
-    report = _put(owners[0], NAME, AttentionReport(True, sides=None if blank else tried(owners[0]).sides))
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+def _put(model: nn.Module, name: str, report: AttentionReport) -> AttentionReport:
+    _register()
+    report.name, owner = name, _owners(model)[0]
+    before = _implementations(owner.config)
+    owner.set_attn_implementation(_replaced(before, name))
+    report._undo.append((owner, before))
     for module in model.modules():
         _reports[module] = report
     return report
 
 
-def _put(owner: Any, name: str, report: AttentionReport) -> AttentionReport:
-    _register()
-    report.name = name
-    before = _implementations(owner.config)
-    owner.set_attn_implementation(_replaced(before, name))
-    report._undo.append((owner, before))
-    return report
-
-
-def _with_repeated_heads(owners: list[Any], profile: DeviceProfile, dtype: torch.dtype) -> AttentionReport:
+def _with_repeated_heads(model: nn.Module, profile: DeviceProfile, dtype: torch.dtype) -> AttentionReport:
     """Repeat keys and values if this enables a fused kernel for `dtype`, or else report why attention is slow."""
     if not needs_repeated_heads(profile, dtype):
         slow = f"{profile.title} has no fused kernel for {dtype_name(dtype)}: all scores are stored (float32)"
         return AttentionReport(False, slow, slow=slow)
-    reason = _why_not_registered(owners)
+    reason = _why_not_registered(_owners(model))
     if reason is not None:
         slow = f"{profile.title} has no fused kernel for grouped heads, and {reason}"
         return AttentionReport(False, reason, slow=slow)
-    return _put(owners[0], REPEATED, AttentionReport(True, repeated=profile.title))
+    return _put(model, REPEATED, AttentionReport(True, repeated=profile.title))
 
 
 def _with_lengths(
-    model: nn.Module, owners: list[Any], profile: DeviceProfile, dtype: torch.dtype, reason: str
+    model: nn.Module, profile: DeviceProfile, dtype: torch.dtype, reason: str
 ) -> AttentionReport:
     """Use the variable-length kernel if a trial of the model gives the same results; otherwise report `reason`."""
-    owner = owners[0]
-    why = why_not_lengths(profile, dtype, owner.config) or _why_not_registered(owners)
-    if why is None and any(parameter.is_meta for parameter in owner.parameters()):
+    owners = _owners(model)
+    why = why_not_lengths(profile, dtype, owners[0].config) or _why_not_registered(owners)
+    if why is None and any(parameter.is_meta for parameter in owners[0].parameters()):
         why = "variable-length attention was not tried, because the model has no weights"
     if why is not None:
         return AttentionReport(False, reason, padded=why)
-    report = _put(owner, LENGTHS, AttentionReport(True))
-    for module in model.modules():
-        _reports[module] = report
-    trial = tried(owner)
+    report = _put(model, LENGTHS, AttentionReport(True))
+    trial = tried(owners[0])
     why = ", ".join(report.left) or trial.reason
     if why:
         report.undo()

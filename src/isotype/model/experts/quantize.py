@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,22 +74,23 @@ def blank_stack(
         rows, columns = (columns, rows) if transposed else (rows, columns)
         sizes = (experts, rows, columns // form.block, form.block // 2)
         codes = torch.empty(sizes, dtype=torch.uint8, device=device)
-        scales = torch.empty(codes.shape[:-1], dtype=torch.uint8, device=device)
-        return codes, QuantizedStack(storage, shape, dtype, {"scales": scales}, transposed=transposed)
-    if storage == "int8":
+        constants = {"scales": torch.empty(codes.shape[:-1], dtype=torch.uint8, device=device)}
+    elif storage == "int8":
         codes = torch.empty(shape, dtype=torch.int8, device=device)
         scales = torch.empty((experts, 1, columns) if transposed else (experts, rows, 1), device=device)
-        return codes, QuantizedStack(storage, shape, dtype, {"scales": scales}, transposed=transposed)
-    codes = torch.empty(experts, rows * columns // 2, dtype=torch.uint8, device=device)
-    blocks = rows * columns // form.block
-    constants = {"absmax": torch.empty(experts, blocks, device=device), "code": _table(form.code, device)}
-    if double_quant:
-        constants["absmax"] = constants["absmax"].to(torch.uint8)
-        constants["nested_absmax"] = torch.empty(-(-experts * blocks // NESTED), device=device)
-        constants["nested_code"] = torch.empty(256, device=device)
-        constants["offset"] = torch.empty((), device=device)
-    size = form.block
-    return codes, QuantizedStack(storage, shape, dtype, constants, blocksize=size, transposed=transposed)
+        constants = {"scales": scales}
+    else:
+        codes = torch.empty(experts, rows * columns // 2, dtype=torch.uint8, device=device)
+        blocks = rows * columns // form.block
+        constants = {"absmax": torch.empty(experts, blocks, device=device), "code": _table(form.code, device)}
+        if double_quant:
+            constants["absmax"] = constants["absmax"].to(torch.uint8)
+            constants["nested_absmax"] = torch.empty(-(-experts * blocks // NESTED), device=device)
+            constants["nested_code"] = torch.empty(256, device=device)
+            constants["offset"] = torch.empty((), device=device)
+    return codes, QuantizedStack(
+        storage, shape, dtype, constants, blocksize=form.block, transposed=transposed
+    )
 
 
 def _table(code: str, device: Any) -> torch.Tensor:
@@ -119,17 +121,15 @@ def quantize_parts(
     Raises:
         CheckpointError: the format is mxfp4, which isotype can load, but not produce.
     """
-    form = FORMATS[storage]
     if storage == MXFP4:
         what = f"experts of shape {list(shape)} that are not stored in {storage}"
         expected = f"{storage} blocks"
         fix = "load the experts with quantization nf4 or int8, or without quantization"
         raise CheckpointError.of(f"weights cannot be converted to {storage}", what, expected, fix)
-    codes, stack = blank_stack(shape, storage, dtype, transposed=transposed, device=device)
-    constants: Any = stack.scales if storage == "int8" else stack.absmax
-    matrices = (matrix for part in parts for matrix in part)
-    for expert, matrix in enumerate(matrices):
-        matrix = matrix.to(device, dtype)
+    blank = partial(blank_stack, shape, storage, dtype, transposed=transposed, device=device)
+    codes, stack = blank()
+    form, (constants,) = FORMATS[storage], stack.factors()
+    for expert, matrix in enumerate(matrix.to(device, dtype) for part in parts for matrix in part):
         if storage == "int8":
             matrix_codes, scales = quantize_int8(matrix.T if transposed else matrix)
             codes[expert] = matrix_codes.T if transposed else matrix_codes
@@ -138,8 +138,7 @@ def quantize_parts(
             packed, state = quantize_4bit(matrix, form.code, blocksize=form.block)
             codes[expert], constants[expert] = packed.view(-1), state.absmax
     if double_quant and storage != "int8":
-        blank = blank_stack(shape, storage, dtype, double_quant=True, transposed=transposed, device=device)[1]
-        stack = with_constants(blank, constants)
+        stack = with_constants(blank(double_quant=True)[1], constants)
     return codes, stack
 
 
@@ -149,21 +148,11 @@ def place_quantized(
     parts: Iterable[torch.Tensor],
     storage: str,
     dtype: torch.dtype,
-    *,
-    double_quant: bool = False,
-    device: Any = "cpu",
+    **options: Any,
 ) -> nn.Parameter:
     """Quantize a stacked weight (see `quantize_parts`), set it as the weight `name` of a module, and return its codes."""
-    codes, stack = quantize_parts(
-        parts,
-        shape_of(module, name),
-        storage,
-        dtype,
-        double_quant=double_quant,
-        transposed=is_transposed(module),
-        device=device,
-    )
-    place_stack(module, name, codes, stack)
+    options["transposed"] = is_transposed(module)
+    place_stack(module, name, *quantize_parts(parts, shape_of(module, name), storage, dtype, **options))
     return codes_of(module, name)
 
 
@@ -175,15 +164,9 @@ def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedS
     """
     held = {"scales": constants}
     if blank.storage not in ("int8", MXFP4):
-        form = FORMATS[blank.storage]
-        state = state_4bit(
-            constants.view(-1),
-            double_quant=blank.nested,
-            shape=blank.shape,
-            dtype=blank.dtype,
-            blocksize=blank.blocksize,
-            quant_type=form.code,
-        )
+        settings = {"shape": blank.shape, "dtype": blank.dtype, "blocksize": blank.blocksize}
+        form = FORMATS[blank.storage].code
+        state = state_4bit(constants.view(-1), double_quant=blank.nested, quant_type=form, **settings)
         held = constants_4bit(state, blank.shape[0])
     size, layout = blank.blocksize, blank.transposed
     return QuantizedStack(blank.storage, blank.shape, blank.dtype, held, blocksize=size, transposed=layout)

@@ -311,6 +311,10 @@ def saved_stack(
     return codes.view(torch.uint8).view(shape[0], -1), stack
 
 
+_ENDINGS = {MXFP4: ("_blocks", "_scales"), "int8": ("", ".SCB")}
+"""Storage -> endings of the names of codes and scales in a state dict."""
+
+
 def _write_state(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: object, *, name: str
 ) -> None:
@@ -322,11 +326,9 @@ def _write_state(
     stack = quantized_stack(module, name)
     if codes is None or stack is None:
         return
-    if stack.storage == MXFP4:
-        state[f"{prefix}{name}_blocks"], state[f"{prefix}{name}_scales"] = codes, stack.scales
-        return
-    if stack.storage == "int8":
-        state[f"{prefix}{name}"], state[f"{prefix}{name}.SCB"] = codes, stack.scales
+    if stack.storage in _ENDINGS:
+        of_codes, of_scales = _ENDINGS[stack.storage]
+        state[f"{prefix}{name}{of_codes}"], state[f"{prefix}{name}{of_scales}"] = codes, stack.scales
         return
     state[f"{prefix}{name}"] = codes.view(-1, 1)
     for key, value in stack.state().as_dict(packed=True).items():
