@@ -16,7 +16,7 @@ REWRITE = "python -m tools.rule_pages"
 @pytest.fixture
 def rules(monkeypatch) -> tuple[Rule, ...]:
     made = (
-        Rule("IST101", "First", "\nWhat it is about.\n", lambda trace: ()),
+        Rule("IST101", "First", "What it is about.", lambda trace: ()),
         Rule("IST301", "Third", "More.", lambda trace: ()),
     )
     monkeypatch.setattr("isotype.rules.all_rules", lambda: made)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -28,8 +29,9 @@ def matmul(dtype: torch.dtype, rows: int, inner: int, columns: int, repeats: int
 
 
 def test_roofline_of_one_matmul() -> None:
-    seconds = costs.seconds_on(device_profile("t4"))
-    assert seconds is not None
+    t4 = device_profile("t4")
+    assert t4.memory_bandwidth is not None
+    seconds = partial(costs.seconds, rates=t4.peak_flops, bandwidth=t4.memory_bandwidth)
     # 2 * 4096^3 FLOPs at 65 TFLOP/s; far above the ridge, so that memory does not count.
     large = matmul(torch.float16, 4096, 4096, 4096, repeats=3)
     assert seconds(large) == pytest.approx(3 * 2 * 4096**3 / 65e12)
@@ -38,8 +40,8 @@ def test_roofline_of_one_matmul() -> None:
     assert seconds(thin) == pytest.approx(2 * (2 * 4096 + 4096**2) / 300e9)
 
 
-def test_no_rates_no_seconds() -> None:
-    assert costs.seconds_on(device_profile("cpu-generic")) is None
+def test_no_rates_no_slowdown() -> None:
+    assert costs.slowdown(on(trace((), ()), "cpu-generic"), (), BF16) is None
 
 
 def test_slowdown_of_a_model_of_matmuls() -> None:
@@ -47,9 +49,9 @@ def test_slowdown_of_a_model_of_matmuls() -> None:
     trace = on(traced(model, lambda m: m(torch.ones(512, 512)).sum(), phases=("forward",)), "a100")
     wide = [call for call in trace.calls if call.flops]
     assert [call.flops for call in wide] == [2 * 512**3]
-    seconds = costs.seconds_on(trace.setup.profile)
-    assert seconds is not None
-    rest = sum(seconds(call) for call in trace.calls if not call.flops)
+    rest = sum(
+        costs.seconds(call, trace.setup.profile.peak_flops, 2039e9) for call in trace.calls if not call.flops
+    )
     before, after = 2 * 512**3 / 19.5e12, max(2 * 512**3 / 312e12, 2 * 3 * 512**2 / 2039e9)
     expected = (before + rest) / (after + rest)
     assert costs.slowdown(trace, wide, BF16) == pytest.approx(expected)

@@ -28,13 +28,13 @@ FAMILIES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule. Its file, such as `rules/ist101_….py`, defines `TITLE` and `find`. The docstring is the rule's page.
+    """A rule. Its file, such as `rules/ist101_….py`, defines `find`. The docstring is the rule's title and page.
 
     If the file defines `KIND`, its findings have this kind; otherwise their kind is `"step"`.
 
     Attributes:
         code: code of the rule, `IST###`; the file's name contains it.
-        title: headline of the rule's page.
+        title: headline of the rule's page: the first line of the docstring.
         page: the page in Markdown, without the headline.
         find: function that takes a trace and yields findings; the rule's page documents it.
         kind: kind of the findings, such as `"step"`, `"memory"` or `"device"`.
@@ -49,10 +49,11 @@ class Rule:
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    return tuple(
-        Rule(code, module.TITLE, module.__doc__ or "", module.find, getattr(module, "KIND", "step"))
-        for code, module in rule_modules().items()
-    )
+    rules = []
+    for code, module in rule_modules().items():
+        title, _, text = (module.__doc__ or "").partition("\n\n")
+        rules.append(Rule(code, title, text.strip(), module.find, getattr(module, "KIND", "step")))
+    return tuple(rules)
 
 
 def by_family(rules: Sequence[Rule]) -> Iterator[tuple[str, str, list[Rule]]]:
@@ -64,7 +65,7 @@ def by_family(rules: Sequence[Rule]) -> Iterator[tuple[str, str, list[Rule]]]:
 
 
 def page(rule: Rule) -> str:
-    return f"# {rule.code}: {rule.title}\n\n{rule.page.strip()}\n"
+    return f"# {rule.code}: {rule.title}\n\n{rule.page}\n"
 
 
 def judge(trace: Trace) -> tuple[Finding, ...]:

@@ -1,4 +1,5 @@
-"""
+"""Activations whose dtype differs from that of the weights
+
 **What it means.** A matmul, or another operator that needs operands of one dtype, gets operands of two dtypes.
 PyTorch promotes dtypes in elementwise operators but never in matmuls, so the step crashes at the matmul.
 
@@ -29,7 +30,6 @@ from __future__ import annotations
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Claim
 
-TITLE = "Activations whose dtype differs from that of the weights"
 CLAIMS = (Claim("rest", lambda broken: True),)
 
 find = contract_rule(__name__, "{given} instead of {expected} in an operator that requires equal dtypes")

@@ -1,4 +1,5 @@
-"""
+"""An adapter of another dtype than its layer
+
 **What it means.** An adapter's weights have another dtype than their layer's input, and no code casts this input.
 Adapters are the weights of LoRA, LoKr, DoRA and prompt tuning, and trained copies of modules (`modules_to_save`).
 
@@ -33,8 +34,6 @@ from isotype.records.trace import Operand
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Broken, Claim
 from isotype.trace.sides import is_adapter
-
-TITLE = "An adapter of another dtype than its layer"
 
 
 def _takes_an_adapter(broken: Broken) -> bool:

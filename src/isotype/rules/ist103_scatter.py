@@ -1,4 +1,5 @@
-"""
+"""A scatter whose source has another dtype than its destination
+
 **What it means.** `index_put`, `index_add`, `scatter` and `masked_scatter` write rows into a tensor, and the
 rows must have the dtype of this tensor.
 
@@ -27,7 +28,6 @@ from __future__ import annotations
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import SCATTERS, Claim
 
-TITLE = "A scatter whose source has another dtype than its destination"
 CLAIMS = (Claim("operator", lambda broken: broken.runs(*SCATTERS)),)
 
 find = contract_rule(__name__, "{given} instead of {expected} in a scatter, which requires equal dtypes")

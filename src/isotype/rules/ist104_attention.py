@@ -1,4 +1,5 @@
-"""
+"""Attention operands or masks of different dtypes
+
 **What it means.** Attention kernels need one dtype for query, key and value. The mask must be boolean or
 float32, or have the query's dtype.
 
@@ -25,8 +26,6 @@ from __future__ import annotations
 from isotype.core.operators import ATTENTION_KERNELS
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Claim
-
-TITLE = "Attention operands or masks of different dtypes"
 
 CLAIMS = (Claim("operator", lambda broken: broken.runs(*ATTENTION_KERNELS)),)
 

@@ -1,4 +1,5 @@
-"""
+"""A dtype mismatch in the backward only
+
 **What it means.** The forward runs, but an operator of the backward gets operands of two dtypes and raises an error.
 
 **Why it happens.** The backward of a custom `autograd.Function` dequantizes a packed weight to the dtype that is stored
@@ -26,21 +27,19 @@ pytorch/ao #4616; unslothai/unsloth #320.
 
 from __future__ import annotations
 
+from isotype.records.finding import Finding, Fix
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.findings import advice
 from isotype.rules.kit.groups import Claim
 
-TITLE = "A dtype mismatch in the backward only"
 CLAIMS = (Claim("phase", lambda broken: broken.call.phase == "backward" and not broken.call.recomputed),)
 
-_HOW = (
-    "bring the operands to one dtype in the Function's backward (torch.amp.custom_fwd and custom_bwd), and "
-    "return each gradient in its parameter's dtype"
-)
+_HOW = "bring the operands to one dtype in the Function's backward (torch.amp.custom_fwd and custom_bwd), and return each gradient in its parameter's dtype"
 
-find = contract_rule(
-    __name__,
-    "{given} instead of {expected} in the backward",
+
+def _in_function(finding: Finding) -> tuple[Fix, ...]:
     # A Function calls no operator like `huber_loss_backward`: autograd does.
-    lambda finding: None if "_backward" in finding.op else advice(finding.source, _HOW, "custom_bwd"),
-)
+    return () if "_backward" in finding.op else (advice(finding.source, _HOW, "custom_bwd"),)
+
+
+find = contract_rule(__name__, "{given} instead of {expected} in the backward", _in_function)

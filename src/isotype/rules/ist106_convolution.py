@@ -1,4 +1,5 @@
-"""
+"""A convolution whose input has another dtype than its weight
+
 **What it means.** A convolution needs input, weight and bias of one dtype. In most models, this convolution is the
 patch embedding of a vision tower: the first operator that reads the images.
 
@@ -26,7 +27,6 @@ from __future__ import annotations
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Claim
 
-TITLE = "A convolution whose input has another dtype than its weight"
 CLAIMS = (Claim("operator", lambda broken: broken.runs("conv")),)
 
 find = contract_rule(__name__, "{given} instead of {expected} in a convolution")

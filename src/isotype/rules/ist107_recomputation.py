@@ -1,4 +1,5 @@
-"""
+"""Recomputation in other dtypes than the forward
+
 **What it means.** Gradient checkpointing runs parts of the forward again during the backward. The second time, the
 operators get other dtypes. Non-reentrant checkpointing then raises an error; with `use_reentrant=True`, no error is
 raised, but the gradients do not belong to the forward that computed the loss.
@@ -29,15 +30,16 @@ from __future__ import annotations
 
 from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.core.names import grouped, short
-from isotype.records.finding import Finding, Fix
+from isotype.records.finding import Fix
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.contract_rule import contract_rule
-from isotype.rules.kit.findings import Findings, advice, device_error, finding_at, setting
+from isotype.rules.kit.findings import Findings, advice, device_error, finding_after, finding_at, setting
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import repacked
 
-TITLE = "Recomputation in other dtypes than the forward"
 CLAIMS = (Claim("phase", lambda broken: broken.call.recomputed, settled=False),)
+
+_SAME_CODE = "let the forward and its recomputation run the same code: flags, adapters and random branches must not change before the backward ends"
 
 _mismatches = contract_rule(
     __name__, "{given} instead of {expected} while gradient checkpointing recomputes the forward"
@@ -46,23 +48,19 @@ _mismatches = contract_rule(
 
 def find(trace: Trace) -> Findings:
     yield from _mismatches(trace)
-    failure = trace.failure
-    if failure is None and (difference := _difference(trace)) is not None and difference[2]:
+    failure, difference = trace.failure, _difference(trace)
+    if failure is None and difference is not None and difference[2]:
         call, cause, how = difference
         message = (
             "gradient checkpointing recomputes the forward in another dtype, and nothing raises an error"
         )
-        fixes: tuple[Fix, ...] = (advice("checkpoint", how),)
-        yield finding_at("warning", message, [call], cause=cause, fixes=fixes)
+        yield finding_at("warning", message, [call], cause=cause, fixes=(advice("checkpoint", how),))
     if failure is None or not failure.recomputed or repacked(trace):
         return  # IST407 reports repacked weights
     cause = f"the forward ran, but its recomputation raises {failure.error}"
     if failure.error.startswith("CheckpointError"):
-        how = "let the forward and its recomputation run the same code: flags, adapters and random branches must not change before the backward ends"
-        if (difference := _difference(trace)) is not None:
-            _, cause, by_default = difference
-            how = by_default or how
-        fixes = (advice("checkpoint", how),)
+        _, cause, by_default = difference or (None, cause, "")
+        fixes: tuple[Fix, ...] = (advice("checkpoint", by_default or _SAME_CODE),)
     else:
         how = "switch autocast's cache off (torch.autocast(…, cache_enabled=False)), or call checkpoint() without context_fn (context_fn makes checkpointing selective)"
         fixes = (
@@ -70,17 +68,9 @@ def find(trace: Trace) -> Findings:
             advice("autocast cache", how, "cache_enabled=False"),
         )
     cached = "in the forward, autocast casts a weight once and caches the cast; in the recomputation, autocast casts the weight again"
-    yield Finding(
-        severity="error",
-        message="the recomputation of gradient checkpointing differs from the forward",
-        module=failure.module,
-        phase=failure.phase,
-        source=failure.source,
-        cause=cause,
-        notes=(*((cached,) if trace.setup.autocast is not None else ()), *device_error(failure.error)),
-        fixes=fixes,
-        places=(failure.module,),
-    )
+    message = "the recomputation of gradient checkpointing differs from the forward"
+    notes = (*((cached,) if trace.setup.autocast is not None else ()), *device_error(failure.error))
+    yield finding_after("error", message, failure, cause=cause, notes=notes, fixes=fixes)
 
 
 def _difference(trace: Trace) -> tuple[Call, str, str] | None:

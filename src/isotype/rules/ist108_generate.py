@@ -1,4 +1,5 @@
-"""
+"""Evaluation or generation outside of autocast
+
 **What it means.** Training runs under autocast, which hides a mismatch of the model's dtypes. Evaluation or
 generation outside of autocast raises an error.
 
@@ -26,8 +27,6 @@ from __future__ import annotations
 
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Broken, Claim
-
-TITLE = "Evaluation or generation outside of autocast"
 
 
 def _lacks_autocast(broken: Broken) -> bool:

@@ -1,4 +1,5 @@
-"""
+"""No kernel for this dtype
+
 **What it means.** The operands have one dtype, but the device has no kernel for it.
 
 **Why it happens.** Linear algebra (SVD, inverse, eigenvalues), Fourier transforms, quantiles, histograms and some
@@ -35,8 +36,6 @@ from isotype.records.trace import UNSAFE, Call, Trace
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.findings import Findings, advice, device_error, finding_at, fix
 from isotype.rules.kit.groups import Broken, Claim
-
-TITLE = "No kernel for this dtype"
 
 _TAKES_INTEGERS = re.compile("bitwise|shift")
 

@@ -1,4 +1,5 @@
-"""
+"""A norm whose weight has another dtype than its input
+
 **What it means.** The fused kernels of layer norm and similar norms need weight and bias in the input's dtype. Some
 kernels also accept a float32 weight and bias, such as layer norm on a CPU. Any other dtype raises an error.
 
@@ -26,8 +27,6 @@ from __future__ import annotations
 
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Claim
-
-TITLE = "A norm whose weight has another dtype than its input"
 
 _NORMS = ("layer_norm", "group_norm", "batch_norm", "rms_norm", "instance_norm")
 CLAIMS = (Claim("operator", lambda broken: broken.runs(*_NORMS)),)

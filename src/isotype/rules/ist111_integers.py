@@ -1,4 +1,5 @@
-"""
+"""Token ids, labels or masks that an operator refuses
+
 **What it means.** An operator refuses token ids, positions, labels or a mask. Either an index exceeds the size of the
 table that the operator reads, or the operator does not accept the tensor's dtype.
 
@@ -50,8 +51,6 @@ from isotype.rules.kit.findings import (
     place,
 )
 from isotype.rules.kit.groups import Claim
-
-TITLE = "Token ids, labels or masks that an operator refuses"
 
 
 def _refused(call: Call) -> Operand | None:

@@ -1,4 +1,5 @@
-"""
+"""State that the check could not restore
+
 **What it means.** The check could not restore all state that the step's code assigned while the check ran this code.
 
 **Why it happens.** The check runs the loss and the model's code on fake tensors, which have no values. Then it restores
@@ -23,8 +24,6 @@ from __future__ import annotations
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings
-
-TITLE = "State that the check could not restore"
 
 
 def find(trace: Trace) -> Findings:

@@ -1,4 +1,5 @@
-"""
+"""The step could not be traced to its end
+
 **What it means.** The step raised an error, which ended the trace. No known dtype mismatch explains the error. Only the
 part of the step before the error was checked.
 
@@ -35,14 +36,13 @@ import re
 
 from isotype.core.dtypes import named_integer
 from isotype.core.names import plural, short
-from isotype.records.finding import Finding, Kind
+from isotype.records.finding import Finding, Kind, Severity
 from isotype.records.trace import Failure, Trace
 from isotype.rules import ist403_packed_raw
 from isotype.rules.kit import contract_rule
-from isotype.rules.kit.findings import Findings, advice
+from isotype.rules.kit.findings import Findings, advice, finding_after
 from isotype.rules.kit.weight_sets import quantized
 
-TITLE = "The step could not be traced to its end"
 KIND: Kind = "untraced"
 
 _DTYPES = re.compile(
@@ -80,31 +80,20 @@ def find(trace: Trace) -> Findings:
         yield blamed
         return
     message = f"the step was not traced beyond the {failure.phase}: {failure.error}"
-    if failure.phase == "load":
-        message = f"the step could not be checked, because {failure.error}"
     traced = sum(call.phase == failure.phase for call in trace.calls)
     was = "was" if traced == 1 else "were"
     place = " at ".join(filter(None, (failure.module, short(failure.source)))) or "it"
+    checked = f"{plural(traced, 'operator')} of the {failure.phase} {was} checked; nothing after {place} was checked"
+    if failure.phase == "load":
+        message = f"the step could not be checked, because {failure.error}"
+        checked = "no part of the step was checked"
     how = "run and record the real step: isotype run SCRIPT"
     fixes = (advice("isotype run", how, "the training script"),)
     if error and _COMPLEX.search(failure.error):
         how = "give both operands one complex dtype, such as x.to(torch.complex64); torch.fft of a float16 tensor returns complex32"
         fixes = (advice(failure.source, how),)
-    yield Finding(
-        severity="error" if error or _CERTAIN.search(failure.error) else "warning",
-        message=message,
-        module=failure.module,
-        phase=failure.phase,
-        source=failure.source,
-        cause=failure.error,
-        notes=(
-            "no part of the step was checked"
-            if failure.phase == "load"
-            else f"{plural(traced, 'operator')} of the {failure.phase} {was} checked; nothing after {place} was checked",
-        ),
-        fixes=fixes,
-        places=(failure.module,),
-    )
+    severity: Severity = "error" if error or _CERTAIN.search(failure.error) else "warning"
+    yield finding_after(severity, message, failure, cause=failure.error, notes=(checked,), fixes=fixes)
 
 
 def _of_fp8(trace: Trace, failure: Failure) -> Finding:
@@ -117,8 +106,8 @@ def _of_fp8(trace: Trace, failure: Failure) -> Finding:
         message = f"transformers' {layer} has no backward with batched_mm"
         cause = "the model's experts_implementation is batched_mm"
         how = 'call model.set_experts_implementation("grouped_mm")'
-    fixes, at = (advice("quantization_config", how),), failure.module
-    return Finding("error", message, at, "", failure.phase, failure.source, cause, fixes=fixes, places=(at,))
+    fixes = (advice("quantization_config", how),)
+    return finding_after("error", message, failure, cause=cause, fixes=fixes)
 
 
 def is_about_dtypes(failure: Failure) -> bool:

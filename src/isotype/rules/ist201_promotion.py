@@ -1,4 +1,5 @@
-"""
+"""Matmuls in a wider dtype than the compute dtype
+
 **What it means.** Matmuls run in a wider dtype than the compute dtype. No error is raised, because all operands of such
 a matmul have the same wide dtype. But the device computes more slowly in this dtype.
 
@@ -56,8 +57,6 @@ from isotype.rules.kit.findings import (
 from isotype.rules.kit.groups import Group, distinct
 from isotype.rules.kit.routers import router_products
 from isotype.rules.kit.weight_sets import is_exact, names
-
-TITLE = "Matmuls in a wider dtype than the compute dtype"
 
 _OF_TRL = "/trl/kernels/"
 """TRL's fused head adds up its gradients in float32. On a GPU, the head's products stay in 16 bits."""

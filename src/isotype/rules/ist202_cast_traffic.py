@@ -1,4 +1,5 @@
-"""
+"""Weights or adapter inputs that are cast again at every step
+
 **What it means.** The same tensors are cast at every step. Either autocast casts frozen float32 weights to 16 bits at
 each matmul, or PEFT casts the input of a LoRA layer to float32 and autocast casts it back to 16 bits.
 
@@ -40,8 +41,6 @@ from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.findings import Findings, advice, cause_text, finding_at
 from isotype.rules.kit.weight_sets import cast_fix, extra_bytes, is_frozen_base
-
-TITLE = "Weights or adapter inputs that are cast again at every step"
 
 _LEAST_SHARE = 0.02
 
@@ -118,12 +117,11 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[costs.Cast, Weight]])
     slowdown = costs.slowdown(trace, (), first.after, [cast.call for cast in both])
     cost = Cost(cast_bytes=moved, slowdown=slowdown)
     how = "run the step in `with peft.helpers.disable_input_dtype_casting(model):`, because autocast casts the inputs anyway"
-    return Finding(
-        severity="note",
-        message=f"adapter inputs are cast to {wide}, and autocast casts them back to {narrow}: {format_bytes(moved)}",
+    return finding_at(
+        "note",
+        f"adapter inputs are cast to {wide}, and autocast casts them back to {narrow}: {format_bytes(moved)}",
+        [first.call],
         module=up.module,
-        op=first.call.op,
-        phase=first.call.phase,
         source=up.source,
         cause=f"{weight.name} is {wide}, so its layer casts the adapter's input to {wide} at {short(up.source)}",
         notes=(
@@ -131,7 +129,6 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[costs.Cast, Weight]])
             *costs.estimate(cost, trace),
         ),
         fixes=(advice("cast_input_dtype_enabled", how, "False"),),
-        operands=first.call.operands,
         cost=cost,
         places=tuple(dict.fromkeys(cast.operand.origin.module for cast, _ in undone)),
     )

@@ -1,4 +1,5 @@
-"""
+"""Frozen float32 weights in a 16-bit or quantized model
+
 **What it means.** Most of the model is in 16 bits or quantized, but embeddings, the head, norms or other
 frozen weights are float32.
 
@@ -44,8 +45,6 @@ from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.findings import Findings, advice, finding_of
 from isotype.rules.kit.weight_sets import cast_fix, elements, extra_bytes, main_dtype, names
-
-TITLE = "Frozen float32 weights in a 16-bit or quantized model"
 
 _LEAST_SHARE = 0.01
 

@@ -1,4 +1,5 @@
-"""
+"""Whole outputs copied to float32
+
 **What it means.** A large 16-bit result, such as the logits, is cast to float32 as a whole. But no
 operator uses the float32 copy, or the loss uses the copy piece by piece.
 
@@ -43,8 +44,6 @@ from isotype.records.trace import FSDP_CASTS, Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.findings import Findings, advice, finding_at
 from isotype.rules.kit.groups import per_trace
-
-TITLE = "Whole outputs copied to float32"
 
 _LEAST_SHARE, _WARNING_SHARE = 0.01, 0.05
 _LOSSES = ("_log_softmax", "_softmax", "nll_loss", "logsumexp")

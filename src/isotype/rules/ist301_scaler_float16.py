@@ -1,4 +1,5 @@
-"""
+"""GradScaler with float16 trainable parameters
+
 **What it means.** A GradScaler gets float16 gradients. `unscale_` raises an error for them, because a division by the
 scale in float16 would turn small gradients into zero. A gradient has the dtype of its parameter, so the cause is a
 float16 parameter that is trained:
@@ -44,7 +45,6 @@ from isotype.rules.kit.findings import Findings, advice, device_error, finding_o
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, float32_masters, modules, trained
 
-TITLE = "GradScaler with float16 trainable parameters"
 CLAIMS = (Claim("step", lambda broken: broken.call.phase == "unscale", grouped=False),)
 
 

@@ -1,4 +1,5 @@
-"""
+"""GradScaler without float16
+
 **What it means.** A GradScaler runs in a step that does not use float16, or gets the gradients of bfloat16 parameters.
 A GradScaler multiplies the loss, because small gradients would become zero in float16. bfloat16 and float32 have
 numbers down to 1e-38, so they need no scaling.
@@ -32,8 +33,6 @@ from isotype.core.names import plural
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, device_error, finding_of, setting
 from isotype.rules.kit.weight_sets import count, float32_masters, trained
-
-TITLE = "GradScaler without float16"
 
 _REFUSAL = "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
 _ACCEPTED = "CUDA's GradScaler refuses bfloat16 gradients; this device accepts them, but bfloat16 needs no loss scaling"

@@ -1,4 +1,5 @@
-"""
+"""float16 training without loss scaling
+
 **What it means.** The backward runs in float16 without loss scaling. float16's smallest number is 6e-8, so smaller
 gradients become zero.
 
@@ -44,8 +45,6 @@ from isotype.rules.kit.findings import Findings, finding_of
 from isotype.rules.kit.value_ranges import flushed
 from isotype.rules.kit.weight_sets import count, float32_masters, trained
 
-TITLE = "float16 training without loss scaling"
-
 
 def find(trace: Trace) -> Findings:
     setup = trace.setup
@@ -63,16 +62,13 @@ def find(trace: Trace) -> Findings:
             message += f": the first update makes values of {amount} NaN or infinite"
             notes.insert(0, "Adam's epsilon of 1e-8 and the squares of small gradients are zero in float16")
         elif epsilon := _zero_epsilon(trace):
-            notes.insert(
-                0, f"Adam's epsilon of {epsilon:g} is zero in float16: a zero gradient becomes 0 / 0"
-            )
+            zero = f"Adam's epsilon of {epsilon:g} is zero in float16: a zero gradient becomes 0 / 0"
+            notes.insert(0, zero)
             unused = next(_unused_rows(trace, half), None)
             if unused is not None:
                 message += f": the first update turns rows of {unused.name} into NaN"
-                notes.insert(
-                    1,
-                    f"{unused.name} has more rows than the batch has tokens: unused rows have zero gradients",
-                )
+                rows = f"{unused.name} has more rows than the batch has tokens"
+                notes.insert(1, f"{rows}: unused rows have zero gradients")
     elif _backward_in_float16(trace):
         message = "the backward runs in float16 without loss scaling: gradients below 6e-8 become zero"
         how = "autocast to float16" if setup.autocast == torch.float16 else "float16 compute"
@@ -110,12 +106,9 @@ def _unused_rows(trace: Trace, half: Sequence[Weight]) -> Iterator[Weight]:
 
 
 def _measured(trace: Trace) -> Iterator[str]:
-    shares = flushed(trace)
-    if shares is not None:
-        yield (
-            f"measured: {100 * shares.plain:.0f} % of the gradient values become zero without loss scaling, and "
-            f"{100 * shares.scaled:.0f} % at a loss scale of 65536"
-        )
+    if shares := flushed(trace):
+        plain, scaled = f"{100 * shares.plain:.0f} %", f"{100 * shares.scaled:.0f} %"
+        yield f"measured: {plain} of the gradient values become zero without loss scaling, and {scaled} at a loss scale of 65536"
 
 
 def _fixes(trace: Trace) -> Iterator[Fix]:

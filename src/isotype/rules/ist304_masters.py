@@ -1,4 +1,5 @@
-"""
+"""Trainable parameters in another dtype than the policy's master dtype
+
 **What it means.** Trainable parameters do not have the master dtype: the dtype that the precision policy requests for
 them. A trainer cast them: for example, TRL casts every trainable parameter of a quantized model to bfloat16. Or a
 loader cast them to float32. Or PEFT created them in the base model's dtype.
@@ -31,8 +32,6 @@ from isotype.core.dtypes import dtype_name
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, finding_of
 from isotype.rules.kit.weight_sets import cast_fix, count, float32_masters, is_exact, trained
-
-TITLE = "Trainable parameters in another dtype than the policy's master dtype"
 
 
 def find(trace: Trace) -> Findings:

@@ -1,4 +1,5 @@
-"""
+"""Mixed dtypes in the optimizer's step
+
 **What it means.** An optimizer step mixes dtypes. Either a kernel gets a parameter, its gradient and its moments in
 different dtypes, or some trainable parameters are float32 and other trainable parameters are 16-bit.
 
@@ -44,7 +45,6 @@ from isotype.rules.kit.findings import (
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, float32_masters, trained
 
-TITLE = "Mixed dtypes in the optimizer's step"
 CLAIMS = (Claim("step", lambda broken: broken.call.phase == "optimizer", grouped=False),)
 
 
@@ -75,16 +75,16 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
     floats = first.floats
     dtypes = sorted({dtype_name(operand.dtype) for operand in floats})
     origin, dtype = mismatched.origin, dtype_name(mismatched.dtype)
-    cause = (
-        f"{origin.name} is {dtype}" if origin.kind == "outside" else cause_text(origin.cause, trace.owners)
-    )
-    if origin.kind == "gradient":
+    cause = cause_text(origin.cause, trace.owners)
+    if origin.kind == "outside":
+        cause = f"{origin.name} is {dtype}"
+    elif origin.kind == "gradient":
         cause = f"the gradient of {_parameter(first, mismatched, trace) or origin.name} is {dtype}"
     operands = tuple(operand for operand in floats if _entry(operand) == _entry(mismatched))
+    fault = f"mixes {' and '.join(dtypes)}" if len(dtypes) > 1 else f"has no kernel for {dtypes[0]}"
     return Finding(
         "error",
-        f"{first.op} "
-        + (f"mixes {' and '.join(dtypes)}" if len(dtypes) > 1 else f"has no kernel for {dtypes[0]}"),
+        f"{first.op} {fault}",
         op=first.op,
         phase="optimizer",
         source=first.source,
@@ -125,12 +125,9 @@ def _parameter(call: Call, operand: Operand, trace: Trace) -> str:
 
 def _fixes(trace: Trace, broken: Sequence[Call], mismatched: Operand) -> Iterator[Fix]:
     call = broken[0]
-    unlike = {
-        name: trace.owners[name].dtype
-        for operand in call.operands
-        if (name := _parameter(call, operand, trace)) in trace.owners
-        and operand.dtype != trace.owners[name].dtype
-    }
+    named = ((operand, _parameter(call, operand, trace)) for operand in call.operands)
+    owned = ((operand, name, trace.owners[name].dtype) for operand, name in named if name in trace.owners)
+    unlike = {name: dtype for operand, name, dtype in owned if operand.dtype != dtype}
     if unlike:
         changes = (Action("gradient", starred(name), dtype_name(dtype)) for name, dtype in unlike.items())
         text = "accumulate each gradient in its parameter's dtype"

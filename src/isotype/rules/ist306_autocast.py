@@ -1,4 +1,5 @@
-"""
+"""Autocast to another dtype than the policy's compute dtype
+
 **What it means.** The step runs under autocast to another dtype than the precision policy's compute dtype. Or a step
 has no autocast, although accelerate's `mixed_precision` requests it, or earlier steps of an `isotype run` had it.
 
@@ -31,8 +32,6 @@ from isotype.core.dtypes import dtype_name
 from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice
-
-TITLE = "Autocast to another dtype than the policy's compute dtype"
 
 
 def find(trace: Trace) -> Findings:

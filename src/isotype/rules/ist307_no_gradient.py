@@ -1,4 +1,5 @@
-"""
+"""Trainable parameters that get no gradient
+
 **What it means.** Trainable parameters get no gradient in the backward: the forward uses them with gradients off, the
 loss does not depend on them, or their gradients are removed. Or all parameters of an adapter are frozen.
 
@@ -55,11 +56,18 @@ from isotype.core.names import agree, grouped, plural, short
 from isotype.records.finding import Finding, Fix
 from isotype.records.reach import Unreached
 from isotype.records.trace import GRADIENTLESS, NOT_SCALAR, Call, Trace, Weight
-from isotype.rules.kit.findings import Findings, advice, and_others, device_error, finding_at, finding_of, fix
+from isotype.rules.kit.findings import (
+    Findings,
+    advice,
+    and_others,
+    at,
+    device_error,
+    finding_at,
+    finding_of,
+    fix,
+)
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, layer_of, names, quantized, trained, unseen_towers
-
-TITLE = "Trainable parameters that get no gradient"
 
 _READS = ("aten._local_scalar_dense.default", "aten.argmax.default")
 CLAIMS = (Claim("step", lambda broken: broken.call.op in GRADIENTLESS, grouped=False),)
@@ -133,22 +141,17 @@ def _finding(
     fixes: Iterable[Fix],
     what: str = "no gradient reaches",
 ) -> Finding:
-    number, total = count(weights), count(trained(trace))
-    raising = "" if refused is None else f": {refused.op.removeprefix('torch.autograd.')} raises"
-    finding = finding_of(
-        "warning" if refused is None else "error",
-        f"{what} {number} of {total} trainable parameters{raising}",
-        weights,
-        cause=cause,
-        fixes=tuple(fixes),
-        notes=() if refused is None else device_error(refused),
-    )
-    return finding if refused is None else replace(finding, op=refused.op, phase=refused.phase)
+    message = f"{what} {count(weights)} of {count(trained(trace))} trainable parameters"
+    if refused is None:
+        return finding_of("warning", message, weights, cause=cause, fixes=tuple(fixes))
+    message = f"{message}: {refused.op.removeprefix('torch.autograd.')} raises"
+    place = {"op": refused.op, "phase": refused.phase, "notes": device_error(refused)}
+    return finding_of("error", message, weights, cause=cause, fixes=tuple(fixes), **place)
 
 
 def _in_function(trace: Trace, first: Unreached, named: str) -> tuple[str, list[Fix]]:
     """Return (cause, fixes) for parameters in an `autograd.Function`, such as reentrant checkpointing."""
-    cause = f"{first.function} runs {named}{_at(first)} with gradients off, and no input of the function requires a gradient"
+    cause = f"{first.function} runs {named}{at(first.source)} with gradients off, and no input of the function requires a gradient"
     embeddings = [name for name in first.behind if "Embedding" in trace.modules.get(name, "")]
     fixes = [
         fix(f"let the outputs of {name} require gradients", "differentiable", (name,), "True")
@@ -160,8 +163,8 @@ def _in_function(trace: Trace, first: Unreached, named: str) -> tuple[str, list[
 
 def _without_gradients(trace: Trace, first: Unreached, named: str) -> tuple[str, list[Fix]]:
     """Return (cause, fixes) for parameters that the forward uses under `torch.no_grad()`."""
-    how = f"run {first.module or 'the trained part'} outside of torch.no_grad(){_at(first)}, or freeze its parameters"
-    return f"gradients are off where {named} is used{_at(first)}", [advice(first.weight, how)]
+    how = f"run {first.module or 'the trained part'} outside of torch.no_grad(){at(first.source)}, or freeze its parameters"
+    return f"gradients are off where {named} is used{at(first.source)}", [advice(first.weight, how)]
 
 
 def _lost(trace: Trace, refused: Call | None, weights: Sequence[Weight], cut: str) -> Finding:
@@ -198,10 +201,6 @@ def _left_out(trace: Trace, ignored: Iterable[Weight]) -> list[Weight]:
     return sorted(left_out, key=lambda weight: weight.name)
 
 
-def _at(unreached: Unreached) -> str:
-    return f" at {short(unreached.source)}" if unreached.source else ""
-
-
 def _none_reached(trace: Trace, refused: Call | None) -> Finding:
     """Return a finding for a step in which no parameter gets a gradient."""
     lost = {part.weight for part in trace.unreached}  # another optimizer may train the other weights
@@ -227,6 +226,5 @@ def _none_reached(trace: Trace, refused: Call | None) -> Finding:
             how = "train on rows with images or audio, or add adapters to the language model"
         return _finding(trace, refused, weights, f"the forward does not use {named}", (advice(named, how),))
     how = "compute the loss outside of torch.no_grad(), and without detach(), .data, tolist() or numpy()"
-    return _finding(
-        trace, refused, weights, "the loss is computed from detached values", (advice("loss", how),)
-    )
+    cause = "the loss is computed from detached values"
+    return _finding(trace, refused, weights, cause, (advice("loss", how),))

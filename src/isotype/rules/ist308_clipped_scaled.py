@@ -1,4 +1,5 @@
-"""
+"""Calls of a GradScaler or an optimizer in the wrong order
+
 **What it means.** The calls of a GradScaler have the wrong order, or one of them is missing:
 
 1. Gradients are clipped while they are still multiplied by the loss scale.
@@ -41,14 +42,12 @@ nerfstudio-project/nerfacc #307; starrytong/SCNet #7; microsoft/Swin-Transformer
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from functools import partial
 
 from isotype.core.names import short
 from isotype.records.finding import Finding, in_library
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_at
-
-TITLE = "Calls of a GradScaler or an optimizer in the wrong order"
 
 _CLIPS = re.compile(r"aten\.(_foreach_)?(mul|clamp(_min|_max)?)_\.")
 """The in-place operators that `clip_grad_norm_` and `clip_grad_value_` call."""
@@ -74,16 +73,16 @@ REFUSALS = {
 
 def find(trace: Trace) -> Findings:
     """Yield a finding for each wrong order of calls: an error of the GradScaler, or gradients with the wrong scale."""
-    error = Finding("error", "", phase="optimizer")
+    error, failure = partial(Finding, "error", phase="optimizer"), trace.failure
     if trace.scaled:
         how = "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()"
         message = f"{trace.setup.optimizer} steps with gradients that are still multiplied by the loss scale"
         cause = "optimizer.step() runs without scaler.unscale_(optimizer) and scaler.step(optimizer)"
-        yield replace(error, message=message, cause=cause, fixes=(advice("optimizer.step()", how),))
+        yield error(message, cause=cause, fixes=(advice("optimizer.step()", how),))
     if trace.unscaled:
         message = f"{trace.setup.optimizer} steps with gradients that are divided by the loss scale, but the loss was not multiplied by it"
         cause = "loss.backward() runs on a loss that is not the result of scaler.scale(loss)"
-        yield replace(error, message=message, cause=cause, fixes=(advice("scaler.scale", _SCALE),))
+        yield error(message, cause=cause, fixes=(advice("scaler.scale", _SCALE),))
     if trace.repeated is not None:
         first, second = map(short, trace.repeated)
         yield Finding(
@@ -94,12 +93,10 @@ def find(trace: Trace) -> Findings:
             cause=f"no backward runs between the step at {first} and the step at {second}",
             fixes=(advice(second, _TWICE_SCALED if trace.setup.scaler else _TWICE),),
         )
-    refusal = "" if trace.failure is None else trace.failure.error
     for words, (cause, how) in REFUSALS.items():
-        if trace.failure is not None and words in refusal:
-            source = trace.failure.source
-            message = f"the GradScaler refuses a call: {refusal.partition(': ')[2]}"
-            yield replace(error, message=message, cause=cause, source=source, fixes=(advice(source, how),))
+        if failure is not None and words in failure.error:
+            message = f"the GradScaler refuses a call: {failure.error.partition(': ')[2]}"
+            yield error(message, cause=cause, source=failure.source, fixes=(advice(failure.source, how),))
     unscaled = next((at for at, call in enumerate(trace.calls) if call.phase == "unscale"), 0)
     backward = [call for call in trace.calls[:unscaled] if call.by_script and call.of_gradient]
     measured = next((at for at, call in enumerate(backward) if "norm." in call.op), len(backward))

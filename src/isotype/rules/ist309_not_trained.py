@@ -1,4 +1,5 @@
-"""
+"""Training settings that have no effect
+
 **What it means.** A setting of the training has no effect, or not the effect that its author expects:
 
 - A trainable parameter has a gradient, but no optimizer has this parameter. This also happens in a second
@@ -48,8 +49,6 @@ from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, and_others, finding_of
 from isotype.rules.kit.weight_sets import count, is_frozen_base, names, trained
-
-TITLE = "Training settings that have no effect"
 
 
 def find(trace: Trace) -> Findings:

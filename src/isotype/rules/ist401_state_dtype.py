@@ -1,4 +1,5 @@
-"""
+"""A quantization state whose dtype is not its layer's compute dtype
+
 **What it means.** The quantization state of a 4-bit layer (`weight.quant_state`) contains the dtype to which the weight
 is dequantized. This dtype is not the layer's compute dtype. It comes from the checkpoint, and neither `dtype=` at
 loading nor `.to()` changes it.
@@ -34,8 +35,6 @@ from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.findings import Findings, finding_of, fix
 from isotype.rules.kit.weight_sets import count, modules, quantized
 
-TITLE = "A quantization state whose dtype is not its layer's compute dtype"
-
 
 def find(trace: Trace) -> Findings:
     stale: dict[tuple[torch.dtype, torch.dtype], list[Weight]] = {}
@@ -51,17 +50,16 @@ def find(trace: Trace) -> Findings:
 def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: list[Weight]) -> Finding:
     paths = [[s for operand in call.operands for s in operand.origin.path()] for call in trace.breaches()]
     crashes = sum(any(step.kind == "state" or "dequantize" in step.name for step in path) for path in paths)
-    to_compute = f"set the dtype of the quantization states to {dtype_name(compute)}"
+    was, wanted = dtype_name(state), dtype_name(compute)
+    effect = "the layers cast each dequantized weight; other code that dequantizes these weights would fail"
+    if crashes:
+        effect = f"{agree(crashes, 'operator', 'fail')} on a dequantized weight"
+    to_compute = f"set the dtype of the quantization states to {wanted}"
     return finding_of(
         "error" if crashes else "warning",
-        f"{agree(count(weights), '4-bit weight', 'dequantize')} to {dtype_name(state)}, "
-        f"but the layers compute in {dtype_name(compute)}",
+        f"{agree(count(weights), '4-bit weight', 'dequantize')} to {was}, but the layers compute in {wanted}",
         weights,
-        cause=f"the quantization state of {named(weights[0].module)} has the dtype {dtype_name(state)}",
-        notes=(f"{agree(crashes, 'operator', 'fail')} on a dequantized weight",)
-        if crashes
-        else (
-            "the layers cast each dequantized weight; other code that dequantizes these weights would fail",
-        ),
-        fixes=(fix(to_compute, "state", modules(weights), dtype_name(compute)),),
+        cause=f"the quantization state of {named(weights[0].module)} has the dtype {was}",
+        notes=(effect,),
+        fixes=(fix(to_compute, "state", modules(weights), wanted),),
     )

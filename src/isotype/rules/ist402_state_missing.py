@@ -1,4 +1,5 @@
-"""
+"""A quantized layer without its quantization state
+
 **What it means.** A quantized layer has packed codes without their quantization state (scales, code book, shape). A
 script or library has replaced the parameter by a plain tensor (`load_state_dict`, `setattr`), or by a copy without the parameter's
 attributes. Or an old version of bitsandbytes lost the state when FSDP2 gathered the parameter. Or the checkpoint lacks
@@ -28,17 +29,14 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of
 from isotype.rules.kit.weight_sets import count, quantized
 
-TITLE = "A quantized layer without its quantization state"
-
 
 def find(trace: Trace) -> Findings:
     missing = [weight for weight, state in quantized(trace) if not state.present]
     if plain := [weight for weight in missing if weight.dtype.is_floating_point]:
         heads = dict.fromkeys(base_name(weight.module).rpartition(".")[2] for weight in plain)
         how = f"load the model with BitsAndBytesConfig(…, llm_int8_skip_modules={[*heads]})"
-        message = (
-            f"{agree(count(plain), 'weight', 'are')} not quantized, but the layer computes with packed codes"
-        )
+        are = agree(count(plain), "weight", "are")
+        message = f"{are} not quantized, but the layer computes with packed codes"
         cause = f"{base_name(plain[0].name)} is {dtype_name(plain[0].dtype)}: the checkpoint lacks it, or code replaced it"
         yield finding_of("error", message, plain, cause=cause, fixes=(advice(plain[0].module, how),))
     if lost := [weight for weight in missing if not weight.dtype.is_floating_point]:

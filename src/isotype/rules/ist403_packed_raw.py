@@ -1,4 +1,5 @@
-"""
+"""Packed codes used as a weight
+
 **What it means.** Code uses the packed codes of a quantized weight as if they were a plain weight. It multiplies or
 casts the codes, copies them into a plain layer, or casts activations to the dtype of the codes. Packed codes are stored
 as a column of bytes (4-bit weights), as int8 (8-bit weights), or as int32 (GPTQ).
@@ -36,11 +37,18 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, base_name, in_module, listed, named, plural, short
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Call, Failure, Operand, Trace, Weight
-from isotype.rules.kit.findings import Findings, advice, device_error, finding_at, finding_of
+from isotype.rules.kit.findings import (
+    Findings,
+    advice,
+    device_error,
+    finding_after,
+    finding_at,
+    finding_of,
+    op_name,
+)
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, quantized
 
-TITLE = "Packed codes used as a weight"
 CLAIMS = (Claim("dtype", lambda broken: broken.lacks_kernel and broken.packed, grouped=False),)
 
 _CODES = (torch.uint8, torch.int8, torch.int32)
@@ -90,16 +98,9 @@ def find(trace: Trace) -> Findings:
     explanation = None if bare or failure is None else _cause(failure, trace.owners)
     if failure is not None and explanation is not None:
         cause, fix = explanation
-        yield Finding(
-            "error",
-            "packed codes are used as a weight",
-            module=failure.module,
-            phase=failure.phase,
-            source=failure.source,
-            cause=cause,
-            notes=(f"the step ends with {failure.error}", "nothing after the error was checked"),
-            fixes=(fix,),
-        )
+        message = "packed codes are used as a weight"
+        notes = (f"the step ends with {failure.error}", "nothing after the error was checked")
+        yield finding_after("error", message, failure, cause=cause, notes=notes, fixes=(fix,), places=())
 
 
 def explains(trace: Trace, failure: Failure) -> bool:
@@ -113,8 +114,9 @@ def _is_bare(weight: Weight) -> bool:
 
 
 def _codes_in(call: Call) -> list[Operand]:
-    name = call.op.split(".")[1] if call.op.startswith("aten.") else ""
-    if name not in _PRODUCTS or not any(operand.dtype.is_floating_point for operand in call.operands):
+    if op_name(call) not in _PRODUCTS or not any(
+        operand.dtype.is_floating_point for operand in call.operands
+    ):
         return []
     return [operand for operand in call.operands if operand.dtype in _CODES]
 
@@ -122,15 +124,14 @@ def _codes_in(call: Call) -> list[Operand]:
 def _product(call: Call, packed: Operand, total: int) -> Finding:
     float_dtype = next(o.dtype for o in call.operands if o.dtype.is_floating_point)
     name = packed.origin.cause.name
+    how = "call the quantized layer, or dequantize its weight with its state, at that line"
     return finding_at(
         "error",
         f"{dtype_name(float_dtype)} activations are multiplied with packed {dtype_name(packed.dtype)} codes",
         [call],
         cause=f"{name} holds {dtype_name(packed.dtype)} codes",
         notes=(*((plural(total - 1, "more such product"),) if total > 1 else ()), *device_error(call)),
-        fixes=(
-            advice(name, "call the quantized layer, or dequantize its weight with its state, at that line"),
-        ),
+        fixes=(advice(name, how),),
     )
 
 
@@ -184,9 +185,8 @@ def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | 
         names = dict.fromkeys(_layer(weight.name) for weight in read)
         kept = (n for n, w in owners.items() if n in w.tied or (w.module_class == "Linear" and not w.adapter))
         skipped = ", ".join(f'"{name}"' for name in names | dict.fromkeys(map(_layer, kept)))
-        return f"{read[0].reader} reads the packed codes of {listed(names)}", advice(
-            read[0].module, f"load the model with BitsAndBytesConfig(…, llm_int8_skip_modules=[{skipped}])"
-        )
+        how = f"load the model with BitsAndBytesConfig(…, llm_int8_skip_modules=[{skipped}])"
+        return f"{read[0].reader} reads the packed codes of {listed(names)}", advice(read[0].module, how)
     column = _COLUMN.search(failure.error)
     if column is not None:
         columns = int(column[1] or column[2])
@@ -199,16 +199,14 @@ def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | 
     codes = next((w for w in owners.values() if w.dtype in _CODES), None)
     if codes is not None and _NO_GRADIENT.search(failure.error):
         how = "set requires_grad only for float parameters, or do not quantize this layer (llm_int8_skip_modules)"
-        return f"{codes.name} holds {dtype_name(codes.dtype)} codes, which have no gradient", advice(
-            codes.module, how
-        )
+        cause = f"{codes.name} holds {dtype_name(codes.dtype)} codes, which have no gradient"
+        return cause, advice(codes.module, how)
     if "only accepts floating point or complex dtypes" not in failure.error:
         return None
     dtype = failure.error.rpartition("torch.")[2]
     holder = next((w for w in owners.values() if dtype_name(w.dtype) == dtype), None)
-    cause = f"a module is cast to {dtype}, the dtype of packed codes" + (
-        f" ({holder.name})" if holder else ""
-    )
+    holding = f" ({holder.name})" if holder else ""
+    cause = f"a module is cast to {dtype}, the dtype of packed codes{holding}"
     return cause, advice(failure.module, "read the layer's compute dtype, not the dtype of its packed codes")
 
 
@@ -224,13 +222,8 @@ def _is_column(weight: Weight) -> bool:
 
 
 def _unpack(weight: Weight, failure: Failure) -> Fix:
-    how = (
-        "unpack the weight at that line: bitsandbytes.functional.dequantize_4bit(weight, quant_state), or "
-        "bitsandbytes.matmul_4bit; if the quant_state is lost, load the model again"
-    )
+    how = "unpack the weight at that line: bitsandbytes.functional.dequantize_4bit(weight, quant_state), or bitsandbytes.matmul_4bit; if the quant_state is lost, load the model again"
     if weight.kind == "linear4bit" and weight.module != failure.module:
-        how = (
-            f"do not quantize {named(weight.module)} (llm_int8_skip_modules), because {named(failure.module)} reads the "
-            f"layer's packed weight; or let {named(failure.module)} call the layer"
-        )
+        layer, reader = named(weight.module), named(failure.module)
+        how = f"do not quantize {layer} (llm_int8_skip_modules), because {reader} reads the layer's packed weight; or let {reader} call the layer"
     return advice(weight.module, how)

@@ -1,4 +1,5 @@
-"""
+"""4-bit layers that compute in another dtype than the model
+
 **What it means.** 4-bit layers compute in another dtype than the model, mostly in float32:
 `BitsAndBytesConfig(load_in_4bit=True)` sets the layers' compute dtype to float32, and bitsandbytes does not warn about
 it. If no compute dtype is set, a layer computes in the dtype of its first input, which may be float32.
@@ -32,8 +33,6 @@ from isotype.records.trace import Quantization, Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.findings import Findings, actions, finding_of
 from isotype.rules.kit.weight_sets import count, main_dtype, modules, quantized
-
-TITLE = "4-bit layers that compute in another dtype than the model"
 
 
 def find(trace: Trace) -> Findings:

@@ -1,4 +1,5 @@
-"""
+"""Quantization scales that are not float32
+
 **What it means.** The scales (absmax) of a quantized layer are not float32, because some code cast the
 whole model or its state dict.
 
@@ -30,8 +31,6 @@ from isotype.core.names import named, plural
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of
 from isotype.rules.kit.weight_sets import count, quantized
-
-TITLE = "Quantization scales that are not float32"
 
 
 def find(trace: Trace) -> Findings:

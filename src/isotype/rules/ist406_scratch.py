@@ -1,4 +1,5 @@
-"""
+"""A shared scratch tensor with another dtype
+
 **What it means.** An operator reads or writes a scratch tensor: a tensor outside of the model, such as a global, that
 several calls use. This tensor has another dtype than the model.
 
@@ -30,28 +31,21 @@ from isotype.records.finding import Finding, Fix
 from isotype.records.trace import SHARED
 from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.findings import advice
-from isotype.rules.kit.groups import Claim
-
-TITLE = "A shared scratch tensor with another dtype"
+from isotype.rules.kit.groups import Broken, Claim
 
 
-# An optimizer's tensor outside of the model is the optimizer's state.
-CLAIMS = (
-    Claim(
-        "tensor",
-        lambda b: b.mismatched.origin.cause.kind in SHARED and b.call.phase != "optimizer",
-        settled=False,
-    ),
-)
+def _is_shared(broken: Broken) -> bool:
+    # An optimizer's tensor outside of the model is the optimizer's state.
+    return broken.mismatched.origin.cause.kind in SHARED and broken.call.phase != "optimizer"
 
 
-def _own_tensor(finding: Finding) -> Fix:
+CLAIMS = (Claim("tensor", _is_shared, settled=False),)
+
+
+def _own_tensor(finding: Finding) -> tuple[Fix, ...]:
     expected = finding.message.rpartition(" ")[2]
-    how = (
-        f"allocate that tensor in the dtype of the model that uses it ({expected}): keep one for each device, stream "
-        "and dtype"
-    )
-    return advice(finding.source, how, "key the buffer by dtype")
+    how = f"allocate that tensor in the dtype of the model that uses it ({expected}): keep one for each device, stream and dtype"
+    return (advice(finding.source, how, "key the buffer by dtype"),)
 
 
 find = contract_rule(

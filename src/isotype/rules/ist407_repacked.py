@@ -1,4 +1,5 @@
-"""
+"""4-bit weights that an evaluation on a CPU repacks
+
 **What it means.** On a CPU with AVX512-BF16, bitsandbytes repacks every 4-bit weight in place (changes the order of its
 codes) during the first forward in eval mode. For some shapes, the repacking raises an error. A repacked layer passes no
 gradient to its input, so training after an evaluation is wrong.
@@ -36,8 +37,6 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of, fix
 from isotype.rules.kit.weight_sets import count, modules, quantized, repacked
 
-TITLE = "4-bit weights that an evaluation on a CPU repacks"
-
 
 def find(trace: Trace) -> Findings:
     setup = trace.setup
@@ -48,9 +47,8 @@ def find(trace: Trace) -> Findings:
         message = f"bitsandbytes has repacked {plural(count(done), '4-bit weight')} for this CPU: the new layout has no backward"
         cause = f"{done[0].module} was evaluated without gradients before this step"
         how = "load the model again, and set support_avx512bf16_for_cpu = False on its 4-bit layers before the first evaluation"
-        yield finding_of(
-            "error", message, done, phase="load", cause=cause, fixes=(advice(done[0].module, how),)
-        )
+        fixes = (advice(done[0].module, how),)
+        yield finding_of("error", message, done, phase="load", cause=cause, fixes=fixes)
     if not setup.profile.repacks_4bit:
         return
     to_repack = [(weight, state) for weight, state in quantized(trace) if state.repacking is not None]

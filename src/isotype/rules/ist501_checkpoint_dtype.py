@@ -1,4 +1,5 @@
-"""
+"""Weights that do not have their checkpoint's dtype
+
 **What it means.** The frozen weights have another dtype than the checkpoint (`dtype` in the model's config), and the
 precision policy does not request this other dtype.
 
@@ -53,15 +54,11 @@ from isotype.rules.kit.weight_sets import (
     quantized,
 )
 
-TITLE = "Weights that do not have their checkpoint's dtype"
-
+_RANGE_LOST = "values above 65,504 become infinite, and small values become zero"
 _LOSSES: dict[tuple[torch.dtype, torch.dtype], tuple[Severity, str]] = {
     (torch.bfloat16, torch.float32): ("warning", ""),
     (torch.float16, torch.float32): ("warning", ""),
-    (torch.bfloat16, torch.float16): (
-        "warning",
-        "values above 65,504 become infinite, and small values become zero",
-    ),
+    (torch.bfloat16, torch.float16): ("warning", _RANGE_LOST),
     (torch.float16, torch.bfloat16): ("note", "each weight loses three of its eleven significant bits"),
 }
 """For each pair (dtype of the checkpoint, dtype of the loaded weights): the severity, and the lost values or digits."""

@@ -1,4 +1,5 @@
-"""
+"""Trained adapters of different dtypes
+
 **What it means.** The trained adapters have several dtypes.
 
 **Why it is bad.** PEFT loads an adapter file in one dtype: in float32 (`autocast_adapter_dtype`), or in the base
@@ -30,28 +31,23 @@ adapter. Or a trained copy (`modules_to_save`) keeps the base model's dtype.
 
 from __future__ import annotations
 
-from collections import Counter
-
 from isotype.core.dtypes import FLOATS, dtype_name
+from isotype.core.names import grouped
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, finding_of, fix
-from isotype.rules.kit.weight_sets import names
-
-TITLE = "Trained adapters of different dtypes"
+from isotype.rules.kit.weight_sets import count, names, trained
 
 
 def find(trace: Trace) -> Findings:
-    trained = [w for w in trace.weights if w.adapter and w.trainable and w.dtype in FLOATS]
-    dtypes = sorted({w.dtype for w in trained}, key=lambda dtype: (dtype.itemsize, dtype_name(dtype)))
+    adapters = [weight for weight in trained(trace) if weight.adapter and weight.dtype in FLOATS]
+    by_dtype = grouped(adapters, lambda weight: weight.dtype)
+    dtypes = sorted(by_dtype, key=lambda dtype: (dtype.itemsize, dtype_name(dtype)))
     if len(dtypes) < 2:
         return
-    widest = dtypes[-1] if dtypes[-1].itemsize > 2 else None
-    target = dtype_name(widest) if widest is not None else "float32"
-    count = Counter(w.dtype for w in trained)
-    narrow = sorted((w for w in trained if dtype_name(w.dtype) != target), key=lambda w: count[w.dtype])
-    counts = ", ".join(
-        f"{sum(w.repeats for w in trained if w.dtype == dtype)} in {dtype_name(dtype)}" for dtype in dtypes
-    )
+    target = dtype_name(dtypes[-1]) if dtypes[-1].itemsize > 2 else "float32"
+    wrong = (weight for weight in adapters if dtype_name(weight.dtype) != target)
+    narrow = sorted(wrong, key=lambda weight: len(by_dtype[weight.dtype]))
+    counts = ", ".join(f"{count(by_dtype[dtype])} in {dtype_name(dtype)}" for dtype in dtypes)
     message = f"the trained adapters have different dtypes: {counts}"
     notes = ("the adapters are saved in these dtypes; loading the adapters again casts them to one dtype",)
     fixes = (fix(f"cast every adapter to {target}", "parameter", names(narrow), target),)

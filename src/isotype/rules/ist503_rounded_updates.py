@@ -1,4 +1,5 @@
-"""
+"""An in-place addition to a 16-bit weight
+
 **What it means.** Code other than the optimizer adds to a frozen 16-bit weight or buffer, mostly in place. The code
 merges an adapter into its base weight, or updates a running statistic, or updates an average of trained weights.
 
@@ -42,7 +43,6 @@ d8ahazard/sd_dreambooth_extension #1415; konpatp/diffae #16; AndreasBergmeister/
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -54,8 +54,6 @@ from isotype.records.trace import COPY_OF_WEIGHT, MERGED_WEIGHT, Call, Trace, We
 from isotype.rules.kit.costs import flops_share
 from isotype.rules.kit.findings import Findings, actions, advice, finding_of
 from isotype.rules.kit.weight_sets import casts, count, names, spacing
-
-TITLE = "An in-place addition to a 16-bit weight"
 
 _LOST = "an update below half a rounding step is lost"
 _PEFT = "peft/tuners/lora/"
@@ -82,13 +80,10 @@ def find(trace: Trace) -> Findings:
         weights = [weight for weight, _ in firsts]
         number, dtype = count(weights), dtype_name(weights[0].dtype)
         tensors = f"a {dtype} {singular}" if number == 1 else f"{number} {dtype} {plural}"
-        finding = _finding(
-            f"{headline.format(tensors)}: {_LOST}",
-            weights,
-            firsts[0][1],
-            _FIXES.get(kind) or _float32([weight for weight in weights if weight.name in trace.owners]),
-        )
-        yield replace(finding, notes=(*finding.notes, _share(trace))) if kind == "delta" else finding
+        message = f"{headline.format(tensors)}: {_LOST}"
+        fixes = _FIXES.get(kind) or _float32([w for w in weights if w.name in trace.owners])
+        notes = [_share(trace)] if kind == "delta" else []
+        yield _finding(message, weights, firsts[0][1], fixes, notes)
 
 
 def _kind(call: Call, trace: Trace) -> str:
@@ -127,24 +122,25 @@ def _targets(call: Call, trace: Trace) -> Iterator[Weight]:
             yield Weight(origin.name, operand.dtype, operand.shape)
 
 
-def _finding(headline: str, weights: Sequence[Weight], call: Call, fixes: Iterable[Fix]) -> Finding:
+def _finding(
+    message: str, weights: Sequence[Weight], call: Call, fixes: Iterable[Fix], notes: list[str]
+) -> Finding:
     dtype = weights[0].dtype
     # Between two powers of two, the spacing is constant. Half of it is 1 / (2 * share) to 1 / share of the value.
     share = int(spacing(1.0, dtype) ** -1) * 2
     in_place = "in-place " * bool(ADDS_IN_PLACE.match(call.op))
-    finding = finding_of(
+    lost = f"{dtype_name(dtype)} loses every update below 1/{2 * share} of the weight's value, and below 1/{share} for values just above a power of two"
+    return finding_of(
         "warning",
-        headline,
+        message,
         weights,
         op=call.op,
+        phase=call.phase,
         source=call.source,
         cause=f"{weights[0].name} is {dtype_name(dtype)}, so the {in_place}addition at {short(call.source)} rounds its result",
-        notes=(
-            f"{dtype_name(dtype)} loses every update below 1/{2 * share} of the weight's value, and below 1/{share} for values just above a power of two",
-        ),
+        notes=(lost, *notes),
         fixes=tuple(fixes),
     )
-    return replace(finding, phase=call.phase)
 
 
 _FIXES = {

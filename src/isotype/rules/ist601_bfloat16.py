@@ -1,4 +1,5 @@
-"""
+"""bfloat16 on a device without it
+
 **What it means.** The step computes in bfloat16, but the device has no bfloat16 matmuls in hardware.
 
 **Why it is bad.** On NVIDIA GPUs before compute capability 8.0 (T4, V100, RTX 20xx), bfloat16 runs without tensor
@@ -32,9 +33,8 @@ from isotype.core.names import grouped, short
 from isotype.records.finding import Kind
 from isotype.records.trace import Trace
 from isotype.rules.kit import slow_dtype
-from isotype.rules.kit.findings import Findings, finding_at
+from isotype.rules.kit.findings import Findings, finding_at, place
 
-TITLE = "bfloat16 on a device without it"
 KIND: Kind = "device"
 
 # Overloads with a result dtype.
@@ -52,18 +52,16 @@ def _wide_results(trace: Trace) -> Findings:
     """Yield a finding for each line with a bfloat16 matmul that returns float32: a GPU without bfloat16 refuses it."""
     run = (call for call in trace.calls if call.op.startswith(_WIDE_RESULTS) and call.breach is None)
     wide = (call for call in run if torch.bfloat16 in (operand.dtype for operand in call.operands))
-    for calls in grouped(wide, lambda call: call.source or call.module).values():
+    for calls in grouped(wide, place).values():
         first = calls[0]
         batch = next(shape[0] for _, shape in first.results)
         kernel = "bgemm" if "bmm" in first.op and batch > 1 else "gemm"  # in CUDABlas.cpp
+        refusal = f"torch raises: {kernel} input type at::BFloat16 and output type float is only supported for CUDA devices with compute capability 8.0 or higher"
         yield finding_at(
             "error",
             f"{trace.setup.profile.title} refuses bfloat16 matmuls with a float32 result",
             calls,
             cause=f"a product of bfloat16 operands has a float32 result at {short(first.source)}",
-            notes=(
-                f"torch raises: {kernel} input type at::BFloat16 and output type float is only supported for CUDA "
-                "devices with compute capability 8.0 or higher",
-            ),
+            notes=(refusal,),
             fixes=slow_dtype.fixes(trace, torch.bfloat16, torch.float16),
         )

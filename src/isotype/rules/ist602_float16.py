@@ -1,4 +1,5 @@
-"""
+"""float16 on a device without fast float16
+
 **What it means.** The step computes in float16, but the device has no fast float16 matmuls. Such devices are most CPUs,
 and NVIDIA GPUs of compute capability 6.1 and 5.x.
 
@@ -32,7 +33,6 @@ from isotype.records.trace import Trace
 from isotype.rules.kit import slow_dtype
 from isotype.rules.kit.findings import Findings
 
-TITLE = "float16 on a device without fast float16"
 KIND: Kind = "device"
 
 

@@ -1,4 +1,5 @@
-"""
+"""Incompatible library versions
+
 **What it means.** Installed libraries are incompatible with each other, or with this machine's device.
 
 **Why it is bad.** An import fails, or a quantized layer finds no kernel. Or a library silently ignores another library.
@@ -29,16 +30,10 @@ from isotype.records.finding import Finding, Kind
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice
 
-TITLE = "Incompatible library versions"
 KIND: Kind = "versions"
 
 
 def find(trace: Trace) -> Findings:
-    for incompatibility in trace.setup.incompatible:
-        yield Finding(
-            severity=incompatibility.severity,
-            message=incompatibility.fact,
-            phase="load",
-            cause=" and ".join(incompatibility.packages),
-            fixes=(advice("pip", incompatibility.command),),
-        )
+    for known in trace.setup.incompatible:
+        cause, fixes = " and ".join(known.packages), (advice("pip", known.command),)
+        yield Finding(known.severity, known.fact, phase="load", cause=cause, fixes=fixes)

@@ -1,4 +1,5 @@
-"""
+"""An attention kernel without support for the device or the dtype
+
 **What it means.** The attention kernel that the model requests does not exist on the device, or does not
 support the dtype of queries, keys and values.
 
@@ -38,11 +39,20 @@ from isotype.records.finding import Finding, Kind
 from isotype.records.trace import NO_ATTENTION_KERNEL, Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
-from isotype.rules.kit.findings import Findings, advice, cause_text, device_error, evidence, finding_at, fix
+from isotype.rules.kit.findings import (
+    Findings,
+    advice,
+    cause_text,
+    device_error,
+    evidence,
+    finding_at,
+    fix,
+    place,
+)
 from isotype.rules.kit.groups import Claim, Group
 
-TITLE = "An attention kernel without support for the device or the dtype"
 KIND: Kind = "device"
+_NEEDS = "FlashAttention needs an NVIDIA GPU of compute capability 8.0 or later, or an AMD CDNA GPU"
 CLAIMS = (Claim("step", lambda broken: broken.message == NO_ATTENTION_KERNEL, grouped=False),)
 
 
@@ -53,13 +63,10 @@ def find(trace: Trace) -> Findings:
     flash = setup.attention is not None and setup.attention.startswith("flash_attention")
     if flash and (profile.kind not in ("cuda", "rocm") or accepted.isdisjoint(HALVES)):
         yield Finding(
-            severity="error",
-            message=f"{setup.attention} does not run on {profile.title}",
-            phase="forward",
+            "error",
+            f"{setup.attention} does not run on {profile.title}",
             cause=f"the model's config asks for {setup.attention}",
-            notes=(
-                "FlashAttention needs an NVIDIA GPU of compute capability 8.0 or later, or an AMD CDNA GPU",
-            ),
+            notes=(_NEEDS,),
             fixes=(advice("attn_implementation", 'load the model with attn_implementation="sdpa"', "sdpa"),),
         )
         return
@@ -74,10 +81,9 @@ def find(trace: Trace) -> Findings:
 
 def _without_kernel(trace: Trace) -> Findings:
     """Yield a finding for each line with a call of attention that no enabled kernel supports."""
-    compute, profile = trace.setup.compute, trace.setup.profile
-    accepted = profile.flash_attention
+    compute, accepted = trace.setup.compute, trace.setup.profile.flash_attention
     refused = (c for c in trace.breaches() if c.breach and c.breach.message == NO_ATTENTION_KERNEL)
-    for line, calls in grouped(refused, lambda call: call.source or call.module).items():
+    for line, calls in grouped(refused, place).items():
         first, query, where = calls[0], calls[0].operands[0], short(line)
         dtype = first.autocast or query.dtype
         how = f"also enable SDPBackend.EFFICIENT_ATTENTION and SDPBackend.MATH around {where}"
@@ -88,7 +94,7 @@ def _without_kernel(trace: Trace) -> Findings:
             fixes.insert(0, fix(how, "line", (line,), narrow))
         yield finding_at(
             "error",
-            f"no enabled attention kernel takes these {dtype_name(dtype)} queries on {profile.title}",
+            f"no enabled attention kernel takes these {dtype_name(dtype)} queries on {trace.setup.profile.title}",
             calls,
             cause=f"the code disables other kernels around {where} (sdpa_kernel, sdp_kernel)",
             evidence=evidence(query.origin),
@@ -102,7 +108,7 @@ def _wide(trace: Trace, calls: list[Call], dtype: torch.dtype, flash: bool) -> F
     blamed = costs.root(query.origin)
     takes = " and ".join(sorted(map(dtype_name, trace.setup.profile.flash_attention)))
     group = Group(tuple(calls), query, (blamed,), trace.setup.compute, trace.setup.compute)
-    count = sum(call.repeats for call in calls)
+    number = plural(sum(call.repeats for call in calls), "attention call")
     effect = "raises" if flash else "falls back to a slower kernel"
     message = f"attention with {dtype_name(dtype)} queries {effect}: flash kernels take {takes}"
     if trace.setup.attention == "flex_attention":  # its own kernel takes float32
@@ -113,6 +119,6 @@ def _wide(trace: Trace, calls: list[Call], dtype: torch.dtype, flash: bool) -> F
         calls,
         cause=cause_text(blamed, trace.owners),
         evidence=evidence(query.origin),
-        notes=(plural(count, "attention call"),),
+        notes=(number,),
         fixes=tuple(candidates(trace, group)),
     )

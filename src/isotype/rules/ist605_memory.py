@@ -1,4 +1,5 @@
-"""
+"""The step does not fit into the device's memory
+
 **What it means.** In a step, an evaluation or a rollout, the peak memory of the tensors exceeds the available memory:
 85 % of a GPU's memory, or half of a CPU's memory. If the device is in this machine, the same share of its free memory
 is available. The rest is for the allocator's gaps, the workspaces of kernels, and the driver's context (0.3 to 0.6 GB).
@@ -60,17 +61,13 @@ from isotype.rules.kit.findings import Findings, fix
 from isotype.rules.kit.routers import router_products
 from isotype.rules.kit.weight_sets import count, is_frozen_base, quantized
 
-TITLE = "The step does not fit into the device's memory"
 KIND: Kind = "memory"
 
 _NF4_BYTES = 0.5 + 4 / 64
 _NUMBERS = re.compile(r"\.\d+\.")
 _LARGEST, _HEAVIEST = 4, 2  # numbers of tensors and of weights in the notes
 _IN_LAYER = re.compile(r".*?\.\d+(?=\.)")
-_PREDICTIONS = (
-    "keep only what compute_metrics needs of an evaluated batch (preprocess_logits_for_metrics), or move its predictions to "
-    "the CPU's memory (eval_accumulation_steps=1)"
-)
+_PREDICTIONS = "keep only what compute_metrics needs of an evaluated batch (preprocess_logits_for_metrics), or move its predictions to the CPU's memory (eval_accumulation_steps=1)"
 _LOGITS = "compute the loss from the logits of a part of the tokens at a time (use_liger_kernel=True)"
 _MOST_COPIES = 6  # maximum number of copies of the logits that a loss stores
 _ERROR = {"gradient_checkpointing": 0.06}
@@ -109,10 +106,9 @@ def unquantized_experts(trace: Trace) -> Iterator[str]:
     formats = {state.format for _, state in quantized(trace)}
     experts, size = costs.dense_stacks(trace)
     if formats and experts:
-        yield (
-            f"{plural(count(experts), stacked(weight.name for weight in experts))} ({format_bytes(size)}) stay in {dtype_name(experts[0].dtype)}: "
-            f"{why_kept(((weight.name, weight.shape) for weight in experts), ' and '.join(sorted(formats)))}"
-        )
+        number = plural(count(experts), stacked(weight.name for weight in experts))
+        why = why_kept(((weight.name, weight.shape) for weight in experts), " and ".join(sorted(formats)))
+        yield f"{number} ({format_bytes(size)}) stay in {dtype_name(experts[0].dtype)}: {why}"
 
 
 def largest_tensors(trace: Trace) -> Iterator[str]:
@@ -232,12 +228,10 @@ def _layer_inputs(trace: Trace, layers: int) -> int:
 
 
 def _has_all_logits(trace: Trace, outside: int) -> bool:
-    """Return True if logits or losses of all tokens take most of the `outside` bytes of activations outside of
-    layers."""
+    """Return True if logits or losses of all tokens take most of the activations' bytes outside of layers (`outside`)."""
     _, embedded = _lookup(trace) or (None, ())
-    vocabularies = {
-        weight.shape[0] for weight in trace.weights if weight.kind == "embedding" and not weight.buffer
-    }
+    embeddings = (w for w in trace.weights if w.kind == "embedding" and not w.buffer)
+    vocabularies = {weight.shape[0] for weight in embeddings}
     results = (result for call in trace.calls if costs.allocates(call.op) for result in call.results)
     logits = ((dtype, shape) for dtype, shape in results if shape and shape[-1] in vocabularies)
     of_all = (x for x in logits if math.prod(x[1][:-1]) * 2 >= math.prod(embedded[:-1]))

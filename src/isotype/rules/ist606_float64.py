@@ -1,4 +1,5 @@
-"""
+"""float64 on a device without it
+
 **What it means.** The step computes in float64 on an Apple GPU or an Intel Arc A-series GPU, which do not support float64.
 
 **Why it is bad.** The step crashes: "Cannot convert a MPS Tensor to float64 dtype as the MPS framework
@@ -47,7 +48,6 @@ from isotype.rules.kit.findings import (
 )
 from isotype.rules.kit.slow_dtype import step_in
 
-TITLE = "float64 on a device without it"
 KIND: Kind = "device"
 
 _GIVEN = ("input", "parameter", "buffer", "attribute", "outside", "data")

@@ -1,4 +1,5 @@
-"""
+"""FSDP over parameters of several dtypes
+
 **What it means.** A unit of FSDP (usually a decoder layer) has parameters of several dtypes. FSDP1 flattens all
 parameters of a unit into one tensor, so all need one dtype. FSDP2 reduces the gradients of a unit's trained parameters
 in one collective, so the trained parameters need one dtype. With FSDP1, the cause may also be frozen weights: a
@@ -39,10 +40,8 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import grouped
 from isotype.records.finding import Fix
 from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.findings import Findings, advice, finding_of, setting
-from isotype.rules.kit.weight_sets import casts, float32_masters, layer_of, main_dtype, trained
-
-TITLE = "FSDP over parameters of several dtypes"
+from isotype.rules.kit.findings import Findings, advice, finding_of, fix, setting
+from isotype.rules.kit.weight_sets import float32_masters, is_exact, layer_of, main_dtype, names, trained
 
 
 def find(trace: Trace) -> Findings:
@@ -50,9 +49,8 @@ def find(trace: Trace) -> Findings:
     version = 2 if sharded else trace.setup.fsdp
     if version == 2 and (sharded or trace.setup.policy is None):
         # isotype shards a policy's model, and groups trained weights by dtype.
-        weights = [
-            w for w in trained(trace) if w.quantization is None and (w.unit is not None or not sharded)
-        ]
+        whole = (weight for weight in trained(trace) if weight.quantization is None)
+        weights = [weight for weight in whole if weight.unit is not None or not sharded]
     else:
         weights = [weight for weight in trace.weights if version == 1 and not weight.buffer]
     # Integer codes belong to IST702.
@@ -91,12 +89,9 @@ def _fixes(trace: Trace, version: int, mismatched: list[Weight], most: torch.dty
         how = f"load with bnb_4bit_quant_storage={dtype_name(most)}, and cast all other parameters to this dtype"
         yield advice("bnb_4bit_quant_storage", how)
         return
-    safe = all(weight.exact_in == most and not weight.trainable for weight in plain)
-    cast = Fix(
-        f"cast the other parameters to {dtype_name(most)}",
-        "safe" if safe else "unsafe",
-        actions=casts(plain, most),
-    )
+    safe = is_exact(plain, most) and not any(weight.trainable for weight in plain)
+    to_most = f"cast the other parameters to {dtype_name(most)}"
+    cast = fix(to_most, "parameter", names(plain), dtype_name(most), safe)
     if safe:
         yield cast
     first = version == 1

@@ -1,4 +1,5 @@
-"""
+"""FSDP over integer codes
+
 **What it means.** FSDP1 shards the model, and the model's quantized weights are stored as integers. 4-bit codes
 can be stored in several dtypes: `bnb_4bit_quant_storage` sets the dtype, and the default is uint8. int8
 weights are always stored as integers.
@@ -24,34 +25,28 @@ axolotl-ai-cloud/axolotl #2250; hiyouga/LlamaFactory #3853.
 from __future__ import annotations
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import agree
+from isotype.core.names import agree, grouped
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of
 from isotype.rules.kit.weight_sets import count, quantized
-
-TITLE = "FSDP over integer codes"
 
 
 def find(trace: Trace) -> Findings:
     if trace.setup.fsdp != 1:
         return
-    for four_bit in (True, False):
-        kept = ((w, state) for w, state in quantized(trace) if not w.dtype.is_floating_point)
-        packed = [(weight, state) for weight, state in kept if (state.format != "int8") == four_bit]
-        if not packed:
-            continue
+    kept = ((weight, state) for weight, state in quantized(trace) if not weight.dtype.is_floating_point)
+    for int8, packed in sorted(grouped(kept, lambda pair: pair[1].format == "int8").items()):
         first, state = packed[0]
-        storage = dtype_name(state.compute or trace.setup.compute)
         weights = [weight for weight, _ in packed]
-        how = "use nf4 with a float bnb_4bit_quant_storage, or do not quantize"
-        if four_bit:
-            how = f"load with bnb_4bit_quant_storage={storage}"
+        how = f"load with bnb_4bit_quant_storage={dtype_name(state.compute or trace.setup.compute)}"
+        if int8:
+            how = "use nf4 with a float bnb_4bit_quant_storage, or do not quantize"
+        are = agree(count(weights), f"{state.format} weight", "are")
         yield finding_of(
             "error",
-            f"FSDP1 cannot flatten {dtype_name(first.dtype)}: "
-            f"{agree(count(weights), f'{state.format} weight', 'are')} stored in this dtype",
+            f"FSDP1 cannot flatten {dtype_name(first.dtype)}: {are} stored in this dtype",
             weights,
             phase="load",
             notes=("FSDP raises: Cannot flatten integer dtype tensors",),
-            fixes=(advice("bnb_4bit_quant_storage" if four_bit else "quantization", how),),
+            fixes=(advice("quantization" if int8 else "bnb_4bit_quant_storage", how),),
         )

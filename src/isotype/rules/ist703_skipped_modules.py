@@ -1,4 +1,5 @@
-"""
+"""Processes of a sharded training that run different modules
+
 **What it means.** A part of the model runs only in some batches. For example, rows with images run the vision tower,
 but rows with only text do not. When a part runs, FSDP2 and ZeRO-3 gather the part's weights in a collective, in which
 all processes must take part.
@@ -32,8 +33,6 @@ from isotype.core.names import listed
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, reach_of
-
-TITLE = "Processes of a sharded training that run different modules"
 
 
 def find(trace: Trace) -> Findings:

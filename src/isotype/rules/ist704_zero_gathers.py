@@ -1,4 +1,5 @@
-"""
+"""ZeRO-3 over parameters of several dtypes
+
 **What it means.** After the optimizer's step, DeepSpeed's ZeRO-3 gathers small parameters together. The small
 parameters have several dtypes, such as float32 adapters and a bfloat16 base.
 
@@ -33,8 +34,6 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of
 from isotype.rules.kit.weight_sets import casts, main_dtype
 
-TITLE = "ZeRO-3 over parameters of several dtypes"
-
 _BROKEN = "0.19.2"
 
 
@@ -48,17 +47,12 @@ def find(trace: Trace) -> Findings:
         return
     dtypes = " and ".join(dict.fromkeys(dtype_name(weight.dtype) for weight in floats))
     cast = Fix(f"cast the other parameters to {dtype_name(most)}", "unsafe", actions=casts(others, most))
+    how = "install deepspeed 0.19.3 or newer, which gathers each parameter in its own dtype"
     yield finding_of(
         "error",
         f"ZeRO-3 of DeepSpeed {_BROKEN} cannot gather {dtypes} together",
         others,
         phase="optimizer",
         notes=("DeepSpeed raises: TypeError: output tensor must have the same type as input tensor",),
-        fixes=(
-            advice(
-                "deepspeed",
-                "install deepspeed 0.19.3 or newer, which gathers each parameter in its own dtype",
-            ),
-            cast,
-        ),
+        fixes=(advice("deepspeed", how), cast),
     )

@@ -1,4 +1,5 @@
-"""
+"""Parameters without a gradient under DDP
+
 **What it means.** DDP averages the gradient of every trainable parameter over the processes, but a parameter gets no
 gradient from some batch: the batch does not run the parameter's module, or the loss does not depend on the result.
 
@@ -30,7 +31,7 @@ from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, and_others, reach_of
 
-TITLE = "Parameters without a gradient under DDP"
+_REFUSAL = "DDP raises: Expected to have finished reduction in the prior iteration before starting a new one"
 
 
 def find(trace: Trace) -> Findings:
@@ -45,9 +46,7 @@ def find(trace: Trace) -> Findings:
         module=missing[0].rpartition(".")[0],
         phase="backward",
         cause="DDP averages every trainable parameter's gradient over the processes in every step",
-        notes=(
-            "DDP raises: Expected to have finished reduction in the prior iteration before starting a new one",
-        ),
+        notes=(_REFUSAL,),
         fixes=(advice("ddp_find_unused_parameters", how),),
         places=missing[:8],
     )

@@ -1,4 +1,5 @@
-"""
+"""Processes that update their weights differently
+
 **What it means.** The processes of a training update their weights differently:
 
 - The last forward before the optimizer's step ran under DDP's `no_sync()`, so DDP has not averaged its gradients.
@@ -39,8 +40,6 @@ from __future__ import annotations
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice
-
-TITLE = "Processes that update their weights differently"
 
 _REASONS = {
     "no_sync": (

@@ -1,4 +1,5 @@
-"""
+"""Updates that are lost to rounding in 16-bit weights
+
 **What it means.** Trainable parameters have 16 bits, and their updates are too small. If an update is less than half of
 the distance to the dtype's next number, value plus update is rounded to the value. Between 2^n and 2^(n+1), this
 distance is 2^(n-7) in bfloat16 and 2^(n-10) in float16. An Adam update is about as large as the learning rate. An SGD
@@ -39,8 +40,6 @@ from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.findings import Findings, advice, finding_of
 from isotype.rules.kit.weight_sets import borders, casts, count, float32_masters, spacing, trained
-
-TITLE = "Updates that are lost to rounding in 16-bit weights"
 
 _SMALL = "each update is less than half of the distance to the next number of the dtype"
 

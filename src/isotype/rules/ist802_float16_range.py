@@ -1,4 +1,5 @@
-"""
+"""Values beyond float16's range
+
 **What it means.** float16's largest number is 65504. The finding is one of these:
 
 - A weight is infinite, or would become infinite in float16.
@@ -37,11 +38,10 @@ from isotype.core.names import agree, grouped, plural, short
 from isotype.precision.ranges import FLOAT16_LARGEST
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.contract_rule import group_findings
-from isotype.rules.kit.findings import Findings, advice, finding_at, finding_of, fix
+from isotype.rules.kit.findings import Findings, advice, at, finding_at, finding_of, fix
 from isotype.rules.kit.groups import Claim, code_of
 from isotype.rules.kit.weight_sets import count
 
-TITLE = "Values beyond float16's range"
 CLAIMS = (Claim("value", lambda broken: "without overflow" in broken.message, settled=False),)
 
 _HEADLINE = "a number beyond {given}'s range is written into a {given} tensor"
@@ -52,7 +52,7 @@ def find(trace: Trace) -> Findings:
     for group, finding in group_findings(trace, code_of(__name__), _HEADLINE):
         source, dtype = finding.source, group.mismatched.dtype
         number = max((value for _, value in group.calls[0].numbers), key=abs)
-        where = f" at {short(source)}" if source else ""
+        where = at(source)
         cause = f"the number {number:g}{where} is beyond {torch.finfo(dtype).max:g}, the largest of {dtype_name(dtype)}"
         wide = [fix(f"fill a float32 tensor{where}", "line", (source,), "float32")] if source else []
         yield replace(finding, cause=cause, fixes=(*wide, *finding.fixes, advice(source, _FINITE)))

@@ -1,4 +1,5 @@
-"""
+"""Rotary positions in 16 bits
+
 **What it means.** Rotary frequencies, or the angles (position times frequency), are in 16 bits. Or a complex table
 (`freqs_cis`) has lost its imaginary part, which contains the sines.
 
@@ -40,7 +41,6 @@ from isotype.rules.kit.findings import Findings, advice, cause_text, device_erro
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, names
 
-TITLE = "Rotary positions in 16 bits"
 _ONLY_COMPLEX = re.compile("only supported for complex tensors|non-complex dtypes")
 CLAIMS = (Claim("step", lambda broken: bool(_ONLY_COMPLEX.search(broken.message)), grouped=False),)
 
@@ -56,14 +56,15 @@ def find(trace: Trace) -> Findings:
     for name, finding in _without_imaginary(trace):
         real.setdefault(name, finding)
     yield from real.values()
-    rounded = [w for w in trace.weights if w.buffer and w.dtype in HALVES and _BUFFERS.search(w.name)]
-    rounded = [weight for weight in rounded if weight.name not in real]
+    low = (w for w in trace.weights if w.buffer and w.dtype in HALVES and w.name not in real)
+    rounded = [weight for weight in low if _BUFFERS.search(weight.name)]
     if rounded and trace.calls and trace.failure is None:
         used = {operand.origin.name for call in trace.calls for operand in call.operands}
         rounded = [weight for weight in rounded if not used.isdisjoint((weight.name, *weight.tied))]
     if rounded:
-        message = f"{agree(count(rounded), 'rotary buffer', 'are')} rounded to {dtype_name(rounded[0].dtype)}"
-        cause = f"the buffer {rounded[0].name} is {dtype_name(rounded[0].dtype)}"
+        dtype = dtype_name(rounded[0].dtype)
+        message = f"{agree(count(rounded), 'rotary buffer', 'are')} rounded to {dtype}"
+        cause = f"the buffer {rounded[0].name} is {dtype}"
         yield finding_of("warning", message, rounded, cause=cause, fixes=_fixes(rounded))
         return
     products = [call for call in trace.calls if _is_rounded_product(call, trace)]
@@ -106,26 +107,20 @@ def _without_imaginary(trace: Trace) -> Iterator[tuple[str, Finding]]:
 
 
 def _made_real(trace: Trace, call: Call, operand: Operand, error: str = "") -> Finding:
-    name, dtype = operand.origin.name, dtype_name(operand.dtype)
+    name, stored = operand.origin.name, operand.origin.kind == "buffer"
     cause, how = cause_text(operand.origin.cause, trace.owners), "pass a complex tensor to this operator"
     if operand.dtype.is_complex:
-        cause = (
-            f"a cast to {dtype_name(call.results[0][0])} at {short(call.source)} discards the imaginary part"
-        )
+        cast = f"a cast to {dtype_name(call.results[0][0])} at {short(call.source)}"
+        cause = f"{cast} discards the imaginary part"
         how = "keep the tensor complex, cast the result of torch.view_as_real, or cast .real if the imaginary part is zero"
-    elif operand.origin.kind == "buffer":
-        cause = (
-            f"the buffer {name} is {dtype}: model.to(dtype) discards the imaginary part of a complex buffer"
-        )
+    elif stored:
+        cause = f"{cause}: model.to(dtype) discards the imaginary part of a complex buffer"
         how = f"cast with model.bfloat16() or model.half(), which keep complex buffers, or compute {name} after the cast"
     message = "a complex tensor has lost its imaginary part"
     # The imaginary part of a computed tensor, such as `z * z.conj()`, may be zero.
-    severity: Severity = (
-        "error" if operand.origin.kind == "buffer" or not operand.dtype.is_complex else "warning"
-    )
-    return finding_at(
-        severity, message, [call], cause=cause, notes=device_error(error), fixes=(advice(name, how),)
-    )
+    severity: Severity = "error" if stored or not operand.dtype.is_complex else "warning"
+    facts = {"cause": cause, "notes": device_error(error), "fixes": (advice(name, how),)}
+    return finding_at(severity, message, [call], **facts)
 
 
 def _angles(trace: Trace, reported: Collection[str]) -> Findings:

@@ -1,4 +1,5 @@
-"""
+"""A parameter in 16 bits that its author keeps in float32
+
 **What it means.** A parameter is in 16 bits, but the model's author keeps it in float32 (`_keep_in_fp32_modules`).
 Examples are T5's `wo`, routers and some norms. `from_pretrained(dtype=torch.float16)` follows the author's list, but
 `.half()` and `.to(dtype)` do not.
@@ -30,8 +31,6 @@ from isotype.records.finding import Fix
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.findings import Findings, advice, finding_of
 from isotype.rules.kit.weight_sets import borders, casts, count
-
-TITLE = "A parameter in 16 bits that its author keeps in float32"
 
 
 def find(trace: Trace) -> Findings:

@@ -1,4 +1,5 @@
-"""
+"""A long reduction returned in 16 bits
+
 **What it means.** An operator returns log-probabilities over a vocabulary, or cumulative sums over a long axis, in 16
 bits: the result is rounded to 8 significant bits in bfloat16, or 11 in float16. Or a loop of the code (`total += loss`)
 adds many 16-bit numbers one after another, and each addition rounds the sum.
@@ -28,10 +29,8 @@ import math
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import grouped, short
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit.findings import Findings, advice, evidence, finding_at
+from isotype.rules.kit.findings import Findings, advice, at, evidence, finding_at, op_name, place
 from isotype.rules.kit.weight_sets import spacing
-
-TITLE = "A long reduction returned in 16 bits"
 
 _REDUCTIONS = ("_log_softmax", "logsumexp", "logcumsumexp", "cumsum", "cumprod")
 _LONG = 256
@@ -51,20 +50,18 @@ def find(trace: Trace) -> Findings:
                 f"a sum of {number:,} numbers is rounded to {dtype_name(low)} after each addition",
                 calls,
                 cause=f"the sum at {short(calls[0].source) or calls[0].module} is {dtype_name(low)}",
-                fixes=(advice(calls[0].source or calls[0].module, "add the numbers in float32"),),
+                fixes=(advice(place(calls[0]), "add the numbers in float32"),),
             )
-    rounded = filter(_is_rounded, forward)
-    for calls in grouped(rounded, lambda call: call.source or call.module).values():
+    for calls in grouped(filter(_is_rounded, forward), place).values():
         first = calls[0]
-        dtype = dtype_name(first.operands[0].dtype)
-        name = first.op.split(".")[1].strip("_")
+        dtype, name = dtype_name(first.operands[0].dtype), op_name(first).strip("_")
         yield finding_at(
             "warning",
             f"{name} over {_length(first)} values returns {dtype}",
             calls,
-            cause=f"{name} of {dtype} values" + (f" at {short(first.source)}" if first.source else ""),
+            cause=f"{name} of {dtype} values{at(first.source)}",
             evidence=evidence(first.operands[0].origin),
-            fixes=(advice(first.source or first.module, f"cast the input of {name} to float32"),),
+            fixes=(advice(place(first), f"cast the input of {name} to float32"),),
         )
 
 
@@ -75,9 +72,8 @@ def _adds_numbers(call: Call) -> bool:
 
 
 def _is_rounded(call: Call) -> bool:
-    if not call.op.startswith("aten.") or call.op.split(".")[1] not in _REDUCTIONS or not call.operands:
-        return False
-    return call.operands[0].dtype in HALVES and _length(call) >= _LONG
+    low = op_name(call) in _REDUCTIONS and bool(call.operands) and call.operands[0].dtype in HALVES
+    return low and _length(call) >= _LONG
 
 
 def _length(call: Call) -> int:

@@ -1,4 +1,5 @@
-"""
+"""Experts chosen from 16-bit scores
+
 **What it means.** A mixture-of-experts router multiplies hidden states and its weight in 16 bits. The scores that
 choose the experts then have 8 (bfloat16) or 11 (float16) significant bits. A float32 softmax of the scores does not
 restore the lost bits.
@@ -30,10 +31,8 @@ from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import starred
 from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import Call, Operand, Trace, Weight
-from isotype.rules.kit.findings import Findings, actions, advice, evidence, finding_at
+from isotype.rules.kit.findings import Findings, actions, advice, evidence, finding_at, place
 from isotype.rules.kit.routers import router_products
-
-TITLE = "Experts chosen from 16-bit scores"
 
 
 def find(trace: Trace) -> Findings:
@@ -72,6 +71,6 @@ def _finding(trace: Trace, owner: Weight, product: Call, weight: Operand) -> Fin
         fixes=(
             Fix("let the router take and return float32", "safe", actions=wide),
             Fix(narrow, "safe", actions=(*wide, back)),
-            advice(product.source or product.module, how),
+            advice(place(product), how),
         ),
     )

@@ -1,4 +1,5 @@
-"""
+"""Integers too large for a 16-bit dtype
+
 **What it means.** `torch.arange` returns a 16-bit result, a cast rounds its result to 16 bits, or an optimizer counts
 steps in a 16-bit tensor. bfloat16 represents every integer up to 256, and float16 up to 2048. Above these limits, some
 integers become equal to their neighbours.
@@ -29,21 +30,14 @@ from isotype.core.names import grouped, short
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.findings import Findings, advice, cause_text, finding_at, fix
 
-TITLE = "Integers too large for a 16-bit dtype"
-
 
 def find(trace: Trace) -> Findings:
     yield from _counters(trace)
     angles = {call.rounded_at for call in trace.calls if call.off}  # IST803 reports their sines
-    too_long = (
-        call
-        for before, call in zip((None, *trace.calls), trace.calls, strict=False)
-        if call.phase in ("forward", "generate")
-        and not call.recomputed
-        and call.source not in angles
-        and _counts(call, before)
-        and _is_too_long(call)
-    )
+    pairs = zip((None, *trace.calls), trace.calls, strict=False)
+    counts = (call for before, call in pairs if _counts(call, before) and call.source not in angles)
+    forward = (c for c in counts if c.phase in ("forward", "generate") and not c.recomputed)
+    too_long = filter(_is_too_long, forward)
     for (source, dtype), calls in grouped(too_long, lambda call: (call.source, call.results[0][0])).items():
         name, count = dtype_name(dtype), calls[0].results[0][1][0]
         yield finding_at(

@@ -1,4 +1,5 @@
-"""
+"""Measured values beyond float16's range
+
 **What it means.** `isotype.measure_ranges` measured the values of this model in a float32 step, and an operand or
 result of a float16 operator exceeds 65504, float16's largest number. Or the loss or a gradient is infinite or NaN even
 in float32, because of `sqrt(0)`, `0 / 0`, or `log(softmax(x))` of large scores. Values above 65504 are most frequent in
@@ -34,7 +35,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -48,7 +48,6 @@ from isotype.rules.kit.findings import Findings, advice, finding_at
 from isotype.rules.kit.slow_dtype import step_in
 from isotype.rules.kit.value_ranges import Held, held
 
-TITLE = "Measured values beyond float16's range"
 KIND: Kind = "values"
 
 _GUARDS = "call log_softmax or logsigmoid in place of two functions, or add an epsilon to a divisor or to the argument of sqrt or log"
@@ -119,16 +118,16 @@ def _finding(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Finding:
     end = "takes" if first.takes else "returns"
     what = "gradients" if backward else "values"
     value = number(first.value)
-    finding = finding_at(
+    return finding_at(
         "warning" if skipped else "error",
         f"{_short(first.call.op)} {end} {what} up to {value} in float16: headroom {first.headroom:.2g}",
         [first.call],
+        module=first.module,  # in a folded trace the call has another layer's name
         places=tuple(dict.fromkeys(value.module for value in beyond)),
         cause=f"{what} of {named(first.module)} reach {value}, and float16's largest number is 65,504",
         notes=tuple(_notes(trace, ranges, beyond)),
         fixes=tuple(_fixes(trace, ranges)),
     )
-    return replace(finding, module=first.module)  # in a folded trace the call has another layer's name
 
 
 def _short(op: str) -> str:
@@ -172,7 +171,6 @@ def _fixes(trace: Trace, ranges: Ranges) -> Iterator[Fix]:
         parts += [f"scale {plural(scaled, 'matmul')} by powers of two"] if scaled else []
         parts += [f"run {plural(float32, 'module')} in float32"] if float32 else []
         yield Fix(f"{', '.join(parts)}; matmuls stay in float16", "safe", actions=(wanted.action(),))
-    native = trace.setup.profile.native
     for dtype in (torch.bfloat16, torch.float32):
-        if dtype in native:
+        if dtype in trace.setup.profile.native:
             yield step_in(trace, torch.float16, dtype)

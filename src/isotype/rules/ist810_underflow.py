@@ -1,4 +1,5 @@
-"""
+"""Gradients too small for float16 at the first loss scale
+
 **What it means.** A GradScaler multiplies gradients by 65536 at first. More than half of the gradient values that
 `isotype.measure_ranges` measured are below 3e-8 even then. float16 rounds them to zero (its smallest number is 6e-8).
 
@@ -32,7 +33,6 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice
 from isotype.rules.kit.value_ranges import flushed
 
-TITLE = "Gradients too small for float16 at the first loss scale"
 KIND: Kind = "values"
 
 _FIRST_SCALE = 2.0**16

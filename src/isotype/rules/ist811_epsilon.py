@@ -1,4 +1,5 @@
-"""
+"""An epsilon that becomes zero, or a bound that becomes 1
+
 **What it means.** In 16 bits, an epsilon becomes zero or a bound becomes 1. An epsilon should keep a divisor or the
 argument of a logarithm above zero, but float16's smallest positive number is 6e-8. Examples are `x / (norm + 1e-8)`,
 `log(p.clamp(min=1e-12))`, and `F.normalize` with its default, 1e-12. A clamp with `max=1 - 1e-6` should keep values
@@ -31,11 +32,18 @@ from __future__ import annotations
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
-from isotype.core.names import grouped, short
+from isotype.core.names import grouped
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit.findings import TRANSFORMERS, Findings, advice, evidence, finding_at
-
-TITLE = "An epsilon that becomes zero, or a bound that becomes 1"
+from isotype.rules.kit.findings import (
+    TRANSFORMERS,
+    Findings,
+    advice,
+    at,
+    evidence,
+    finding_at,
+    op_name,
+    place,
+)
 
 _GUARDS = {
     **dict.fromkeys(("add", "add_"), "other"),
@@ -48,9 +56,8 @@ _CLAMPS = frozenset({"clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", 
 def find(trace: Trace) -> Findings:
     forward = (c for c in trace.calls if c.phase in ("forward", "generate") and not c.recomputed)
     guards = (call for call in forward if _lost(call))
-    for calls in grouped(guards, lambda call: (call.source or call.module, _lost(call))).values():
+    for calls in grouped(guards, lambda call: (place(call), _lost(call))).values():
         first, number, dtype = calls[0], _lost(calls[0]), calls[0].results[0][0]
-        at = f" at {short(first.source)}" if first.source else ""
         if whole := round(number):
             written = f"a bound of {number:.15g}"
             effect = f"the clamp returns {whole}, where log(1 - x), atanh and acos have no finite gradient"
@@ -65,9 +72,9 @@ def find(trace: Trace) -> Findings:
             "warning",
             f"{written} is {whole or 'zero'} in {dtype_name(dtype)}: {effect}",
             calls,
-            cause=f"{_name(first)} of a {dtype_name(dtype)} tensor and {value}{at}",
+            cause=f"{op_name(first)} of a {dtype_name(dtype)} tensor and {value}{at(first.source)}",
             evidence=evidence(first.operands[0].origin),
-            fixes=(advice(first.source or first.module, how),),
+            fixes=(advice(place(first), how),),
         )
 
 
@@ -75,14 +82,10 @@ def _lost(call: Call) -> float:
     """Return the epsilon or the clamp's bound that a call's dtype rounds to a whole number; 0.0 for other calls."""
     if TRANSFORMERS in call.source or not call.results or call.results[0][0] not in HALVES:
         return 0.0
-    numbers, dtype, name = dict(call.numbers), call.results[0][0], _name(call)
+    numbers, dtype, name = dict(call.numbers), call.results[0][0], op_name(call)
     epsilon = numbers.get(_GUARDS.get(name, ""), 0.0)
     if epsilon > 0 and torch.tensor(epsilon, dtype=dtype) == 0:
         return epsilon
     bounds = (numbers.get(role, 0.0) for role in ("min", "max")) if name in _CLAMPS else ()
     inside = (bound for bound in bounds if 0 < abs(bound) < 1)
     return next((bound for bound in inside if abs(torch.tensor(bound, dtype=dtype)) == 1), 0.0)
-
-
-def _name(call: Call) -> str:
-    return call.op.split(".")[1] if call.op.startswith("aten.") else ""

@@ -1,4 +1,5 @@
-"""
+"""Gradients of attention that may be NaN on Hopper
+
 **What it means.** On Hopper (H100, H200), attention with a mask runs in cuDNN's kernel. In torch 2.11 to 2.14, the
 backward of this kernel may return NaN as the gradient of the queries. NaN occurs if the number of keys is a multiple of
 128 plus 64, and if all scores of a row are below -88, as in heads of Qwen2.5 that attend to a single token.
@@ -32,7 +33,6 @@ from isotype.records.finding import Kind
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.findings import Findings, advice, finding_at
 
-TITLE = "Gradients of attention that may be NaN on Hopper"
 KIND: Kind = "device"
 
 _KERNELS = ("cudnn_attention", "flash_attention_for_cpu")

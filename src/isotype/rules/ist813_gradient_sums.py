@@ -1,4 +1,5 @@
-"""
+"""Gradients of many micro-batches added up in 16 bits
+
 **What it means.** The gradients of many micro-batches are added up in a 16-bit `.grad`. Each addition rounds the sum.
 After 64 additions, the sum is wrong by about 0.9 % in bfloat16, and by 0.1 % in float16.
 
@@ -33,8 +34,6 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, finding_of
 from isotype.rules.kit.weight_sets import count, float32_masters, spacing, trained
 
-TITLE = "Gradients of many micro-batches added up in 16 bits"
-
 _VISIBLE = 0.005
 """Smallest relative error that is reported. A smaller error is less than the noise of a gradient over many rows."""
 
@@ -45,14 +44,12 @@ def find(trace: Trace) -> Findings:
         weights = trained(trace, dtype)
         error = math.sqrt(micro_batches / 3) * spacing(1.0, dtype) / 4
         if weights and error >= _VISIBLE:
-            of_all = f"{count(weights)} of {count(trained(trace))}"
+            affected = f"affects {count(weights)} of {count(trained(trace))} trainable parameters"
             yield finding_of(
                 "warning",
                 f"gradients of {micro_batches} micro-batches are added up in {dtype_name(dtype)}",
                 weights,
                 phase="backward",
-                notes=(
-                    f"affects {of_all} trainable parameters; the sums are off by about {100 * error:.1f} %",
-                ),
+                notes=(f"{affected}; the sums are off by about {100 * error:.1f} %",),
                 fixes=float32_masters(trace, weights),
             )

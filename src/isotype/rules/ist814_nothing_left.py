@@ -1,4 +1,5 @@
-"""
+"""A softmax or a mean over nothing
+
 **What it means.** The result of an operator is NaN, whatever the weights are: a mask hides every position of a row of a
 softmax, a mean is computed over no values (`losses[mask].mean()`), or no label of the batch counts in a mean loss. If
 no label counts in a sum, the loss and all gradients are 0, and the finding is a warning.
@@ -36,9 +37,7 @@ from collections.abc import Sequence
 from isotype.core.names import grouped, plural, short
 from isotype.records.finding import Finding
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit.findings import Findings, advice, finding_at
-
-TITLE = "A softmax or a mean over nothing"
+from isotype.rules.kit.findings import Findings, advice, finding_at, op_name, place
 
 
 def find(trace: Trace) -> Findings:
@@ -57,7 +56,7 @@ def _empty_means(calls: Sequence[Call]) -> list[Call]:
     """Return the calls that compute a mean of no values, if no later operator of the forward replaces NaN."""
     means: list[Call] = []
     for call in calls:
-        name = call.op.removeprefix("aten.").partition(".")[0]
+        name = op_name(call)
         if call.phase == "forward" and name in _CLEARS:
             means = []
         elif call.phase == "forward" and name == "mean" and _has_empty(call) and not _returns_empty(call):
@@ -82,7 +81,7 @@ def _mean(calls: list[Call]) -> Finding:
     how = "divide the sum by the number of selected values, or by 1 if there are none (count.clamp(min=1))"
     where = short(calls[0].source) or calls[0].module
     cause = f"the selection at {where} is empty for this batch"
-    fixes = (advice(calls[0].source or calls[0].module, how),)
+    fixes = (advice(place(calls[0]), how),)
     return finding_at("error", "a mean over no values is NaN", calls, cause=cause, fixes=fixes)
 
 
@@ -91,7 +90,7 @@ def _rows(calls: list[Call]) -> Finding:
     where = short(call.source) or call.module
     message = f"no position is visible in {plural(call.undefined, 'row')} of a softmax: the result is NaN"
     cause = f"every score of the row is minus infinity at {where}"
-    return finding_at("error", message, calls, cause=cause, fixes=(advice(call.source or call.module, how),))
+    return finding_at("error", message, calls, cause=cause, fixes=(advice(place(call), how),))
 
 
 def _labels(calls: list[Call]) -> Finding:
@@ -100,6 +99,5 @@ def _labels(calls: list[Call]) -> Finding:
     result = "the sum is 0 (a mean is NaN), and nothing is trained" if summed else "the mean loss is NaN"
     message = f"no label of the batch counts in the loss: {result}"
     cause = "every label is the ignored index (-100)"
-    return finding_at(
-        "warning" if summed else "error", message, calls, cause=cause, fixes=(advice("labels", how),)
-    )
+    fixes = (advice("labels", how),)
+    return finding_at("warning" if summed else "error", message, calls, cause=cause, fixes=fixes)

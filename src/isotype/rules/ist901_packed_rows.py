@@ -1,4 +1,5 @@
-"""
+"""Packed sequences that attend to each other
+
 **What it means.** Sequences packed into one row attend to each other: predictions depend on the tokens of other
 sequences.
 
@@ -33,7 +34,6 @@ from isotype.records.finding import Action, Fix
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of_leak, reach_of
 
-TITLE = "Packed sequences that attend to each other"
 KIND = "wiring"
 
 
@@ -43,9 +43,8 @@ def find(trace: Trace) -> Findings:
     if leak is None:
         return
     if leak.without:
-        cause = (
-            f"the batch has {leak.without} as well as position_ids, so {leak.where} attends to the whole row"
-        )
+        whole = f"{leak.where} attends to the whole row"
+        cause = f"the batch has {leak.without} as well as position_ids, so {whole}"
         order = f"leave {leak.without} out of the batch"
         action = Action("advice", leak.without, order)
         outcome = "each sequence then attends only to itself"

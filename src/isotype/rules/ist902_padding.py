@@ -1,4 +1,5 @@
-"""
+"""Padding that changes predictions
+
 **What it means.** Predictions depend on the ids of padding tokens, or on their number.
 
 **Why it happens.** The collator creates no `attention_mask`, a wrapper does not pass the mask on, or a part of the
@@ -28,7 +29,6 @@ from __future__ import annotations
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of_leak, reach_of
 
-TITLE = "Padding that changes predictions"
 KIND = "wiring"
 
 

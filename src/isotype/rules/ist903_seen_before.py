@@ -1,4 +1,5 @@
-"""
+"""Predictions that depend on what they predict
+
 **What it means.** A prediction depends on the token that it should predict: the loss falls, but the model
 learns nothing useful for generation.
 
@@ -35,7 +36,6 @@ from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of_leak, reach_of
 
-TITLE = "Predictions that depend on what they predict"
 KIND = "wiring"
 
 

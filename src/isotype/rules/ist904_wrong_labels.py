@@ -1,4 +1,5 @@
-"""
+"""Labels at wrong tokens
+
 **What it means.** Tokens that should not count in the loss (padding, images) have labels, or the loss compares each
 label with the logits of a wrong position, such as the position two tokens earlier.
 
@@ -28,8 +29,12 @@ from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, reach_of
 
-TITLE = "Labels at wrong tokens"
 KIND = "wiring"
+
+_IGNORED = {
+    "padding": ("at padding, where attention_mask is 0", "labels.masked_fill(attention_mask == 0, -100)"),
+    "images": ("at image or audio tokens", "labels[labels == image_token_id] = -100"),
+}
 
 
 def find(trace: Trace) -> Findings:
@@ -45,12 +50,9 @@ def find(trace: Trace) -> Findings:
         message = "predictions are compared with wrong tokens"
         notes = (f"{plural(labels.learned, 'prediction')} count in the loss", reach.measured)
         yield Finding("error", message, cause=cause, notes=notes, fixes=fixes)
-    padding = "at padding, where attention_mask is 0", "labels.masked_fill(attention_mask == 0, -100)"
-    pictures = ("at image or audio tokens", "labels[labels == image_token_id] = -100")
-    for count, what, (place, how) in (
-        (labels.at_padding, "padding", padding),
-        (labels.at_pictures, "images", pictures),
-    ):
+    counted = {"padding": labels.at_padding, "images": labels.at_pictures}
+    for what, (place, how) in _IGNORED.items():
+        count = counted[what]
         if count:
             yield Finding(
                 "warning",

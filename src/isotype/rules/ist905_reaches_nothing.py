@@ -1,4 +1,5 @@
-"""
+"""Inputs that affect no prediction
+
 **What it means.** An image, an audio clip or an attention mask should affect the predictions, but has no effect. The
 model is trained as if this input were missing.
 
@@ -29,7 +30,6 @@ from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, reach_of
 
-TITLE = "Inputs that affect no prediction"
 KIND = "wiring"
 
 _PICTURES = ("pixel", "features", "audio", "image")

@@ -1,4 +1,5 @@
-"""
+"""Adapters and trainable weights that do not affect the loss
+
 **What it means.** The loss does not depend on an adapter or another trainable weight. Whatever the values of the weight
 are, its gradient is exactly zero.
 
@@ -34,7 +35,6 @@ from isotype.records.reach import Reach
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, and_others, reach_of
 
-TITLE = "Adapters and trainable weights that do not affect the loss"
 KIND = "wiring"
 
 

@@ -1,4 +1,5 @@
-"""
+"""Rows of a batch that affect each other
+
 **What it means.** A row's predictions depend on the tokens of another row of the batch.
 
 **Why it happens.** A layer computes statistics over the batch (`BatchNorm` in training, a mean over rows). Or rows
@@ -29,7 +30,6 @@ from isotype.records.finding import Severity
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of_leak, reach_of
 
-TITLE = "Rows of a batch that affect each other"
 KIND = "wiring"
 
 

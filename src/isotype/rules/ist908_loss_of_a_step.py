@@ -1,4 +1,5 @@
-"""
+"""A loss that ignores the number of labels in a step
+
 **What it means.** A trainer counts the labels in all micro-batches of a step, and passes the count to the model as
 `num_items_in_batch`. The trainer expects the model to divide the loss by this count, but the model ignores the count.
 
@@ -36,7 +37,6 @@ from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, reach_of
 
-TITLE = "A loss that ignores the number of labels in a step"
 KIND = "wiring"
 
 
@@ -45,13 +45,13 @@ def find(trace: Trace) -> Findings:
     if not any(unused.kind == "count" for unused in reach.unused):
         return
     accumulates = trace.setup.accumulates > 1
+    grow = ": the gradients grow with the number of micro-batches" if accumulates else ""
     how = (
         "divide the sum of the losses by num_items_in_batch, or set trainer.model_accepts_loss_kwargs = False"
     )
     yield Finding(
         "error" if accumulates else "note",
-        "the loss ignores the number of labels in the step"
-        + (": the gradients grow with the number of micro-batches" if accumulates else ""),
+        f"the loss ignores the number of labels in the step{grow}",
         cause="the loss does not change, to the last digit, if num_items_in_batch doubles",
         notes=(reach.measured,),
         fixes=(advice("num_items_in_batch", how),),

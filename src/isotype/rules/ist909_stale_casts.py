@@ -1,4 +1,5 @@
-"""
+"""Old casts of weights after an optimizer step
+
 **What it means.** A forward uses old values of the weights, from before the last optimizer step, because autocast has
 cached 16-bit casts of them.
 
@@ -36,18 +37,13 @@ from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice
 
-TITLE = "Old casts of weights after an optimizer step"
 KIND = "wiring"
 
 
 def find(trace: Trace) -> Findings:
     if trace.stale_casts:
-        yield Finding(
-            "error",
-            "a forward computes with the weights from before the optimizer's step",
-            cause="autocast is on around the forward and the step, and caches casts until its region ends",
-            notes=("a weight that the step has updated has its old value in a later forward",),
-            fixes=(
-                advice("autocast", "leave the autocast region before optimizer.step(), in each iteration"),
-            ),
-        )
+        message = "a forward computes with the weights from before the optimizer's step"
+        cause = "autocast is on around the forward and the step, and caches casts until its region ends"
+        notes = ("a weight that the step has updated has its old value in a later forward",)
+        how = "leave the autocast region before optimizer.step(), in each iteration"
+        yield Finding("error", message, cause=cause, notes=notes, fixes=(advice("autocast", how),))

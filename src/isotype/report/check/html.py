@@ -60,6 +60,7 @@ def to_html(report: Record) -> str:
     name = PurePath(report.trace.model).name or report.trace.model or "model"
     setup = report.trace.setup
     batch = ", ".join(f"{name} {' × '.join(map(str, shape))}" for name, shape in setup.batch.items())
+    about = (device_words(setup), sharding_words(setup), f"{setup.optimizer} step", batch)
     css, word = ("failed", "✕ miswired") if report.miswired else STATUS[report.status]
     return render(
         "check.html.j2",
@@ -68,9 +69,7 @@ def to_html(report: Record) -> str:
         title=f"{name}: {word[2:]}",
         model_name=name,
         status={"css": css, "word": word},
-        about=" · ".join(
-            filter(None, (device_words(setup), sharding_words(setup), f"{setup.optimizer} step", batch))
-        ),
+        about=" · ".join(filter(None, about)),
         verdict=verdict(report),
         figures=_figures(report),
         findings=[_finding(number, finding, report) for number, finding in enumerate(report.findings, 1)],
@@ -93,13 +92,11 @@ def _figures(report: Record) -> list[tuple[str, str, str]]:
     setup = report.trace.setup
     capacity = "" if setup.limit.size is None else f"of {format_bytes(setup.limit.size)}"
     on_each = f"on each of {setup.devices}" if setup.devices > 1 else ""
+    peak = format_bytes(memory.peak) if memory.peak else "not measured"
+    severest, _, others = counts(report).partition(", ")
     return [
-        ("Findings", counts(report).split(",")[0] or "none", ", ".join(counts(report).split(", ")[1:])),
-        (
-            "Peak memory",
-            format_bytes(memory.peak) if memory.peak else "not measured",
-            ", ".join(filter(None, (capacity, on_each))),
-        ),
+        ("Findings", severest or "none", others),
+        ("Peak memory", peak, ", ".join(filter(None, (capacity, on_each)))),
         ("Work", format_flops(total), share),
         ("Operators", f"{report.operators:,}", "a step"),
         ("Checked in", format_duration(report.seconds), ""),
@@ -214,10 +211,7 @@ def _finding(number: int, finding: Finding, report: Record) -> Content:
         "number": number,
         "module": named(finding.module),
         "about": [part for part in (finding.op, finding.phase, short_source(finding.source)) if part],
-        "operands": [
-            (operand.role, dtype_name(operand.dtype), str(list(operand.shape)), _maker(operand))
-            for operand in finding.operands
-        ],
+        "operands": [(o.role, dtype_name(o.dtype), str(list(o.shape)), _maker(o)) for o in finding.operands],
         "cost": [] if cost is None else cost_clauses(cost, title),
         "places": _places(finding, report),
         "fixes": [_fix(fix) for fix in finding.fixes],
@@ -235,9 +229,8 @@ def _places(finding: Finding, report: Record) -> Content | None:
     total = sum(count for _, _, count in folded)
     if total < 2:
         return None
-    rows = [
-        (".".join(filter(None, (within, part))), f"×{n:,}" if n > 1 else "") for within, part, n in folded
-    ]
+    named = ((f"{within}.{part}".strip("."), count) for within, part, count in folded)
+    rows = [(name, f"×{count:,}" if count > 1 else "") for name, count in named]
     return {"count": plural(total, "place"), "rows": rows}
 
 
@@ -251,10 +244,7 @@ def _fix(fix: Fix) -> Content:
         "description": fix.text,
         "outcome": fix.outcome,
         "tags": [(css, text) for css, text in tags if text],
-        "actions": [
-            (_ACTIONS[action.kind], action.target, elide(action.value, _VALUE_SHOWN))
-            for action in fix.actions
-        ],
+        "actions": [(_ACTIONS[a.kind], a.target, elide(a.value, _VALUE_SHOWN)) for a in fix.actions],
         "folded": f"{len(fix.actions):,} changes" if len(fix.actions) > _ACTIONS_SHOWN else "",
     }
 

@@ -137,12 +137,11 @@ def _rule(code: str, rule: Rule | None) -> dict[str, Any]:
     """Describe a rule for SARIF by its `isotype explain` page. For a rule of another package, return only the code."""
     described: dict[str, Any] = {"id": code}
     if rule is not None:
-        page = rule.page.strip()
         plain = f"{rule.title}. Run `isotype explain {code}` for the whole page."
         described |= {
             "shortDescription": {"text": rule.title},
-            "fullDescription": {"text": page.split("\n\n")[0].replace("\n", " ") or rule.title},
-            "help": {"text": plain, "markdown": page or plain},
+            "fullDescription": {"text": rule.page.split("\n\n")[0].replace("\n", " ") or rule.title},
+            "help": {"text": plain, "markdown": rule.page or plain},
         }
     return described
 

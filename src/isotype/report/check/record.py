@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
+from isotype.core.names import grouped
 from isotype.records.finding import Action, Finding, Severity
 from isotype.records.memory import Memory, StepTime
 from isotype.records.trace import Trace
@@ -145,10 +146,8 @@ def repair_outlook(report: Record) -> dict[Outlook, tuple[Finding, ...]]:
     `repair`: `isotype.repair` applies the fix. `unsafe`: `isotype.repair` applies the fix with `unsafe=True`. `caller`:
     the user applies the fix. `untried`: the fix was not verified. `left`: no fix is known.
     """
-    outlooks: dict[Outlook, list[Finding]] = {kind: [] for kind in get_args(Outlook)}
-    for finding in (*report.errors, *report.warnings):
-        outlooks[_outlook(finding)].append(finding)
-    return {kind: tuple(findings) for kind, findings in outlooks.items()}
+    outlooks = grouped((*report.errors, *report.warnings), _outlook)
+    return {kind: tuple(outlooks.get(kind, ())) for kind in get_args(Outlook)}
 
 
 def _outlook(finding: Finding) -> Outlook:

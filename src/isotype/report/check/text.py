@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from isotype.contracts.contract import doubts, judged_by
@@ -283,124 +284,125 @@ def script_steps(report: Record) -> list[tuple[str, str]]:
     return rows
 
 
-def lines(
-    report: Record,
-    width: int = LOG_WIDTH,
-    in_script: bool = False,
-    command_width: int | None = None,
-    whole: bool = True,
-) -> list[Line]:
-    """Return the report as styled lines: verdict, findings, next steps, and the cost of the step.
+_NOTES_SHOWN, _FIXES_SHOWN = 2, 3
+"""Without `-v`, a report shows at most two notes and three fixes of a finding."""
 
-    Args:
+
+@dataclass(frozen=True)
+class _Writer:
+    """Writes a report as styled lines: verdict, findings, next steps, and the cost of the step.
+
+    Attributes:
         width: maximum columns of a line. Only very long words exceed this width.
         in_script: True if a script ran the step under `isotype run`.
         command_width: maximum columns of a command, or None to write each command on one line.
         whole: True for all details of findings, memory and time.
     """
-    setup, layers = report.trace.setup, layer_counts(report.trace)
-    command = (("isotype run" if in_script else "isotype check", "bold"), ("   ", ""))
-    text: list[Line] = [
-        *_hang(command, f"{report.trace.model or 'model'} on {device_words(setup)}", width),
-        *_hang(((" " * 3, ""),), setup_words(report.trace, whole), width, "dim"),
-        (),
-        *_hang(
-            (), f"{verdict(report)}   ({report.seconds:.1f} s)", width, _COLOURS[STATUS[report.status][0]]
-        ),
-    ]
-    if words := step_words(report):
-        text += _hang((), words, width)
-    text.append(())
-    for finding in report.findings:
-        text += [*_finding(finding, setup.profile.title, layers, width, command_width, whole), ()]
-    if steps := script_steps(report) if in_script else next_steps(report, commands=False):
-        text += [*_rows(steps, width), ()]
-    return text + _rows(_numbers(report, whole), width)
 
+    report: Record
+    width: int = LOG_WIDTH
+    in_script: bool = False
+    command_width: int | None = None
+    whole: bool = True
 
-def _numbers(report: Record, whole: bool) -> list[tuple[str, str]]:
-    setup = report.trace.setup
-    weights = [("weights", words) for words in unquantized_experts(report.trace)]
-    if not whole:
-        return [
-            ("memory", parts_words(report)),
+    def lines(self) -> list[Line]:
+        report, setup = self.report, self.report.trace.setup
+        command = (("isotype run" if self.in_script else "isotype check", "bold"), ("   ", ""))
+        summary = f"{verdict(report)}   ({report.seconds:.1f} s)"
+        text: list[Line] = [
+            *self._hang(command, f"{report.trace.model or 'model'} on {device_words(setup)}"),
+            *self._hang(((" " * 3, ""),), setup_words(report.trace, self.whole), "dim"),
+            (),
+            *self._hang((), summary, _COLOURS[STATUS[report.status][0]]),
+        ]
+        if words := step_words(report):
+            text += self._hang((), words)
+        text.append(())
+        layers = layer_counts(report.trace)
+        for finding in report.findings:
+            text += [*self._finding(finding, layers), ()]
+        if steps := script_steps(report) if self.in_script else next_steps(report, commands=False):
+            text += [*self._rows(steps), ()]
+        return text + self._rows(self._numbers())
+
+    def _numbers(self) -> list[tuple[str, str]]:
+        report, setup = self.report, self.report.trace.setup
+        weights = [("weights", words) for words in unquantized_experts(report.trace)]
+        if not self.whole:
+            return [
+                ("memory", parts_words(report)),
+                *weights,
+                ("FLOPs", flops_words(report)),
+                *(row for row in trust(report) if row[0] != "note"),
+                ("-v", f"prints memory and time in detail{_left_out(report)}"),
+            ]
+        rows = [
+            ("data", setup.data),
+            ("ranges", ranges_words(report)),
+            ("memory", memory_words(report)),
             *weights,
             ("FLOPs", flops_words(report)),
-            *(row for row in trust(report) if row[0] != "note"),
-            ("-v", f"prints memory and time in detail{_left_out(report)}"),
+            *time_rows(report),
+            ("contracts", judged_by(setup.profile)),
+            *trust(report),
         ]
-    return [
-        *([("data", setup.data)] if setup.data else []),
-        *([("ranges", words)] if (words := ranges_words(report)) else []),
-        ("memory", memory_words(report)),
-        *weights,
-        ("FLOPs", flops_words(report)),
-        *((label, words) for label, words in time_rows(report) if words),
-        ("contracts", judged_by(setup.profile)),
-        *trust(report),
-    ]
+        return [(label, words) for label, words in rows if words]
+
+    def _finding(self, finding: Finding, layers: Mapping[tuple[str, int], int]) -> list[Line]:
+        title = self.report.trace.setup.profile.title
+        head = ((f"{finding.severity}[{finding.code}]", _STYLES[finding.severity]), (": ", "bold"))
+        text = self._hang(head, finding.message, "bold")
+        text += self._place(finding)
+        text += _operands(finding.operands)
+        text += self._field("cause", finding.cause)
+        for number, step in enumerate(finding.evidence if self.whole else ()):
+            text += self._field("path" if number == 0 else "", step)
+        text += self._field("where", _places(finding.places, layers))
+        for note in finding.notes if self.whole else finding.notes[:_NOTES_SHOWN]:
+            text += self._field("note", note)
+        if finding.cost is not None:
+            text += self._field("cost", "; ".join(cost_clauses(finding.cost, title)))
+        for fix in finding.fixes if self.whole else finding.fixes[:_FIXES_SHOWN]:
+            text += self._field("help", f"{fix.description}   ({fix_standing(fix)})")
+            printed = printed_command(fix.command, self.command_width, 4).split("\n") if fix.command else []
+            text += [((line, ""),) for line in printed]
+        return text
+
+    def _place(self, finding: Finding) -> list[Line]:
+        parts = [part for part in (finding.op, finding.phase, short_source(finding.source)) if part]
+        arrow, module, rest = ("  --> ", "blue"), named(finding.module), "   ".join(parts)
+        if len(arrow[0]) + len(module) + 3 + len(rest) <= self.width:
+            return [(arrow, (module, ""), (f"   {rest}", "dim"))]
+        head = (arrow, (elide(module, self.width - len(arrow[0])), ""))
+        return [head, *self._hang((("      ", ""),), rest, "dim")]
+
+    def _field(self, label: str, text: str) -> list[Line]:
+        if not text:
+            return []
+        gutter = ("   = " if label else "     ", "blue")
+        return self._hang((gutter, (f"{label:<5}  ", _STYLES.get(label, "bold"))), text)
+
+    def _rows(self, rows: Sequence[tuple[str, str]]) -> list[Line]:
+        text: list[Line] = []
+        for before, (label, words) in zip(("", *(label for label, _ in rows)), rows, strict=False):
+            shown = "" if label == before else label
+            text += self._hang(((f"{shown:<9}  ", "bold"),), words)
+        return text
+
+    def _hang(self, head: Line, text: str, style: str = "") -> list[Line]:
+        """Return lines that start with `head`. Further lines of `text` are indented by the width of `head`."""
+        indent = sum(len(part) for part, _ in head)
+        unbroken, room = _UNIT.sub("\N{NO-BREAK SPACE}", text), max(24, self.width - indent)
+        wrapped = textwrap.wrap(unbroken, room, break_long_words=False, break_on_hyphens=False)
+        first, *rest = [part.replace("\N{NO-BREAK SPACE}", " ") for part in wrapped] or [""]
+        return [(*head, (first, style)), *(((" " * indent, ""), (part, style)) for part in rest)]
 
 
 def _left_out(report: Record) -> str:
     notes = sum(len(finding.notes[_NOTES_SHOWN:]) for finding in report.findings)
     fixes = sum(len(finding.fixes[_FIXES_SHOWN:]) for finding in report.findings)
-    counted = [*([f"notes ({notes:,})"] if notes else []), *([f"fixes ({fixes:,})"] if fixes else [])]
+    counted = [f"{what} ({count:,})" for what, count in (("notes", notes), ("fixes", fixes)) if count]
     return f", and more {' and '.join(counted)}" if counted else ""
-
-
-def to_text(report: Record, width: int = LOG_WIDTH) -> str:
-    """Return the whole report as text without styles. The last line ends with a line break."""
-    return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines(report, width))
-
-
-def render(report: Record, console: Console, *, in_script: bool = False, whole: bool = False) -> None:
-    """Print the report. The docstring of `lines` describes the arguments."""
-    from rich.text import Text
-
-    for line in lines(report, console.width, in_script, width_of(console), whole):
-        # The lines are wrapped already, and a module's name may look like markup of rich.
-        console.print(Text.assemble(*line), soft_wrap=True, highlight=False)
-
-
-_NOTES_SHOWN, _FIXES_SHOWN = 2, 3
-"""Without `-v`, a report shows at most two notes and three fixes of a finding."""
-
-
-def _finding(
-    finding: Finding,
-    title: str,
-    layers: Mapping[tuple[str, int], int],
-    width: int,
-    command_width: int | None,
-    whole: bool,
-) -> list[Line]:
-    style = _STYLES[finding.severity]
-    head = f"{finding.severity}[{finding.code}]"
-    text = _hang(((head, style), (": ", "bold")), finding.message, width, "bold")
-    text += _place(finding, width)
-    text += _operands(finding.operands)
-    text += _field("cause", finding.cause, width)
-    for number, step in enumerate(finding.evidence if whole else ()):
-        text += _field("path" if number == 0 else "", step, width)
-    text += _field("where", _places(finding.places, layers), width)
-    for note in finding.notes if whole else finding.notes[:_NOTES_SHOWN]:
-        text += _field("note", note, width)
-    if finding.cost is not None:
-        text += _field("cost", "; ".join(cost_clauses(finding.cost, title)), width)
-    for fix in finding.fixes if whole else finding.fixes[:_FIXES_SHOWN]:
-        text += _field("help", f"{fix.description}   ({fix_standing(fix)})", width)
-        printed = printed_command(fix.command, command_width, 4).split("\n") if fix.command else []
-        text += [((line, ""),) for line in printed]
-    return text
-
-
-def _place(finding: Finding, width: int) -> list[Line]:
-    parts = [part for part in (finding.op, finding.phase, short_source(finding.source)) if part]
-    arrow, module, rest = ("  --> ", "blue"), named(finding.module), "   ".join(parts)
-    if len(arrow[0]) + len(module) + 3 + len(rest) <= width:
-        return [(arrow, (module, ""), (f"   {rest}", "dim"))]
-    head = (arrow, (elide(module, width - len(arrow[0])), ""))
-    return [head, *_hang((("      ", ""),), rest, width, "dim")]
 
 
 def _operands(operands: Sequence[Operand]) -> list[Line]:
@@ -432,25 +434,18 @@ def _places(places: Sequence[str], layers: Mapping[tuple[str, int], int]) -> str
     return f"{head}{shown}{f' and {more:,} more' if more else ''}"
 
 
-def _field(label: str, text: str, width: int) -> list[Line]:
-    if not text:
-        return []
-    gutter = ("   = " if label else "     ", "blue")
-    return _hang((gutter, (f"{label:<5}  ", _STYLES.get(label, "bold"))), text, width)
+def to_text(report: Record, width: int = LOG_WIDTH) -> str:
+    """Return the whole report as text without styles. The last line ends with a line break."""
+    return "".join(
+        "".join(text for text, _ in line).rstrip() + "\n" for line in _Writer(report, width).lines()
+    )
 
 
-def _rows(rows: Sequence[tuple[str, str]], width: int) -> list[Line]:
-    text: list[Line] = []
-    for before, (label, words) in zip(("", *(label for label, _ in rows)), rows, strict=False):
-        shown = "" if label == before else label
-        text += _hang(((f"{shown:<9}  ", "bold"),), words, width)
-    return text
+def render(report: Record, console: Console, *, in_script: bool = False, whole: bool = False) -> None:
+    """Print the report. The docstring of `_Writer` describes the arguments."""
+    from rich.text import Text
 
-
-def _hang(head: Line, text: str, width: int, style: str = "") -> list[Line]:
-    """Return lines that start with `head`. Further lines of `text` are indented by the width of `head`."""
-    indent = sum(len(part) for part, _ in head)
-    unbroken = _UNIT.sub("\N{NO-BREAK SPACE}", text)
-    wrapped = textwrap.wrap(unbroken, max(24, width - indent), break_long_words=False, break_on_hyphens=False)
-    first, *rest = [part.replace("\N{NO-BREAK SPACE}", " ") for part in wrapped] or [""]
-    return [(*head, (first, style)), *(((" " * indent, ""), (part, style)) for part in rest)]
+    writer = _Writer(report, console.width, in_script, width_of(console), whole)
+    for line in writer.lines():
+        # The lines are wrapped already, and a module's name may look like markup of rich.
+        console.print(Text.assemble(*line), soft_wrap=True, highlight=False)

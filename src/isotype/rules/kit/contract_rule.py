@@ -18,19 +18,18 @@ from isotype.rules.kit.groups import Group, all_claims, code_of, distinct, dtype
 
 
 def contract_rule(
-    module: str, headline: str, advise: Callable[[Finding], Fix | None] = lambda _: None
+    module: str, headline: str, advise: Callable[[Finding], tuple[Fix, ...]] = lambda _: ()
 ) -> Callable[[Trace], Iterator[Finding]]:
     """Return a `find` function for the rule in `module`: it yields a finding for each group of broken contracts.
 
     `headline` is the message of the findings. {given} and {expected} in it stand for dtypes, and {op} for the operator.
-    `advise` returns one more fix of a finding, which comes last, or None.
+    `advise` returns further fixes of a finding, which come last.
     """
     code = code_of(module)
 
     def find(trace: Trace) -> Iterator[Finding]:
         for _, finding in group_findings(trace, code, headline):
-            last = advise(finding)
-            yield finding if last is None else replace(finding, fixes=(*finding.fixes, last))
+            yield replace(finding, fixes=(*finding.fixes, *advise(finding)))
 
     return find
 

@@ -8,7 +8,7 @@ without fusion and launch costs. Estimates for tiny models mean little, because 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,7 +19,6 @@ from isotype.compat.glibc import LARGEST_KEPT
 from isotype.compat.torch import operator_schema
 from isotype.core import operators
 from isotype.core.dtypes import FLOATS, HALVES
-from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.finding import Cost
 from isotype.records.memory import Products, StepTime
 from isotype.records.trace import CAST_FUNCTIONS, Call, Operand, Origin, Trace, Weight
@@ -129,28 +128,14 @@ def run_dtype(call: Call) -> torch.dtype | None:
     return call.results[0][0] if call.flops and call.results else None
 
 
-Seconds = Callable[[Call], float]
+def seconds(call: Call, rates: Mapping[torch.dtype, float], bandwidth: float) -> float:
+    """Return the time of all `call.repeats` equal calls by the roofline model, in seconds.
 
-
-def seconds_on(profile: DeviceProfile, stand_in: torch.dtype | None = None) -> Seconds | None:
-    """Return a function that estimates a call's seconds by the roofline model; None if the profile has no rates.
-
-    A dtype without a published rate gets the rate of the dtype `stand_in`.
+    `rates` are in FLOP/s, `bandwidth` is in bytes/s. For a dtype without a rate, only the bytes count.
     """
-    peaks, bandwidth = profile.peak_flops, profile.memory_bandwidth
-    if not peaks or bandwidth is None:
-        return None
-    fallback = peaks.get(stand_in, 0.0) if stand_in is not None else 0.0
-
-    def seconds(call: Call) -> float:
-        memory = bytes_moved(call) / bandwidth
-        dtype = run_dtype(call)
-        if dtype is None:
-            return memory
-        rate = peaks.get(dtype) or fallback
-        return max(call.flops * call.repeats / rate, memory) if rate else memory
-
-    return seconds
+    dtype, memory = run_dtype(call), bytes_moved(call) / bandwidth
+    rate = None if dtype is None else rates.get(dtype)
+    return max(call.flops * call.repeats / rate, memory) if rate else memory
 
 
 def slowdown(
@@ -165,20 +150,20 @@ def slowdown(
     The changed step lacks the calls in `gone`, and runs the `costly` calls in the dtype `wanted`. In a narrower dtype,
     a call moves fewer bytes. A dtype without a published rate gets the rate of the dtype `stand_in`.
     """
-    profile = trace.setup.profile
-    seconds, rate = seconds_on(profile, stand_in), profile.peak_flops.get(wanted)
+    rates, bandwidth = trace.setup.profile.peak_flops, trace.setup.profile.memory_bandwidth
     costly = list(costly)
-    rated = {None, *profile.peak_flops} if stand_in is None else {None, *FLOATS}
-    if seconds is None or rate is None or any(run_dtype(call) not in rated for call in costly):
+    rated = {None, *rates} if stand_in is None else {None, *FLOATS}
+    if bandwidth is None or wanted not in rates or any(run_dtype(call) not in rated for call in costly):
         return None
-    bandwidth = profile.memory_bandwidth
-    assert bandwidth is not None
-    total = sum(map(seconds, trace.calls))
-    saved = sum(map(seconds, gone))
+    if stand_in is not None and stand_in in rates:
+        rates = {**dict.fromkeys(FLOATS, rates[stand_in]), **rates}
+    total = sum(seconds(call, rates, bandwidth) for call in trace.calls)
+    saved = sum(seconds(call, rates, bandwidth) for call in gone)
     for call in costly:
         widest = max((dtype.itemsize for dtype in call.dtypes & FLOATS), default=wanted.itemsize)
         memory = bytes_moved(call) * min(1.0, wanted.itemsize / widest) / bandwidth
-        saved += seconds(call) - max(call.flops * call.repeats / rate, memory)
+        faster = max(call.flops * call.repeats / rates[wanted], memory)
+        saved += seconds(call, rates, bandwidth) - faster
     return total / (total - saved) if 0 < saved < total else 1.0
 
 

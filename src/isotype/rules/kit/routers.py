@@ -11,10 +11,8 @@ import torch
 from isotype.records.trace import Call, Operand, Trace, Weight
 
 _CHOICES = ("aten.topk.default", "aten.sort.default", "aten.sort.stable")
-_MAXIMA = (
-    "aten.max.dim",
-    "aten.argmax.default",
-)  # also the predicted class of a head, in a model without experts
+# In a model without experts, these also choose the predicted class of a head.
+_MAXIMA = ("aten.max.dim", "aten.argmax.default")
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", "aten.matmul.default")
 
 

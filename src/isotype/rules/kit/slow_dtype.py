@@ -9,11 +9,11 @@ import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import named, starred
-from isotype.records.finding import Action, Cost, Finding, Fix, Severity
-from isotype.records.trace import Call, Trace
+from isotype.records.finding import Action, Cost, Finding, Fix, Safety, Severity
+from isotype.records.trace import Call, Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.findings import advice, cause_text, finding_at
-from isotype.rules.kit.weight_sets import quantized
+from isotype.rules.kit.findings import actions, advice, cause_text, finding_at
+from isotype.rules.kit.weight_sets import modules, quantized
 
 _LEAST_SHARE = 0.01
 _LEAST_SLOWER = 1.5
@@ -36,19 +36,14 @@ def find(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> Iterator[Findi
         how = f"run {profile.slower(dtype, other):.2g} times slower than {dtype_name(other)}"
     message = f"{dtype_name(dtype)} matmuls {how} on {profile.title}"
     severity: Severity = "error" if support == "refused" else "warning"
-    facts: dict[str, Any] = {
-        "cause": _cause(trace, dtype, calls),
-        "notes": (profile.reason(dtype), *_measured(trace, dtype), *_estimate(cost, trace, dtype)),
-        "fixes": fixes(trace, dtype, other),
-        "cost": cost,
-    }
+    cause, ways = _cause(trace, dtype, calls), fixes(trace, dtype, other)
     # Muon computes in bfloat16 with all settings of the step.
     if calls and all(call.phase == "optimizer" for call in calls):
+        cause = f"the step of {trace.setup.optimizer} computes in {dtype_name(dtype)}"
         how = f"choose an optimizer without matmuls in {dtype_name(dtype)}, such as AdamW"
-        facts |= {
-            "cause": f"the step of {trace.setup.optimizer} computes in {dtype_name(dtype)}",
-            "fixes": (advice("optimizer", how),),
-        }
+        ways = (advice("optimizer", how),)
+    notes = (profile.reason(dtype), *_measured(trace, dtype), *_estimate(cost, trace, dtype))
+    facts: dict[str, Any] = {"cause": cause, "notes": notes, "fixes": ways, "cost": cost}
     if calls:
         yield finding_at(severity, f"{message}: {100 * share:.0f} % of the FLOPs", calls, **facts)
     else:
@@ -107,15 +102,19 @@ def _cause(trace: Trace, dtype: torch.dtype, calls: Sequence[Call]) -> str:
     name, setup = dtype_name(dtype), trace.setup
     if setup.autocast == dtype:
         return f"autocast is set to {name}"
-    plain = [w for w in trace.weights if w.dtype == dtype and not w.buffer and w.quantization is None]
     computing = next((weight for weight, state in quantized(trace) if state.compute == dtype), None)
     if computing is not None:
         return f"the quantized layer {named(computing.module)} computes in {name}"
-    if plain:
+    if plain := _plain(trace, dtype):
         return f"{plain[0].name} is {name}"
     causes = (operand.origin.cause for call in calls for operand in call.floats if operand.dtype == dtype)
     cast = next((cause for cause in causes if cause.kind == "cast" and cause.source), None)
     return f"the step computes in {name}" if cast is None else cause_text(cast)
+
+
+def _plain(trace: Trace, dtype: torch.dtype) -> list[Weight]:
+    """Return the parameters in `dtype` that are not quantized."""
+    return [w for w in trace.weights if w.dtype == dtype and not w.buffer and w.quantization is None]
 
 
 _UNSAFE = {torch.float16: "float16 overflows above 65,504", torch.bfloat16: "bfloat16 keeps only 8 bits"}
@@ -124,38 +123,32 @@ _UNSAFE = {torch.float16: "float16 overflows above 65,504", torch.bfloat16: "bfl
 
 def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
     """Return the fix that runs the step in `target`: by changed settings, weights and quantized layers."""
-    name = dtype_name(target)
-    plain = [w for w in trace.weights if w.dtype == dtype and w.quantization is None and not w.buffer]
-    actions = [
-        Action("setting", "autocast", "None" if target == torch.float32 else name),
-        Action("setting", "scaler", str(target == torch.float16)),
-        Action("setting", "compute", name),
-    ]
-    for weight in plain:
-        # Trained parameters become float32 masters, because a GradScaler accepts no float16 gradients.
-        to = torch.float32 if weight.trainable else target
-        actions.append(Action("parameter", starred(weight.name), dtype_name(to)))
-    computing = [weight.module for weight, state in quantized(trace) if state.compute == dtype]
-    actions += [Action("compute", starred(module), name) for module in computing]
-    for weight, state in quantized(trace):
-        if state.state == dtype:
-            actions.append(Action("state", starred(weight.module), name))
+    name, scaler, profile = dtype_name(target), target == torch.float16, trace.setup.profile
+    plain = _plain(trace, dtype)
+    computing = modules(weight for weight, state in quantized(trace) if state.compute == dtype)
+    stale = modules(weight for weight, state in quantized(trace) if state.state == dtype)
     # An input of the model stays in `dtype` if only weights are cast.
     operands = (operand for call in trace.calls for operand in call.operands)
-    if any(operand.dtype == dtype and operand.origin.kind == "input" for operand in operands):
-        actions.append(Action("input", "", name))
-    lossless = target == torch.float32 or all(weight.trainable for weight in plain)
-    settings = f"run the step in {name}{' with a GradScaler' if target == torch.float16 else ''}"
-    runs_so = trace.setup.autocast == target and trace.setup.scaler == (target == torch.float16)
-    changes = ["cast the weights"] if plain else []
-    changes += [f"set the quantized layers' compute dtype to {name}"] if computing else []
-    changes = changes if runs_so and changes else [settings, *changes]
-    why = "" if lossless else f"; {_UNSAFE[target]}"
-    emulated, best = trace.setup.profile.supports(dtype) == "emulated", trace.setup.profile.best_dtype()
-    if emulated and target == torch.float32 != best and trace.setup.profile.slower(dtype, target) is None:
-        why = f": float32 is as fast as emulated {dtype_name(dtype)} or faster, but slower than {dtype_name(best)}"
-    return Fix(
-        f"{' and '.join(changes)}{why}",
-        "safe" if lossless else "unsafe",
-        actions=tuple(dict.fromkeys(actions)),
+    inputs = any(operand.dtype == dtype and operand.origin.kind == "input" for operand in operands)
+    changes = (
+        Action("setting", "autocast", "None" if target == torch.float32 else name),
+        Action("setting", "scaler", str(scaler)),
+        Action("setting", "compute", name),
+        # Trained parameters become float32 masters, because a GradScaler accepts no float16 gradients.
+        *(Action("parameter", starred(w.name), "float32" if w.trainable else name) for w in plain),
+        *actions("compute", computing, name),
+        *actions("state", stale, name),
+        *actions("input", [""] if inputs else [], name),
     )
+    lossless = target == torch.float32 or all(weight.trainable for weight in plain)
+    settings = f"run the step in {name}{' with a GradScaler' if scaler else ''}"
+    orders = ["cast the weights"] if plain else []
+    orders += [f"set the quantized layers' compute dtype to {name}"] if computing else []
+    if not orders or (trace.setup.autocast, trace.setup.scaler) != (target, scaler):
+        orders.insert(0, settings)
+    why = "" if lossless else f"; {_UNSAFE[target]}"
+    emulated, best = profile.supports(dtype) == "emulated", profile.best_dtype()
+    if emulated and target == torch.float32 != best and profile.slower(dtype, target) is None:
+        why = f": float32 is as fast as emulated {dtype_name(dtype)} or faster, but slower than {dtype_name(best)}"
+    safety: Safety = "safe" if lossless else "unsafe"
+    return Fix(f"{' and '.join(orders)}{why}", safety, actions=tuple(dict.fromkeys(changes)))
