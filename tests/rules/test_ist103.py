@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import isotype
 from tests.reality import real_step
 from tests.rules.traces import BF16, FP32, found, traced, verified
 from tests.small import line
@@ -54,6 +55,25 @@ def test_into_another_dtype(write: str) -> None:
 def test_into_the_same_dtype(write: str) -> None:
     assert found(RULE, traced(Scattered(write, BF16), {"x": X})) == []
     assert real_step(Scattered(write, BF16), {"x": X}).error is None
+
+
+class Summed(nn.Module):
+    """Sums exponentials per group in the input's dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        index = torch.tensor([0, 1])[:, None].expand(2, 4)
+        return torch.zeros(2, 4, dtype=x.dtype).scatter_reduce_(0, index, x.exp(), "sum")
+
+
+def test_a_cast_of_inputs_changes_no_dtype_that_autocast_chooses() -> None:
+    """chemprop/chemprop #780: a GPU's autocast computes `exp` in float32, whatever dtype the module gets."""
+    model = nn.Sequential(nn.Linear(4, 4), Summed())
+    report = isotype.check(model, {"input": torch.ones(2, 4)}, device="a100", autocast="bfloat16")
+    (finding,) = report.errors
+    assert finding.cause.startswith("autocast returns float32 from exp")
+    assert [fix.description.partition(" at ")[0] for fix in finding.fixes] == [
+        "cast what is written to bfloat16"
+    ]
 
 
 def test_the_text_and_the_fix() -> None:

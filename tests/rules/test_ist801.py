@@ -95,7 +95,7 @@ def test_a_dora_magnitude_that_no_update_moves() -> None:
     """Unloaded, it is the norm of a row of the layer's weight: far above what an update of 1e-4 moves."""
     given = [adapter(BF16, DORA, shape=(64,)), adapter(BF16, shape=(8, 4096))]
     (finding,) = find(trace(given, learning_rate=1e-4))
-    assert finding.message == "updates of 1e-04 are lost in 1 of 2 trainable parameters"
+    assert finding.message == "updates of 0.0001 are lost in 1 of 2 trainable parameters"
     assert finding.notes == (
         f"{DORA}: not loaded; when initialised, its values are near 0.58, where two bfloat16 numbers differ by at least 3.9e-03",
     )
@@ -118,7 +118,7 @@ def test_dora_in_bfloat16_does_not_move(meta: bool) -> None:
     on_meta = model.to("meta") if meta else model
     report = check(on_meta, batch(), device="cpu", learning_rate=1e-4, wiring=False, verify=False)
     (finding,) = [finding for finding in report.findings if finding.code == "IST801"]
-    assert finding.message == "updates of 1e-04 are lost in 7 of 21 trainable parameters"
+    assert finding.message == "updates of 0.0001 are lost in 7 of 21 trainable parameters"
 
 
 @given(st.floats(2**-14, 2**15), st.sampled_from([BF16, FP16]))

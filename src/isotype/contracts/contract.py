@@ -169,6 +169,11 @@ class Contracts:
             self._memo[op, dtypes] = self._judge(op, dtypes)
         return self._memo[op, dtypes]
 
+    def refusal(self, op: str, dtypes: Iterable[torch.dtype]) -> Verdict | None:
+        """Return the verdict if the device refuses the call; None if it accepts the call or nothing is known."""
+        verdict = self.judge(op, tuple(dtypes))
+        return None if verdict is None or verdict.accepted else verdict
+
     def _judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
         refused = integer_refusal(op, dtypes, self.kind)
         if refused:

@@ -20,7 +20,7 @@ dtype. Or a cache was allocated in one model's dtype, and a model of another dty
 rows, `isotype.repair` casts its outputs. Otherwise edit the line that the report names, or the cache's dtype.
 
 **Seen in** hiyouga/LLaMA-Factory #5943, #3807; pytorch/torchtitan #2389; OneTrainer #824; pytorch/torchtune
-#1349.
+#1349; chemprop/chemprop #780; cvg/glue-factory #76; Lightning-AI/litgpt #542.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ dequantized weight by a gradient in the compute dtype. Or only the forward ran u
 cannot change the Function: write a cast in its backward, or use `custom_bwd`, which restores the forward's autocast.
 
 **Seen in** unslothai/unsloth #4005, #4918, #5766, #212;
-pytorch/ao #4616; unslothai/unsloth #320.
+pytorch/ao #4616; unslothai/unsloth #320; NVIDIA-NeMo/Automodel #3652.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ trained parameters of each dtype into a separate unit.
 16 bits, because 16-bit adapters lose small updates (IST801), or of other parameters if it may round them.
 
 **Seen in** huggingface/trl #1723; hiyouga/LlamaFactory #3853, #10346; IBM/activated-lora #13;
-bitsandbytes-foundation/bitsandbytes #1709; modelscope/twinkle #182; NVIDIA-NeMo/Automodel #1677.
+bitsandbytes-foundation/bitsandbytes #1709; modelscope/twinkle #182; NVIDIA-NeMo/Automodel #1677; huggingface/accelerate #3985.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ def find(trace: Trace) -> Findings:
     mismatched = [weight for weight in in_mixed if weight.dtype != most]
     dtypes = dict.fromkeys(weight.dtype for weight in in_mixed)
     where = f"{len(mixed)} units" if len(mixed) > 1 else next(iter(mixed)) or "the outermost unit"
-    verb, error = _REFUSALS[version]
+    verb, error, separator = _REFUSALS[version]
     yield finding_of(
         "error",
         f"FSDP{version} cannot {verb} {' and '.join(map(dtype_name, dtypes))} together in {where}",
         mismatched,
         phase="load" if version == 1 else "forward",
-        notes=(f"FSDP raises: {error.format(' and '.join(map(str, dtypes)))}",),
+        notes=(f"FSDP raises: {error.format(separator.join(map(str, dtypes)))}",),
         fixes=tuple(_fixes(trace, version, mismatched, most)),
     )
 
 
 _REFUSALS = {
-    1: ("flatten", "Must flatten tensors with uniform dtype but got {}"),
-    2: ("reduce the gradients of", "FSDP expects uniform original parameter dtype but got {{{}}}"),
+    1: ("flatten", "Must flatten tensors with uniform dtype but got {}", " and "),
+    2: ("reduce the gradients of", "FSDP expects uniform original parameter dtype but got {{{}}}", ", "),
 }
 
 

@@ -72,7 +72,7 @@ def find(trace: Trace) -> Findings:
     step = spacing(size, worst.dtype)
     yield finding_of(
         "warning",
-        f"updates of {rate:.0e} are lost in {count(lost)} of {count(trained(trace))} trainable parameters",
+        f"updates of {rate:.2g} are lost in {count(lost)} of {count(trained(trace))} trainable parameters",
         lost,
         phase="optimizer",
         notes=(

@@ -803,6 +803,17 @@ _F16 = "with torch.autocast('cpu', torch.float16):"
             " loss = F.mse_loss(model(y), y)",
             ["IST601"],
         ),
+        # chemprop/chemprop #780: a GPU's autocast computes `exp` in float32.
+        (
+            "with torch.autocast('cpu', torch.bfloat16): y = model(x); rows = torch.arange(4)[:, None].expand(4, 8)\n"
+            "loss = torch.zeros(4, 8, dtype=y.dtype).scatter_reduce_(0, rows, y, 'sum').float().sum()",
+            ["IST601"],
+        ),
+        (
+            "with torch.autocast('cpu', torch.bfloat16): y = model(x); rows = torch.arange(4)[:, None].expand(4, 8); "
+            "loss = torch.zeros(4, 8, dtype=y.dtype).scatter_reduce_(0, rows, y.exp(), 'sum').sum()",
+            ["IST103", "IST601"],
+        ),
     ],
 )
 def test_a_step_on_a_cpu_is_judged_by_the_autocast_of_the_device_that_is_asked_for(

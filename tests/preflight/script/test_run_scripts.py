@@ -381,6 +381,26 @@ with fake_process_group(1) as mesh:
     assert "updates" not in err  # the masters are float32, although FSDP2 has gathered them in bfloat16
 
 
+def test_the_refusal_of_fsdp2_to_reduce_several_dtypes_together_is_explained(runs: Runs) -> None:
+    """huggingface/accelerate #3985: float32 norms in a bfloat16 model that is trained as a whole."""
+    script = """
+from torch.distributed.fsdp import fully_shard
+from isotype.compat.torch_fsdp import fake_process_group
+
+with fake_process_group(1) as mesh:
+    model = Net().bfloat16()
+    model.head.float()
+    fully_shard(model, mesh=mesh)
+    train(model)
+"""
+    status, _, err = runs(script, "--no-preflight")
+    assert status == 1
+    assert "isotype: a trace of the script's last known step explains the error:" in err
+    raised = re.search(r"FSDP raises: (.*?)\n +(.*)\n", err)
+    assert raised is not None
+    assert "{torch.bfloat16, torch.float32}" in " ".join(raised.groups())
+
+
 def test_weights_that_fsdp_has_gathered_at_the_error_are_not_cast_by_the_script(runs: Runs) -> None:
     script = """
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

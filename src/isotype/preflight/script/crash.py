@@ -129,9 +129,8 @@ class Crash:
         assert recorder is not None
         call = recorder.failed
         assert call is not None
-        verdict = recorder.contracts.judge(call.op, tuple(operand.dtype for operand in call.operands))
-        rejected = verdict is not None and not verdict.accepted
-        if not rejected and not _ABOUT_DTYPES.search(text):
+        refused = recorder.contracts.refusal(call.op, (operand.dtype for operand in call.operands))
+        if refused is None and not _ABOUT_DTYPES.search(text):
             foreseen = _matching(self.report, call, ())
             if foreseen is not None and foreseen.findings[0].op == call.op:
                 self.output.say("predicted before the step:")
@@ -209,12 +208,9 @@ class Crash:
             self.output.call(call)
             return
         recorder = self.watch.recorder
-        verdict = contracts_of(setup.profile).judge(
-            call.op, tuple(operand.dtype for operand in call.operands)
-        )
-        refused = verdict is not None and not verdict.accepted
-        if verdict is not None and refused and applies_to_cpus_only(headline) and recorder is not None:
-            breach = Breach(verdict.message, verdict.assumed, None)  # the simulated device refuses them, too
+        refused = contracts_of(setup.profile).refusal(call.op, (operand.dtype for operand in call.operands))
+        if refused and applies_to_cpus_only(headline) and recorder is not None:
+            breach = Breach(refused.message, refused.assumed, None)  # the simulated device refuses them, too
             recorder.calls[:] = [replace(c, breach=breach) if c is call else c for c in recorder.calls]
         place = call.phase, call.module, call.source
         failure = Failure(*place, headline, dtype_related=True, condition=condition_at(call.source))
@@ -345,10 +341,11 @@ def _has(text: str, phrases: Iterable[str]) -> bool:
 
 
 def _shows(report: Report, text: str) -> bool:
-    """Return whether an operator or the code of the traced step raises an error that names the dtypes of the text."""
+    """Return whether an operator, FSDP or the code of the traced step raises an error that names the dtypes of the text."""
     named, failure = {*_NAMED_DTYPES.findall(text.lower())}, report.trace.failure
     messages = [call.breach.message for call in report.trace.breaches() if call.breach]
     messages += [] if failure is None else [failure.error]
+    messages += [note for finding in report.errors for note in finding.notes if " raises: " in note]
     shown = not named or any(named.issubset(_NAMED_DTYPES.findall(message.lower())) for message in messages)
     return shown and bool(report.errors)
 

@@ -184,7 +184,8 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
         flow = [w.name for w in blamed if w.module and not w.buffer and w.kind != "norm"]
         makers += [name.rpartition(".")[0] for name in weights_meant(trace, flow)]
     # A cast of a module's inputs or outputs changes no dtype that the module's own code chooses.
-    by_code = {cause.module for cause in group.causes if cause.kind in ("cast", "constant", "operator")}
+    kinds = "autocast", "cast", "constant", "operator"
+    by_code = {cause.module for cause in group.causes if cause.kind in kinds}
     chosen = {trace.modules.get(call.module) for call in group.calls if call.module in by_code}
     abroad = [call for call in group.calls if trace.modules.get(call.module) not in chosen]
     makers = [module for module in dict.fromkeys(makers) if abroad and _leads_to(trace, module, group)]

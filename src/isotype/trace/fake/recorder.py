@@ -382,9 +382,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def _accepts(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> bool:
         """Return whether the device runs the operator with all float operands in `dtype`; True if unknown."""
-        alike = tuple(dtype if tensor.dtype in FLOATS else tensor.dtype for _, tensor in tensors)
-        verdict = self.contracts.judge(name, alike)
-        return verdict is None or verdict.accepted
+        alike = (dtype if tensor.dtype in FLOATS else tensor.dtype for _, tensor in tensors)
+        return self.contracts.refusal(name, alike) is None
 
     def _side(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.dtype:
         floats = [tensor for _, tensor in tensors if tensor.dtype in FLOATS]

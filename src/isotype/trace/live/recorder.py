@@ -25,7 +25,7 @@ from torch.utils.weak import TensorWeakRef
 from isotype.compat import torch_device
 from isotype.compat.standard import frame_above
 from isotype.compat.torch import OpOverload, current_node, forget_gradient_hooks, node_number
-from isotype.contracts.contract import autocast_lists, contracts_here
+from isotype.contracts.contract import autocast_lists, contracts_for, contracts_here
 from isotype.core.dtypes import FLOATS, HALVES, autocast_dtype
 from isotype.core.errors import error_line, first_line
 from isotype.core.operators import COLLECTIVES, given_tensors, leaves, tensors_in
@@ -86,6 +86,7 @@ class LiveRecorder(Recorder):
         self.contracts = contracts_here(device)
         self.autocast_device = device
         self._lists = None if kind == "cpu" or device != "cpu" else autocast_lists(kind)
+        self._kind = kind
         self.treatment = ""
         self.fault = ""
         self.of_gradients = False
@@ -149,10 +150,17 @@ class LiveRecorder(Recorder):
     def _as_on_device(self, tensors: Sequence[torch.Tensor], result: Any) -> None:
         """Change the last call from 16 bits to float32 if the simulated device's autocast computes it in float32.
 
-        The results also get origins in float32, so later calls that use the results change, too.
+        The results also get origins in float32, so later calls that use the results change, too. A call gets a breach if the
+        device refuses the changed dtypes.
         """
         call, scalars = self.calls[-1], not any(operand.shape for operand in self.calls[-1].operands)
         wide = [o for o in call.operands if o.dtype in HALVES and o.origin.dtype == torch.float32]
+        if wide and not self.treatment:
+            operands = tuple(replace(o, dtype=torch.float32) if o in wide else o for o in call.operands)
+            if refused := contracts_for(self._kind).refusal(call.op, (o.dtype for o in operands)):
+                breach = Breach(refused.message, refused.assumed, operands[0].dtype)
+                self.calls[-1] = replace(call, operands=operands, breach=breach)
+                return
         widens = self.treatment in ("banned", "float32")
         widens |= self.treatment != "lower" and any(operand.shape or scalars for operand in wide)
         if widens:
