@@ -92,6 +92,12 @@ class Method:
     def trainer_class(self) -> Any:
         return getattr(import_module("trl"), self.trainer)
 
+    def load_arguments(self) -> dict[str, Any]:
+        """Return the arguments with which the model is created. `model_class` None stands for the class in the config."""
+        transformers = import_module("transformers")
+        model_class = getattr(transformers, self.auto_class) if self.auto_class else None
+        return {"model_class": model_class, **dict(self.model_kwargs)}
+
     def dataclass_types(self) -> tuple[Any, ...]:
         """Return TRL's dataclasses of arguments: for the script, the training, the model and the data set."""
         trl = import_module("trl")

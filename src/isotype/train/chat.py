@@ -136,11 +136,9 @@ def chat(options: argparse.Namespace, console: Console) -> int:
     _check_writes(options.model, model, tokenizer)
     pictures = [opened_picture(path, tokenizer) for path in options.image or ()]
     interactive = options.ask is None and sys.stdin.isatty()
-    console.print(
-        _header(options, tokenizer, policy, interactive), style="dim", highlight=False, markup=False
-    )
-    for warning in policy.warnings:
-        console.print(f"note: {warning}", style="dim", highlight=False, markup=False)
+    header, notes = _header(options, tokenizer, policy, interactive), policy.warnings
+    for line in (header, *(f"note: {note}" for note in notes)):
+        console.print(line, style="dim", highlight=False, markup=False)
     system = as_typed(options.system or "")
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = list(opening)

@@ -74,9 +74,8 @@ def _config_of(settings: Settings) -> tuple[Any, str]:
         return config, "the DeepSpeed config"
     text = str(config or "{}")
     try:
-        return json.loads(
-            text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
-        ), text
+        written = text.lstrip().startswith("{")
+        return json.loads(text if written else Path(text).read_text(encoding="utf-8")), text
     except (OSError, ValueError):
         return {}, text  # DeepSpeed's error names the file
 

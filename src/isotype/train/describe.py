@@ -87,9 +87,8 @@ def show_policy(
         lines = [", ".join(words[at : at + third]) for at in range(0, len(words), third)]
         say(console, "precision  " + "\n           ".join(lines))
     else:
-        table = Table(
-            box=None, pad_edge=False, title="precision policy", title_justify="left", title_style="bold"
-        )
+        title: dict[str, Any] = {"title": "precision policy", "title_justify": "left", "title_style": "bold"}
+        table = Table(box=None, pad_edge=False, **title)
         table.add_column("role", style="bold", no_wrap=True)
         table.add_column("dtype", style="cyan", no_wrap=True)
         table.add_column("reason", overflow="fold")

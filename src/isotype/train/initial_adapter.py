@@ -217,9 +217,8 @@ def part_of_base_problems(settings: Settings, name: object, adapter: Path | None
     """
     if not isinstance(name, str) or not name.startswith(PART_OF_BASE) or not _copies_adapter(settings):
         return []
-    expected = (
-        "an initialisation that leaves the base unchanged, because TRL adds a second adapter as the reference"
-    )
+    why = "because TRL adds a second adapter as the reference"
+    expected = f"an initialisation that leaves the base unchanged, {why}"
     if adapter is not None:
         merged = f"isotype merge {adapter} -o {adapter}-merged"
         fix = f"merge it first ({merged}), and start from the merged model"
@@ -247,9 +246,8 @@ def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
 
 def _quantized(name: str, storage: str) -> Problem:
     setting = f"--init_lora_weights {name} and a base in {storage}"
-    part = name in PART_OF_BASE
     why = "PEFT draws A and B in the dtype of the base"
-    if part:
+    if name in PART_OF_BASE:
         why = "the adapter takes a part out of the base weights, and the rest would be rounded again"
     expected = f"a base in float32, bfloat16 or float16: {why}"
     return Problem(setting, expected, "--init_lora_weights gaussian, or leave --quantization out")

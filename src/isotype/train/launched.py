@@ -117,16 +117,13 @@ def whole_weight_problems(settings: Any) -> Iterator[Problem]:
     """Yield a problem for each argument that needs whole weights. No process of a sharded run has whole weights."""
     training = settings.training
     if settings.use_dora and settings.method.compares(training):
+        why = "DoRA of the reference adapter needs norms of whole weights, and no process has them"
         fix = "leave it out, or train without --fsdp (DDP: every process has the whole model)"
-        expected = (
-            "plain LoRA: DoRA of the reference adapter needs norms of whole weights, and no process has them"
-        )
-        yield Problem(f"--use_dora in {settings.method.name}", expected, fix)
+        yield Problem(f"--use_dora in {settings.method.name}", f"plain LoRA: {why}", fix)
     if settings.use_dora and settings.precision.quantization == "int8":
         expected = "weights in 4 or 16 bits: PEFT does not dequantize sharded int8 weights for DoRA"
-        yield Problem(
-            "--use_dora --quantization int8", expected, "--quantization nf4, or leave --use_dora out"
-        )
+        fix = "--quantization nf4, or leave --use_dora out"
+        yield Problem("--use_dora --quantization int8", expected, fix)
     template = getattr(training, "chat_template_path", None)
     if template is not None:
         expected = "the model's own chat template: tokens cannot be added to a sharded embedding"

@@ -35,25 +35,23 @@ def require_fitting_libraries() -> None:
     for line in newer_than_tested():
         logger.warning("%s", line)
     of_trl = (*trl_head.incompatibilities(trl.trainer.utils), *trl_head.lacking_inside())
-    of_transformers = trainer_steps.incompatibilities(Trainer)
-    _refuse(
-        [*(("transformers", reason) for reason in of_transformers), *(("trl", reason) for reason in of_trl)]
-    )
+    _refuse(transformers=trainer_steps.incompatibilities(Trainer), trl=of_trl)
 
 
 def require_names(method: Method) -> None:
     config = f"{method.trainer.removesuffix('Trainer')}Config"
-    _refuse(("trl", reason) for reason in trl_head.lacking((method.trainer, config)))
+    _refuse(trl=trl_head.lacking((method.trainer, config)))
 
 
-def _refuse(incompatibilities: Iterable[tuple[str, str]]) -> None:
+def _refuse(**incompatibilities: Iterable[str]) -> None:
     problems = [
         Problem(
             f"{library} {version(library)} under isotype {VERSION}: {reason}",
             f"{library} {LAST_TESTED[library]}, with which isotype was tested",
             f"pip install '{library}=={LAST_TESTED[library]}.*', or install a newer isotype",
         )
-        for library, reason in incompatibilities
+        for library, reasons in incompatibilities.items()
+        for reason in reasons
     ]
     if problems:
         raise UsageError("a library lacks functions that isotype needs", problems)

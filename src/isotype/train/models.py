@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
@@ -41,7 +41,6 @@ from isotype.model.walk import is_tuner_layer
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings
 from isotype.train.initial_adapter import BOOLEANS, LOFTQ, brings_tokens, is_its_own_reference
-from isotype.train.launched import Sharding
 from isotype.train.policy import moments_of_run
 
 # Keys of `--model_init_kwargs` about precision: `read_precision_request` reads them, and the policy decides.
@@ -57,28 +56,26 @@ def adapted_model(
 
     If the chat template adds tokens, return (model without an adapter, PEFT config). The trainer then adds the adapter.
     """
-    import transformers
-
     method = settings.method
     init = {k: v for k, v in (settings.model_init_kwargs or {}).items() if k not in _DECIDED}
-    kwargs = {
-        "model_class": getattr(transformers, method.auto_class) if method.auto_class else None,
-        "attn_implementation": settings.attn_implementation,
-        **init,
-        **dict(method.model_kwargs),
-    }
+    kwargs = {"attn_implementation": settings.attn_implementation, **init, **method.load_arguments()}
     if (attention := kwargs["attn_implementation"]) is not None:  # raises before a weight is read
         config = config_of(checkpoint)
         skeleton(config, policy, model_class=kwargs["model_class"], attn_implementation=attention)
     late = settings.start is None and policy.trainable == "lora" and brings_tokens(settings.training)
-    adds = policy.trainable == "lora" and not late
-    add = partial(_adapted, settings, checkpoint, policy, adapt) if adds else None
+    add = partial(_adapted, settings, checkpoint, policy, adapt)
+    adds = add if policy.trainable == "lora" and not late else None
     try:
         if settings.sharding is not None:
-            model = _sharded(settings.sharding, checkpoint, policy, add, kwargs)
+            model = load_sharded(checkpoint, policy, adds, reshard=settings.sharding.reshard, **kwargs)
+            base = without_peft(model)
+            mark_as_sharded(base)  # `generate` then continues until every process has finished
+            # If one of these were True, TRL would cast the master weights to bfloat16; for sharded parameters this cannot be
+            # undone.
+            base.is_loaded_in_4bit = base.is_loaded_in_8bit = False
         else:
             model = load(checkpoint, policy, **kwargs)
-            model = model if add is None else add(model)
+            model = model if adds is None else adds(model)
         require_plain_head(model, method)
     except TypeError as error:
         if not init or "unexpected keyword argument" not in str(error):
@@ -160,21 +157,6 @@ def one_reference(settings: Settings, model: Any) -> Iterator[None]:
             del model.add_adapter
     if not there and is_its_own_reference(settings) and _REFERENCE in adapters:
         model.delete_adapter(_REFERENCE)
-
-
-def _sharded(
-    sharding: Sharding,
-    checkpoint: Checkpoint,
-    policy: PrecisionPolicy,
-    adapt: Callable[[Any], Any] | None,
-    kwargs: Any,
-) -> Any:
-    model = load_sharded(checkpoint, policy, adapt, reshard=sharding.reshard, **kwargs)
-    base = without_peft(model)
-    mark_as_sharded(base)  # `generate` then continues until every process has finished
-    # If one of these were True, TRL would cast the master weights to bfloat16; for sharded parameters this cannot be undone.
-    base.is_loaded_in_4bit = base.is_loaded_in_8bit = False
-    return model
 
 
 def require_decoder(config: Any, method: Method) -> None:
@@ -319,6 +301,10 @@ def processing_class(source: Path | str, revision: str | None = None) -> Any:
 
 _SPARSE = ("FROD", "SHIRA")
 
+_NAMES_IN = (
+    "rank_pattern", "alpha_pattern", "target_modules", "modules_to_save", "exclude_modules", "target_parameters",
+)  # fmt: skip
+"""Fields of an adapter's config that have names of modules or parameters."""
 _NUMBER = re.compile(r"(^|\.)\d+(\\?\.|$)|\\d|\[\d|\(\d")
 
 
@@ -370,16 +356,11 @@ def weightless_model(
 
 
 def _chosen_by_number(skipped: Iterable[str], lora: Any) -> bool:
-    if lora is None:
-        names: list[str] = []
-    elif getattr(lora, "layers_to_transform", None) is not None:
+    if getattr(lora, "layers_to_transform", None) is not None:
         return True
-    else:
-        names = [*(getattr(lora, "rank_pattern", None) or ()), *(getattr(lora, "alpha_pattern", None) or ())]
-        for field in ("target_modules", "modules_to_save", "exclude_modules", "target_parameters"):
-            value = getattr(lora, field, None) or ()
-            names += [value] if isinstance(value, str) else list(value)
-    return any(_NUMBER.search(name) for name in (*skipped, *names))
+    values = [getattr(lora, field, None) or () for field in _NAMES_IN]
+    names = [name for value in values for name in ([value] if isinstance(value, str) else value)]
+    return any(map(_NUMBER.search, (*skipped, *names)))
 
 
 def _added_silently(model: Any, policy: PrecisionPolicy, config: Any, adapt: Adapt | None) -> Any:

@@ -43,9 +43,8 @@ def policy_by_ranges(
     profile = device_profile(device)
     measure = partial(_measured, measure_ranges, checkpoint, profile) if when == "measure" else None
     damages = partial(_measured, measure_quality, checkpoint, profile)
-    policy, ranges = resolve_request(
-        checkpoint.facts, request, device, checkpoint, measure=measure, measure_damages=damages
-    )
+    measures: dict[str, Any] = {"measure": measure, "measure_damages": damages}
+    policy, ranges = resolve_request(checkpoint.facts, request, device, checkpoint, **measures)
     _check_held(policy, ranges)
     return policy, ranges
 
@@ -74,13 +73,11 @@ def policy_of_run(
         return policy_by_ranges(checkpoint, request, device, when=when)
     policy, ranges = from_first(lambda: policy_by_ranges(checkpoint, request, device, when=when))
     known = None if ranges is None else (lambda measured=ranges: measured)
-    if request.quantization != MIXED:
-        return resolve_request(checkpoint.facts, request, device, checkpoint, measure=known)
     # All processes take the layers' formats of rank 0: another process may have measured another damage.
-    mine, ranges = resolve_request(
-        checkpoint.facts, as_decided(request, policy), device, checkpoint, measure=known
-    )
-    return with_storage_reason(mine, policy.reasons["storage"]), ranges
+    mixed = request.quantization == MIXED
+    request = as_decided(request, policy) if mixed else request
+    mine, ranges = resolve_request(checkpoint.facts, request, device, checkpoint, measure=known)
+    return with_storage_reason(mine, policy.reasons["storage"]) if mixed else mine, ranges
 
 
 def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tensor]:

@@ -44,7 +44,6 @@ from isotype.train.launched import Sharding, leave_group_at_exit, lost_process_n
 from isotype.train.libraries import require_fitting_libraries
 from isotype.train.monitor.recorder import PeriodicReport, RunRecorder
 from isotype.train.output import resume
-from isotype.train.output.checkpoints import remove_other_kind, trained_kind
 from isotype.train.output.run_report import earlier_report, files_of_checkpoint, model_card, write_report
 from isotype.train.output.saving import Hooks
 from isotype.train.policy import (
@@ -405,10 +404,7 @@ def _train_and_save(
                 trainer.train(str(resumed) if resumed else None, hooks=hooks, signals=stopped)
             if stopped and trainer.state.global_step < trainer.state.max_steps:
                 return stopped[0]
-            former = trained_kind(root)
             trainer.save_final(root)
-            if trainer.args.should_save:
-                remove_other_kind(root, former)
             stopped.clear()  # everything is saved: Ctrl-C may interrupt what follows
         except KeyboardInterrupt as interrupt:
             if trainer.args.should_save:

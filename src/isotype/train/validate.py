@@ -449,9 +449,7 @@ def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> Iterator[str]:
     if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
         return
     special = getattr(tokenizer, "tokenizer", tokenizer).get_added_vocab()
-    if not any(
-        token in prompt for token in special
-    ):  # else the rows already have the template's special tokens
+    if not any(token in prompt for token in special):  # with special tokens, prompts are already rendered
         yield (
             "the prompts are plain text, which the model's chat template does not render; --apply_chat_template True "
             "turns prompts into user messages and answers into assistant messages"

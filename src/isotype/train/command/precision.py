@@ -126,9 +126,7 @@ def _other_problems(command: Command) -> Iterator[Problem]:
     if memory is not None and parse_size(str(memory)) is None:
         yield wrong_size("--base_memory", str(memory))
     if memory is not None and command["quantization"] != MIXED:
-        what = f"--base_memory {memory} without --quantization mixed"
+        why = "because --base_memory limits the memory of the formats that mixed chooses"
         fix = "add --quantization mixed, or leave --base_memory out"
-        expected = (
-            "--quantization mixed, because --base_memory limits the memory of the formats that mixed chooses"
-        )
-        yield Problem(what, expected, fix)
+        what = f"--base_memory {memory} without --quantization mixed"
+        yield Problem(what, f"--quantization mixed, {why}", fix)

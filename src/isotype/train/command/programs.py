@@ -56,9 +56,8 @@ def refuse_program(words: Sequence[str]) -> None:
             break
         if named in LAUNCHERS and (module or after.endswith(".py")):
             end = at + (word != "-m") if named.startswith("python") else start
-            problem = Problem(
-                named, expected, "isotype run starts a Python script", (("check", *line[:end]), ("run",))
-            )
+            script = "isotype run starts a Python script"
+            problem = Problem(named, expected, script, (("check", *line[:end]), ("run",)))
             break
     raise UsageError("the command begins with another program", [problem])
 

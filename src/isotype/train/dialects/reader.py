@@ -119,9 +119,7 @@ class Reader:
         for effect, names in inner.notes.items():
             self.notes.setdefault(effect, []).extend(f"{prefix}{name}" for name in names)
         self.used |= {f"{prefix}{name}": ours for name, ours in inner.used.items()}
-        self.problems += [
-            Problem(f"{prefix}{problem.given}", problem.expected, problem.fix) for problem in inner.problems
-        ]
+        self.problems += [Problem(f"{prefix}{p.given}", p.expected, p.fix) for p in inner.problems]
 
     def apply_rules(self) -> None:
         """Apply the rules of the table to names whose meaning depends on other names."""

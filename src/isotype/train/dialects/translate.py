@@ -13,9 +13,7 @@ from isotype.train.dialects.reader import Reader
 
 logger = logging.getLogger(__name__)
 Dialect = Literal["axolotl", "llama_factory"]
-_NEWER = frozenset(
-    ("model_class", "peft_config", "dist_config", "train_dataset", "kernel_config", "sample_backend")
-)
+_NEWER = {"model_class", "peft_config", "dist_config", "train_dataset", "kernel_config", "sample_backend"}
 """Names of LLaMA-Factory's second file format (the files of its `examples/v1`)."""
 _METHOD = ("stage", "rl", "reward_model")
 _BY_HAND = "isotype check MODEL checks a model alone; isotype {method} --help lists isotype's names"

@@ -92,9 +92,8 @@ class StepMeter:
 
     def ends(self, step: Step) -> str | None:
         """Return the reason why a step ends the training (see `StopReason`), or None if the training continues."""
-        return self._stop_reason.of(
-            step.loss, step.grad_norm, None if step.scale is None else lambda: step.scale
-        )
+        scale = None if step.scale is None else lambda: step.scale
+        return self._stop_reason.of(step.loss, step.grad_norm, scale)
 
     def replay(self, step: Step) -> Replay:
         """Run a step again with the random states of each micro-batch. Return the first result that is not finite."""

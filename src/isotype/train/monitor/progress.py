@@ -8,7 +8,6 @@ import statistics
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -59,11 +58,8 @@ class ProgressView:
             *([BarColumn(bar_width=None)] if roomy else []),
             TextColumn("loss {task.fields[loss]}"),
             *([TextColumn("{task.fields[held]}")] if wide else []),
-            *(
-                [TextColumn("lr {task.fields[rate]}"), TextColumn("norm {task.fields[norm]}")]
-                if widest
-                else []
-            ),
+            *([TextColumn("lr {task.fields[rate]}")] if widest else []),
+            *([TextColumn("norm {task.fields[norm]}")] if widest else []),
             TextColumn("{task.fields[speed]:>7} tokens/s"),
             *([TimeElapsedColumn()] if wide else []),
             TextColumn("left"),
@@ -86,9 +82,7 @@ class ProgressView:
             handler.setStream(sys.stderr)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self._bar.stop()
         for handler in self._moved:
             handler.setStream(sys.stderr)

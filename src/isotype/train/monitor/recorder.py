@@ -17,9 +17,7 @@ from isotype.train.monitor.memory import HeadroomMeter
 from isotype.train.monitor.progress import ProgressView
 from isotype.train.monitor.step import Step, skipping_optimizer
 
-_LOGGED_ANYWAY = frozenset(
-    {"loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "total_flos"}
-)
+_LOGGED_ANYWAY = ("loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "total_flos")
 
 _ACTIONS = ("should_log", "should_evaluate", "should_save", "should_training_stop", "should_epoch_stop")
 """Fields of `TrainerControl` that request an action of the trainer after the current step."""
@@ -114,10 +112,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
         try:
             step.read()
         except RuntimeError as error:  # the device may have failed
-            reason = first_line(error)
-            return (
-                f"step {step.number} is not in the report: its loss cannot be read from the device ({reason})"
-            )
+            reason = f"its loss cannot be read from the device ({first_line(error)})"
+            return f"step {step.number} is not in the report: {reason}"
         self.steps.append(step.record())
         return ""
 

@@ -324,12 +324,13 @@ def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
     elif name == "method":
         setting, expected, fix = f"isotype {now}", f"isotype {was}", f"resume with isotype {was}"
     elif name == "layers":
-        setting = (
-            f"{len(now)} layers in another format than most layers" if now else "all layers in one format"
-        )
-        expected = f"{len(was)} layers in another format" if was else "all layers in one format"
+        setting = expected = "all layers in one format"
         fix = "leave --quantization mixed out"
-        fix = "--quantization mixed with the --base_memory of that run" if was else fix
+        if now:
+            setting = f"{len(now)} layers in another format than most layers"
+        if was:
+            expected = f"{len(was)} layers in another format"
+            fix = "--quantization mixed with the --base_memory of that run"
     elif name == "dense":
         setting, expected = f"{flag} {_PARTS[bool(now)]}", _PARTS[bool(was)]
         fix = f"{flag} {expected}"

@@ -129,6 +129,7 @@ class WholeCheckpoints(Sharded):
     def save_final(self: Any, directory: Path) -> None:
         """Save the model into `directory`. If killed, the next run's `recover` leaves only old or only new files."""
         self._check_trained()
+        former = checkpoints.trained_kind(directory)
         with self._staged(directory, "trained model") as staging:
             self.save_model(str(staging / "model"), _internal_call=True)
             if self.args.should_save:
@@ -142,6 +143,8 @@ class WholeCheckpoints(Sharded):
             self.create_model_card()
         if self.args.push_to_hub:
             self.push_to_hub()
+        if self.args.should_save:
+            checkpoints.remove_other_kind(directory, former)
 
     def _save_policy(self: Any, directory: Path) -> None:
         policy = getattr(self.model, "precision_policy", None)

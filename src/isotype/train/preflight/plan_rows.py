@@ -92,9 +92,8 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
         notes.append(f"{attention} is traced as scaled_dot_product_attention, which accepts more dtypes")
         attention, packed = None, False
     if settings.torch_compile:
-        notes.append(
-            "torch.compile: the uncompiled step is checked (dtypes and findings are the same, but memory can differ)"
-        )
+        same = "dtypes and findings are the same, but memory can differ"
+        notes.append(f"torch.compile: the uncompiled step is checked ({same})")
     compares = method.compares(settings.training)
     precomputed = settings.precompute_ref_log_probs
     copied: MemoryKind | None = None

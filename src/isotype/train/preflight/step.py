@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import transformers
 
 from isotype.checkpoint.facts import quantization_of
 from isotype.checkpoint.opened import config_of, open_model, require_complete_gguf
@@ -100,7 +99,7 @@ class PlannedStep:
             if not self.room.holds(self._least):  # then no trace without recomputation is needed
                 least = format_bytes(self._least)
                 return Choice(CHECKPOINTING, f"weights and adapters alone take {least}: {self.room.words}")
-            return choose(self._foresee, self.room)
+            return choose(lambda arguments: self._foreseen(arguments).memory.peak, self.room)
         except IsotypeError as error:
             return Choice(CHECKPOINTING, f"memory without recomputation is unknown: {error.headline}")
 
@@ -172,10 +171,8 @@ class PlannedStep:
 
     def padding(self, length: int) -> Iterator[str]:
         """Yield a text on the tokens of the traced batch if its rows have several lengths."""
-        batch = self._inputs(
-            self.plan.rows, length, self.plan.lengths, self.model(self.plan.checkpointing)[0]
-        )
-        mask = batch.inputs.get("attention_mask")
+        model, _ = self.model(self.plan.checkpointing)
+        mask = self._inputs(self.plan.rows, length, self.plan.lengths, model).inputs.get("attention_mask")
         # The row of the greatest length may be in another batch.
         mask = mask if mask is None else mask[:, : mask.sum(1).max()]
         if mask is not None and not mask.all():
@@ -218,7 +215,7 @@ class PlannedStep:
             return ""
         every = choice.arguments is None
         try:
-            if self._foresee(None) < _PART_OF_ROOM * room:
+            if self._foreseen(None).memory.peak < _PART_OF_ROOM * room:
                 return ""
             trace = self._foreseen(CHECKPOINTING if every else None)
         except NotForeseenError:
@@ -229,9 +226,6 @@ class PlannedStep:
             costs = ", ".join(filter(None, (format_bytes(trace.memory.peak), least)))
             return f"; with every layer recomputed: {costs}"
         return least and f"; without recomputation: {least}"  # `choice.reason` has the bytes
-
-    def _foresee(self, arguments: Mapping[str, Any] | None) -> int:
-        return self._foreseen(arguments).memory.peak
 
     def _foreseen(self, arguments: Mapping[str, Any] | None) -> Trace:
         rows, tokens = self.plan.rows, self.plan.longest or row_length(self.plan, self.config)
@@ -273,8 +267,10 @@ def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
     if chosen is not None:
         other = step.alternative(chosen)
         words = [f"gradient checkpointing {chosen.words} (auto): {chosen.reason}{other}"]
-    trace, setup = report.trace, report.trace.setup
-    details = (*setup.details, *_beyond_positions(config, length), *_dequantized(config, trace))
+    trace, setup, positions = report.trace, report.trace.setup, positions_of(config) or length
+    # Rows beyond the positions are not cut.
+    beyond = [f"rows longer than the model's {positions:,} positions"] * (length > positions)
+    details = (*setup.details, *beyond, *_dequantized(config, trace))
     towers = () if plan.pictures is not None and not plan.pictures.sizes else setup.towers
     data = "; ".join(filter(None, (plan.data, *step.padding(length))))
     setup = replace(setup, data=data, details=details, towers=towers)
@@ -291,12 +287,11 @@ def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
     model = weightless_model(
         config,
         policy,
-        model_class=getattr(transformers, method.auto_class) if method.auto_class else None,
         lora=plan.lora,
         adapt=plan.adapt,
         fold=not some,
         attn_implementation=plan.attention,
-        **dict(method.model_kwargs),
+        **method.load_arguments(),
     )
     require_plain_head(model, method)
     model.config.use_cache = False
@@ -331,9 +326,8 @@ def row_length(plan: StepPlan, config: Any) -> int:
     default = PROMPT_TOKENS + plan.completion if plan.completion else DEFAULT_LENGTH
     wanted = plan.length or min(default, positions_of(config) or default)
     # Every traced row gets images, even if the rows of the data are short.
-    if plan.lengths is not None or plan.pictures is not None:
-        wanted = max(wanted, least_length(config, plan.pictures))
-    return wanted
+    traced = plan.lengths is not None or plan.pictures is not None
+    return max(wanted, least_length(config, plan.pictures)) if traced else wanted
 
 
 def positions_of(config: Any) -> int | None:
@@ -345,13 +339,6 @@ def least_row(plan: StepPlan, config: Any) -> int:
     """Return the smallest length to which the plan's rows can be cut. Rows with images are not cut."""
     of_data = 0 if plan.lengths is None or plan.pictures in (None, NONE) else plan.lengths.longest
     return max(of_data, least_length(config, plan.pictures))
-
-
-def _beyond_positions(config: Any, length: int) -> Iterator[str]:
-    """Yield a text for the report if rows are longer than the model's positions. The training does not cut them."""
-    positions = positions_of(config)
-    if positions is not None and length > positions:
-        yield f"rows longer than the model's {positions:,} positions"
 
 
 def _inputs(plan: StepPlan, length: int, model: Any, lengths: Sequence[Sequence[int]] = ()) -> LossOf:
@@ -383,11 +370,10 @@ def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
     if saved is None or not saved.experts:
         return
     experts, loaded = dense_stacks(trace)
-    if not loaded:
-        return
-    dtype = experts[0].dtype
-    stored = int(loaded / dtype.itemsize * _MXFP4_BYTES)
-    yield f"mxfp4 experts dequantized to {dtype_name(dtype)}: {format_bytes(loaded)} instead of {format_bytes(stored)} in the files (--quantization {MXFP4} keeps them packed)"
+    if loaded:
+        dtype = experts[0].dtype
+        stored = int(loaded / dtype.itemsize * _MXFP4_BYTES)
+        yield f"mxfp4 experts dequantized to {dtype_name(dtype)}: {format_bytes(loaded)} instead of {format_bytes(stored)} in the files (--quantization {MXFP4} keeps them packed)"
 
 
 def _notes(plan: StepPlan, model: Any) -> tuple[str, ...]:
@@ -397,7 +383,6 @@ def _notes(plan: StepPlan, model: Any) -> tuple[str, ...]:
     if plan.checkpointing is not None and not getattr(model, "supports_gradient_checkpointing", True):
         notes.append(f"{type(model).__name__} has no gradient checkpointing: all activations are saved")
     if METHODS[plan.method].fused_head and device_profile(plan.device).kind in ("cuda", "rocm", "xpu"):
-        notes.append(
-            "TRL's kernel computes the loss on this device; the memory of its tiles (up to 256 MiB) is not counted"
-        )
+        uncounted = "the memory of its tiles (up to 256 MiB) is not counted"
+        notes.append(f"TRL's kernel computes the loss on this device; {uncounted}")
     return tuple(notes)

@@ -159,9 +159,8 @@ def labelled_row(
 
     prompt = row.get("prompt") or []
     messages = row["messages"] if row.get("messages") is not None else [*prompt, *row["completion"]]
-    render = renderer(
-        tokenizer, row, prepare_multimodal_messages if hasattr(tokenizer, "tokenizer") else list
-    )
+    prepare = prepare_multimodal_messages if hasattr(tokenizer, "tokenizer") else list
+    render = renderer(tokenizer, row, prepare)
     place = f"{source and source + ', '}row {index + 1}"
     try:
         spans_of = assistant_spans if only else other_spans

@@ -80,9 +80,8 @@ def _held_back(settings: Settings, data: Any) -> Any:
         fix = "--eval_split 0.05 holds back a twentieth"
         raise UsageError.of("no rows can be held back", f"--eval_split {share:g}", expected, fix)
     parts = rows.train_test_split(test_size=count, seed=settings.seed)
-    return type(data)(
-        {settings.dataset_train_split: parts["train"], settings.dataset_test_split: parts["test"]}
-    )
+    train, test = settings.dataset_train_split, settings.dataset_test_split
+    return type(data)({train: parts["train"], test: parts["test"]})
 
 
 def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> Any:
@@ -203,10 +202,8 @@ def fitting(
             continue
         lengths = dict(_longer(Pictured(tokenizer), rows, limit))
         if lengths and settings.excess_length_strategy == "drop":
-            of = plural(len(rows), "row")
-            say(
-                f"{len(lengths):,} of {of} in '{split}' are longer than max_length {limit} and dropped, because images are not cut"
-            )
+            longer = f"{len(lengths):,} of {plural(len(rows), 'row')} in '{split}' are longer than max_length {limit}"
+            say(f"{longer} and dropped, because images are not cut")
             fitting_rows[split] = rows.select(at for at in range(len(rows)) if at not in lengths)
             lengths = {} if len(fitting_rows[split]) else lengths
         expected = f"at most max_length {limit} tokens, because images are not cut"

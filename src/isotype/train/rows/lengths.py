@@ -69,9 +69,8 @@ class Lengths:
         sample = f" (of {self.rows:,}, a sample)" if len(self.tokens) < self.rows else ""
         are = "is" if self.rows == 1 else "are"
         done = "left out" if whole else f"{sum(over):,} of {sum(self.tokens):,} tokens are cut"
-        return (
-            f"{rows}{sample} {are} longer than max_length {limit}: {done}; the longest has {self.longest:,}"
-        )
+        longer = f"{rows}{sample} {are} longer than max_length {limit}"
+        return f"{longer}: {done}; the longest has {self.longest:,}"
 
 
 def sampled(rows: Any) -> range:
@@ -334,10 +333,8 @@ def _ids(tokenizer: Any, prompt: Any, answer: Any, tools: Any) -> Sequence[int]:
     parts = [part for part in (prompt, answer) if part]
     if any(isinstance(part, list) for part in parts):
         turns = [turn for part in parts for turn in part]
-        schemas = tools if isinstance(tools, list) else None
-        of_turns: Sequence[int] = render_chat(
-            tokenizer, turns, tools=schemas, add_generation_prompt=answer is None, return_dict=False
-        )
-        return of_turns
-    ids: Sequence[int] = tokenizer("".join(parts))["input_ids"]
+        more = {"tools": tools if isinstance(tools, list) else None, "add_generation_prompt": answer is None}
+        ids: Sequence[int] = render_chat(tokenizer, turns, return_dict=False, **more)
+    else:
+        ids = tokenizer("".join(parts))["input_ids"]
     return ids

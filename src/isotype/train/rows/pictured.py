@@ -121,10 +121,11 @@ class Pictured:
         places, replaced = batch.pop("offset_mapping", None), batch.pop("text_replacement_offsets", None)
         if places is None or (any(images) and replaced is None):
             what = f"{type(self.processor).__name__}, which does not return the positions of image tokens"
-            expected = (
-                "a processor with a fast tokenizer that calls `__call__` of transformers' `ProcessorMixin`"
+            called = "that calls `__call__` of transformers' `ProcessorMixin`"
+            headline, expected = (
+                "the tokens of images cannot be found",
+                f"a processor with a fast tokenizer {called}",
             )
-            headline = "the tokens of images cannot be found"
             raise UsageError.of(headline, what, expected, "give a model with such a processor")
         kinds = torch.full_like(batch["input_ids"], GIVEN)
         around = torch.isin(batch["input_ids"], torch.tensor(sorted(self._image_ids), dtype=torch.long))
@@ -204,10 +205,8 @@ class Pictured:
         if size not in self._replacements:
             from PIL import Image
 
-            images = [[Image.new("RGB", size)]]
-            batch = self.processor(
-                images=images, text=[self._image_turn], return_text_replacement_offsets=True
-            )
+            row = {"images": [[Image.new("RGB", size)]], "text": [self._image_turn]}
+            batch = self.processor(**row, return_text_replacement_offsets=True)
             (replaced,) = batch["text_replacement_offsets"][0]
             self._replacements[size] = replaced["text"], replaced["replacement"]
         return self._replacements[size]
@@ -225,9 +224,8 @@ def learn_no_pictures(trainer: Any, training: Any) -> None:
     collator, sharded = trainer.data_collator, any(map(is_sharded, trainer.model.parameters()))
     if isinstance(collator, DataCollatorForVisionLanguageModeling):
         only, whole = training.assistant_only_loss, not collator.completion_only_loss
-        trainer.data_collator = Pictured(
-            collator.processor, only, whole, collator.pad_to_multiple_of, always=sharded
-        )
+        multiple = collator.pad_to_multiple_of
+        trainer.data_collator = Pictured(collator.processor, only, whole, multiple, always=sharded)
     if sharded and isinstance(collator, DataCollatorForVisionPreference):
         pictures = undecoded(trainer.train_dataset.select_columns(picture_columns(trainer.train_dataset)))
         empty = next((at for at, row in enumerate(pictures) if not pictures_in(row)), None)

@@ -28,9 +28,8 @@ def renderer(tokenizer: Any, row: Mapping[str, Any], prepare: Callable[[list[Any
 
     def render(part: Sequence[Message], prompting: bool) -> str:
         turns = prepare([dict(message) for message in part])
-        return str(
-            render_chat(tokenizer, turns, tokenize=False, add_generation_prompt=prompting, **arguments)
-        )
+        more = {"tokenize": False, "add_generation_prompt": prompting, **arguments}
+        return str(render_chat(tokenizer, turns, **more))
 
     return render
 
@@ -62,9 +61,8 @@ def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> 
 
 def _span(render: Render, messages: Sequence[Message], at: int, text: str) -> Span:
     """Return the span of message `at`. The span of an assistant message begins after the generation prompt."""
-    end = (
-        len(text) if at + 1 == len(messages) else _prefix_length(text, render(messages[: at + 1], False), at)
-    )
+    last = at + 1 == len(messages)
+    end = len(text) if last else _prefix_length(text, render(messages[: at + 1], False), at)
     if messages[at]["role"] == "assistant":
         return _start(render, messages, at, text), end
     return (_prefix_length(text, render(messages[:at], False), at - 1) if at else 0), end
