@@ -24,9 +24,9 @@ from load import prepared
 
 def config_only(checkpoint: str, directory: Path) -> Path:
     """A directory with the config of a checkpoint, and nothing else."""
-    from isotype.checkpoint.opened import config_of, open_model
+    from isotype.checkpoint.opened import open_model
 
-    config_of(open_model(checkpoint)).save_pretrained(directory)
+    open_model(checkpoint).model_config.save_pretrained(directory)
     return directory
 
 

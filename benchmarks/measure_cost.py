@@ -113,11 +113,11 @@ def one(way: str, path: str, small: str) -> dict[str, float]:
 
 def largest_part(source: str | Path) -> int:
     """Weights of the largest part of a checkpoint that has to be in memory at one time."""
-    from isotype.checkpoint.opened import config_of, open_model
+    from isotype.checkpoint.opened import open_model
     from isotype.checkpoint.stored_weights import blank_model
     from isotype.ranges.measure import parts
 
-    return max(parts(blank_model(config_of(open_model(source)))), default=0)
+    return max(parts(blank_model(open_model(source).model_config)), default=0)
 
 
 def rows(model: str, folder: Path) -> Iterator[tuple[str, Path, float]]:

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import isotype
-from isotype.checkpoint.opened import config_of, open_model
+from isotype.checkpoint.opened import open_model
 from isotype.checkpoint.shard import load_sharded
 from isotype.train.models import weightless_model
 
@@ -120,7 +120,9 @@ def policy_of(path: Path, case: Case) -> Any:
 def foreseen(path: Path, case: Case, processes: int, fold: bool = False) -> Any:
     """The report on a step of a case, from the config alone."""
     policy = policy_of(path, case)
-    model = weightless_model(config_of(open_model(path)), policy, lora=LORA if case.lora else None, fold=fold)
+    model = weightless_model(
+        open_model(path).model_config, policy, lora=LORA if case.lora else None, fold=fold
+    )
     _prepare(model, case)
     return isotype.check(
         model,

@@ -14,7 +14,8 @@ from isotype.core.random_states import random_states_kept
 
 if TYPE_CHECKING:
     from isotype.checkpoint.damage import measure_quality
-    from isotype.checkpoint.load_named import StateDictAdapter, load, load_module
+    from isotype.checkpoint.load import StateDictAdapter, load_module
+    from isotype.checkpoint.load_named import load
     from isotype.checkpoint.measure_ranges import measure_ranges
     from isotype.checkpoint.resolve import resolve_precision
     from isotype.core.errors import (
@@ -43,7 +44,8 @@ __version__ = VERSION
 
 _NAMES = {
     "checkpoint.damage": "measure_quality",
-    "checkpoint.load_named": "load load_module StateDictAdapter",
+    "checkpoint.load": "load_module StateDictAdapter",
+    "checkpoint.load_named": "load",
     "checkpoint.measure_ranges": "measure_ranges",
     "checkpoint.resolve": "resolve_precision",
     "core.errors": "IsotypeError PrecisionError CheckpointError DataError UsageError SaveError",

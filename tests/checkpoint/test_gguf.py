@@ -20,7 +20,7 @@ import isotype
 from isotype.checkpoint import tokenizer as module
 from isotype.checkpoint.formats.gguf import read_gguf_header
 from isotype.checkpoint.formats.headers import read_headers
-from isotype.checkpoint.opened import config_of, local_path, open_model
+from isotype.checkpoint.opened import local_path, open_model
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model
 from isotype.checkpoint.tokenizer import tokenizer_copy
 from isotype.core.errors import CheckpointError, SaveError
@@ -266,7 +266,7 @@ def test_every_weight_is_the_files(tiny: Path, dtype: torch.dtype) -> None:
 def test_stored_weights_and_their_rows_are_the_models(tmp_path: Path, kind: KIND) -> None:
     path = write_gguf(tmp_path / "m.gguf", kind=kind)
     model = isotype.load(path, isotype.resolve_precision(path, torch.float32, device="cpu"))
-    stored = StoredWeights(blank_model(config_of(open_model(path))), read_headers(path))
+    stored = StoredWeights(blank_model(open_model(path).model_config), read_headers(path))
     expected = dict(model.named_parameters())
     assert stored.shapes.keys() >= expected.keys()
     for name, value in expected.items():

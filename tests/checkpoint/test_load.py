@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import isotype
 from isotype.checkpoint.fill import Placement
-from isotype.checkpoint.opened import config_of, open_model
+from isotype.checkpoint.opened import open_model
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.model.boundary import original_class
@@ -319,7 +319,7 @@ def test_mxfp4_beside_nf4(tmp_path: Path, experts: str) -> None:
         weight = value.to(torch.bfloat16)
         wanted = weight if experts else dequantize_4bit(*quantize_4bit(weight, "nf4"))
         assert torch.equal(getattr(model.get_submodule(path), own), wanted), key
-    planned = store(skeleton(config_of(open_model(directory)), policy), policy)
+    planned = store(skeleton(open_model(directory).model_config, policy), policy)
     assert {name: (p.shape, p.dtype) for name, p in planned.named_parameters()} == {
         name: (p.shape, p.dtype) for name, p in model.named_parameters()
     }

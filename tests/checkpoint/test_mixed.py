@@ -16,7 +16,7 @@ from torch import nn
 import isotype
 from isotype.checkpoint.load_named import load_for_inference
 from isotype.checkpoint.merge.merge import merge_adapter
-from isotype.checkpoint.opened import config_of, open_model
+from isotype.checkpoint.opened import open_model
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.cli.main import main
 from isotype.core.errors import PrecisionError
@@ -112,7 +112,7 @@ def test_each_layer_holds_what_a_model_all_in_its_format_does(saved: Callable[..
         )
         for storage, quantization in (("float32", None), *((code, code) for code in _codes(name)))
     }
-    blank = dict(store(skeleton(config_of(open_model(path)), policy), policy).named_modules())
+    blank = dict(store(skeleton(open_model(path).model_config, policy), policy).named_modules())
     seen = []
     for module_name, module in model.named_modules():
         if module_name in FORMATS[name] or type(module).__name__.startswith("Linear4bit"):
@@ -279,7 +279,7 @@ def test_a_merge_adds_to_the_weights_that_were_trained_on(
 def test_a_check_traces_a_mixed_base(saved: Callable[..., Path]) -> None:
     path = saved("llama")
     policy = mixed(path)
-    blank = store(skeleton(config_of(open_model(path)), policy), policy)
+    blank = store(skeleton(open_model(path).model_config, policy), policy)
     model = add_lora(blank, policy, r=4, target_modules="all-linear")
     report = isotype.check(model, tiny_batch("llama"), policy, device="cpu", wiring=False)
     report.raise_for_errors()

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import isotype
-from isotype.checkpoint.load_named import load_module
+from isotype.checkpoint.load import load_module
 from isotype.model.quantize import quantize_4bit
 from isotype.precision.policy import PrecisionPolicy
 from tests.refusals import refused

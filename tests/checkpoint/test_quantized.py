@@ -19,7 +19,7 @@ from transformers import AutoConfig
 import isotype
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.formats.mapped import MappedFiles
-from isotype.checkpoint.load_named import load_module
+from isotype.checkpoint.load import load_module
 from isotype.checkpoint.mapping.stored import StoredTensor, stored_tensors
 from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model

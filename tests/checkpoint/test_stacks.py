@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import isotype
 from isotype.checkpoint.facts import facts_of_module
-from isotype.checkpoint.opened import config_of, open_model
+from isotype.checkpoint.opened import open_model
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.core.errors import CheckpointError, PrecisionError
 from isotype.model.experts.quantize import quantize_parts
@@ -197,7 +197,7 @@ def test_one_expert_at_a_time(
 def test_a_model_without_weights_has_the_same_bytes(saved: Saved, storage: str) -> None:
     path = saved("qwen3-moe")
     policy = isotype.resolve_precision(path, "bfloat16", storage, device="cpu")
-    foreseen = facts_of_module(store(skeleton(config_of(open_model(path)), policy), policy))
+    foreseen = facts_of_module(store(skeleton(open_model(path).model_config, policy), policy))
     facts = facts_of_module(isotype.load(path, policy))
     assert foreseen.parameter_bytes == facts.parameter_bytes
     assert foreseen.parameters == facts.parameters
@@ -246,7 +246,7 @@ def test_mxfp4_is_kept_bit_for_bit(tmp_path: Path, quantization: str, dtype: str
         assert torch.equal(stack.get_buffer("scales"), files[f"{full}_scales"])
         assert torch.equal(stack(codes), dense[full].to(policy.compute)), full
         assert torch.equal(stack.part(codes, 1, 3), dense[full][1:3].to(policy.compute)), full
-    blank = store(skeleton(config_of(open_model(path)), policy), policy)
+    blank = store(skeleton(open_model(path).model_config, policy), policy)
     assert facts_of_module(blank).parameter_bytes == facts_of_module(model).parameter_bytes
     assert {name: (p.shape, p.dtype) for name, p in blank.named_parameters()} == {
         name: (p.shape, p.dtype) for name, p in model.named_parameters()

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from isotype.checkpoint.load import load
-from isotype.checkpoint.opened import config_of, open_model
+from isotype.checkpoint.opened import open_model
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.core.errors import CheckpointError
@@ -86,7 +86,7 @@ def test_it_equals_the_loaded_model(saved, name, dtype, quantization, double):
     path = saved(name)
     policy = resolve_precision(path, dtype, quantization, "cpu", double_quant=double)
     real = load(path, policy)
-    weightless = store(skeleton(config_of(open_model(path)), policy), policy)
+    weightless = store(skeleton(open_model(path).model_config, policy), policy)
     assert facts(weightless) == facts(real)
     assert {tensor.device.type for tensor in (*weightless.parameters(), *weightless.buffers())} == {"meta"}
     lora = {"r": 4, "fan_in_fan_out": name == "gpt2" and quantization is None}
@@ -98,7 +98,7 @@ def test_it_equals_the_loaded_model(saved, name, dtype, quantization, double):
 
 def test_a_model_that_is_trained_whole_keeps_its_gradients(saved):
     policy = resolve_precision(saved("llama"), "bfloat16", device="cpu", trainable="full")
-    weightless = store(skeleton(config_of(open_model(saved("llama"))), policy), policy)
+    weightless = store(skeleton(open_model(saved("llama")).model_config, policy), policy)
     assert facts(weightless) == facts(load(saved("llama"), policy))
     assert all(parameter.requires_grad for parameter in weightless.parameters())
 
@@ -115,7 +115,7 @@ def test_a_checkpoint_that_is_saved_quantized_keeps_the_layers_it_left_dense(sav
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     policy = resolve_precision(tmp_path, "bfloat16", device="cpu")
-    model = store(skeleton(config_of(open_model(tmp_path)), policy), policy)
+    model = store(skeleton(open_model(tmp_path).model_config, policy), policy)
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
     assert classes["model.layers.0.mlp.up_proj"] == "Linear4bit"
     assert classes["model.layers.1.mlp.up_proj"] == classes["lm_head"] == "Linear"
@@ -136,7 +136,7 @@ def test_mxfp4_is_dequantized_as_load_does():
 
 def test_the_config_comes_from_a_directory_or_its_file(saved, tmp_path):
     path = saved("llama")
-    assert config_of(open_model(path)).to_dict() == config_of(open_model(path / "config.json")).to_dict()
+    assert open_model(path).model_config.to_dict() == open_model(path / "config.json").model_config.to_dict()
     with pytest.raises(CheckpointError, match="not a model") as caught:
         open_model(path / "model.safetensors")
     assert caught.value.problems[0].fix == f"give the directory {path}"

@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 import isotype
-from isotype.checkpoint.opened import config_of, open_model
+from isotype.checkpoint.opened import open_model
 from isotype.planning.from_request import lighter, plan_of_request
 from isotype.planning.nearest import nearest
 from isotype.planning.request import parse_request
@@ -48,7 +48,7 @@ def test_gpt_oss_has_linear_layers_beside_its_experts(tmp_path: Path) -> None:
     config.architectures = ["GptOssForCausalLM"]
     config.save_pretrained(tmp_path)
     request, _ = parse_request([str(tmp_path), "--device", "a100-80g"], {})
-    words = [words for words, _ in lighter(request, config_of(open_model(tmp_path)))]
+    words = [words for words, _ in lighter(request, open_model(tmp_path).model_config)]
     assert words[1] == "adapters on experts (they stay on k_proj, o_proj, q_proj, v_proj)"
 
 
@@ -97,7 +97,7 @@ def test_what_was_asked_for_is_not_given_up(experts: Path, whole: int) -> None:
 
 def test_the_last_resort_is_nested_constants_and_short_rows(experts: Path, formula: object) -> None:
     request, _ = parse_request([str(experts), "--device", "a100-80g", "--rows", "1"], {})
-    *_, nested, shorter, shortest = lighter(request, config_of(open_model(experts)))
+    *_, nested, shorter, shortest = lighter(request, open_model(experts).model_config)
     assert nested[0].endswith(
         "optimizer states in 32 bits, 32-bit constants of 4-bit weights (--use_bnb_nested_quant)"
     )
@@ -112,7 +112,7 @@ def test_the_last_resort_is_nested_constants_and_short_rows(experts: Path, formu
         assert "--quantization nf4 --use_bnb_nested_quant True" in plan.command
     assert "--max_length 256" in str(plans[2].command)
     asked, _ = parse_request([str(experts), "--device", "a100-80g", "--quantization", "int8"], {})
-    assert not any("nested" in words for words, _ in lighter(asked, config_of(open_model(experts))))
+    assert not any("nested" in words for words, _ in lighter(asked, open_model(experts).model_config))
 
 
 def test_nothing_is_given_up_where_the_weights_alone_do_not_fit(

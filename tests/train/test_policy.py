@@ -116,7 +116,7 @@ def test_moments_of_a_start_from_the_error_are_measured_where_it_is_trained(
         return SimpleNamespace(layers=(layer,))
 
     on(monkeypatch, replace(device_profile("t4"), present=True, name="cuda:0"))
-    monkeypatch.setattr(policy, "downloaded", lambda _: SimpleNamespace(fingerprint=None))
+    monkeypatch.setattr(MODEL, "downloaded", lambda: SimpleNamespace(fingerprint=None), raising=False)
     monkeypatch.setattr(policy, "measure_quality", measure)
     assert list(moments_of_run(MODEL, "cuda")) == ["layer"]
     assert devices == [torch.device("cuda", 0)]

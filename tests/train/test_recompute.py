@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from isotype import resolve_precision
-from isotype.checkpoint.opened import config_of, open_checkpoint
+from isotype.checkpoint.opened import open_checkpoint
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING
@@ -185,7 +185,7 @@ def test_a_step_is_of_as_many_tokens_as_the_training_leaves(model: Path, tmp_pat
     plan = plan_of(*parse_options([method, *arguments(model, data), "--per_device_train_batch_size", "4"]))
     checkpoint = open_checkpoint(model)
     policy = resolve_precision(str(model), device="cpu", dtype="float32")
-    padded, bare = (PlannedStep(plan, config_of(checkpoint), policy, by_tokens=by) for by in (False, True))
+    padded, bare = (PlannedStep(plan, checkpoint.model_config, policy, by_tokens=by) for by in (False, True))
     assert (
         bare.traced(None, 4, plan.length).memory.peak < 0.8 * padded.traced(None, 4, plan.length).memory.peak
     )
@@ -426,7 +426,7 @@ def test_processes_take_one_choice(
     monkeypatch.setattr(plan_rows, "training_plan", lambda *_: None)
     planned = SimpleNamespace(choice=lambda: choices[processes.get_rank()])
     monkeypatch.setattr(plan_rows, "PlannedStep", lambda *_, **__: planned)
-    checkpoint = SimpleNamespace(config=object())
+    checkpoint = SimpleNamespace(model_config=object())
     run: Any = SimpleNamespace(settings=settings, resume=None, data=None, checkpoint=checkpoint, policy=None)
     taken = processes.both(lambda _: plan_rows.choice_of_run(run, None, None))
     assert taken == [choices[0], choices[0]]

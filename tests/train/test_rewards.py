@@ -235,7 +235,8 @@ def test_a_reward_that_fits_is_accepted(reward: str, fitting: str) -> None:
 def test_check_and_run_refuse_the_same_reward(
     fitting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isotype.train.training.require_weights", pytest.fail)  # no weight is looked for
+    # No weight is looked for.
+    monkeypatch.setattr("isotype.checkpoint.opened.Checkpoint.require_weights", pytest.fail)
     argv = command(tmp_path, [CHAT], f"{fitting}.scorer")
     for words in (argv, ["check", *argv]):
         assert main(words) == 2

@@ -11,7 +11,7 @@ from datasets import Dataset
 from rich.console import Console
 from transformers import BloomConfig
 
-from isotype.checkpoint.opened import open_checkpoint, require_weights
+from isotype.checkpoint.opened import open_checkpoint
 from isotype.core import names
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, UsageError
 from isotype.data.methods import METHODS
@@ -220,9 +220,9 @@ def test_auto_must_not_come_out_at_a_refused_dtype():
 
 
 def test_a_checkpoint_without_weights(model, tmp_path):
-    require_weights(open_checkpoint(str(model)))
+    open_checkpoint(str(model)).require_weights()
     shutil.copy(model / "config.json", tmp_path)
-    assert refused(CheckpointError, require_weights, open_checkpoint(str(tmp_path))) == (
+    assert refused(CheckpointError, open_checkpoint(str(tmp_path)).require_weights) == (
         "a checkpoint without weights\n"
         f"  - {tmp_path}: a config without weights in its directory\n"
         "    expected  model.safetensors, or shards with model.safetensors.index.json\n"

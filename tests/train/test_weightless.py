@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isotype.checkpoint.opened import config_of, open_model
+from isotype.checkpoint.opened import open_model
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.fold import stands_for
@@ -39,7 +39,7 @@ def config():
 def test_it_is_what_load_and_add_lora_give(saved, quantization, variant):
     path = saved("llama-tied-bias" if variant == {"bias": "lora_only"} else "llama", torch.bfloat16)
     real, policy = loaded(path, "bfloat16", quantization, **variant)
-    assert facts(weightless_model(config_of(open_model(path)), policy, lora={"r": 4, **variant})) == facts(
+    assert facts(weightless_model(open_model(path).model_config, policy, lora={"r": 4, **variant})) == facts(
         real
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isotype.checkpoint.opened import config_of, open_model
+from isotype.checkpoint.opened import open_model
 from isotype.precision.devices.profile import device_profile
 from isotype.records.trace import Trace
 from isotype.train.policy import policy_by_ranges, sound_attention
@@ -14,6 +14,6 @@ def traced(plan: StepPlan) -> Trace:
     """Return the trace that `check_plan` judges; raise NotForeseenError if the step cannot be traced."""
     checkpoint = open_model(plan.source, plan.revision)
     policy, ranges = policy_by_ranges(checkpoint, plan.precision, plan.device, when=plan.ranges)
-    step = PlannedStep(plan, config_of(checkpoint), policy, ranges)
+    step = PlannedStep(plan, checkpoint.model_config, policy, ranges)
     with sound_attention(device_profile(plan.device)):
         return step.traced(plan.checkpointing, plan.rows, row_length(plan, step.config))

@@ -22,7 +22,7 @@ from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find
 from isotype.checkpoint.formats.json_file import AGAIN, Entry, entry_problems, numbers_in, read_json
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.load import load
-from isotype.checkpoint.opened import config_of, open_checkpoint
+from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision, with_storage_reason
 from isotype.checkpoint.weightless import skeleton
 from isotype.compat.peft import kind_of_adapter
@@ -192,8 +192,8 @@ def load_base(
 ) -> Any:
     """Load the base model with the training's vocabulary size and, if `model_class` is None, the training's class."""
     checkpoint = open_checkpoint(str(adapter.base), adapter.revision)
-    head = model_class or _head(adapter, config_of(checkpoint))
-    labels = _labels(adapter, config_of(checkpoint), policy, head)
+    head = model_class or _head(adapter, checkpoint.model_config)
+    labels = _labels(adapter, checkpoint.model_config, policy, head)
     arguments |= {} if labels is None else {"num_labels": labels}
     model = load(checkpoint, policy, model_class=head, deferred=deferred, **arguments)
     rows = _vocabulary(adapter, model)

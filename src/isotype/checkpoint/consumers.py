@@ -25,7 +25,7 @@ from safetensors import safe_open
 
 from isotype.checkpoint.adapter import Adapter, read_adapter
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.opened import config_of, open_checkpoint
+from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.weightless import skeleton
 from isotype.core.errors import UsageError
 from isotype.core.names import base_name, grouped, starred, unwrapping
@@ -128,7 +128,7 @@ def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None
         expected, fix = "the model that the program loads", f"--for {consumer} MODEL"
         raise UsageError.of("no base model", f"the adapter {directory}, which names no base", expected, fix)
     checkpoint = open_checkpoint(source, adapter.revision if model is None else None)
-    base = skeleton(config_of(checkpoint), torch.float32)
+    base = skeleton(checkpoint.model_config, torch.float32)
     judge = _Judge(adapter, rules, dict(base.named_modules()), Parts(base), _modules_with_zero_b(adapter))
     judged = [(starred(module_of(tensor.name)), judge.use(tensor)) for tensor in adapter.headers.tensors]
     same = grouped(judged, lambda use: use).items()

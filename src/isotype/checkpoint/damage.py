@@ -33,7 +33,7 @@ from isotype.precision.devices.probe import real_device
 from isotype.precision.policy import read_moments, write_moments
 from isotype.ranges.measure import Batches, Measured, on_device, undisturbed
 from isotype.ranges.twin import twin_of
-from isotype.ranges.weights import Weights, give_gradient, rows_of, whole
+from isotype.ranges.weights import Weights, give_gradient, with_values
 
 _PIECE = 1 << 20
 _BLOCKS = 64  # this number of rows, of any width, fills whole 4-bit blocks
@@ -43,11 +43,8 @@ class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
     """`TorchDispatchMode` that reads a weight when an operator uses it; of an embedding only the used rows."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operator_name(func).startswith("aten.embedding") and "backward" not in operator_name(func):
-            args = rows_of(args)
-        else:
-            args, kwargs = whole(args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        args, kwargs = with_values(operator_name(func).rpartition(".")[0], args, kwargs or {})
+        return func(*args, **kwargs)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from isotype.model.parts import Parts
 from isotype.model.quantized import constant_bytes, is_int8
 from isotype.model.read_weights import unquantizable
 from isotype.model.targets import trained_heads
-from isotype.model.walk import is_router
+from isotype.model.walk import is_router, kind_of
 from isotype.precision.facts import ModelFacts, QuantizationFacts
 
 # transformers' model_type by llama.cpp's name of the architecture, if they differ in more than dashes.
@@ -68,23 +68,19 @@ def facts_of_module(model: Any) -> ModelFacts:
     )
 
 
-def _is_bnb(module: nn.Module, name: str) -> bool:
-    # By class and module name: bitsandbytes is not imported here, and PEFT has wrappers with the same class names.
-    return any(c.__name__ == name and c.__module__.startswith("bitsandbytes.") for c in type(module).__mro__)
-
-
 def _layers_quantization(model: nn.Module) -> QuantizationFacts | None:
     """Return the most common quantization of the model's bitsandbytes layers, or None if it has no such layers."""
     counts: Counter[QuantizationFacts] = Counter()
     for module in model.modules():
-        weight: Any = getattr(module, "weight", None)
-        if _is_bnb(module, "Linear4bit"):
+        kind = kind_of(module)
+        if kind == "linear4bit":
+            weight: Any = module.weight
             state = getattr(weight, "quant_state", None)
             nested = state.nested if state is not None else weight.compress_statistics
             compute: Any = getattr(module, "compute_dtype", None)
             form, storage = weight.quant_type, weight.quant_storage
             counts[QuantizationFacts("bitsandbytes", form, compute, bool(nested), storage)] += 1
-        elif _is_bnb(module, "Linear8bitLt"):
+        elif kind == "linear8bit":
             counts[QuantizationFacts("bitsandbytes", "int8")] += 1
     return counts.most_common(1)[0][0] if counts else None
 
@@ -110,12 +106,8 @@ def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Itera
         if stack is not None:
             yield _Stored(name, stack.storage, stack.shape.numel(), nbytes)
             continue
-        state: Any = getattr(parameter, "quant_state", None)
-        form: Any = "int8" if is_int8(parameter) else parameter.dtype
-        if state is not None:
-            form = state.quant_type
-        elif type(parameter).__name__ == "Params4bit":  # not quantized yet, because it was on no device
-            form = parameter.quant_type  # type: ignore[attr-defined]
+        state: Any = getattr(parameter, "quant_state", None)  # None if no device has quantized the weight yet
+        form: Any = "int8" if is_int8(parameter) else getattr(parameter, "quant_type", parameter.dtype)
         yield _Stored(name, form, parameter.numel() if state is None else state.shape.numel(), nbytes)
 
 

@@ -14,7 +14,7 @@ from isotype.checkpoint.formats.hub import local_snapshot, remote_headers
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.load_plan import LoadPlan, PlannedTensor, load_plan
 from isotype.checkpoint.mapping.stored import StoredTensor, main_form, stored_tensors
-from isotype.checkpoint.opened import config_of, facts_of, local_path, open_checkpoint
+from isotype.checkpoint.opened import facts_of, local_path, open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.core.errors import CheckpointError
@@ -242,7 +242,7 @@ def inspect_plan(path: str | Path, *, revision: str | None = None, **request: An
     checkpoint = open_checkpoint(path, revision)
     policy = resolve_precision(path, revision=revision, **request)
     headers = checkpoint.headers or hub_headers(checkpoint.name, revision)
-    model = skeleton(config_of(checkpoint), policy)
+    model = skeleton(checkpoint.model_config, policy)
     plan = load_plan(model, headers, policy)
     plan.match.require_complete()
     loaded = facts_of(store(model, policy)).parameter_bytes

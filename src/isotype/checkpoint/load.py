@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.facts import quantization_options
@@ -23,19 +24,18 @@ from isotype.checkpoint.formats.headers import (
     Format,
     quantization_beside,
     read_file_headers,
+    read_headers,
 )
 from isotype.checkpoint.formats.hub import commit_of
+from isotype.checkpoint.formats.mapped import MappedFiles
+from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.load_plan import quantized_weights
 from isotype.checkpoint.mapping.match import Match, match
-from isotype.checkpoint.mapping.stored import stored_tensors
-from isotype.checkpoint.opened import (
-    Checkpoint,
-    config_of,
-    headers_of,
-    open_checkpoint,
-    require_complete_gguf,
-)
+from isotype.checkpoint.mapping.stored import blank_tensors, stored_tensors
+from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.checkpoint.stored_weights import StoredWeights
 from isotype.checkpoint.tokenizer import tokenizer_copy
+from isotype.checkpoint.values import dense
 from isotype.checkpoint.weightless import (
     concrete_class,
     forget_quantization,
@@ -52,16 +52,19 @@ from isotype.compat.transformers import (
     set_conversions,
     without_bars,
 )
-from isotype.core.errors import PrecisionError
+from isotype.core.dtypes import to_safetensors_name
+from isotype.core.errors import CheckpointError, PrecisionError
 from isotype.core.formats import QUANTIZATIONS
+from isotype.core.names import listed
 from isotype.core.pretrained import pretrained
 from isotype.model.boundary_choice import float32_by_ranges
 from isotype.model.enforce import contradiction, enforce_model
 from isotype.model.experts.quantize import formats_of_stacks
 from isotype.model.experts.stack import quantized_stack, stacked_weights
 from isotype.model.finite import not_finite, refuse
-from isotype.model.quantized import leave_dense, replaces_conv1d, store_layers
+from isotype.model.quantized import leave_dense, store_layers
 from isotype.model.targets import remember_drawn
+from isotype.model.walk import places
 from isotype.precision.policy import PrecisionPolicy
 
 _CHOICES = frozenset({"attn_implementation", "experts_implementation"})
@@ -86,7 +89,7 @@ def load(
     if facts.saved_format not in (None, policy.storage):
         raise contradiction(f"{facts.source}, saved in {facts.saved_format},", policy)
     headers = checkpoint.headers if checkpoint.gguf else None
-    config = copy.deepcopy(config_of(checkpoint))
+    config = copy.deepcopy(checkpoint.model_config)
     name: Path | str | None = source
     if headers is not None or (facts.quantization is not None and facts.saved_format is None):
         forget_quantization(config)
@@ -100,22 +103,21 @@ def load(
     if (quantization := wanted_quantization(policy, facts.saved_format)) is not None:
         kwargs.setdefault("quantization_config", quantization)
     cls = concrete_class(config, model_class)
-    broken: dict[str, str] = {}
-    lacking: set[str] = set()
-    loading = _class(cls, policy, checkpoint.name, broken, lacking, headers=headers, deferred=deferred)
+    reading = _Reading(checkpoint.name, policy, headers, deferred)
+    loading = class_for_load(cls, partial(float32_by_ranges, policy=policy), reading)
     if not device_map and torch.cuda.is_available() and policy.device != "cpu":
         device_map = {"": torch.cuda.current_device()}
     with without_bars(), asking(source):
         model = pretrained(loading, name, dtype=policy.plain, device_map=device_map or None, **kwargs)
     own_class_again(model)
-    refuse(checkpoint.name, broken)
-    remember_drawn(model, lacking)
+    refuse(checkpoint.name, reading.broken)
+    remember_drawn(model, reading.lacking)
     if policy.trainable == "lora":
         model.requires_grad_(False)
     note_quantization(model, policy)
     if policy.experts and not policy.quantized:
         # The experts are saved in the checkpoint's format.
-        model.config.quantization_config = dict(quantization_options(config_of(checkpoint)))
+        model.config.quantization_config = dict(quantization_options(checkpoint.model_config))
     _save_stacks_whole(model)
     if headers is not None:
         model.name_or_path = checkpoint.name  # PEFT saves this name as the adapter's base
@@ -129,41 +131,41 @@ def load(
 def tokenizer_source(checkpoint: Checkpoint) -> Path | str:
     """Return the directory or hub id with a model's tokenizer and config; for a GGUF file, a folder in the cache."""
     if isinstance(checkpoint.source, Path) and checkpoint.source.suffix == ".gguf":
-        require_complete_gguf(checkpoint)
-        return tokenizer_copy(headers_of(checkpoint))
+        checkpoint.require_complete_gguf()
+        return tokenizer_copy(checkpoint.require_headers())
     return checkpoint.source
 
 
-def _class(
-    cls: Any,
-    policy: PrecisionPolicy,
-    source: str,
-    broken: dict[str, str],
-    lacking: set[str],
-    *,
-    headers: CheckpointHeaders | None,
-    deferred: DeferredBlocks | None,
-) -> Any:
-    """Return a subclass of `cls` whose `from_pretrained` reads the files of `headers`; if `headers` is None, the files
-    that transformers finds. `from_pretrained` fills `broken` (name of a parameter that is not finite -> problem) and
-    `lacking` (names of tensors that no file contains).
+@dataclass
+class _Reading:
+    """Reads the weights for `from_pretrained`: from the files of `headers`, or from those that transformers finds.
+
+    Attributes:
+        broken: name of a parameter that is not finite -> problem.
+        lacking: names of the tensors that no file contains.
     """
 
-    def read(model: Any, state_dict: Any, files: Any, settings: Any, theirs: Callable[[], Any]) -> Any:
-        if headers is not None or can_stream(state_dict, files, settings):
-            read_from = _headers_of(source, files) if headers is None else headers
-            info, infinite = stream(model, read_from, settings, policy, deferred)
-            broken.update(infinite)
-            lacking.update(info.missing_keys)
-            return info, None
-        if policy.layers or _quantized(source, files):
-            raise _not_streamed(source, policy)
-        loaded = theirs()
-        lacking.update(loaded[0].missing_keys)
-        broken.update(not_finite(model.named_parameters()))  # not buffers: masks may contain infinity
-        return loaded
+    source: str
+    policy: PrecisionPolicy
+    headers: CheckpointHeaders | None
+    deferred: DeferredBlocks | None
+    broken: Mapping[str, str] = field(default_factory=dict)
+    lacking: Collection[str] = ()
 
-    return class_for_load(cls, partial(float32_by_ranges, policy=policy), read)
+    def __call__(
+        self, model: Any, state_dict: Any, files: Any, settings: Any, load: Callable[[], Any]
+    ) -> Any:
+        if self.headers is not None or can_stream(state_dict, files, settings):
+            headers = self.headers or _headers_of(self.source, files)
+            info, self.broken = stream(model, headers, settings, self.policy, self.deferred)
+            self.lacking = info.missing_keys
+            return info, None
+        if self.policy.layers or _quantized(self.source, files):
+            raise _not_streamed(self.source, self.policy)
+        loaded = load()
+        self.lacking = loaded[0].missing_keys
+        self.broken = not_finite(model.named_parameters())  # not buffers: masks may contain infinity
+        return loaded
 
 
 def _quantized(source: object, files: Sequence[str] | None) -> bool:
@@ -225,10 +227,6 @@ def stream(
     """
     store_layers(model, policy)
     matched = match(model, headers)
-    # A bitsandbytes layer that replaced a GPT-2 Conv1D takes the transposed tensor.
-    layers = {w.name: model.get_submodule(w.name.rpartition(".")[0]) for w in matched.wrong}
-    wrong = (w for w in matched.wrong if w.stored != w.wanted[::-1] or not replaces_conv1d(layers[w.name]))
-    matched = replace(matched, wrong=tuple(wrong))
     matched.require_complete()
     leave_dense(model, matched.initialised, policy.plain)
     expected = set(model.state_dict())  # before quantized layers add their constants
@@ -285,3 +283,93 @@ def _loading_info(missing: set[str], matched: Match) -> Any:
     info["missing_keys"] = missing
     info["unexpected_keys"] = {tensor.weight.name for tensor in matched.surplus}
     return LoadStateDictInfo(**info)
+
+
+# ------------------------------------------------------------------------------------- modules of other libraries
+
+
+class StateDictAdapter(Protocol):
+    """Converts a checkpoint's tensors into a module's tensors, and back: `to_hf(from_hf(state))` equals `state`.
+
+    The conversion may rename, split, join, stack and transpose tensors.
+    """
+
+    def from_hf(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Convert the checkpoint's tensors, which may be on the meta device, into the module's tensors by name."""
+
+    def to_hf(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Convert the module's tensors back into the checkpoint's tensors by name."""
+
+
+def load_module(
+    model: nn.Module,
+    path: Path,
+    policy: PrecisionPolicy,
+    *,
+    adapter: StateDictAdapter | None = None,
+    device: Any = "cpu",
+) -> None:
+    """Fill `model` from the checkpoint at `path` in place, and enforce the policy.
+
+    If the policy is quantized, linear layers are replaced by bitsandbytes layers.
+
+    Args:
+        model: any module. Its parameters, and the buffers that the checkpoint contains, may be on the meta device.
+        path: checkpoint directory or .safetensors file.
+        policy: from `isotype.resolve_precision`.
+        adapter: conversion of the tensors, needed if the module's names or shapes differ from the checkpoint's.
+
+    Raises:
+        CheckpointError: a tensor is missing, duplicate, not finite or wrongly shaped, or no file has the values of a
+            buffer that is on the meta device.
+    """
+    headers = read_headers(path)
+    matched = match(model, _adapted(headers, adapter) if adapter is not None else headers)
+    matched.require_complete()
+    blank = [name for name in matched.buffers if model.get_buffer(name).is_meta]
+    if blank:
+        what = f"{type(model).__name__} with {listed(blank, 6)} on the meta device and in no file"
+        fix = "build the module with accelerate.init_empty_weights(include_buffers=False), or on the CPU"
+        raise CheckpointError.of("buffers without values", what, "buffers with values", fix)
+    if policy.quantized:
+        _quantize(model, policy)
+    kinds = ("linear4bit", "linear8bit")
+    quantized = frozenset(f"{place.name}.weight" for place in places(model) if place.kind in kinds)
+    stacks = formats_of_stacks(model, policy)
+    placement = Placement(model, policy, quantized, policy.pinned, stacks, lambda _: device)
+    if adapter is None:
+        stored = StoredWeights(model, headers, matched.weights)
+        _, broken = fill(stored, stored.sources, placement)
+    else:
+        files = MappedFiles()
+        held = stored_tensors(headers.tensors, headers.quantization)
+        state = {tensor.name: dense(tensor, files.tensor, policy.plain) for tensor in held}
+        tensors = {name: placement.place(name, value) for name, value in adapter.from_hf(state).items()}
+        broken = not_finite((n, value) for n, value in tensors.items() if isinstance(value, nn.Parameter))
+    refuse(path, broken)
+    for name, source in matched.tied.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, model.get_parameter(source))
+    model.requires_grad_(policy.trainable != "lora")
+    model.eval()
+    enforce_model(model, policy)
+
+
+def _adapted(headers: CheckpointHeaders, adapter: StateDictAdapter) -> CheckpointHeaders:
+    """Apply `adapter` to meta tensors with the checkpoint's shapes, and return headers of the resulting tensors."""
+    adapted = adapter.from_hf(blank_tensors(stored_tensors(headers.tensors, headers.quantization)))
+    tensors = tuple(
+        TensorHeader(name, to_safetensors_name(value.dtype), tuple(value.shape), value.nbytes, headers.path)
+        for name, value in adapted.items()
+    )
+    return CheckpointHeaders(headers.path, headers.format, headers.kind, tensors, headers.metadata)
+
+
+def _quantize(model: nn.Module, policy: PrecisionPolicy) -> None:
+    from transformers.integrations import replace_with_bnb_linear
+
+    chosen = {name.removesuffix(".weight") for name in quantized_weights(model, policy)}
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    wanted = wanted_quantization(policy, None)
+    replace_with_bnb_linear(model, modules_to_not_convert=list(linear - chosen), quantization_config=wanted)
+    store_layers(model, policy)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.opened import Checkpoint, config_of, downloaded, headers_of
+from isotype.checkpoint.opened import Checkpoint
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model
 from isotype.checkpoint.values import held_weight
 from isotype.core.console import Bar
@@ -46,8 +46,8 @@ def begin_from_error(model: Any, checkpoint: Checkpoint, moments: Mapping[str, t
         expected = "a checkpoint in a float dtype, which isotype quantizes on loading"
         fix = "leave --init_lora_weights out, or give the model before it was quantized"
         raise PrecisionError.of("adapters cannot begin from the quantization error", what, expected, fix)
-    checkpoint = downloaded(checkpoint)
-    stored = StoredWeights(blank_model(config_of(checkpoint)), headers_of(checkpoint))
+    checkpoint = checkpoint.downloaded()
+    stored = StoredWeights(blank_model(checkpoint.model_config), checkpoint.require_headers())
     layers: list[tuple[str, Any]] = []
     for place in places(model):
         layer: Any = place.module

@@ -12,14 +12,7 @@ from torch import nn
 
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.load import load, tokenizer_source
-from isotype.checkpoint.opened import (
-    Checkpoint,
-    config_of,
-    downloaded,
-    headers_of,
-    local_path,
-    open_checkpoint,
-)
+from isotype.checkpoint.opened import Checkpoint, local_path, open_checkpoint
 from isotype.checkpoint.resolve import Measurement, resolve_request, saved_or_noted
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model, fill_buffers
 from isotype.checkpoint.tokenizer import tokenizer_of
@@ -87,7 +80,7 @@ def measured_and_kept(
     """Call `measure`. For a checkpoint and at least `TOKENS` tokens of isotype's texts, cache the result."""
     if isinstance(source, nn.Module):
         return measure(*to_measure(source, batch, tokens), **rest)
-    source = downloaded(source)
+    source = source.downloaded()
     measured = measure(*to_measure(source, batch, tokens), **rest)
     measured = replace(measured, key=source.fingerprint or "")
     return saved_or_noted(measured) if measured.key and batch is None and tokens >= TOKENS else measured
@@ -117,8 +110,8 @@ def of_checkpoint(checkpoint: Checkpoint) -> Measured:
     """Return a checkpoint's model for a measurement; its weights stay on disk if they can be read block by block."""
     if saved := checkpoint.facts.saved_format:
         return _loaded(checkpoint, f"its weights are stored in {saved}")
-    model = blank_model(config_of(checkpoint))
-    stored = StoredWeights(model, headers_of(checkpoint))
+    model = blank_model(checkpoint.model_config)
+    stored = StoredWeights(model, checkpoint.require_headers())
     named = list(model.named_parameters(remove_duplicate=False))
     held = {id(parameter): name for name, parameter in reversed(named) if name in stored.shapes}
     missing = next((name for name, parameter in named if id(parameter) not in held), None)

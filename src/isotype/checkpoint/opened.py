@@ -47,7 +47,7 @@ class Checkpoint:
         name: the path, `embedded:NAME` or hub id that the user gave.
         source: argument for `from_pretrained`: the directory, the GGUF file or the hub id.
         files: the local directory or GGUF file with the weights, or None.
-        config: the transformers config; None for a GGUF file (use `config_of`).
+        config: the transformers config in config.json; None for a GGUF file (use `model_config`).
         headers: headers of the weights; None if there are no weights, or the hub does not provide headers.
         revision: branch, tag or commit of a hub id.
     """
@@ -86,6 +86,37 @@ class Checkpoint:
                     content.seek(tensor.begin)
                     digest.update(content.read(min(tensor.bytes, _SAMPLE)))
         return digest.hexdigest()[:32]
+
+    @cached_property
+    def model_config(self) -> Any:
+        """The transformers config; that of a GGUF file is made from the file's metadata."""
+        return gguf_config(self.require_headers()) if self.config is None else self.config
+
+    def require_headers(self) -> CheckpointHeaders:
+        """Return the headers of the weights; raise CheckpointError if there are no weights."""
+        if self.headers is None:
+            raise _without_weights(self)
+        return self.headers
+
+    def require_weights(self) -> None:
+        """Raise CheckpointError if a local checkpoint has no weights; a model on the hub is assumed to have weights."""
+        if self.files is None and not isinstance(self.source, str):
+            raise _without_weights(self)
+
+    def require_complete_gguf(self) -> None:
+        """Raise CheckpointError if a GGUF file lacks tensors of the model that the file's metadata describes."""
+        if self.gguf and self.headers is not None:
+            match(build_on_meta(self.model_config, self.name), self.headers).require_complete()
+
+    def downloaded(self) -> Checkpoint:
+        """Return the checkpoint with local weights; download the weights if they are only on the hub."""
+        if self.files is not None:
+            return replace(self, source=self.files)
+        self.require_weights()
+        files = download(self.name, self.revision)
+        headers = read_headers(files)
+        facts = facts_of_config(self.name, self.config, headers)
+        return replace(self, source=files, files=files, headers=headers, facts=facts)
 
 
 def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) -> Checkpoint:
@@ -140,41 +171,6 @@ def open_model(name: str | Path, revision: str | None = None) -> Checkpoint:
     return Checkpoint(str(name), path, None, config, None, facts_of_config(type(config).__name__, config))
 
 
-def downloaded(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with local weights; download the weights if they are only on the hub."""
-    if checkpoint.files is not None:
-        return replace(checkpoint, source=checkpoint.files)
-    require_weights(checkpoint)
-    files = download(checkpoint.name, checkpoint.revision)
-    headers = read_headers(files)
-    facts = facts_of_config(checkpoint.name, checkpoint.config, headers)
-    return replace(checkpoint, source=files, files=files, headers=headers, facts=facts)
-
-
-def require_weights(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a local checkpoint has no weights; a model on the hub is assumed to have weights."""
-    if checkpoint.files is None and not isinstance(checkpoint.source, str):
-        raise _without_weights(checkpoint)
-
-
-def headers_of(checkpoint: Checkpoint) -> CheckpointHeaders:
-    """Return the headers of a checkpoint's weights; raise CheckpointError if the checkpoint has no weights."""
-    if checkpoint.headers is None:
-        raise _without_weights(checkpoint)
-    return checkpoint.headers
-
-
-def config_of(checkpoint: Checkpoint) -> Any:
-    """Return the transformers config of a checkpoint; the config of a GGUF file is made from its metadata."""
-    return gguf_config(headers_of(checkpoint)) if checkpoint.config is None else checkpoint.config
-
-
-def require_complete_gguf(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a GGUF file lacks tensors of the model that the file's metadata describes."""
-    if checkpoint.gguf and checkpoint.headers is not None:
-        match(build_on_meta(config_of(checkpoint), checkpoint.name), checkpoint.headers).require_complete()
-
-
 def require_loadable(name: str | Path, revision: str | None) -> None:
     """If a checkpoint does not match its model or its config, raise the CheckpointError that `load` would raise.
 
@@ -193,7 +189,7 @@ def require_loadable(name: str | Path, revision: str | None) -> None:
         problems = [tensor.problem for tensor in stored if tensor.problem is not None]
     else:
         checkpoint = open_checkpoint(name, revision)
-        require_complete_gguf(checkpoint)
+        checkpoint.require_complete_gguf()
         problems = list(filter(None, [unreadable(checkpoint.facts)]))
     if problems:
         raise CheckpointError.first_of(f"{name}: quantized weights that cannot be read", problems)

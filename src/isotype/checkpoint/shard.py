@@ -15,7 +15,7 @@ from accelerate import PartialState
 from torch import nn
 
 from isotype.checkpoint.mapping.match import match
-from isotype.checkpoint.opened import Checkpoint, config_of, downloaded, headers_of, open_checkpoint
+from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.checkpoint.stored_weights import StoredWeights, fill_buffers
 from isotype.checkpoint.weightless import forget_quantization, skeleton, store
 from isotype.compat.peft import dora_without_weights
@@ -77,8 +77,8 @@ def load_sharded(
     device = device_of(policy)
     mesh = mesh_over_all(device) if mesh is None else mesh
     with PartialState().local_main_process_first():  # the first process of a machine downloads
-        checkpoint = downloaded(checkpoint)
-    config = copy.deepcopy(config_of(checkpoint))
+        checkpoint = checkpoint.downloaded()
+    config = copy.deepcopy(checkpoint.model_config)
     if saved := checkpoint.facts.saved_format:
         what = f"{checkpoint.source}, saved in {saved}, over {mesh.size()} processes"
         expected = "float weights: each process reads only its rows"
@@ -87,7 +87,7 @@ def load_sharded(
     forget_quantization(config)  # the weights are dequantized while they are read
     with random_states_kept():  # some towers draw random buffers and embeddings when they are built
         model = skeleton(config, policy, buffers=True, **settings)
-    headers = headers_of(checkpoint)
+    headers = checkpoint.require_headers()
     matched = match(model, headers)
     matched.require_complete()
     stored = StoredWeights(model, headers, matched.weights)

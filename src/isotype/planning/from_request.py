@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.opened import Checkpoint, config_of, open_model, require_complete_gguf
+from isotype.checkpoint.opened import Checkpoint, open_model
 from isotype.checkpoint.resolve import read_measurement
 from isotype.checkpoint.weightless import skeleton
 from isotype.compat.compiler import defer_compiler, import_uncompiled
@@ -176,8 +176,8 @@ def searches_of(request: PlanRequest, *, bounded: bool = False) -> tuple[list[Se
     request = replace(request, damages=request.damages or totals(layers), layers=layers)
     profiles = [device_profile(name) for name in dict.fromkeys(request.devices)]
     rooms = _rooms(request, profiles)
-    config = config_of(checkpoint)
-    require_complete_gguf(checkpoint)
+    config = checkpoint.model_config
+    checkpoint.require_complete_gguf()
     rated = [with_rates(profile) for profile in profiles]
     length = _length(request, config)
     step_rows = _rows_per_device(request, length)

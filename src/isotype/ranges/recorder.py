@@ -37,8 +37,7 @@ from isotype.ranges.weights import (
     magnitude,
     pass_on,
     remember,
-    rows_of,
-    whole,
+    with_values,
 )
 
 # Operators that move or create values without rounding.
@@ -161,10 +160,8 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         short = _short(func)
-        if short == "aten.embedding":
-            args = rows_of(args)
-        elif short not in _SHAPES:
-            args, kwargs = whole(args, kwargs)
+        if short not in _SHAPES:
+            args, kwargs = with_values(short, args, kwargs)
         result = func(*args, **kwargs)
         if not self._paused:
             with without_dispatch():

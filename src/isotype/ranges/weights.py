@@ -244,26 +244,20 @@ class OnDemand(dict[str, Any]):
         return None if weight is None else self._weights.stand_in(weight)
 
 
-def rows_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an embedding. If its weight is a placeholder, read only the looked-up rows."""
-    later = getattr(args[0], _LATER, None)
-    if later is None:
-        return args
-    weights, weight = later
-    value, indices = weights.rows(weight, args[1])
-    return (value, indices)  # the other arguments concern the weight's gradient, which is not needed
-
-
-def whole(args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
-    """Return an operator's arguments with placeholder weights replaced by their values."""
+def with_values(operator: str, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
+    """Return an operator's arguments with values instead of placeholder weights; for an embedding, only the used rows."""
 
     def restored(value: Any) -> Any:
-        later = getattr(value, _LATER, None) if isinstance(value, torch.Tensor) else None
+        later = getattr(value, _LATER, None)
         return value if later is None else later[0].materialized(later[1])
 
-    if any(hasattr(argument, _LATER) for argument in args):
-        return tree_map(restored, (args, kwargs))  # type: ignore[no-any-return]
-    return args, kwargs
+    if not any(hasattr(argument, _LATER) for argument in args):
+        return args, kwargs
+    if operator == "aten.embedding":
+        weights, weight = getattr(args[0], _LATER)
+        # The other arguments concern the weight's gradient, which is not needed.
+        return weights.rows(weight, args[1]), kwargs
+    return tree_map(restored, (args, kwargs))  # type: ignore[no-any-return]
 
 
 def attached(value: torch.Tensor, sink: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:

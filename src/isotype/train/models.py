@@ -19,7 +19,7 @@ from isotype.checkpoint.adapter import attach, require_whole_weights
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.load import load, tokenizer_source
 from isotype.checkpoint.loftq import begin_from_error
-from isotype.checkpoint.opened import Checkpoint, config_of, local_path, open_checkpoint
+from isotype.checkpoint.opened import Checkpoint, local_path, open_checkpoint
 from isotype.checkpoint.shard import load_sharded
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.weightless import concrete_class, skeleton, skipped_modules, store
@@ -60,7 +60,7 @@ def adapted_model(
     init = {k: v for k, v in (settings.model_init_kwargs or {}).items() if k not in _DECIDED}
     kwargs = {"attn_implementation": settings.attn_implementation, **init, **method.load_arguments()}
     if (attention := kwargs["attn_implementation"]) is not None:  # raises before a weight is read
-        config = config_of(checkpoint)
+        config = checkpoint.model_config
         skeleton(config, policy, model_class=kwargs["model_class"], attn_implementation=attention)
     late = settings.start is None and policy.trainable == "lora" and brings_tokens(settings.training)
     add = partial(_adapted, settings, checkpoint, policy, adapt)

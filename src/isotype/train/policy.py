@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from isotype.checkpoint.damage import measure_quality
 from isotype.checkpoint.measure_ranges import measure_ranges
-from isotype.checkpoint.opened import Checkpoint, downloaded
+from isotype.checkpoint.opened import Checkpoint
 from isotype.checkpoint.resolve import read_measurement, resolve_request, with_storage_reason
 from isotype.compat.torch_fsdp import sharded_scaler
 from isotype.core.errors import PrecisionError, Problem
@@ -84,7 +84,7 @@ def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tenso
     """Return the second moments (`[in]`) of each linear layer's input. Rank 0 reads them from the cache or measures them."""
 
     def measured() -> dict[str, str]:
-        local = downloaded(checkpoint)
+        local = checkpoint.downloaded()
         damages = None if local.fingerprint is None else read_measurement(Damages, local.fingerprint)
         damages = damages or _measured(measure_quality, local, device_profile(device))
         return {layer.module: layer.moments for layer in damages.layers}

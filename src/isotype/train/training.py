@@ -17,7 +17,7 @@ from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback
 
 from isotype.checkpoint.formats.hub import local_snapshot
-from isotype.checkpoint.opened import config_of, open_checkpoint, require_weights
+from isotype.checkpoint.opened import open_checkpoint
 from isotype.compat.glibc import freed_memory_kept
 from isotype.compat.hub import asking
 from isotype.compat.interrupt import interrupts_kept, signal_of
@@ -138,13 +138,13 @@ def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]
     data = training_data(settings, notes.append)
     check_rewards(settings, rewards, data)
     checkpoint = open_checkpoint(settings.model_name_or_path, settings.model_revision)
-    models.require_token_ids(config_of(checkpoint), settings)
+    models.require_token_ids(checkpoint.model_config, settings)
     saved = None if resumed is None else PrecisionPolicy.read(resumed)
     when = settings.ranges if saved is None else "known"
     policy, ranges = policy_of_run(checkpoint, settings.precision, settings.device, when=when)
     policy = with_constants_of(with_ranges_of(policy, saved), saved)
     check_policy(settings, policy)
-    require_weights(checkpoint)
+    checkpoint.require_weights()
     rows = data[settings.dataset_train_split]
     identity = resume.identity_of(settings, checkpoint, policy, rows, resumed)
     return Run(

@@ -6,7 +6,6 @@ import functools
 import math
 import mmap
 import struct
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +18,7 @@ from isotype.checkpoint.formats.tensor import (
     damaged,
     file_size,
     limit_tensors,
+    repeated,
 )
 from isotype.core.errors import CheckpointError, Problem
 
@@ -164,9 +164,7 @@ def _tensors(
         expected, fix = "the library gguf, which lists the types of tensors", "pip install gguf"
         raise CheckpointError.of("gguf is not installed", str(path), expected, fix) from error
     types = {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
-    names = Counter(name for name, *_ in entries)
-    twice = (name for name, count in names.items() if count > 1)
-    problems = [Problem(f"tensor {name!r} twice", "each name once", DAMAGED) for name in twice]
+    problems = repeated((name for name, *_ in entries), "tensor ")
     tensors: list[TensorHeader] = []
     cut: list[str] = []
     for name, shape, kind, offset in entries:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from isotype.checkpoint.formats.gguf import read_gguf_header
-from isotype.checkpoint.formats.json_file import parse_unique, read_json
+from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.formats.safetensors import read_safetensors
 from isotype.checkpoint.formats.tensor import (
     DAMAGED,
@@ -26,6 +26,7 @@ from isotype.checkpoint.formats.tensor import (
     damaged,
     file_size,
     limit_tensors,
+    parsed,
     printable,
 )
 from isotype.checkpoint.formats.torch_file import read_torch_header
@@ -255,12 +256,7 @@ def missing_shards(index: Path) -> list[str]:
 
 def _read_index(index: Path) -> tuple[dict[str, str], Mapping[str, object]]:
     file_size(index)
-    try:
-        content, twice = parse_unique(index.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise broken(index, f"not JSON ({error})", "a JSON object") from error
-    if twice:
-        raise damaged(index, [Problem(f"{name!r} twice", "each name once", DAMAGED) for name in twice])
+    content = parsed(index, index.read_bytes())
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise broken(index, "no weight_map", "a weight_map that gives the shard of every tensor")

@@ -11,7 +11,6 @@ import math
 import re
 import sys
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -31,19 +30,6 @@ def read_json(path: Path) -> dict[str, Any]:
         what = f"{path}: a JSON {type(content).__name__}"
         raise CheckpointError.of(f"{path.name} is not an object", what, "a JSON object", AGAIN)
     return content
-
-
-def parse_unique(text: bytes) -> tuple[Any, list[str]]:
-    """Return (parsed JSON, names that occur twice in an object). `json` keeps only the last value of such a name."""
-    twice: list[str] = []
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries = dict(pairs)
-        if len(entries) < len(pairs):
-            twice.extend(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        return entries
-
-    return json.loads(text, object_pairs_hook=unique), twice
 
 
 class Entry(NamedTuple):

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from isotype.checkpoint.formats.json_file import parse_unique
 from isotype.checkpoint.formats.tensor import (
     DAMAGED,
     MAX_TENSORS,
@@ -22,6 +21,7 @@ from isotype.checkpoint.formats.tensor import (
     damaged,
     file_size,
     limit_tensors,
+    parsed,
     printable,
 )
 from isotype.core.errors import Problem
@@ -74,14 +74,9 @@ def _header_and_data_size(path: Path) -> tuple[dict[str, Any], int]:
             raise broken(path, what, "a complete file")
         file.seek(8)
         text = file.read(length)
-    try:
-        header, twice = parse_unique(text)
-    except (ValueError, RecursionError) as error:
-        raise broken(path, f"a header that is not JSON ({error})", "a JSON object") from error
+    header = parsed(path, text, "a header that is ", "tensor ")
     if not isinstance(header, dict):
         raise broken(path, f"a header that is a JSON {type(header).__name__}", "a JSON object")
-    if twice:
-        raise damaged(path, [Problem(f"tensor {name!r} twice", "each name once", DAMAGED) for name in twice])
     return header, size - 8 - length
 
 

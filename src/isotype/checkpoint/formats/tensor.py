@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isotype.core.errors import CheckpointError, Problem
 
@@ -72,6 +74,34 @@ def damaged(path: Path, problems: Sequence[Problem]) -> CheckpointError:
 
 def broken(path: Path, what: str, expected: str, fix: str = DAMAGED) -> CheckpointError:
     return damaged(path, [Problem(what, expected, fix)])
+
+
+def repeated(names: Iterable[str], noun: str = "") -> list[Problem]:
+    """Return a problem for each name that occurs twice."""
+    twice = (name for name, count in Counter(names).items() if count > 1)
+    return [Problem(f"{noun}{name!r} twice", "each name once", DAMAGED) for name in twice]
+
+
+def parsed(path: Path, text: bytes, header: str = "", noun: str = "") -> Any:
+    """Return parsed JSON. Raise CheckpointError for other text, or if an object has a name twice.
+
+    Without this check, `json` keeps only the last value of such a name. `header` and `noun` are for the messages.
+    """
+    problems: list[Problem] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
+            problems.extend(repeated((name for name, _ in pairs), noun))
+        return entries
+
+    try:
+        content = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise broken(path, f"{header}not JSON ({error})", "a JSON object") from error
+    if problems:
+        raise damaged(path, problems)
+    return content
 
 
 def file_size(path: Path) -> int:

@@ -22,6 +22,7 @@ from isotype.compat.transformers import may_be_missing, may_be_surplus
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.formats import STORED
 from isotype.core.names import distinct_names, grouped, listed, plural, starred, unwrapping
+from isotype.model.quantized import replaces_conv1d
 from isotype.precision.facts import QuantizationFacts
 
 _SAME_PLACE = "take config.json and the weights from the same save of the model"
@@ -128,7 +129,7 @@ class Match:
 
 
 def match(model: Any, headers: CheckpointHeaders) -> Match:
-    """Compare a dense model, which may be on the meta device, with a checkpoint by names and shapes.
+    """Compare a model, which may be on the meta device, with a checkpoint by names and shapes.
 
     A missing tensor is `initialised` if the model's author allows this (`_keys_to_ignore_on_load_missing`), or if the
     tensor belongs to a head that the class in the checkpoint's config does not have.
@@ -162,7 +163,7 @@ def match(model: Any, headers: CheckpointHeaders) -> Match:
         surplus,
         _unused(model, surplus, headers.quantization),
         unread,
-        tuple(wrong for wrong in _wrong(state, weights) if broken.isdisjoint(map(id, wrong.sources))),
+        tuple(wrong for wrong in _wrong(model, state, weights) if broken.isdisjoint(map(id, wrong.sources))),
         tuple(name for name, _ in model.named_buffers() if name not in state),
         weights,
     )
@@ -251,7 +252,7 @@ def _unread(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[t
                 yield tensor, Problem(f"{tensor.weight.name}: {what}", *EXPECTED)
 
 
-def _wrong(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[WrongShape]:
+def _wrong(model: Any, state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[WrongShape]:
     for name, source in weights.sources.items():
         if name not in state or is_lazy(state[name]):
             continue
@@ -265,8 +266,9 @@ def _wrong(state: Mapping[str, torch.Tensor], weights: WeightMap) -> Iterator[Wr
             if values != math.prod(wanted) and "packed" not in {tensor.form for tensor in stored}:
                 yield WrongShape(name, wanted, (values,), stored)
         elif shape != wanted:
-            # bitsandbytes transposes the weights of GPT-2's Conv1D layers.
+            # bitsandbytes transposes the weights of GPT-2's Conv1D layers: in int8 files, and in the model's layers.
             transposed = any(tensor.form == "int8" and tensor.scheme is None for tensor in stored)
+            transposed |= replaces_conv1d(model.get_submodule(name.rpartition(".")[0]))
             if not (transposed and shape == wanted[::-1]):
                 yield WrongShape(name, wanted, shape, stored)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -241,11 +241,8 @@ def merged_as(model: Any, form: str) -> Iterator[None]:
             parameter.data = data
         saved.clear()
 
-    hooks = []
-    for _, block in outermost_blocks(model.get_base_model()):
-        hooks += [block.register_forward_pre_hook(before), block.register_forward_hook(after, prepend=True)]
-    try:
+    with ExitStack() as hooks:
+        for _, block in outermost_blocks(model.get_base_model()):
+            hooks.callback(block.register_forward_pre_hook(before).remove)
+            hooks.callback(block.register_forward_hook(after, prepend=True).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

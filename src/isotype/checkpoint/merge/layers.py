@@ -18,7 +18,7 @@ from isotype.checkpoint import damage
 from isotype.checkpoint.adapter import Adapter, deferred_base, fill, inject, load_base
 from isotype.checkpoint.deferred import Block
 from isotype.checkpoint.merge.report import WeightLoss, rounding_loss
-from isotype.checkpoint.opened import config_of, headers_of, open_checkpoint, require_complete_gguf
+from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model
 from isotype.checkpoint.values import held_weight
 from isotype.compat.torch import own_parameters
@@ -410,9 +410,9 @@ class WrittenModel:
         self._stored = stored
         if stored in GGUF_TYPES:
             checkpoint = open_checkpoint(path)
-            require_complete_gguf(checkpoint)
-            model = blank_model(config_of(checkpoint))
-            self._weights = StoredWeights(model, headers_of(checkpoint))
+            checkpoint.require_complete_gguf()
+            model = blank_model(checkpoint.model_config)
+            self._weights = StoredWeights(model, checkpoint.require_headers())
             self._tied: Mapping[str, str] = model.all_tied_weights_keys
             return
         with without_bars():

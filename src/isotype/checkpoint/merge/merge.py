@@ -26,7 +26,7 @@ from isotype.checkpoint.merge.write import (
     write_merged,
     written_path,
 )
-from isotype.checkpoint.opened import config_of, facts_of, open_checkpoint, open_model
+from isotype.checkpoint.opened import facts_of, open_checkpoint, open_model
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.stored_weights import blank_model
 from isotype.checkpoint.tokenizer import tokenizer_of
@@ -105,7 +105,7 @@ def merge_adapter(
     onto = saved if base is None else replace(saved, base=str(base), revision=revision)
     facts, policy, trained = _policies(saved, onto, dtype, stored)
     target, reason = _target(dtype, saved, facts)
-    config = config_of(open_model(str(onto.base), onto.revision))
+    config = open_model(str(onto.base), onto.revision).model_config
     _check_parts(onto, stored, config)
     if stored is None and is_file(final):
         stored = "f16" if target == torch.float16 else "bf16"
@@ -318,10 +318,10 @@ def _formats_to_try(
             base = f"--base {shlex.quote(str(adapter.base))} "
         original = resolve_precision(str(adapter.base), "float32", device="cpu", revision=adapter.revision)
     forms = []
-    if _experts(config_of(checkpoint)) is None:
+    if _experts(checkpoint.model_config) is None:
         forms.append(Candidate(f"{base}--quantization nf4", "nf4", 4.5, original))
         forms.append(Candidate("--quantization int8", "int8", 8, policy))
-    if is_exportable(config_of(checkpoint), tokenizer):
+    if is_exportable(checkpoint.model_config, tokenizer):
         forms.append(Candidate("--gguf q8_0", "q8_0", 8.5, policy))
     wide = torch.bfloat16 if policy.plain == torch.float32 else policy.plain
     sixteen = dtype_name(target if target in (torch.bfloat16, torch.float16) else wide)
@@ -400,7 +400,7 @@ def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | 
 
 def check_same_base(trained: Adapter, onto: Adapter) -> None:
     """Raise one CheckpointError with all differences if the base of `onto` is not the model of the training."""
-    configs = (config_of(open_model(str(base.base), base.revision)) for base in (onto, trained))
+    configs = (open_model(str(base.base), base.revision).model_config for base in (onto, trained))
     base_config, trained_config = (config.get_text_config() for config in configs)
     problems = [
         Problem(

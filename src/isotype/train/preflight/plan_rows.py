@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.opened import config_of, open_checkpoint, open_model
+from isotype.checkpoint.opened import open_checkpoint, open_model
 from isotype.core.errors import Problem
 from isotype.core.names import plural
 from isotype.data.build import undecoded
@@ -47,7 +47,7 @@ def plan_of_training(options: Options, command: Command) -> StepPlan:
     settings = checked_settings(command, options.bare)
     if settings.router_aux_loss_coef:
         model = open_model(str(settings.model_name_or_path), settings.model_revision)
-        require_router(config_of(model), settings)
+        require_router(model.model_config, settings)
     return _with_data(_of_arguments(options, settings), settings, options)
 
 
@@ -60,7 +60,7 @@ def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
     if resume is not None and RECOMPUTED in earlier:
         return Choice(earlier[RECOMPUTED], f"as in {resume.name}, which the run resumes")
     plan = training_plan(settings, tokenizer, run.data, lengths)
-    return from_first(PlannedStep(plan, config_of(run.checkpoint), run.policy, by_tokens=True).choice)
+    return from_first(PlannedStep(plan, run.checkpoint.model_config, run.policy, by_tokens=True).choice)
 
 
 def training_plan(settings: Settings, tokenizer: Any, data: Any, lengths: Lengths | None = None) -> StepPlan:

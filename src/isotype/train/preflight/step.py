@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from isotype.checkpoint.facts import quantization_of
-from isotype.checkpoint.opened import config_of, open_model, require_complete_gguf
+from isotype.checkpoint.opened import open_model
 from isotype.compat.peft import why_whole_rows, without_peft
 from isotype.compat.transformers import has_states, lines_separating_documents
 from isotype.core.dtypes import dtype_name
@@ -253,8 +253,8 @@ def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
     checkpoint = open_model(plan.source, plan.revision)  # raises CheckpointError if it is no model
     policy, ranges = policy_by_ranges(checkpoint, plan.precision, plan.device, when=plan.ranges)
     plan.check_policy(policy)
-    config = config_of(checkpoint)
-    require_complete_gguf(checkpoint)
+    config = checkpoint.model_config
+    checkpoint.require_complete_gguf()
     step = PlannedStep(plan, config, policy, ranges, phases, by_tokens=True)
     with sound_attention(device_profile(plan.device)):
         chosen = step.choice() if plan.auto else None

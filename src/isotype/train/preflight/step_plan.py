@@ -117,11 +117,11 @@ def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
     """Add the images of `--image` to the plan. Raise UsageError if the number of tokens in an image is unknown."""
     if options.image is None:
         return plan
-    from isotype.checkpoint.opened import config_of, open_model
+    from isotype.checkpoint.opened import open_model
     from isotype.ranges.pictures import pictures_of
     from isotype.train.models import tokenizer_here
 
-    config = config_of(open_model(plan.source, plan.revision))
+    config = open_model(plan.source, plan.revision).model_config
     _, processor = tokenizer_here(plan.source, plan.revision)
     pictures = pictures_of(config, processor, [options.image] * options.images)
     if pictures is not None:

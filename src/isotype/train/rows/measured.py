@@ -13,7 +13,7 @@ import torch
 from jinja2 import TemplateError
 from torch.nn.utils.rnn import pad_sequence
 
-from isotype.checkpoint.opened import config_of, open_model
+from isotype.checkpoint.opened import open_model
 from isotype.checkpoint.stored_weights import blank_model
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.compat.templates import day_held
@@ -47,7 +47,7 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
         fix = "download the model first, or leave --data out"
         raise CheckpointError.of("no tokenizer for the data", what, expected, fix)
     words = getattr(tokenizer, "tokenizer", tokenizer)
-    length = min(_LENGTH, positions(blank_model(config_of(open_model(model, revision)))) or _LENGTH)
+    length = min(_LENGTH, positions(blank_model(open_model(model, revision).model_config)) or _LENGTH)
     script, reading = ScriptArguments(dataset_name=name), Reading("sft", lines=True)
     rows = load_training_data(script, None, reading, need_test=False, say=lambda line: None)["train"]
     texts: list[list[int]] = []
