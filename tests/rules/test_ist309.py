@@ -16,6 +16,7 @@ from torch import nn
 import isotype
 from isotype.model.adapters import unmatched
 from isotype.model.recompute import idle_checkpoints
+from isotype.records.trace import Misspelt
 from tests.rules.samples import adapter, trace, weight
 from tests.rules.traces import found, llama, traced
 
@@ -47,6 +48,15 @@ def test_requires_grad_of_a_module_and_a_misspelt_attribute() -> None:
     net = Net().requires_grad_(False)
     net.head.requires_grad = True  # type: ignore[assignment]
     assert of_net(net) == ["head.requires_grad = True has no effect: 2 parameters stay frozen"]
+
+
+def test_a_misspelt_argument_of_a_config() -> None:
+    wrong = Misspelt("BitsAndBytesConfig", "bnb_4bit_quant_typ", "bnb_4bit_quant_type", "train.py:5")
+    (finding,) = found(RULE, replace(trace(), misspelt=(wrong,)))
+    assert finding.message == "bnb_4bit_quant_typ, an argument of BitsAndBytesConfig, has no effect"
+    assert finding.source == "train.py:5"
+    assert finding.fixes[0].description == "write bnb_4bit_quant_type in place of bnb_4bit_quant_typ"
+    assert found(RULE, trace()) == []
 
 
 def test_attributes_that_agree_with_the_parameters() -> None:

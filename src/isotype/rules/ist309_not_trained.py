@@ -5,6 +5,8 @@
 - A trainable parameter has a gradient, but no optimizer has this parameter. This also happens in a second
   `trainer.train()`, which uses the first one's optimizer, if the model has changed.
 - `requires_grad` is set on a module or is misspelt. It is then a plain attribute that torch never reads.
+- The code gives a config an argument that is misspelt. Quantization configs and model configs of transformers accept
+  any argument, and the argument that was meant keeps its default.
 - Some of the names in PEFT's `target_modules` or `modules_to_save` match no module.
 - Linear layers have adapters, but stacked experts (one parameter for all experts) do not. PEFT's `all-linear` adapts
   the experts of Qwen3-MoE, but not those of gpt-oss. The report has only a note, because this may be intended.
@@ -74,6 +76,13 @@ def find(trace: Trace) -> Findings:
             module=weights[0].module,
             cause=f"{attribute} is a plain attribute, which torch never reads",
             fixes=(advice(attribute, how),),
+        )
+    for word in trace.misspelt:
+        yield warning(
+            f"{word.argument}, an argument of {word.function}, has no effect",
+            source=word.source,
+            cause=f"{word.function} has no argument of this name and raises no error; {word.meant} keeps its default",
+            fixes=(advice(word.argument, f"write {word.meant} in place of {word.argument}"),),
         )
     if trace.unmatched:
         yield warning(

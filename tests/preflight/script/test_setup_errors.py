@@ -172,6 +172,20 @@ def test_an_argument_that_the_installed_version_does_not_have(argument: str, how
     assert fix == f"{how}, or install the version of transformers for which the script was written"
 
 
+def test_a_misspelt_argument() -> None:
+    from peft import LoraConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def load(model: nn.Module) -> None:
+        LlamaForCausalLM.from_pretrained(
+            None, config=LlamaConfig(num_hidden_layers=1), state_dict={}, torch_dtpye="auto"
+        )  # type: ignore[arg-type]
+
+    for act, name in ((lambda model: LoraConfig(lora_alfa=8), "lora_alpha"), (load, "torch_dtype")):  # type: ignore[call-arg]
+        _, how = _explanation(act) or ("", "")
+        assert how.startswith(f"write {name} in its place, or")
+
+
 def test_an_argument_that_moved_to_the_config_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL 1 has beta in DPOConfig, and max_length instead of max_seq_length in SFTConfig; without beta, the loss differs."""
 

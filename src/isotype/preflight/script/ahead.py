@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import linecache
 import math
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -27,13 +25,13 @@ from isotype.model.loss import find_loss, loss_of
 from isotype.model.walk import living
 from isotype.preflight.run import run
 from isotype.ranges.twin import unwrapped
-from isotype.records.finding import in_library
 from isotype.records.request import DEFAULT_PHASES, LossOf, StepRequest
 from isotype.report.check.report import Report
 from isotype.trace.fake.code import LossOfOutput
 from isotype.trace.fake.twin import fake_mode
 from isotype.trace.live.forward import Beginning
 from isotype.trace.live.recorder import device_of
+from isotype.trace.misspelt import script_files
 
 TRIED_BEFORE = 2.0
 """Fixes are tried before the first step if the estimated time of all trials is at most this many seconds."""
@@ -166,9 +164,7 @@ def _helpers(model: nn.Module) -> tuple[list[torch.optim.Optimizer], bool]:
 
 def _never_scales() -> bool:
     """Return True if the script's files construct a GradScaler, and neither they nor a library's loop scale a loss."""
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] != "isotype"]
-    files = {getattr(module, "__file__", None) or "" for module in modules}
-    text = "".join(line for file in files if not in_library(f"{file}:0") for line in linecache.getlines(file))
+    text = "".join(code for _, code in script_files())
     return "GradScaler(" in text and not any(call in text for call in (".scale(", "Accelerator(", "Fabric("))
 
 

@@ -6,6 +6,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from difflib import get_close_matches
 from importlib.metadata import packages_distributions, version
 from traceback import walk_tb
 from types import FunctionType, ModuleType
@@ -95,11 +96,18 @@ def _unknown_argument(error: BaseException) -> Outside | None:
     package, name = called.__module__.partition(".")[0], match["name"]
     if (installed := _installed(package)) is None:
         return None
-    new, code = RENAMED.get(name, [""])[0], getattr(vars(called).get("__init__", called), "__code__", None)
+    code = getattr(vars(called).get("__init__", called), "__code__", None)
+    # `from_pretrained` takes its arguments from **kwargs, and gives those that it does not know to the model.
+    passed = [
+        f.f_code for f, line in walk_tb(error.__traceback__) if in_library(f"{f.f_code.co_filename}:{line}")
+    ]
+    words = {word for f in passed for word in (*f.co_varnames, *f.co_consts) if isinstance(word, str)}
+    known = {*words, *(() if code is None else code.co_varnames)} - {name}
+    new = next(iter([*RENAMED.get(name, ()), *get_close_matches(name, known, 1, 0.8)]), "")
     # TRL's trainers have the arguments of a training in a class of the same name: SFTConfig for SFTTrainer.
     config = getattr(sys.modules[called.__module__], called.__name__.replace("Trainer", "Config"), None)
     fields = getattr(config, "__dataclass_fields__", {}) if config is not called else {}
-    how = f"write {new} in its place" if code and new in code.co_varnames else "leave the argument out"
+    how = f"write {new} in its place" if new in known else "leave the argument out"
     if moved := next((field for field in (name, new) if field in fields), None):
         how = (
             f"give {moved} to {called.__name__.replace('Trainer', 'Config')}, which the trainer gets as args"

@@ -70,6 +70,7 @@ from isotype.trace.fake.sharded import ProcessMemory
 from isotype.trace.fake.twin import fake_inputs, fake_mode, restore_sharded, twin_of
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.fake.values import LIMIT
+from isotype.trace.misspelt import misspelt_arguments
 from isotype.trace.sides import sides_of
 from isotype.trace.weights import memory_kind, packed_bytes, state_tensors, tensors_and_weights, weights_of
 
@@ -164,6 +165,7 @@ def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
         partial=partial,
         without_effect=step.without_effect,
         unmatched=unmatched(model),
+        misspelt=misspelt_arguments(),
         by_ranges={
             base_name(name): exponent
             for name, module in step.twin.named_modules()

@@ -54,6 +54,7 @@ from isotype.trace.live.gradients import (
     samples_of,
 )
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of, in_dtypes, warnings_at_callers
+from isotype.trace.misspelt import misspelt_arguments
 
 State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
 
@@ -487,6 +488,7 @@ class Watch:
             model=type(self._roots[0]).__name__ if self._roots else "",
             input_dtypes=dict(recorder.inputs),
             unmatched=tuple(name for root in self._roots for name in unmatched(root)),
+            misspelt=misspelt_arguments(),
             idle_checkpoints=tuple(idle),
             no_autocast=no_autocast,
             lost_terms=tuple(dict.fromkeys(recorder.terms.lost)),
