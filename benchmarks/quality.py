@@ -41,7 +41,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes
 from isotype.model.quantized import dense_weight
 from isotype.precision.by_damage import Option, choose, mix
-from isotype.precision.damages import Damages, LayerDamage, stored_bytes
+from isotype.precision.damages import Damages, LayerDamage
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.policy import LayerStorage, PrecisionPolicy, read_moments
 
@@ -186,9 +186,7 @@ def table(only: list[str], kept: Path | None, record: bool) -> None:
         mean = sum(nats) / len(nats)
         plain = mean if name == "nf4" else plain
         size = sum(
-            stored_bytes(
-                each.rows, each.columns, policy.storage_of(each.module), double_quant=policy.double_quant
-            )
+            each.bytes(policy.storage_of(each.module), double_quant=policy.double_quant)
             for each in damages.layers
         )
         values = "".join(f"{value:>11.4f}" for value in nats)

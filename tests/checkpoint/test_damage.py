@@ -19,7 +19,7 @@ from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.resolve import read_measurement
 from isotype.core.errors import UsageError
 from isotype.core.formats import FITTED, MEASURED
-from isotype.precision.damages import Damages, stored_bytes
+from isotype.precision.damages import Damages, LayerDamage
 from isotype.precision.policy import read_moments
 from tests.models import save_tiny, tiny_batch, tiny_model
 from tests.without_float64 import WithoutFloat64
@@ -243,4 +243,4 @@ def test_bytes_are_those_of_the_stored_tensors(form: str, double_quant: bool) ->
         )
         nested = state.state2.absmax.nbytes + state.offset.nbytes if double_quant else 0
         wanted = codes.nbytes + state.absmax.nbytes + nested
-    assert stored_bytes(300, 200, form, double_quant=double_quant) == wanted
+    assert LayerDamage("", 300, 200, {}).bytes(form, double_quant=double_quant) == wanted

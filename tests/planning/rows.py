@@ -23,7 +23,6 @@ def row(**values: Any) -> Row:
         "rows": 2,
         "length": 64,
         "accumulation": 4,
-        "fits": True,
         "peak": 3 * 2**30,
         "room": 4 * 2**30,
         "phase": "backward",

@@ -165,4 +165,4 @@ def test_a_micro_batch_has_as_many_rows_as_the_loss_needs(
     request = SimpleNamespace(rows=None, at_most=None, command=command)
     search: Any = SimpleNamespace(request=request, step_rows=8, length=8, _even_rows=int)
     steps: Any = SimpleNamespace(peak=lambda rows, length: 100 * rows, arguments=None)
-    assert Search._micro_batch(search, steps, 150) == (least, least == 1)
+    assert Search._micro_batch(search, steps, 150) == least

@@ -278,7 +278,7 @@ def chosen_row(search: Search, rows: list[Row], goal: str) -> Row | None:
     fitting = picked(rows, goal)
     if fitting is not None and (goal != "longest" or "max_length" in search.request.command):
         return fitting
-    long = picked([replace(row, fits=True) for row in rows if row.longest], "longest")
+    long = picked([replace(row, room=row.peak) for row in rows if row.longest], "longest")
     if long is None or long.longest is None:
         return fitting
     row = search.with_length(long, long.longest)

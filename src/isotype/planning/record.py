@@ -94,7 +94,6 @@ class Row:
         rows: rows of a micro-batch on one device. If `fits` is false, `rows` is the smallest number that was tried.
         length: tokens of a row.
         accumulation: micro-batches of a step.
-        fits: true if the step takes at most `room`.
         peak: bytes at the step's peak.
         room: bytes the step may take.
         phase: phase of the peak.
@@ -121,7 +120,6 @@ class Row:
     rows: int
     length: int
     accumulation: int
-    fits: bool
     peak: int
     room: int
     phase: str
@@ -140,6 +138,11 @@ class Row:
     def command_line(self) -> str:
         """Training command, quoted for a shell."""
         return shlex.join(self.command.tokens())
+
+    @property
+    def fits(self) -> bool:
+        """True if the step takes at most `room`."""
+        return self.peak <= self.room
 
     @property
     def spare(self) -> Signed:

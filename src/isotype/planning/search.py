@@ -282,11 +282,11 @@ class Search:
         """Return the row with the largest micro-batch that fits on a device; if none fits, with the smallest micro-batch."""
         size = self.rooms[profile.name].size
         assert size is not None
-        rows, fits, longest, is_all = 1, False, None, False
+        rows, longest, is_all = 1, None, False
         if self.bounded and steps.held.peak > size:
             traced = steps.held
         else:
-            rows, fits = self._micro_batch(steps, size)
+            rows = self._micro_batch(steps, size)
             traced = steps.at(rows, self.length)
             if self.request.longest and self._searches_longest(steps):
                 longest, is_all = self._longest(steps, size)
@@ -302,7 +302,6 @@ class Search:
             rows=rows,
             length=self.length,
             accumulation=accumulation,
-            fits=fits,
             peak=traced.peak,
             room=size,
             phase=traced.phase,
@@ -316,7 +315,7 @@ class Search:
             base_memory=steps.step.plan.precision.base_memory,
         )
         self.notes += [note for note in traced.notes if note not in self.notes]
-        work = work_of(self.request, row, partial(steps.seconds, profile.name)) if fits else None
+        work = work_of(self.request, row, partial(steps.seconds, profile.name)) if row.fits else None
         return replace(row, command=command_of(self.request, row, profile, steps.arguments), work=work)
 
     def _damage(self, policy: PrecisionPolicy) -> float | None:
@@ -326,10 +325,10 @@ class Search:
         storages = {layer.module: policy.storage_of(layer.module) for layer in layers.layers}
         return layers.estimate(storages, "nf4")
 
-    def _micro_batch(self, steps: Steps, size: int) -> tuple[int, bool]:
-        """Return (rows of the largest micro-batch that fits and divides the step, True), or (least rows, False)."""
+    def _micro_batch(self, steps: Steps, size: int) -> int:
+        """Return the requested rows, or those of the largest micro-batch that fits and divides the step, or the least."""
         if self.request.rows is not None:
-            return self.request.rows, steps.peak(self.request.rows, self.length) <= size
+            return self.request.rows
         most = largest(
             lambda rows: steps.peak(rows, self.length),
             min(self.step_rows, self.request.at_most or self.step_rows),
@@ -338,9 +337,7 @@ class Search:
             enough=lambda low, high: self._even_rows(low) == self._even_rows(high - 1),
             high_first=steps.arguments is not None,
         )
-        if most is None:
-            return self.request.command.least_rows, False
-        return self._even_rows(most), True
+        return self.request.command.least_rows if most is None else self._even_rows(most)
 
     def _even_rows(self, most: int) -> int:
         """Return the rows of a micro-batch, at most `most`. If the user sets the rows of a step, micro-batches are equal."""

@@ -16,23 +16,6 @@ _FLOATS = {"bfloat16": 2, "float16": 2, "float32": 4}
 _SHOWN = 12
 
 
-def stored_bytes(rows: int, columns: int, form: str, *, double_quant: bool = False) -> int:
-    """Return the bytes of a weight `[rows, columns]` in a format, with its quantization constants.
-
-    A 4-bit weight has a float32 constant in each block. Double quantization (https://arxiv.org/abs/2305.14314, section
-    3) stores each constant in one byte, and adds a float32 number for every 256 blocks and another for the whole
-    weight. An int8 weight has a float32 constant in each row.
-    """
-    values = rows * columns
-    if form in _FLOATS:
-        return values * _FLOATS[form]
-    if form == "int8":
-        return values + 4 * rows
-    blocks = math.ceil(values / FORMATS[form].block)
-    constants = blocks + 4 * math.ceil(blocks / _NESTED) + 4 if double_quant else 4 * blocks
-    return math.ceil(values / 2) + constants
-
-
 @dataclass(frozen=True, slots=True)
 class LayerDamage:
     """The damage of each format to a model's output, if only one linear layer has this format.
@@ -53,7 +36,20 @@ class LayerDamage:
     moments: str = ""
 
     def bytes(self, form: str, *, double_quant: bool = False) -> int:
-        return stored_bytes(self.rows, self.columns, form, double_quant=double_quant)
+        """Return the bytes of the layer's weight in a format, with its quantization constants.
+
+        A 4-bit weight has a float32 constant in each block. Double quantization (https://arxiv.org/abs/2305.14314,
+        section 3) stores each constant in one byte, and adds a float32 number for every 256 blocks and another for the
+        whole weight. An int8 weight has a float32 constant in each row.
+        """
+        values = self.rows * self.columns
+        if form in _FLOATS:
+            return values * _FLOATS[form]
+        if form == "int8":
+            return values + 4 * self.rows
+        blocks = math.ceil(values / FORMATS[form].block)
+        constants = blocks + 4 * math.ceil(blocks / _NESTED) + 4 if double_quant else 4 * blocks
+        return math.ceil(values / 2) + constants
 
     def damage_in(self, form: str) -> float:
         """Return the damage of a format in nats per token; 0 for float32."""

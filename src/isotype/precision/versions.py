@@ -69,19 +69,10 @@ def installed() -> dict[str, str | None]:
     return {package: _version(package) for package in PACKAGES}
 
 
-def installed_requirements(versions: Mapping[str, str | None]) -> dict[str, list[str]]:
-    """Return package -> requirement strings, from the metadata of isotype and of the packages in `versions`.
-
-    A package is left out if its installed version differs from `versions`: the metadata is the installed version's.
-    """
-    packages = {**versions, "isotype": _version("isotype")}
-    matching = [package for package, version in packages.items() if version and version == _version(package)]
-    return {package: list(_required(package)) for package in matching}
-
-
-@cache
-def _required(package: str) -> tuple[str, ...]:
-    return tuple(importlib.metadata.requires(package) or ())
+def installed_requirements() -> dict[str, list[str]]:
+    """Return package -> requirement strings, from the metadata of isotype and of the installed packages in `PACKAGES`."""
+    packages = filter(_version, (*PACKAGES, "isotype"))
+    return {package: importlib.metadata.requires(package) or [] for package in packages}
 
 
 # --------------------------------------------------------------------------------------------------- what clashes
@@ -135,7 +126,7 @@ def _declared(
 
 
 def incompatibilities(
-    versions: Mapping[str, str | None], requires: Mapping[str, Sequence[str]] | None = None
+    versions: Mapping[str, str | None], requires: Mapping[str, Sequence[str]]
 ) -> list[Incompatibility]:
     """Return all incompatibilities among the versions, errors first.
 
@@ -143,10 +134,8 @@ def incompatibilities(
 
     Args:
         versions: package -> version, or None if the package is not installed, as `installed` returns them.
-        requires: package -> requirement strings; None stands for the requirements of the installed packages.
+        requires: package -> requirement strings, as `installed_requirements` returns them.
     """
-    if requires is None:
-        requires = installed_requirements(versions)
     parsed, results = dict[str, Version](), list[Incompatibility]()
     labels = {"isotype": f"isotype {_version('isotype')}"}
     for package, text in versions.items():
@@ -171,7 +160,7 @@ def is_installed(package: str) -> bool:
 
 @cache
 def incompatible_here() -> tuple[Incompatibility, ...]:
-    return tuple(incompatibilities(installed()))
+    return tuple(incompatibilities(installed(), installed_requirements()))
 
 
 def version_problems() -> list[Problem]:
