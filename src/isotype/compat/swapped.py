@@ -49,10 +49,7 @@ def swapped_class(
 
 def _like(member: Any, original: Any) -> Callable[..., Any]:
     """Return a copy of `member` with the signature of `original`. Trainers read the signature of a forward."""
-    copy = types.FunctionType(
-        member.__code__, member.__globals__, member.__name__, member.__defaults__, member.__closure__
-    )
-    return functools.wraps(original)(copy)
+    return functools.wraps(original)(copy_of(member, member.__globals__, member.__closure__))
 
 
 def copy_of(

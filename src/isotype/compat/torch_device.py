@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from threading import Thread
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.amp import autocast_mode
@@ -62,35 +62,16 @@ _MOVES = ("cuda", "xpu", "pin_memory")
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
-class Device(Protocol):
-    """The properties that a simulation reads from a device profile."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def capability(self) -> tuple[int, int] | None: ...
-
-    @property
-    def memory_bytes(self) -> int | None: ...
-
-    def supports(self, dtype: torch.dtype) -> str:
-        """Return `"native"` or `"emulated"` if the device computes in `dtype`; else `"refused"`."""
-
-
 def device_type(kind: str) -> str:
     """Return torch's device type for a kind of device: `"cuda"` for `"cuda"` and `"rocm"`."""
     return _DEVICE_TYPES.get(kind, kind)
 
 
 @contextlib.contextmanager
-def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
+def cpu_stands_for(kind: str, profile: Any = None) -> Iterator[None]:
     """Let the simulated device's autocast cast CPU tensors, by default to the device's default dtype.
 
-    If there is a `profile`, torch's functions about the device return the profile's properties.
+    If there is a `profile` (a `DeviceProfile`), torch's functions about the device return its properties.
     """
     simulated = device_type(kind)
     if simulated == "cpu":
@@ -106,7 +87,7 @@ def cpu_stands_for(kind: str, profile: Device | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def written_for(profile: Device, named: Callable[[], None] = lambda: None) -> Iterator[None]:
+def written_for(profile: Any, named: Callable[[], None] = lambda: None) -> Iterator[None]:
     """In the `with` block, code that names the simulated device makes models and tensors on the CPU.
 
     In the block, torch reports that the device is available. Libraries may cache this, so use the function only in a
@@ -239,7 +220,7 @@ def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
     return changes
 
 
-def _facts(simulated: str, profile: Device | None) -> Iterator[tuple[Any, str, Any]]:
+def _facts(simulated: str, profile: Any) -> Iterator[tuple[Any, str, Any]]:
     """Yield (owner, attribute name, new function) for each torch function about a property in `profile`."""
     if profile is None:
         return

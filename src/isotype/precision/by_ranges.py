@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +13,8 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.formats import QUANTIZATIONS
 from isotype.core.names import names_one_of
 from isotype.core.tables import table
+from isotype.precision.devices.profile import DeviceProfile
+from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import DEFAULT_LOSS_SCALE, ModuleException, PrecisionPolicy
 from isotype.precision.ranges import (
     FLOAT16_LARGEST,
@@ -23,10 +24,6 @@ from isotype.precision.ranges import (
     first_loss_scale,
     is_fill,
 )
-
-if TYPE_CHECKING:
-    from isotype.precision.devices.profile import DeviceProfile
-    from isotype.precision.facts import ModelFacts
 
 MARGIN = 2.0
 """A magnitude counts as too large above 65504 (the largest float16 number) divided by this margin; see docs/ranges.md."""
@@ -127,19 +124,18 @@ def known_ranges(model_type: str | None) -> str:
 
 
 def _without_measurement(facts: ModelFacts) -> RangeDecision:
-    trained = facts.trained_dtype
-    if known := known_ranges(facts.model_type):
-        why = f"{known}; not measured on this checkpoint"
-        return RangeDecision(wide=True, reasons={"residual": why}, warnings=(_UNSEEN,))
-    if trained == torch.float16:
+    trained, known = facts.trained_dtype, known_ranges(facts.model_type)
+    if trained == torch.float16 and not known:
         why = "as the weights: the ranges are unknown, but the checkpoint was trained in float16"
         return RangeDecision(reasons={"residual": why})
     origin = "the checkpoint's training dtype is unknown"
     if trained is not None:
         origin = f"the checkpoint was trained in {dtype_name(trained)}, which has a larger range than float16"
     why = (
-        f"the ranges are unknown, and {origin}; hidden states take twice the bytes of float16 until isotype.measure_ranges "
-        "shows that float16 is enough"
+        f"{known}; not measured on this checkpoint"
+        if known
+        else f"the ranges are unknown, and {origin}; hidden states take twice the bytes of float16 until "
+        "isotype.measure_ranges shows that float16 is enough"
     )
     return RangeDecision(wide=True, reasons={"residual": why}, warnings=(_UNSEEN,))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,13 +13,10 @@ from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import ASKED, FOUR_BITS, MXFP4, QUANTIZATIONS
 from isotype.core.names import listed
 from isotype.precision.by_ranges import decide_by_ranges
-from isotype.precision.facts import unreadable
+from isotype.precision.devices.profile import DeviceProfile
+from isotype.precision.facts import ModelFacts, unreadable
 from isotype.precision.policy import LayerStorage, PrecisionPolicy
-
-if TYPE_CHECKING:
-    from isotype.precision.devices.profile import DeviceProfile
-    from isotype.precision.facts import ModelFacts
-    from isotype.precision.ranges import Ranges
+from isotype.precision.ranges import Ranges
 
 TRAINABLE = ("lora", "full")
 

@@ -62,8 +62,7 @@ class Measurement:
 
     def save(self, path: str | Path) -> Path:
         """Write the measurement to a temporary file, and rename the file to `path`."""
-        write_whole(Path(path), self.to_json() + "\n")
-        return Path(path)
+        return write_whole(Path(path), self.to_json() + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> Self:

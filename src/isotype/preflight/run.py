@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import math
 import time
@@ -275,12 +276,9 @@ def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:
 
 
 def setting_value(value: str) -> Any:
-    words = {"True": True, "False": False, "None": None}
-    if value in words:
-        return words[value]
     try:
-        return float(value) if not value.isdigit() else int(value)
-    except ValueError:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
         dtype = getattr(torch, value, None)
         return dtype if isinstance(dtype, torch.dtype) else value
 
