@@ -21,7 +21,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import chain, count
 from pathlib import Path
@@ -285,40 +285,26 @@ def wait_for_turn(path: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def held(directory: Path) -> Iterator[None]:
-    """Lock a directory in the `with` block, so that no process removes it by `remove_abandoned`."""
-    descriptor = _hold(directory)
-    try:
-        yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
+def held(directory: Path) -> Iterator[bool]:
+    """Lock a directory in the `with` block, so that no process removes it by `remove_abandoned`.
+
+    Yields False if another process has the lock, or if locks are not supported.
+    """
+    with ExitStack() as stack:
+        locked = False
+        with suppress(OSError):
+            descriptor = os.open(directory, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            locked = _lock(descriptor) is None
+        yield locked
 
 
 def remove_abandoned(directories: Iterable[Path]) -> None:
     """Remove the directories that no running process has locked by `held`; nothing if locks are not supported."""
     for directory in directories:
-        descriptor = _hold(directory)
-        if descriptor is not None:
-            shutil.rmtree(directory, ignore_errors=True)
-            os.close(descriptor)
-
-
-def _hold(directory: Path) -> int | None:
-    """Lock a directory and return its descriptor; None if another process has the lock or if locks are not
-    supported."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        why = _lock(descriptor)
-    except OSError as error:
-        why = str(error)
-    if why is None:
-        return descriptor
-    os.close(descriptor)
-    return None
+        with held(directory) as locked:
+            if locked:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _locked_file(path: Path) -> int | str:

@@ -209,19 +209,17 @@ def _empty(named: str) -> Problem:
 
 def _prepare_parquet(files: tuple[Path, ...], reading: Reading) -> Prepared:
     import datasets
-    import pyarrow.parquet
 
-    problems = [problem for path in files if (problem := _parquet_problem(path))]
+    tables = {path: _parquet_metadata(path) for path in files}
+    problems = [table for table in tables.values() if isinstance(table, Problem)]
     if problems:
         return Prepared(problems)
-    tables = {path: pyarrow.parquet.read_metadata(path) for path in files}
     names = {path: table.schema.to_arrow_schema().names for path, table in tables.items()}
     first, *rest = files
     fix = "write the files with the same columns and types, or name a single file"
     expected = f"the columns of {first.name}: {quoted(names[first])}"
-    for path in rest:
-        if {*names[path]} != {*names[first]}:
-            problems.append(Problem(f"{path.name}: the columns are {quoted(names[path])}", expected, fix))
+    unlike = [path for path in rest if {*names[path]} != {*names[first]}]
+    problems = [Problem(f"{p.name}: the columns are {quoted(names[p])}", expected, fix) for p in unlike]
     if problems:
         return Prepared(problems)
     paths = [glob.escape(str(path.absolute())) for path in files]  # `load_dataset` takes paths as patterns
@@ -233,7 +231,8 @@ def _prepare_parquet(files: tuple[Path, ...], reading: Reading) -> Prepared:
     return opened(dataset, [(path.name, table.num_rows) for path, table in tables.items()], reading)
 
 
-def _parquet_problem(path: Path) -> Problem | None:
+def _parquet_metadata(path: Path) -> Any:
+    """Return the metadata of a parquet file, or the problem with the file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -243,12 +242,12 @@ def _parquet_problem(path: Path) -> Problem | None:
     except OSError as error:
         return _in_source(path.name, unreadable(error))
     try:
-        rows = pyarrow.parquet.read_metadata(path).num_rows if head else 0
+        metadata = pyarrow.parquet.read_metadata(path) if head else None
     except (pyarrow.ArrowInvalid, OSError) as error:
         why = first_line(error) if head.startswith(b"PAR1") else f"it begins with {head!r}"
         fix = "write the file again with a parquet library, or give it the right suffix"
         return Problem(f"{path.name}: not parquet: {why}", "a parquet file", fix)
-    return None if rows else _empty(path.name)
+    return metadata if metadata is not None and metadata.num_rows else _empty(path.name)
 
 
 def _prepare_saved(folder: Path, split: str, reading: Reading) -> Prepared:

@@ -103,32 +103,30 @@ def _of_one_form(
 ) -> list[_Part]:
     """Convert parts of different formats to one format: texts become messages, or prompts and completions become chats."""
     formats = formats_of(reading.method, reading.text_field)
-    forms = [matching(part.row, formats) for part in parts]
-    required = [() if form is None else form.required for form in forms]
-    plain = [
-        any(isinstance(part.row.get(name), str) for name in names if name in TURN_COLUMNS)
-        for part, names in zip(parts, required, strict=True)
-    ]
-    if len(set(required)) == 1 and len(set(plain)) == 1:
+    forms: list[tuple[_Part, tuple[str, ...], bool]] = []
+    for part in parts:
+        form = matching(part.row, formats)
+        names = () if form is None else form.required
+        plain = any(isinstance(part.row.get(name), str) for name in names if name in TURN_COLUMNS)
+        forms.append((part, names, plain))
+    kinds = {names for _, names, _ in forms}
+    if len({(names, plain) for _, names, plain in forms}) == 1:
         return parts
-    if len(set(required)) == 1 and "prompt" in required[0]:
-        named = quoted(part.name for part, text in zip(parts, plain, strict=True) if text)
+    if len(kinds) == 1 and "prompt" in forms[0][1]:
+        named = quoted(part.name for part, _, plain in forms if plain)
         say(f"{named}: plain prompts and answers become messages, like the rest of the mixture")
         spoken = replace(reading, chat=True)
-        return [
-            _part(part.entry, spoken, streaming) if text else part
-            for part, text in zip(parts, plain, strict=True)
-        ]
-    if reading.method == "sft" and set(required) <= {("messages",), ("prompt", "completion")}:
-        turned = [part.name for part, names in zip(parts, required, strict=True) if "prompt" in names]
+        return [_part(part.entry, spoken, streaming) if plain else part for part, _, plain in forms]
+    if reading.method == "sft" and kinds <= {("messages",), ("prompt", "completion")}:
+        turned = [part.name for part, names, _ in forms if "prompt" in names]
         say(
             f"{quoted(turned)}: prompts and completions become conversations, like the rest of the mixture; "
             "the loss includes prompts, unless --assistant_only_loss True is given"
         )
         return [_part(part.entry, replace(reading, joined=True), streaming) for part in parts]
     held = "; ".join(
-        f"'{part.name}' holds {' and '.join(map(repr, names))}{' as text' if text else ''}"
-        for part, names, text in zip(parts, required, plain, strict=True)
+        f"'{part.name}' holds {' and '.join(map(repr, names))}{' as text' if plain else ''}"
+        for part, names, plain in forms
     )
     expected = "data sets of the same format (sft can also mix conversations with prompts and completions)"
     fix = "train on the data sets one after the other, or rename an entry's columns with `columns`: {prompt: question, completion: answer}"
