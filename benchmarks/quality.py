@@ -40,8 +40,7 @@ from isotype.cli.training import DEMO
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes
 from isotype.model.quantized import dense_weight
-from isotype.precision.by_damage import Option, choose, mix
-from isotype.precision.damages import Damages, LayerDamage
+from isotype.precision.damages import Damages, LayerDamage, Option, choose, mix
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.policy import LayerStorage, PrecisionPolicy, read_moments
 

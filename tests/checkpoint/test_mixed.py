@@ -24,7 +24,7 @@ from isotype.core.formats import FORMATS as RECORDS
 from isotype.model.adapters import add_lora
 from isotype.model.quantized import dense_weight, quantization_state
 from isotype.model.walk import kind_of
-from isotype.precision.by_damage import with_constants_of
+from isotype.precision.damages import with_constants_of
 from isotype.precision.policy import LayerStorage, PrecisionPolicy, write_moments
 from tests.adapters import save_trained
 from tests.caches import own_cache

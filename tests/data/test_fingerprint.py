@@ -7,8 +7,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from isotype.data import fingerprint
-from isotype.data.fingerprint import fingerprint_of_rows
+from isotype.data import load
+from isotype.data.load import fingerprint_of_rows
 
 ROWS = [{"text": f"row {i}", "label": [i, None], "none": None if i % 3 else "x"} for i in range(2500)]
 
@@ -46,7 +46,7 @@ def test_other_rows(other: list[dict[str, object]]) -> None:
 
 
 def test_large_data_is_sampled_over_its_whole_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "_READ_BYTES", 20_000)
+    monkeypatch.setattr(load, "_READ_BYTES", 20_000)
     made = datasets.Dataset.from_list(ROWS)
     found = fingerprint_of_rows(made)
     assert found == fingerprint_of_rows(datasets.Dataset.from_list(ROWS))

@@ -12,7 +12,7 @@ import pytest
 from datasets import Dataset, Features, Json, List, Value
 from datasets import Image as Pictures
 
-from isotype.data.fingerprint import fingerprint_of_rows
+from isotype.data.load import fingerprint_of_rows
 from isotype.data.pictures import size_of
 from isotype.data.placed import QUESTION
 from tests.data.loading import Row, lines, load, mixture, refusal, write

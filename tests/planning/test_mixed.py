@@ -14,8 +14,7 @@ from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.resolve import save_measurement
 from isotype.core.formats import FITTED, MEASURED
 from isotype.planning.from_request import Plan, resolve_auto
-from isotype.precision.by_damage import base_bytes
-from isotype.precision.damages import Damages, LayerDamage
+from isotype.precision.damages import Damages, LayerDamage, base_bytes
 from isotype.records.memory import Memory
 from isotype.records.request import StepRequest
 from isotype.records.trace import Trace

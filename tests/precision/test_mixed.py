@@ -8,7 +8,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isotype.precision.by_damage import Option, choose
+from isotype.precision.damages import Option, choose
 
 OPTIONS = st.lists(st.builds(Option, st.integers(0, 60), st.floats(0, 10)), min_size=1, max_size=4)
 LAYERS = st.lists(OPTIONS, min_size=1, max_size=5)

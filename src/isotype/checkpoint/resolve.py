@@ -13,8 +13,7 @@ from isotype.checkpoint.opened import Checkpoint, facts_of, open_checkpoint
 from isotype.core.cache import default_cache_dir
 from isotype.core.errors import PrecisionError, Problem, SaveError
 from isotype.core.formats import MIXED
-from isotype.precision.by_damage import first_request, mix
-from isotype.precision.damages import Damages
+from isotype.precision.damages import Damages, first_request, mix
 from isotype.precision.decide import PrecisionRequest, decide
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.facts import ModelFacts

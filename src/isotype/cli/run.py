@@ -22,8 +22,7 @@ from isotype.core.console import TerminalConsole
 from isotype.core.errors import IsotypeError, Problem, UsageError
 from isotype.core.terminal import shown
 from isotype.precision.devices.names import require_device
-from isotype.preflight.script.family import Options
-from isotype.preflight.script.processes import is_python_script
+from isotype.preflight.script.family import Options, is_python_script
 from isotype.preflight.script.session import Session, show
 
 CRASHED = 1

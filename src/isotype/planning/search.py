@@ -19,7 +19,7 @@ from isotype.model.recompute import CHECKPOINTING
 from isotype.planning.record import Row, Time, Workload
 from isotype.planning.request import PlanRequest, command_of
 from isotype.planning.steps import Steps, Traced, largest
-from isotype.precision.by_damage import base_bytes
+from isotype.precision.damages import base_bytes
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.devices.room import Room
 from isotype.precision.policy import PrecisionPolicy

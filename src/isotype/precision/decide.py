@@ -27,7 +27,7 @@ class PrecisionRequest:
 
     Attributes:
         layers: linear layers in another format than `quantization`.
-        base_memory: limit of the base weights' bytes for the quantization `"mixed"`. `precision.by_damage` chooses the
+        base_memory: limit of the base weights' bytes for the quantization `"mixed"`. `precision.damages` chooses the
             formats.
         quantized_parts: `"language"` for the language model only; `"all"` also for the towers and projectors of other
             media.

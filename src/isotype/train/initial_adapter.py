@@ -20,7 +20,7 @@ from isotype.core.arguments import wrong_choice
 from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageError
 from isotype.core.formats import FOUR_BITS, MIXED
 from isotype.model.targets import task_of
-from isotype.precision.by_damage import as_decided
+from isotype.precision.damages import as_decided
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings
 

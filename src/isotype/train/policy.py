@@ -20,8 +20,7 @@ from isotype.core.errors import PrecisionError, Problem
 from isotype.core.formats import MIXED
 from isotype.model.enforce import Change, enforce_model, policy_of
 from isotype.model.shard import has_shards
-from isotype.precision.by_damage import as_decided
-from isotype.precision.damages import Damages
+from isotype.precision.damages import Damages, as_decided
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.devices.attention import has_faulty_cudnn
 from isotype.precision.devices.profile import DeviceProfile, device_profile

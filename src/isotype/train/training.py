@@ -29,8 +29,8 @@ from isotype.data.pictures import picture_columns
 from isotype.lora.fuse import FusionReport, fuse
 from isotype.lora.kernels import float32_reductions
 from isotype.model.recompute import CHECKPOINTING, checkpointing_arguments
-from isotype.precision.by_damage import with_constants_of
 from isotype.precision.by_ranges import with_ranges_of
+from isotype.precision.damages import with_constants_of
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.precision.policy import PrecisionPolicy
 from isotype.report.run.record import RunRecord, Sample

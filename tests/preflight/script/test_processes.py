@@ -17,8 +17,7 @@ from rich.console import Console
 import isotype
 from isotype.cli.run import run
 from isotype.preflight.script import session
-from isotype.preflight.script.family import VARIABLE, Family, Options, family
-from isotype.preflight.script.processes import watched_command
+from isotype.preflight.script.family import VARIABLE, Family, Options, family, watched_command
 
 PYTHON = sys.executable
 FLAGS = ("--steps", "2")

@@ -22,8 +22,7 @@ from isotype.compat.standard import around_processes, around_programs
 from isotype.core import PACKAGE
 from isotype.core.console import TerminalConsole
 from isotype.core.errors import IsotypeError, error_line
-from isotype.preflight.script.family import Family, Options, family
-from isotype.preflight.script.processes import watched_command
+from isotype.preflight.script.family import Family, Options, family, watched_command
 from isotype.report.text import say, short_source
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from isotype.core.errors import CheckpointError, Problem
 from isotype.core.files import only_writer, recover
 from isotype.core.tables import table
 from isotype.core.terminal import printed_command
-from isotype.data.fingerprint import fingerprint_of_rows
+from isotype.data.load import fingerprint_of_rows
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 from isotype.report.run.record import JSON_NAME
 from isotype.report.text import say
