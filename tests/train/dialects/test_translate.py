@@ -142,6 +142,24 @@ def test_frozen_parts_of_a_model_with_images_get_no_adapters(frozen: Mapping[str
     assert "freeze_vision_tower: false" in problem.fix or "freeze_vision_tower" in frozen
 
 
+@pytest.mark.parametrize(
+    ("settings", "dtypes"),
+    [
+        ({"base_model": "m", "bf16": "full"}, "axolotl: bfloat16 weights"),
+        ({"base_model": "m", "bf16": "full", "adapter": "lora", "lora_target_linear": True}, ""),
+        ({"base_model": "m", "bf16": True}, ""),
+        ({"model_name_or_path": "m", "stage": "sft", "pure_bf16": True}, "LLaMA-Factory: bfloat16 weights"),
+        ({"model_name_or_path": "m", "stage": "sft", "bf16": True}, ""),
+    ],
+)
+def test_weights_that_the_other_program_trains_in_bfloat16(settings: Mapping[str, Any], dtypes: str) -> None:
+    """isotype trains float32 weights, so its check shows neither the memory nor the lost updates of bfloat16 weights."""
+    reader = read(settings)
+    notes = [note for note, names in reader.notes.items() if not {"bf16", "pure_bf16"}.isdisjoint(names)]
+    assert [dtypes in note for note in notes] == [True] * bool(dtypes)
+    assert reader.values["dtype"] == "bfloat16"
+
+
 def test_there_are_enough_examples_of_every_kind() -> None:
     for trainer in ("axolotl", "LLaMA-Factory"):
         own = {source: values for source, values in EXAMPLES.items() if source.startswith(trainer)}
