@@ -102,16 +102,15 @@ def lengths_of(
         pictured, rows = Pictured(tokenizer), undecoded(rows)  # it caches the tokens of an image by its size
         counts = [pictured.count(rows[at]) for at in tried]
         return Lengths(tuple(n for n, _ in counts), len(rows), prompt=min(prompt for _, prompt in counts))
-    words = getattr(tokenizer, "tokenizer", tokenizer)
-    tokens, prompts = [], []
-    doubled = 0
+    reader = RowTokens(method, getattr(tokenizer, "tokenizer", tokenizer), text_field)
+    tokens, prompts, doubled = [], [], 0
     for at in tried:
         try:
-            tokens.append(_lengths(method, words, rows[at], text_field))
-            prompts.append(_prompt(method, words, rows[at], only_assistant))
+            tokens.append(tuple(map(len, reader.ids(rows[at], ends=True))))
+            prompts.append(reader.prompt(rows[at], only_assistant))
         except TemplateError as error:
             raise refused_row(source, at, error) from error
-        doubled += _begins_twice(words, rows[at], text_field)
+        doubled += reader.begins_twice(rows[at])
     return Lengths(tuple(map(max, tokens)), len(rows), doubled, min(prompts), tuple(tokens))
 
 
@@ -139,9 +138,9 @@ def adapter_notes(settings: Settings, tokenizer: Any, rows: Any) -> list[str]:
     words, field = getattr(tokenizer, "tokenizer", tokenizer), settings.dataset_text_field or "text"
     sequence = wanted.get("alora_invocation_tokens")
     shown = words.decode(sequence or wanted["token_indices"])
-    tried, lacking = sampled(rows), 0
+    tried, lacking, reader = sampled(rows), 0, RowTokens(settings.method.name, words, field)
     for at in tried:
-        ids = [token for part in _ids_of(settings.method.name, words, rows[at], field) for token in part]
+        ids = [token for part in reader.ids(rows[at]) for token in part]
         if sequence is None:
             lacking += {*wanted["token_indices"]}.isdisjoint(ids)
         else:
@@ -263,55 +262,61 @@ def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]
     return largest
 
 
-def _begins_twice(tokenizer: Any, row: Mapping[str, Any], text_field: str) -> bool:
-    text, bos = row.get("prompt", row.get(text_field)), getattr(tokenizer, "bos_token", None)
-    begins = bos and isinstance(text, str) and text.startswith(bos) and row.get("input_ids") is None
-    return bool(begins and tokenizer(bos)["input_ids"][:2] == [tokenizer.bos_token_id] * 2)
+@dataclass(frozen=True)
+class RowTokens:
+    """Tokenizes rows as the trainer of `method` does. SFT reads texts from the column `text_field`."""
 
+    method: str
+    tokenizer: Any
+    text_field: str = "text"
 
-def ids_of_row(tokenizer: Any, row: Mapping[str, Any], text_field: str = "text") -> list[int]:
-    """Return the token ids of an SFT row, which is a conversation, a prompt with a completion, or a text."""
-    return list(_ids_of("sft", tokenizer, row, text_field)[0])
+    def ids(self, row: Mapping[str, Any], ends: bool = False) -> list[Sequence[int]]:
+        """Return the token ids of each answer of a row, with the prompt before the answer.
 
+        With `ends`, a text ends with the token that the trainer adds.
+        """
+        stored = [row[n] for n in ("input_ids", "chosen_ids", "rejected_ids") if row.get(n) is not None]
+        return stored or [self._ids(*parts, row.get("tools"), ends) for parts in self._parts(row)]
 
-def _ids_of(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str) -> list[Sequence[int]]:
-    """Return the token ids of each answer of a row, with the prompt before the answer."""
-    ids = _stored_ids(row)
-    return ids or [_ids(tokenizer, *parts, row.get("tools")) for parts in _parts(method, row, text_field)]
+    def prompt(self, row: Mapping[str, Any], only_assistant: bool) -> int:
+        """Return the number of tokens in a row's prompt, or 0 if the row has no prompt or the model generates the answers."""
+        if "input_ids" in row or METHODS[self.method].loss == "policy":
+            return 0
+        prompt, answer = row.get("prompt") or _begun_alike(row), row.get("messages") or row.get("completion")
+        if only_assistant and isinstance(answer, list) and isinstance(prompt, list):
+            prompt = [*prompt, *takewhile(lambda turn: turn["role"] != "assistant", answer)]
+        ids = self._ids(prompt, None, row.get("tools")) if prompt else ()
+        if isinstance(prompt, str) and not row.get("prompt"):  # the common beginning may end inside a token
+            return alike_at_start(ids, self._ids(row["chosen"], None, None))
+        return len(ids)
 
+    def begins_twice(self, row: Mapping[str, Any]) -> bool:
+        """Return True if the row's text begins with the beginning-of-text token, which the tokenizer adds again."""
+        text, bos = row.get("prompt", row.get(self.text_field)), getattr(self.tokenizer, "bos_token", None)
+        begins = bos and isinstance(text, str) and text.startswith(bos) and row.get("input_ids") is None
+        return bool(begins and self.tokenizer(bos)["input_ids"][:2] == [self.tokenizer.bos_token_id] * 2)
 
-def _stored_ids(row: Mapping[str, Any]) -> list[Sequence[int]]:
-    names = ("input_ids", "chosen_ids", "rejected_ids")
-    return [row[name] for name in names if row.get(name) is not None]
+    def _parts(self, row: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+        """Return (prompt, answer) for each answer of a row. The prompt of a conversation or a text is None."""
+        prompt = row.get("prompt")
+        if METHODS[self.method].loss == "policy":
+            return [(prompt, None)]
+        answers = [row[name] for name in ("completion", "chosen", "rejected") if row.get(name) is not None]
+        text = row.get(self.text_field) if row.get("messages") is None else row["messages"]
+        return [(prompt, answer) for answer in answers] or [(prompt if text is None else None, text)]
 
-
-def _parts(method: str, row: Mapping[str, Any], text_field: str) -> list[tuple[Any, Any]]:
-    """Return (prompt, answer) for each answer of a row. The prompt of a conversation or a text is None."""
-    prompt = row.get("prompt")
-    if METHODS[method].loss == "policy":
-        return [(prompt, None)]
-    answers = [row[name] for name in ("completion", "chosen", "rejected") if row.get(name) is not None]
-    text = row.get(text_field) if row.get("messages") is None else row["messages"]
-    return [(prompt, answer) for answer in answers] or [(prompt if text is None else None, text)]
-
-
-def _lengths(method: str, tokenizer: Any, row: Mapping[str, Any], text_field: str) -> tuple[int, ...]:
-    if ids := _stored_ids(row):
-        return tuple(map(len, ids))
-    return tuple(_tokens(tokenizer, *parts, row.get("tools")) for parts in _parts(method, row, text_field))
-
-
-def _prompt(method: str, tokenizer: Any, row: Mapping[str, Any], only_assistant: bool) -> int:
-    """Return the number of tokens in a row's prompt, or 0 if the row has no prompt or the model generates the answers."""
-    if "input_ids" in row or METHODS[method].loss == "policy":
-        return 0
-    prompt, answer = row.get("prompt") or _begun_alike(row), row.get("messages") or row.get("completion")
-    if only_assistant and isinstance(answer, list) and isinstance(prompt, list):
-        prompt = [*prompt, *takewhile(lambda turn: turn["role"] != "assistant", answer)]
-    ids = _ids(tokenizer, prompt, None, row.get("tools")) if prompt else ()
-    if isinstance(prompt, str) and not row.get("prompt"):  # the common beginning may end inside a token
-        return alike_at_start(ids, _ids(tokenizer, row["chosen"], None, None))
-    return len(ids)
+    def _ids(self, prompt: Any, answer: Any, tools: Any, ends: bool = False) -> Sequence[int]:
+        parts = [part for part in (prompt, answer) if part]
+        if any(isinstance(part, list) for part in parts):
+            turns = [turn for part in parts for turn in part]
+            more = {"tools": tools if isinstance(tools, list) else None, "return_dict": False}
+            of_turns: Sequence[int] = render_chat(
+                self.tokenizer, turns, add_generation_prompt=answer is None, **more
+            )
+            return of_turns
+        ids: list[int] = self.tokenizer("".join(parts))["input_ids"]
+        end = [self.tokenizer.eos_token_id]
+        return [*ids, *end] if ends and answer is not None and ids[-1:] != end else ids
 
 
 def _begun_alike(row: Mapping[str, Any]) -> Any:
@@ -319,22 +324,3 @@ def _begun_alike(row: Mapping[str, Any]) -> Any:
     chosen, rejected = row.get("chosen") or [], row.get("rejected") or []
     alike = max(0, min(alike_at_start(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
     return chosen[: alike - (chosen[alike - 1 : alike] == " ")]
-
-
-def _tokens(tokenizer: Any, prompt: Any, answer: Any, tools: Any) -> int:
-    ids = _ids(tokenizer, prompt, answer, tools)
-    if any(isinstance(part, list) for part in (prompt, answer)):
-        return len(ids)
-    complete = answer is None or (len(ids) > 0 and ids[-1] == tokenizer.eos_token_id)
-    return len(ids) + (not complete)
-
-
-def _ids(tokenizer: Any, prompt: Any, answer: Any, tools: Any) -> Sequence[int]:
-    parts = [part for part in (prompt, answer) if part]
-    if any(isinstance(part, list) for part in parts):
-        turns = [turn for part in parts for turn in part]
-        more = {"tools": tools if isinstance(tools, list) else None, "add_generation_prompt": answer is None}
-        ids: Sequence[int] = render_chat(tokenizer, turns, return_dict=False, **more)
-    else:
-        ids = tokenizer("".join(parts))["input_ids"]
-    return ids

@@ -28,7 +28,7 @@ from isotype.train.models import tokenizer_here
 from isotype.train.output.checkpoints import all_checkpoints
 from isotype.train.output.resume import template_date
 from isotype.train.rows.data import training_data
-from isotype.train.rows.lengths import ids_of_row, refused_row
+from isotype.train.rows.lengths import RowTokens, refused_row
 
 _LENGTH = 128
 """Largest number of tokens in a row. Many short rows represent a data set better than a few long rows."""
@@ -46,7 +46,7 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
         what, expected = f"{model} without a tokenizer on this machine", "the tokenizer of the model"
         fix = "download the model first, or leave --data out"
         raise CheckpointError.of("no tokenizer for the data", what, expected, fix)
-    words = getattr(tokenizer, "tokenizer", tokenizer)
+    reader = RowTokens("sft", getattr(tokenizer, "tokenizer", tokenizer))
     length = min(_LENGTH, positions(blank_model(open_model(model, revision).model_config)) or _LENGTH)
     script, reading = ScriptArguments(dataset_name=name), Reading("sft", lines=True)
     rows = load_training_data(script, None, reading, need_test=False, say=lambda line: None)["train"]
@@ -55,7 +55,7 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
         if sum(map(len, texts)) >= tokens:
             break
         try:
-            texts.append(ids_of_row(words, rows[at])[:length])
+            texts.append([*reader.ids(rows[at])[0]][:length])
         except TemplateError as error:
             raise refused_row(name, at, error) from error
     ids = [torch.tensor(text) for text in texts]
@@ -96,7 +96,7 @@ def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
     day = next(filter(None, days), None)
     try:
         with nullcontext() if day is None else day_held(day):
-            texts = _texts(words, rows, settings.dataset_text_field or "text")
+            texts = _texts(RowTokens("sft", words, settings.dataset_text_field or "text"), rows)
     except (TemplateError, KeyError, TypeError) as error:
         return None, f"the rows of the training were not tokenized again: {first_line(error)}"
     if not texts:
@@ -109,11 +109,11 @@ def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
     return Rows(tuple(texts), source), None
 
 
-def _texts(tokenizer: Any, rows: Any, text_field: str) -> list[tuple[Sequence[int], Sequence[int]]]:
+def _texts(reader: RowTokens, rows: Any) -> list[tuple[Sequence[int], Sequence[int]]]:
     """Return (ids, labels) of up to `_MOST` rows that are spread over the data."""
     texts = []
     for at in spread(len(rows)):
-        ids, labels = _labelled(tokenizer, rows[at], text_field)
+        ids, labels = _labelled(reader, rows[at])
         if len(ids) > 1:
             texts.append((ids, labels))
         if len(texts) == _MOST:
@@ -146,11 +146,11 @@ def _rows(settings: Settings) -> tuple[str, Any]:
     return split, data[split] if hasattr(data[split], "__len__") else ()
 
 
-def _labelled(tokenizer: Any, row: Mapping[str, Any], text_field: str) -> tuple[Sequence[int], Sequence[int]]:
+def _labelled(reader: RowTokens, row: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int]]:
     answer = next((row[name] for name in ("completion", "chosen") if row.get(name) is not None), None)
     prompt = row.get("prompt")
-    ids = ids_of_row(tokenizer, {**row, "completion": answer} if answer is not None else row, text_field)
+    ids = [*reader.ids({**row, "completion": answer} if answer is not None else row)[0]]
     if not prompt or answer is None:
         return ids, ids
-    length = len(ids_of_row(tokenizer, {"prompt": prompt, "messages": None}, text_field))
+    length = len(reader.ids({"prompt": prompt, "messages": None})[0])
     return ids, [-100] * length + ids[length:]
