@@ -35,7 +35,7 @@ from isotype.lora.loss.log_probs import log_probs
 from isotype.lora.loss.logits import Head
 from isotype.lora.unpadded import Sequences, with_sequences
 from isotype.trace.fake import twin
-from isotype.train.monitor.step import MicroBatch, Step
+from isotype.train.monitor.meter import MicroBatch, Step
 from tests.models import quiet
 
 DEVICE = "npy"

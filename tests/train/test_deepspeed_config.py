@@ -13,7 +13,7 @@ import torch
 from isotype.core.errors import PrecisionError
 from isotype.data.methods import METHODS
 from isotype.train.command.settings import Settings
-from isotype.train.deepspeed_config import check_dtype, config_problems
+from isotype.train.launched import check_dtype, config_problems
 from isotype.train.validate import argument_problems
 from tests.parsed import parse_settings
 

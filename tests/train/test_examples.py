@@ -22,7 +22,7 @@ from isotype.data.methods import METHODS
 from isotype.data.reading import ColumnMap, parse_columns
 from isotype.report.run.record import DataSummary
 from isotype.train import training
-from isotype.train.rows.examples import data_summary, percentiles, planned_epochs, show_data
+from isotype.train.describe import data_summary, percentiles, planned_epochs, show_data
 from isotype.train.rows.lengths import Lengths, padding_share
 from tests.pairwise import few
 from tests.parsed import parse_settings

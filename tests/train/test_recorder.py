@@ -21,12 +21,11 @@ from rich.console import Console
 from isotype.core.errors import SaveError, TrainingError
 from isotype.report.run.record import EvalRecord, StepRecord
 from isotype.train.callback import PrecisionCallback
-from isotype.train.monitor import step as steps
+from isotype.train.monitor import meter as steps
 from isotype.train.monitor.memory import SAMPLING_SECONDS, memory_meter
-from isotype.train.monitor.meter import StepMeter
+from isotype.train.monitor.meter import Step, StepMeter
 from isotype.train.monitor.progress import ProgressView
 from isotype.train.monitor.recorder import PeriodicReport, RunRecorder
-from isotype.train.monitor.step import Step
 from tests.pairwise import few, pairwise
 from tests.train.test_trainer import build
 from tests.train.tiny import save_chat_model
@@ -300,8 +299,8 @@ def test_the_host_waits_once_a_step(
     recorder, _ = recorded(trainer)
     assert [step.loss_scale for step in recorder.steps] == ([65536.0] * 3 if scaled else [None] * 3)
     # What is read of the last step's end and of the training's is not counted: saving and looking at weights.
-    assert [step["step"] for step in reads[:-1]] == ([0, 1] if deferred else [1, 1])
-    assert all(set(step) <= {"step"} for step in reads[:-1])
+    assert [step["meter"] for step in reads[:-1]] == ([0, 1] if deferred else [1, 1])
+    assert all(set(step) <= {"meter"} for step in reads[:-1])
 
 
 class Poison(transformers.TrainerCallback):  # type: ignore[misc]

@@ -22,7 +22,7 @@ import isotype
 from isotype.cli.main import main
 from isotype.core.files import STAGING
 from isotype.data.methods import METHODS
-from isotype.train.monitor.step import Step, count_tokens
+from isotype.train.monitor.meter import Step, count_tokens
 from isotype.train.output.checkpoints import whole_checkpoints
 from isotype.train.policy import enforce_trainer, masters_of, precision_arguments
 from isotype.train.trainer import policy_trainer

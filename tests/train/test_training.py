@@ -335,7 +335,7 @@ def test_the_last_step_before_an_exception_is_in_the_report(
     model, data, tmp_path, monkeypatch, ends: type[BaseException], status: str
 ):
     """On a device whose optimizer skips updates, a step is read while the next one runs."""
-    from isotype.train.monitor import step
+    from isotype.train.monitor import meter as step
     from isotype.train.monitor.recorder import RunRecorder
 
     monkeypatch.setattr(step, "DEFERRED_ON", ("cpu",))

@@ -57,7 +57,6 @@ from isotype.train.preflight.plan_rows import choice_of_run
 from isotype.train.rewards import check_rewards, rewards_of
 from isotype.train.rows.assistant import labelled_rows
 from isotype.train.rows.data import dropped_examples, fitting, pictures_named, training_data
-from isotype.train.rows.examples import data_summary, example_of, show_data
 from isotype.train.rows.lengths import adapter_notes, lengths_in
 from isotype.train.rows.packed import keep_rows
 from isotype.train.rows.pictured import learn_no_pictures
@@ -242,8 +241,8 @@ def _build(run: Run, console: Console) -> Built:
         pictures=method.takes_pictures and any(map(picture_columns, data.values())),
     )
     if run.resume is None:
-        example = None if settings.quiet else example_of(trainer)
-        show_data(console, data_summary(trainer, lengths), example)
+        example = None if settings.quiet else describe.example_of(trainer)
+        describe.show_data(console, describe.data_summary(trainer, lengths), example)
     return built
 
 

@@ -33,9 +33,8 @@ from isotype.train.command.arguments import name_problems, number_problems
 from isotype.train.command.command import Command
 from isotype.train.command.settings import Settings, settings_of
 from isotype.train.compilation import compiler_problems
-from isotype.train.deepspeed_config import check_dtype, config_problems
 from isotype.train.initial_adapter import bias_problems, check_initial, initial_problems, start_of
-from isotype.train.launched import whole_weight_problems
+from isotype.train.launched import check_dtype, config_problems, whole_weight_problems
 from isotype.train.rows.data import check_pictures
 from isotype.train.signals import early_stopping_problems
 

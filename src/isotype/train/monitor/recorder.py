@@ -14,8 +14,8 @@ from isotype.core.errors import SaveError, first_line
 from isotype.report.run.headroom import Headroom
 from isotype.report.run.record import EvalRecord, RunRecord, StepRecord
 from isotype.train.monitor.memory import HeadroomMeter
+from isotype.train.monitor.meter import Step, skipping_optimizer
 from isotype.train.monitor.progress import ProgressView
-from isotype.train.monitor.step import Step, skipping_optimizer
 
 _LOGGED_ANYWAY = ("loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "total_flos")
 
@@ -27,7 +27,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
     """Callback that makes a `StepRecord` of every optimizer step of a `PolicyTrainer`.
 
     All processes make these records, so that all processes end a run at the same step. Only rank 0 shows the progress. If
-    the optimizer can skip updates on the device (`isotype.train.monitor.step`), a step is checked and recorded while
+    the optimizer can skip updates on the device (`isotype.train.monitor.meter`), a step is checked and recorded while
     the next step runs. The trainer saves, logs or evaluates only after the record.
 
     Args:
