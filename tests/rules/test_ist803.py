@@ -9,7 +9,7 @@ from torch import nn
 import isotype
 from isotype.records.finding import Action
 from isotype.rules.ist803_positions import find
-from tests.rules.samples import BF16, FP32, call, operand, trace, weight, with_modules
+from tests.rules.samples import BF16, FP32, call, operand, refused, trace, weight, with_modules
 
 NAME = "model.rotary_emb.inv_freq"
 
@@ -85,6 +85,13 @@ def test_a_complex_table_that_a_cast_made_real(use: str, cast: str) -> None:
         crashes = use in ("parts", "imag") and cast == "to(bfloat16)"
         with pytest.raises(RuntimeError, match="complex") if crashes else warnings.catch_warnings():
             model(torch.ones(2, 8, dtype=BF16))
+
+
+def test_the_error_of_a_refused_operator_is_quoted_once() -> None:
+    message = "view_as_real is only supported for complex tensors"
+    call = refused("aten.view_as_real.default", "forward", operand(BF16), message=message)
+    (finding,) = find(trace(calls=[call]))
+    assert finding.notes == (f"the device raises: {message}",)
 
 
 class Spectrum(nn.Module):

@@ -204,7 +204,7 @@ def test_a_frame_keeps_its_mark():
 
 
 def test_the_evidence_says_who_took_it_and_where():
-    from isotype.rules.kit.findings import evidence
+    from isotype.rules.kit.words import evidence
 
     (group,) = groups(traced(Block(TAKEN["to"]), X, phases=("forward",)))
     assert (

@@ -200,6 +200,11 @@ class Call:
         return bool(self.operands) and self.operands[0].origin.kind == "gradient"
 
     @property
+    def refusal(self) -> str:
+        """The error message of the device; "" if the operands keep the operator's contract."""
+        return "" if self.breach is None else self.breach.message
+
+    @property
     def is_cast(self) -> bool:
         """True if the call converts a float tensor to another float dtype."""
         before = {operand.dtype for operand in self.operands[-1:]} & FLOATS

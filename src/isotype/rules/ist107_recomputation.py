@@ -33,9 +33,10 @@ from isotype.core.names import grouped, short
 from isotype.records.finding import Fix
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.contract_rule import contract_rule
-from isotype.rules.kit.findings import Findings, advice, device_error, finding_after, finding_at, setting
+from isotype.rules.kit.findings import Findings, advice, finding_after, finding_at, setting
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import repacked
+from isotype.rules.kit.words import device_error
 
 CLAIMS = (Claim("phase", lambda broken: broken.call.recomputed, settled=False),)
 

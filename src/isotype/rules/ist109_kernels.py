@@ -34,14 +34,15 @@ from isotype.core.names import short
 from isotype.records.finding import Finding
 from isotype.records.trace import UNSAFE, Call, Trace
 from isotype.rules.kit.contract_rule import contract_rule
-from isotype.rules.kit.findings import Findings, advice, device_error, finding_at, fix
+from isotype.rules.kit.findings import Findings, advice, finding_at, fix
 from isotype.rules.kit.groups import Broken, Claim
+from isotype.rules.kit.words import device_error
 
 _TAKES_INTEGERS = re.compile("bitwise|shift")
 
 
 def _is_unsafe(call: Call) -> bool:
-    return call.breach is not None and call.breach.message.endswith(UNSAFE)
+    return call.refusal.endswith(UNSAFE)
 
 
 def _has_no_kernel(broken: Broken) -> bool:
@@ -75,10 +76,9 @@ def find(trace: Trace) -> Findings:
             while origin.before is not None and origin.before.dtype in FLOATS:
                 origin = origin.before
             if origin.before is not None:  # a cast of integers
-                kept, line = dtype_name(origin.before.dtype), short(origin.source)
-                keep = fix(f"keep {origin.before.name} in {kept} at {line}", "line", (origin.source,), kept)
-                cast = f"{origin.before.name} is cast to {dtype} at {line}"
-                yield replace(finding, cause=cast, fixes=(keep,))
+                name, kept, line = origin.before.name, dtype_name(origin.before.dtype), short(origin.source)
+                keep = fix(f"keep {name} in {kept} at {line}", "line", (origin.source,), kept)
+                yield replace(finding, cause=f"{name} is cast to {dtype} at {line}", fixes=(keep,))
                 continue
             what = f"keep {origin.name} as integers: a cast to {dtype} rounds them"
             stored = origin.kind in ("buffer", "parameter")
@@ -93,18 +93,13 @@ def find(trace: Trace) -> Findings:
 
 
 def _unsafe(call: Call) -> Finding:
-    assert call.breach is not None
     assert call.autocast is not None
     where, logits = short(call.source), "binary_cross_entropy_with_logits"
+    message = f"{call.op} is refused under autocast"
+    cause = f"{call.op} is called under autocast to {dtype_name(call.autocast)} at {where}"
     without_autocast = f"switch autocast off around {where}, and call the loss in float32"
-    return finding_at(
-        "error",
-        f"{call.op} is refused under autocast",
-        [call],
-        cause=f"{call.op} is called under autocast to {dtype_name(call.autocast)} at {where}",
-        notes=device_error(call),
-        fixes=(
-            fix(without_autocast, "line", (call.source,), "float32"),
-            advice(call.source, f"leave out the sigmoid, and pass the logits to {logits}()", logits),
-        ),
+    fixes = (
+        fix(without_autocast, "line", (call.source,), "float32"),
+        advice(call.source, f"leave out the sigmoid, and pass the logits to {logits}()", logits),
     )
+    return finding_at("error", message, [call], cause=cause, notes=device_error(call.refusal), fixes=fixes)

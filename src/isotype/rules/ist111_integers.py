@@ -40,27 +40,18 @@ from isotype.core.names import grouped, plain_name, short
 from isotype.core.operators import MASKED, float_indices
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Call, Operand, Trace
-from isotype.rules.kit.findings import (
-    Findings,
-    advice,
-    at,
-    cause_text,
-    device_error,
-    evidence,
-    finding_at,
-    place,
-)
+from isotype.rules.kit.findings import Findings, advice, finding_at
 from isotype.rules.kit.groups import Claim
+from isotype.rules.kit.words import at, cause_text, device_error, evidence, place
 
 
 def _refused(call: Call) -> Operand | None:
     """Return the float operand that must be an integer, or the operand whose integer dtype the error names."""
-    message = call.breach.message if call.breach is not None else ""
-    if message and (floats := float_indices(call.op, [operand.dtype for operand in call.operands])):
+    if call.refusal and (floats := float_indices(call.op, [operand.dtype for operand in call.operands])):
         operand = call.operands[floats[0]]
         before = operand.origin.before if operand.origin.kind == "autocast" else None
         return replace(operand, dtype=before.dtype, origin=before) if before else operand
-    dtype = named_integer(message, (operand.dtype for operand in call.operands))
+    dtype = named_integer(call.refusal, (operand.dtype for operand in call.operands))
     return next((operand for operand in call.operands if operand.dtype == dtype), None)
 
 
@@ -101,14 +92,9 @@ def _outside(call: Call, calls: list[Call]) -> Finding:
     whose = f"what {cause.name or 'the step'} returns{at(cause.source)}"
     if cause.kind == "input":
         whose = f"the input {cause.name}"
-    return finding_at(
-        "error",
-        message,
-        calls,
-        cause=f"{whose} has {index}" + ("" if labels else f", {of} has {size} rows"),
-        evidence=evidence(indices.origin),
-        fixes=(_advice(call, labels, cause.kind == "input", size),),
-    )
+    why = f"{whose} has {index}" + ("" if labels else f", {of} has {size} rows")
+    fixes = (_advice(call, labels, cause.kind == "input", size),)
+    return finding_at("error", message, calls, cause=why, evidence=evidence(indices.origin), fixes=fixes)
 
 
 def _advice(call: Call, labels: bool, of_input: bool, size: int) -> Fix:
@@ -138,7 +124,7 @@ def _dtype(call: Call, calls: list[Call], trace: Trace) -> Finding:
         calls,
         cause=cause_text(refused.origin.cause, trace.owners),
         evidence=evidence(refused.origin),
-        notes=device_error(call),
+        notes=device_error(call.refusal),
         fixes=(advice(place(call), how),),
     )
 

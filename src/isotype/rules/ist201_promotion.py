@@ -44,19 +44,11 @@ from isotype.records.finding import Action, Cost, Finding, Fix
 from isotype.records.trace import Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
-from isotype.rules.kit.findings import (
-    TRANSFORMERS,
-    Findings,
-    actions,
-    and_others,
-    cause_text,
-    evidence,
-    finding_at,
-    places,
-)
+from isotype.rules.kit.findings import Findings, actions, finding_at, places
 from isotype.rules.kit.groups import Group, distinct
 from isotype.rules.kit.routers import router_products
 from isotype.rules.kit.weight_sets import is_exact, names
+from isotype.rules.kit.words import TRANSFORMERS, and_others, cause_text, evidence
 
 _OF_TRL = "/trl/kernels/"
 """TRL's fused head adds up its gradients in float32. On a GPU, the head's products stay in 16 bits."""
@@ -141,32 +133,27 @@ def _key(wide: _Wide, owners: Mapping[str, Weight]) -> tuple[str, ...]:
 
 
 def _cost(trace: Trace, calls: list[Call]) -> Cost:
-    bound = [cast for cast in costs.casts(trace) if cast.call.module in {call.module for call in calls}]
-    return Cost(
-        flops_share=costs.flops_share(trace, calls),
-        cast_bytes=sum(cast.bytes for cast in bound),
-        slowdown=costs.slowdown(trace, calls, trace.setup.compute),
-    )
+    modules = {call.module for call in calls}
+    moved = sum(cast.bytes for cast in costs.casts(trace) if cast.call.module in modules)
+    slowdown = costs.slowdown(trace, calls, trace.setup.compute)
+    return Cost(costs.flops_share(trace, calls), moved, slowdown=slowdown)
 
 
 def _finding(trace: Trace, group: list[_Wide], cost: Cost) -> Finding:
-    first = group[0]
+    first, compute = group[0], trace.setup.compute
     cause = first.roots[0]
-    wide, narrow = dtype_name(first.mismatched.dtype), dtype_name(trace.setup.compute)
+    wide, narrow = dtype_name(first.mismatched.dtype), dtype_name(compute)
     calls = tuple(wide.call for wide in group)
     roots = (root for wide in group for root in wide.roots if root.dtype == wide.mismatched.dtype)
-    compute = trace.setup.compute
     blamed = Group(calls, first.mismatched, distinct((cause, *roots)), compute, compute)
+    number = plural(sum(call.repeats for call in calls), "matmul")
     return finding_at(
         "warning",
         f"{100 * cost.flops_share:.0f} % of the FLOPs run in {wide} instead of {narrow}",
         calls,
         cause=cause_text(cause, trace.owners),
         evidence=evidence(first.mismatched.origin),
-        notes=(
-            f"{plural(sum(call.repeats for call in calls), 'matmul')} in {plural(len(places(calls)), 'module')}",
-            *costs.estimate(cost, trace),
-        ),
+        notes=(f"{number} in {plural(len(places(calls)), 'module')}", *costs.estimate(cost, trace)),
         fixes=tuple(_fixes(trace, blamed)),
         cost=cost,
     )

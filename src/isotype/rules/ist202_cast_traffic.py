@@ -39,8 +39,9 @@ from isotype.core.names import format_bytes, plural, short
 from isotype.records.finding import Cost, Finding
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.findings import Findings, advice, cause_text, finding_at
+from isotype.rules.kit.findings import Findings, advice, finding_at
 from isotype.rules.kit.weight_sets import cast_fix, extra_bytes, is_frozen_base
+from isotype.rules.kit.words import cause_text
 
 _LEAST_SHARE = 0.02
 
@@ -79,21 +80,15 @@ def _weights_finding(trace: Trace, casts: Sequence[costs.Cast]) -> Finding:
     moved = sum(cast.bytes for cast in casts)
     calls = [cast.call for cast in casts]
     cost = Cost(cast_bytes=moved, memory_bytes=spare, slowdown=costs.slowdown(trace, (), first.after, calls))
-    return finding_at(
-        "warning",
-        f"frozen {before} weights are cast to {after} at every step: {format_bytes(moved)}",
-        calls,
-        cause=cause_text(first.operand.origin, trace.owners),
-        notes=(
-            f"{plural(len(weights), 'weight')}, {format_bytes(spare)} more memory than in {after}",
-            *costs.estimate(cost, trace),
-        ),
-        fixes=(
-            cast_fix(f"store the frozen weights in {after}", frozen, first.after),
-            advice("dtype", f"load the model with dtype={after}", after),
-        ),
-        cost=cost,
+    message = f"frozen {before} weights are cast to {after} at every step: {format_bytes(moved)}"
+    cause = cause_text(first.operand.origin, trace.owners)
+    more = f"{plural(len(weights), 'weight')}, {format_bytes(spare)} more memory than in {after}"
+    notes = (more, *costs.estimate(cost, trace))
+    fixes = (
+        cast_fix(f"store the frozen weights in {after}", frozen, first.after),
+        advice("dtype", f"load the model with dtype={after}", after),
     )
+    return finding_at("warning", message, calls, cause=cause, notes=notes, fixes=fixes, cost=cost)
 
 
 def _undone(trace: Trace) -> Iterator[tuple[costs.Cast, Weight]]:
@@ -116,6 +111,7 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[costs.Cast, Weight]])
     moved = sum(cast.bytes for cast in both)
     slowdown = costs.slowdown(trace, (), first.after, [cast.call for cast in both])
     cost = Cost(cast_bytes=moved, slowdown=slowdown)
+    number = sum(cast.call.repeats for cast, _ in undone)
     how = "run the step in `with peft.helpers.disable_input_dtype_casting(model):`, because autocast casts the inputs anyway"
     return finding_at(
         "note",
@@ -124,10 +120,7 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[costs.Cast, Weight]])
         module=up.module,
         source=up.source,
         cause=f"{weight.name} is {wide}, so its layer casts the adapter's input to {wide} at {short(up.source)}",
-        notes=(
-            f"{sum(cast.call.repeats for cast, _ in undone)} casts to {wide} in a step, and as many casts back",
-            *costs.estimate(cost, trace),
-        ),
+        notes=(f"{number} casts to {wide} in a step, and as many casts back", *costs.estimate(cost, trace)),
         fixes=(advice("cast_input_dtype_enabled", how, "False"),),
         cost=cost,
         places=tuple(dict.fromkeys(cast.operand.origin.module for cast, _ in undone)),

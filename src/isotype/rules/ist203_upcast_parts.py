@@ -84,22 +84,17 @@ def _finding(
     more = f"{format_bytes(extra)} more memory"
     message = f"{agree(len(wide), noun, 'are')} float32 in a {target} model: {more}"
     if wide[0].trainable:
-        notes = (f"small updates need float32; with LoRA the frozen weights could be {target}",)
+        small = f"small updates need float32; with LoRA the frozen weights could be {target}"
         cost = Cost(memory_bytes=extra)
-        return finding_of("note", message, wide, phase="load", notes=notes, cost=cost)
+        return finding_of("note", message, wide, phase="load", notes=(small,), cost=cost)
     touched = {weight.module for weight in wide}
     casts = [c for c in costs.casts(trace) if c.call.module in touched]
     cast_bytes = sum(cast.bytes for cast in casts if cast.operand.origin.kind == "parameter")
     to_target = cast_fix(f"cast them to {target}", wide, wanted)
-    rounds = f"a cast to {target} may round some of their values"
+    rounds = [f"a cast to {target} may round some of their values"] if to_target.safety == "unsafe" else []
+    notes = (f"float32: {listed(names(wide))}", *rounds)
     enforce = "call isotype.enforce(model, policy)"
     how = f"leave out prepare_model_for_kbit_training, or {enforce} after it" if prepared else enforce
-    return finding_of(
-        "warning",
-        message,
-        wide,
-        phase="load",
-        notes=(f"float32: {listed(names(wide))}", *(() if to_target.safety == "safe" else (rounds,))),
-        fixes=(to_target, advice("isotype.enforce", how, "model, policy")),
-        cost=Cost(cast_bytes=cast_bytes, memory_bytes=extra),
-    )
+    fixes = (to_target, advice("isotype.enforce", how, "model, policy"))
+    cost = Cost(cast_bytes=cast_bytes, memory_bytes=extra)
+    return finding_of("warning", message, wide, phase="load", notes=notes, fixes=fixes, cost=cost)

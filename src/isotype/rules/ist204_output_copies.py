@@ -103,12 +103,13 @@ def _finding(trace: Trace, casts: Sequence[costs.Cast], size: int, unread: bool)
     how = f"split the outputs first, then cast each piece to {wide}"
     if unread:
         how = f"keep the outputs in {narrow}: unwrap the model with keep_fp32_wrapper=False, or drop the cast"
+    where, peak = short(first.call.source), trace.memory.peak
     return finding_at(
-        "warning" if size >= _WARNING_SHARE * trace.memory.peak else "note",
+        "warning" if size >= _WARNING_SHARE * peak else "note",
         f"{agree(len(casts), 'output', 'are')} copied to {wide} ({format_bytes(size)}): {what}",
         [cast.call for cast in casts],
-        cause=f"a cast to {wide} at {short(first.call.source)}",
-        notes=(f"{100 * size / max(1, trace.memory.peak):.0f} % of the peak memory of the step",),
-        fixes=(advice(short(first.call.source), how),),
+        cause=f"a cast to {wide} at {where}",
+        notes=(f"{100 * size / max(1, peak):.0f} % of the peak memory of the step",),
+        fixes=(advice(where, how),),
         cost=Cost(cast_bytes=sum(cast.bytes for cast in casts), memory_bytes=size),
     )

@@ -41,11 +41,14 @@ import torch
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import plural
 from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.findings import Findings, advice, device_error, finding_of, fix
+from isotype.rules.kit.findings import Findings, advice, finding_of, fix
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, float32_masters, modules, trained
+from isotype.rules.kit.words import device_error
 
 CLAIMS = (Claim("step", lambda broken: broken.call.phase == "unscale", grouped=False),)
+
+_UNSCALES = {"phase": "unscale", "op": "GradScaler.unscale_"}
 
 
 def find(trace: Trace) -> Findings:
@@ -65,16 +68,9 @@ def find(trace: Trace) -> Findings:
     if len(cast) == len(half):
         name, before = next(iter(cast.items()))
         cause = f"{name} is cast from {dtype_name(before)} to float16 by the step's own code"
-    yield finding_of(
-        "error",
-        f"GradScaler refuses the float16 gradients of {count(half)} of {count(trained(trace))} trainable parameters",
-        half,
-        cause=cause,
-        phase="unscale",
-        op="GradScaler.unscale_",
-        notes=device_error("Attempting to unscale FP16 gradients."),
-        fixes=fixes,
-    )
+    message = f"GradScaler refuses the float16 gradients of {count(half)} of {count(trained(trace))} trainable parameters"
+    notes = device_error("Attempting to unscale FP16 gradients.")
+    yield finding_of("error", message, half, cause=cause, notes=notes, fixes=fixes, **_UNSCALES)
 
 
 def _complex(trace: Trace) -> Findings:
@@ -82,15 +78,13 @@ def _complex(trace: Trace) -> Findings:
     refused = (call for call in trace.breaches() if call.phase == "unscale")
     calls = [call for call in refused if any(operand.dtype.is_complex for operand in call.operands)]
     if calls and weights:
+        message = (
+            f"GradScaler has no kernel for the complex gradients of {plural(count(weights), 'parameter')}"
+        )
         how = "keep torch.view_as_real(weight) as the parameter, and call torch.view_as_complex(weight) in the forward"
+        fixes = (advice(weights[0].name, how, "view_as_real"),)
         yield finding_of(
-            "error",
-            f"GradScaler has no kernel for the complex gradients of {plural(count(weights), 'parameter')}",
-            weights,
-            phase="unscale",
-            op="GradScaler.unscale_",
-            notes=device_error(calls[0]),
-            fixes=(advice(weights[0].name, how, "view_as_real"),),
+            "error", message, weights, notes=device_error(calls[0].refusal), fixes=fixes, **_UNSCALES
         )
 
 

@@ -31,8 +31,9 @@ import torch
 
 from isotype.core.names import plural
 from isotype.records.trace import Trace
-from isotype.rules.kit.findings import Findings, device_error, finding_of, setting
+from isotype.rules.kit.findings import Findings, finding_of, setting
 from isotype.rules.kit.weight_sets import count, float32_masters, trained
+from isotype.rules.kit.words import device_error
 
 _REFUSAL = "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
 _ACCEPTED = "CUDA's GradScaler refuses bfloat16 gradients; this device accepts them, but bfloat16 needs no loss scaling"

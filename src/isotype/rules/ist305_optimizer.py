@@ -33,17 +33,10 @@ from isotype.core.names import agree, short, starred
 from isotype.core.optimizers import OPTIMIZERS
 from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import GRADIENTLESS, Call, Operand, Trace
-from isotype.rules.kit.findings import (
-    Findings,
-    advice,
-    cause_text,
-    device_error,
-    evidence,
-    finding_of,
-    setting,
-)
+from isotype.rules.kit.findings import Findings, advice, finding_of, setting
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, float32_masters, trained
+from isotype.rules.kit.words import cause_text, device_error, evidence
 
 CLAIMS = (Claim("step", lambda broken: broken.call.phase == "optimizer", grouped=False),)
 
@@ -89,7 +82,7 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
         phase="optimizer",
         source=first.source,
         cause=cause,
-        notes=device_error(first),
+        notes=device_error(first.refusal),
         operands=operands,
         fixes=tuple(_fixes(trace, broken, mismatched)),
         evidence=tuple(dict.fromkeys(line for operand in operands for line in evidence(operand.origin))),

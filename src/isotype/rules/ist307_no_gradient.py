@@ -56,18 +56,10 @@ from isotype.core.names import agree, grouped, plural, short
 from isotype.records.finding import Finding, Fix
 from isotype.records.reach import Unreached
 from isotype.records.trace import GRADIENTLESS, NOT_SCALAR, Call, Trace, Weight
-from isotype.rules.kit.findings import (
-    Findings,
-    advice,
-    and_others,
-    at,
-    device_error,
-    finding_at,
-    finding_of,
-    fix,
-)
+from isotype.rules.kit.findings import Findings, advice, finding_at, finding_of, fix
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, layer_of, names, quantized, trained, unseen_towers
+from isotype.rules.kit.words import and_others, at, device_error
 
 _READS = ("aten._local_scalar_dense.default", "aten.argmax.default")
 CLAIMS = (Claim("step", lambda broken: broken.call.op in GRADIENTLESS, grouped=False),)
@@ -80,7 +72,7 @@ def find(trace: Trace) -> Findings:
         cause = f"the term's value is detached at {short(cut)}, and added to the loss at {short(added)}"
         yield Finding("warning", message, source=added, cause=cause, fixes=(advice(cut, how),))
     refused = next((call for call in trace.breaches() if call.op in GRADIENTLESS), None)
-    if refused is not None and device_error(refused) == device_error(NOT_SCALAR):
+    if refused is not None and refused.refusal == NOT_SCALAR:
         yield _not_scalar(refused)
         return
     if (refused is None and trace.reached is None) or any(call.cuts for call in trace.calls):
@@ -124,7 +116,7 @@ def _not_scalar(refused: Call) -> Finding:
         f"the loss has {plural(math.prod(shape), 'element')}: backward raises",
         [refused],
         cause=f"the loss function returns a tensor of the shape {list(shape)}",
-        notes=device_error(refused),
+        notes=device_error(refused.refusal),
         fixes=(advice("loss", "return a scalar, such as loss.mean()"),),
     )
 
@@ -145,8 +137,9 @@ def _finding(
     if refused is None:
         return finding_of("warning", message, weights, cause=cause, fixes=tuple(fixes))
     message = f"{message}: {refused.op.removeprefix('torch.autograd.')} raises"
-    place = {"op": refused.op, "phase": refused.phase, "notes": device_error(refused)}
-    return finding_of("error", message, weights, cause=cause, fixes=tuple(fixes), **place)
+    place = {"op": refused.op, "phase": refused.phase}
+    notes = device_error(refused.refusal)
+    return finding_of("error", message, weights, cause=cause, notes=notes, fixes=tuple(fixes), **place)
 
 
 def _in_function(trace: Trace, first: Unreached, named: str) -> tuple[str, list[Fix]]:

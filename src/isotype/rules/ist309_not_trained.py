@@ -49,8 +49,9 @@ from functools import partial
 from isotype.core.names import EXPERT, agree, distinct_names, grouped, listed, plural
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.findings import Findings, advice, and_others, finding_of
+from isotype.rules.kit.findings import Findings, advice, finding_of
 from isotype.rules.kit.weight_sets import count, is_frozen_base, names, trained
+from isotype.rules.kit.words import and_others
 
 
 def find(trace: Trace) -> Findings:

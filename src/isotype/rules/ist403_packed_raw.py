@@ -37,17 +37,10 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, base_name, in_module, listed, named, plural, short
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Call, Failure, Operand, Trace, Weight
-from isotype.rules.kit.findings import (
-    Findings,
-    advice,
-    device_error,
-    finding_after,
-    finding_at,
-    finding_of,
-    op_name,
-)
+from isotype.rules.kit.findings import Findings, advice, finding_after, finding_at, finding_of
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, quantized
+from isotype.rules.kit.words import device_error, op_name
 
 CLAIMS = (Claim("dtype", lambda broken: broken.lacks_kernel and broken.packed, grouped=False),)
 
@@ -130,7 +123,10 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
         f"{dtype_name(float_dtype)} activations are multiplied with packed {dtype_name(packed.dtype)} codes",
         [call],
         cause=f"{name} holds {dtype_name(packed.dtype)} codes",
-        notes=(*((plural(total - 1, "more such product"),) if total > 1 else ()), *device_error(call)),
+        notes=(
+            *((plural(total - 1, "more such product"),) if total > 1 else ()),
+            *device_error(call.refusal),
+        ),
         fixes=(advice(name, how),),
     )
 

@@ -33,7 +33,8 @@ from isotype.core.names import grouped, short
 from isotype.records.finding import Kind
 from isotype.records.trace import Trace
 from isotype.rules.kit import slow_dtype
-from isotype.rules.kit.findings import Findings, finding_at, place
+from isotype.rules.kit.findings import Findings, finding_at
+from isotype.rules.kit.words import place
 
 KIND: Kind = "device"
 

@@ -39,21 +39,13 @@ from isotype.records.finding import Finding, Kind
 from isotype.records.trace import NO_ATTENTION_KERNEL, Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
-from isotype.rules.kit.findings import (
-    Findings,
-    advice,
-    cause_text,
-    device_error,
-    evidence,
-    finding_at,
-    fix,
-    place,
-)
+from isotype.rules.kit.findings import Findings, advice, finding_at, fix
 from isotype.rules.kit.groups import Claim, Group
+from isotype.rules.kit.words import cause_text, device_error, evidence, place
 
 KIND: Kind = "device"
 _NEEDS = "FlashAttention needs an NVIDIA GPU of compute capability 8.0 or later, or an AMD CDNA GPU"
-CLAIMS = (Claim("step", lambda broken: broken.message == NO_ATTENTION_KERNEL, grouped=False),)
+CLAIMS = (Claim("step", lambda broken: broken.call.refusal == NO_ATTENTION_KERNEL, grouped=False),)
 
 
 def find(trace: Trace) -> Findings:
@@ -82,7 +74,7 @@ def find(trace: Trace) -> Findings:
 def _without_kernel(trace: Trace) -> Findings:
     """Yield a finding for each line with a call of attention that no enabled kernel supports."""
     compute, accepted = trace.setup.compute, trace.setup.profile.flash_attention
-    refused = (c for c in trace.breaches() if c.breach and c.breach.message == NO_ATTENTION_KERNEL)
+    refused = (call for call in trace.breaches() if call.refusal == NO_ATTENTION_KERNEL)
     for line, calls in grouped(refused, place).items():
         first, query, where = calls[0], calls[0].operands[0], short(line)
         dtype = first.autocast or query.dtype
@@ -98,7 +90,7 @@ def _without_kernel(trace: Trace) -> Findings:
             calls,
             cause=f"the code disables other kernels around {where} (sdpa_kernel, sdp_kernel)",
             evidence=evidence(query.origin),
-            notes=device_error(first),
+            notes=device_error(first.refusal),
             fixes=tuple(fixes),
         )
 

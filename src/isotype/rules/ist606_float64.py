@@ -36,17 +36,9 @@ import torch
 from isotype.core.names import distinct_names, plural, short, starred
 from isotype.records.finding import ActionKind, Finding, Fix, Kind
 from isotype.records.trace import FROM_NUMPY, Call, Origin, Trace
-from isotype.rules.kit.findings import (
-    LIBRARIES,
-    Findings,
-    advice,
-    and_others,
-    cause_text,
-    device_error,
-    finding_at,
-    fix,
-)
+from isotype.rules.kit.findings import Findings, advice, finding_at, fix
 from isotype.rules.kit.slow_dtype import step_in
+from isotype.rules.kit.words import LIBRARIES, and_others, cause_text, device_error
 
 KIND: Kind = "device"
 

@@ -29,7 +29,8 @@ from __future__ import annotations
 
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.findings import Findings, advice, and_others, reach_of
+from isotype.rules.kit.findings import Findings, advice, reach_of
+from isotype.rules.kit.words import and_others
 
 _REFUSAL = "DDP raises: Expected to have finished reduction in the prior iteration before starting a new one"
 

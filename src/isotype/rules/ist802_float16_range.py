@@ -38,11 +38,12 @@ from isotype.core.names import agree, grouped, plural, short
 from isotype.precision.ranges import FLOAT16_LARGEST
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.contract_rule import group_findings
-from isotype.rules.kit.findings import Findings, advice, at, finding_at, finding_of, fix
+from isotype.rules.kit.findings import Findings, advice, finding_at, finding_of, fix
 from isotype.rules.kit.groups import Claim, code_of
 from isotype.rules.kit.weight_sets import count
+from isotype.rules.kit.words import at
 
-CLAIMS = (Claim("value", lambda broken: "without overflow" in broken.message, settled=False),)
+CLAIMS = (Claim("value", lambda broken: "without overflow" in broken.call.refusal, settled=False),)
 
 _HEADLINE = "a number beyond {given}'s range is written into a {given} tensor"
 _FINITE = "write torch.finfo(tensor.dtype).min, where `tensor` is the filled tensor"

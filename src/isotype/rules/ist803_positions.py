@@ -37,12 +37,13 @@ from isotype.core.dtypes import FLOATS, HALVES, dtype_name
 from isotype.core.names import agree, grouped, named, short
 from isotype.records.finding import Finding, Fix, Severity
 from isotype.records.trace import CASTS, Call, Operand, Trace, Weight
-from isotype.rules.kit.findings import Findings, advice, cause_text, device_error, finding_at, finding_of, fix
+from isotype.rules.kit.findings import Findings, advice, finding_at, finding_of, fix
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, names
+from isotype.rules.kit.words import cause_text, device_error
 
 _ONLY_COMPLEX = re.compile("only supported for complex tensors|non-complex dtypes")
-CLAIMS = (Claim("step", lambda broken: bool(_ONLY_COMPLEX.search(broken.message)), grouped=False),)
+CLAIMS = (Claim("step", lambda broken: bool(_ONLY_COMPLEX.search(broken.call.refusal)), grouped=False),)
 
 _BUFFERS = re.compile(r"inv_freq|rotary|rope|freqs", re.IGNORECASE)
 _TABLE = re.compile(r"freqs[^.]*$|cis$", re.IGNORECASE)
@@ -92,15 +93,14 @@ def _without_imaginary(trace: Trace) -> Iterator[tuple[str, Finding]]:
             yield operand.origin.name, _made_real(trace, call, operand, end.error)
         return
     for call in trace.calls:
-        (error,) = device_error(call) or ("",)
         # A product with the 0-dim `torch.tensor(1j)` makes complex numbers of a real table.
         values = [operand for operand in call.operands if operand.dtype.is_complex and operand.shape]
         fourier = any("fft" in step.name for operand in values for step in operand.origin.path())
         for operand in call.operands:
             name, owner = operand.origin.name, trace.owners.get(operand.origin.name)
             table = owner and owner.buffer and operand.dtype in FLOATS and _TABLE.search(name)
-            if (table and values and not fourier) or _ONLY_COMPLEX.search(error):
-                yield name, _made_real(trace, call, operand, error)
+            if (table and values and not fourier) or _ONLY_COMPLEX.search(call.refusal):
+                yield name, _made_real(trace, call, operand, call.refusal)
         # The result of an inverse transform may have an imaginary part of zeros.
         if values and call.op in CASTS and call.results[0][0] in FLOATS and not fourier:
             yield call.source, _made_real(trace, call, values[-1])
@@ -119,8 +119,8 @@ def _made_real(trace: Trace, call: Call, operand: Operand, error: str = "") -> F
     message = "a complex tensor has lost its imaginary part"
     # The imaginary part of a computed tensor, such as `z * z.conj()`, may be zero.
     severity: Severity = "error" if stored or not operand.dtype.is_complex else "warning"
-    facts = {"cause": cause, "notes": device_error(error), "fixes": (advice(name, how),)}
-    return finding_at(severity, message, [call], **facts)
+    notes, fixes = device_error(error), (advice(name, how),)
+    return finding_at(severity, message, [call], cause=cause, notes=notes, fixes=fixes)
 
 
 def _angles(trace: Trace, reported: Collection[str]) -> Findings:

@@ -29,8 +29,9 @@ import math
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import grouped, short
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit.findings import Findings, advice, at, evidence, finding_at, op_name, place
+from isotype.rules.kit.findings import Findings, advice, finding_at
 from isotype.rules.kit.weight_sets import spacing
+from isotype.rules.kit.words import at, evidence, op_name, place
 
 _REDUCTIONS = ("_log_softmax", "logsumexp", "logcumsumexp", "cumsum", "cumprod")
 _LONG = 256

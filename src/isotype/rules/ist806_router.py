@@ -31,8 +31,9 @@ from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import starred
 from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import Call, Operand, Trace, Weight
-from isotype.rules.kit.findings import Findings, actions, advice, evidence, finding_at, place
+from isotype.rules.kit.findings import Findings, actions, advice, finding_at
 from isotype.rules.kit.routers import router_products
+from isotype.rules.kit.words import evidence, place
 
 
 def find(trace: Trace) -> Findings:

@@ -28,7 +28,8 @@ import math
 from isotype.core.dtypes import EXACT_INTEGERS, dtype_name
 from isotype.core.names import grouped, short
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit.findings import Findings, advice, cause_text, finding_at, fix
+from isotype.rules.kit.findings import Findings, advice, finding_at, fix
+from isotype.rules.kit.words import cause_text
 
 
 def find(trace: Trace) -> Findings:

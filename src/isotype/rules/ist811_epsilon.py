@@ -34,16 +34,8 @@ import torch
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import grouped
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit.findings import (
-    TRANSFORMERS,
-    Findings,
-    advice,
-    at,
-    evidence,
-    finding_at,
-    op_name,
-    place,
-)
+from isotype.rules.kit.findings import Findings, advice, finding_at
+from isotype.rules.kit.words import TRANSFORMERS, at, evidence, op_name, place
 
 _GUARDS = {
     **dict.fromkeys(("add", "add_"), "other"),

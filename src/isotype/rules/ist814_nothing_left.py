@@ -37,7 +37,8 @@ from collections.abc import Sequence
 from isotype.core.names import grouped, plural, short
 from isotype.records.finding import Finding
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit.findings import Findings, advice, finding_at, op_name, place
+from isotype.rules.kit.findings import Findings, advice, finding_at
+from isotype.rules.kit.words import op_name, place
 
 
 def find(trace: Trace) -> Findings:

@@ -33,7 +33,8 @@ from isotype.core.names import plural, starred
 from isotype.records.finding import Finding
 from isotype.records.reach import Reach
 from isotype.records.trace import Trace
-from isotype.rules.kit.findings import Findings, advice, and_others, reach_of
+from isotype.rules.kit.findings import Findings, advice, reach_of
+from isotype.rules.kit.words import and_others
 
 KIND = "wiring"
 

@@ -343,7 +343,7 @@ def _has(text: str, phrases: Iterable[str]) -> bool:
 def _shows(report: Report, text: str) -> bool:
     """Return whether an operator, FSDP or the code of the traced step raises an error that names the dtypes of the text."""
     named, failure = {*_NAMED_DTYPES.findall(text.lower())}, report.trace.failure
-    messages = [call.breach.message for call in report.trace.breaches() if call.breach]
+    messages = [call.refusal for call in report.trace.breaches()]
     messages += [] if failure is None else [failure.error]
     messages += [note for finding in report.errors for note in finding.notes if " raises: " in note]
     shown = not named or any(named.issubset(_NAMED_DTYPES.findall(message.lower())) for message in messages)

@@ -18,7 +18,7 @@ from isotype.records.trace import Call
 from isotype.report.check.report import Report
 from isotype.report.check.text import fix_standing, render
 from isotype.report.text import format_kinds, say, short_source
-from isotype.rules.kit.findings import evidence
+from isotype.rules.kit.words import evidence
 
 
 class Output:

@@ -19,7 +19,7 @@ from isotype.model.walk import living, name_in_process
 from isotype.records.finding import in_library
 from isotype.records.trace import NO_GRADIENT, NOT_SCALAR, NOTHING_UNSCALED, Trace
 from isotype.report.text import short_source
-from isotype.rules.kit.findings import and_others
+from isotype.rules.kit.words import and_others
 
 _SHOWN = 6
 

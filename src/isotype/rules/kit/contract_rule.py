@@ -13,8 +13,9 @@ from isotype.core.names import plural
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import ATTENTION, Breach, Call, Failure, Origin, Trace, Weight
 from isotype.rules.kit.contract_fixes import candidates
-from isotype.rules.kit.findings import cause_text, device_error, evidence, finding_at, places
+from isotype.rules.kit.findings import finding_at, places
 from isotype.rules.kit.groups import Group, all_claims, code_of, distinct, dtypes_in, groups, sides_in
+from isotype.rules.kit.words import cause_text, device_error, evidence
 
 
 def contract_rule(
@@ -97,7 +98,6 @@ _REFUSES = re.compile(
 
 def _finding(trace: Trace, group: Group, headline: str) -> Finding:
     first = group.calls[0]
-    assert first.breach is not None
     others = [dtype_name(o.dtype) for o in first.floats if o.dtype != group.mismatched.dtype]
     # On fake tensors, attention has another kernel than on the simulated device.
     op = ATTENTION if "_scaled_dot_product" in first.op else first.op
@@ -114,17 +114,15 @@ def _finding(trace: Trace, group: Group, headline: str) -> Finding:
 
 
 def _notes(group: Group, unlike: str) -> tuple[str, ...]:
-    first = group.calls[0]
-    assert first.breach is not None
-    notes = []
+    first, notes = group.calls[0], []
     more = sum(call.repeats for call in group.calls) - 1
     if more:
         modules = len(places(group.calls))
         where = f" in {modules} modules" if modules > 1 else ""
         fails = "fail" if more > 1 else "fails"
         notes.append(f"{plural(more, 'more operator')}{where} {fails} for the same cause")
-    notes += device_error(first)
-    if first.breach.assumed:
+    notes += device_error(first.refusal)
+    if first.breach is not None and first.breach.assumed:
         by_family = "assumed from the operator's family: not measured on this device"
         notes.append(f"assumed: {unlike}" if unlike else by_family)
     return tuple(notes)

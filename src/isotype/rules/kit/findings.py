@@ -1,22 +1,18 @@
-"""Findings and fixes of rules, and the words for causes and places in them."""
+"""Constructors of findings and fixes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import distinct_names, plural, short
+from isotype.core.names import distinct_names, plural
 from isotype.records.finding import Action, ActionKind, Finding, Fix, Severity
 from isotype.records.reach import Leak, Reach
-from isotype.records.trace import FROM_NUMPY, Call, Failure, Origin, Trace, Weight
+from isotype.records.trace import Call, Failure, Trace, Weight
 
 Findings = Iterator[Finding]
 """The result of a rule's `find`."""
-
-TRANSFORMERS = "/transformers/models/"
-LIBRARIES = (TRANSFORMERS, "/diffusers/")
-"""Folders of transformers' and diffusers' code. Many trainings run this code, so findings in it would be false alarms."""
 
 
 def places(of: Iterable[Call | Weight]) -> tuple[str, ...]:
@@ -69,67 +65,6 @@ def reach_of(trace: Trace) -> Reach:
     return trace.reach or Reach("", rows=0, tokens=0)
 
 
-def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str:
-    """Return a description of the origin of a dtype, in one line."""
-    dtype, where = dtype_name(cause.dtype), at(cause.source)
-    inside = f" in {cause.module}" if cause.module else ""
-    weight = (owners or {}).get(cause.name)
-    if cause.kind == "parameter":
-        pinned = ", which the model's author keeps in float32" if weight is not None and weight.pinned else ""
-        return f"{cause.name} is {dtype}{pinned}"
-    if cause.name == FROM_NUMPY:
-        return f"{cause.name} is {dtype}, first used{where}{inside}"
-    texts = {
-        "buffer": f"the buffer {cause.name} is {dtype}",
-        "input": f"the {'argument' if cause.name in ('input', 'inputs') else 'input'} {cause.name} is {dtype}",
-        "outside": f"{cause.name} is {dtype}{where}{inside}",
-        "scratch": f"the scratch tensor that {cause.name} allocated is {dtype}{where}",
-        "attribute": f"{cause.name}, an unregistered tensor that no .to() of the model reaches, is {dtype}",
-        "data": f"{cause.name or 'a tensor'} in the loss function is {dtype}{where}",
-        "state": f"the quantization state of {cause.name} dequantizes to {dtype}",
-        "cast": f"a cast to {dtype}{where}{inside}",
-        "autocast": f"autocast returns {dtype} from {cause.name}{where}{inside}",
-        "gradient": f"the gradient of {cause.name} is {dtype}",
-        "conversion": f"{cause.name}{where}{inside} gets operands of several dtypes",
-    }
-    return texts.get(cause.kind, f"{cause.name} returns {dtype}{where}{inside}")
-
-
-def evidence(origin: Origin) -> tuple[str, ...]:
-    """Return a line for each step of a dtype's path from its origin to the operand."""
-    lines = []
-    for step in reversed(origin.path()):
-        line = cause_text(step)
-        where = f" at {short(step.source)}" + (f" in {step.module}" if step.module else "")
-        if step.like is not None:
-            line = f"{step.name} takes that dtype{where}"
-        elif step.kind == "promotion":
-            line = f"{step.name} with an operand of another dtype returns {dtype_name(step.dtype)}{where}"
-        lines.append(line)
-    return tuple(lines)
-
-
-def device_error(what: Call | str) -> tuple[str, ...]:
-    """Return a note with the device's error; () without an error. `what` is the error's text, or the call."""
-    message = what if isinstance(what, str) else what.breach.message if what.breach is not None else ""
-    return (f"the device raises: {message}",) if message else ()
-
-
-def at(source: str) -> str:
-    """Return ` at modeling_llama.py:64` for a source line, and "" for no line."""
-    return f" at {short(source)}" if source else ""
-
-
-def op_name(call: Call) -> str:
-    """Return `mm` for the operator `aten.mm.default`; "" for an operator of another library than torch."""
-    return call.op.split(".")[1] if call.op.startswith("aten.") else ""
-
-
-def place(call: Call) -> str:
-    """Return the line that made a call, or the module if the line is unknown."""
-    return call.source or call.module
-
-
 def fix(description: str, kind: ActionKind, targets: Iterable[str], value: str, safe: bool = True) -> Fix:
     """Return a fix that makes the same change at every distinct target."""
     return Fix(description, "safe" if safe else "unsafe", actions=actions(kind, targets, value))
@@ -147,9 +82,3 @@ def advice(target: str, how: str, value: str | None = None) -> Fix:
 
 def setting(description: str, target: str, value: str, safe: bool = True) -> Fix:
     return fix(description, "setting", (target,), value, safe)
-
-
-def and_others(names: Iterable[str]) -> str:
-    """Return the first name with `*` for layer numbers, and "and others" if there are more names."""
-    first, *others = distinct_names(names)
-    return f"{first} and others" if others else first

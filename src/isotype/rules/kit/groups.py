@@ -48,16 +48,12 @@ class Broken:
         return frozenset(operand.dtype for operand in self.call.floats)
 
     @property
-    def message(self) -> str:
-        return self.call.breach.message if self.call.breach is not None else ""
-
-    @property
     def lacks_kernel(self) -> bool:
         """True if no kernel takes the dtype of `mismatched`, whatever the other float operands are.
 
         False for an operator that autocast promotes: it refuses bfloat16 under float16 autocast, or the reverse.
         """
-        alone = len(self.floats) < 2 and "autocast" not in self.message
+        alone = len(self.floats) < 2 and "autocast" not in self.call.refusal
         return alone or self.mismatched in _without_kernel(self.call)
 
     @property
@@ -253,8 +249,8 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
 
 def _without_kernel(call: Call) -> list[Operand]:
     """Return the float operands with the dtype in the device's error: `not implemented for 'BFloat16'`."""
-    message = call.breach.message if call.breach is not None else ""
-    named = frozenset(HALVES) if ONLY_WIDE in message else dtypes_in(_NO_KERNEL.search(message))
+    lacking = _NO_KERNEL.search(call.refusal)
+    named = frozenset(HALVES) if ONLY_WIDE in call.refusal else dtypes_in(lacking)
     return [operand for operand in call.floats if operand.dtype in named]
 
 

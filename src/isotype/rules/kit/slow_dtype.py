@@ -12,8 +12,9 @@ from isotype.core.names import named, starred
 from isotype.records.finding import Action, Cost, Finding, Fix, Safety, Severity
 from isotype.records.trace import Call, Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.findings import actions, advice, cause_text, finding_at
+from isotype.rules.kit.findings import actions, advice, finding_at
 from isotype.rules.kit.weight_sets import modules, quantized
+from isotype.rules.kit.words import cause_text
 
 _LEAST_SHARE = 0.01
 _LEAST_SLOWER = 1.5
