@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.inspect import _natural_order, inspect_checkpoint
+from isotype.checkpoint.inspect import Total, _natural_order, inspect_checkpoint
 from isotype.checkpoint.load import load
 from isotype.checkpoint.mapping.stored import stored_tensors
 from isotype.checkpoint.resolve import resolve_precision
@@ -46,7 +46,7 @@ def test_groups_totals_and_what_is_mismatched(mixed_checkpoint):
         ("float16", 2, 512),
         ("float32", 1, 32),
     ]
-    assert (inspection.bytes, inspection.tensors, inspection.values) == (3104, 13, 1544)
+    assert inspection.whole == Total("all", 13, 1544, 3104)
     assert mismatch_lines(inspection) == [
         "mismatched: model.layers.2.mlp.up_proj.weight, model.layers.10.mlp.up_proj.weight are float16, the other 10 "
         "bfloat16",
@@ -78,7 +78,7 @@ def test_bitsandbytes_constants_belong_to_their_weight(saved, tmp_path, quantiza
     assert inspection.quantization.startswith("bitsandbytes ")
     file = tmp_path / "model.safetensors"
     header = int.from_bytes(file.read_bytes()[:8], "little")
-    assert inspection.bytes == file.stat().st_size - 8 - header
+    assert inspection.whole.bytes == file.stat().st_size - 8 - header
 
 
 def test_mxfp4_blocks_and_scales_are_one_weight():

@@ -92,17 +92,10 @@ class Inspection:
     notes: tuple[str, ...] = ()
 
     @property
-    def bytes(self) -> int:
-        return sum(total.bytes for total in self.totals)
-
-    @property
-    def tensors(self) -> int:
-        """Number of tensors; a weight and its quantization constants count as one tensor."""
-        return sum(total.tensors for total in self.totals)
-
-    @property
-    def values(self) -> int:
-        return sum(total.values for total in self.totals)
+    def whole(self) -> Total:
+        """All tensors; a weight and its quantization constants count as one tensor."""
+        tensors, values = sum(t.tensors for t in self.totals), sum(t.values for t in self.totals)
+        return Total("all", tensors, values, sum(t.bytes for t in self.totals))
 
 
 def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Inspection:

@@ -97,7 +97,7 @@ def mismatch_lines(inspection: Inspection) -> list[str]:
 
 
 def inspection_json(inspection: Inspection) -> dict[str, Any]:
-    totals = {name: getattr(inspection, name) for name in ("bytes", "tensors", "values")}
+    totals = {name: getattr(inspection.whole, name) for name in ("bytes", "tensors", "values")}
     return {**asdict(inspection), **totals}
 
 
@@ -111,22 +111,19 @@ def _group_table(inspection: Inspection) -> Table:
             Text(group.dtype + (" !" if marked else ""), style="yellow" if marked else ""),
             shapes_of(group),
             format_bytes(group.bytes),
-            _share(group.bytes, inspection.bytes),
+            _share(group.bytes, inspection.whole.bytes),
         )
     return table
 
 
 def _total_table(inspection: Inspection) -> Table:
     table = table_of("dtype", "tensors", "weights", "bytes", "share", numbers=("tensors", *_NUMBERS))
-    rows = [
-        (Text(total.dtype), total.tensors, total.values, total.bytes, _share(total.bytes, inspection.bytes))
-        for total in inspection.totals
-    ]
+    whole = inspection.whole
+    rows = [(total, Text(total.dtype), _share(total.bytes, whole.bytes)) for total in inspection.totals]
     if len(rows) > 1:
-        total = Text("all", style="bold")
-        rows.append((total, inspection.tensors, inspection.values, inspection.bytes, "100 %"))
-    for dtype, tensors, values, size, part in rows:
-        table.add_row(dtype, f"{tensors:,}", f"{values:,}", format_bytes(size), part)
+        rows.append((whole, Text(whole.dtype, style="bold"), "100 %"))
+    for total, name, part in rows:
+        table.add_row(name, f"{total.tensors:,}", f"{total.values:,}", format_bytes(total.bytes), part)
     return table
 
 

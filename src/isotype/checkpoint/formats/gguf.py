@@ -10,16 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from isotype.checkpoint.formats.tensor import (
-    DAMAGED,
-    TensorHeader,
-    broken,
-    by_name,
-    damaged,
-    file_size,
-    limit_tensors,
-    repeated,
-)
+from isotype.checkpoint.formats.tensor import DAMAGED, HeaderFile, TensorHeader, by_name, repeated
 from isotype.core.errors import CheckpointError, Problem
 
 _MAX_DIMENSIONS = 4  # a limit of ggml
@@ -28,6 +19,7 @@ _ALIGNMENT = 32
 # Fixed-size value types of GGUF metadata, as struct formats: u8 i8 u16 i16 u32 i32 f32 bool u64 i64 f64.
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
+_BEGIN = 24  # offset of the first entry in bytes
 
 
 def read_gguf_header(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
@@ -36,82 +28,116 @@ def read_gguf_header(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str,
     Arrays are skipped. (gguf.GGUFReader takes seconds to read the 10^5 strings of a vocabulary.) Raises CheckpointError if
     the file is missing, truncated or damaged, or has an unknown version or tensor type.
     """
-    if file_size(path) == 0:
-        raise broken(path, "an empty file", "a GGUF file")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    file = HeaderFile(path)
+    if file.size() == 0:
+        raise file.broken("an empty file", "a GGUF file")
+    with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
-            return _parse(data, path)
+            return _parse(_Reader(data, file))
         except (struct.error, OverflowError) as error:  # OverflowError: an offset beyond any file's size
             what = f"the header is longer than the file ({len(data)} bytes)"
-            raise broken(path, what, "a complete file") from error
+            raise file.broken(what, "a complete file") from error
         except UnicodeDecodeError as error:
-            raise broken(path, f"a name that is not UTF-8 ({error})", "UTF-8") from error
+            raise file.broken(f"a name that is not UTF-8 ({error})", "UTF-8") from error
 
 
-def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
+class _Reader:
+    """Reads the entries of a mapped GGUF file, and stores their values in `metadata`, except arrays."""
+
+    def __init__(self, data: mmap.mmap, file: HeaderFile) -> None:
+        self.data, self.file = data, file
+        self.metadata: dict[str, object] = {}
+
+    def entries(self, count: int) -> Iterator[tuple[str, int, int]]:
+        """Yield (key, first byte, last byte + 1) of each entry."""
+        at = _BEGIN
+        for _ in range(count):
+            begin = at
+            key, at = self.string(at)
+            (kind,) = struct.unpack_from("<I", self.data, at)
+            if key in self.metadata:
+                raise self.file.broken(f"metadata {key!r} twice", "each key once")
+            at = self._value(key, kind, at + 4)
+            if at > len(self.data):  # arrays are skipped unread, but transformers reads them later
+                raise struct.error("an array continues after the last byte")
+            yield key, begin, at
+
+    def string(self, at: int) -> tuple[str, int]:
+        (length,) = struct.unpack_from("<Q", self.data, at)
+        # struct cannot parse a huge length. One byte more than the file has is enough for an error.
+        (text,) = struct.unpack_from(f"{min(length, len(self.data) + 1)}s", self.data, at + 8)
+        return text.decode("utf-8"), at + 8 + length
+
+    def _value(self, key: str, kind: int, at: int) -> int:
+        """Store a value unless it is an array; return the offset after the value."""
+        if kind in _SCALARS:
+            form = f"<{_SCALARS[kind]}"
+            (self.metadata[key],) = struct.unpack_from(form, self.data, at)
+            return at + struct.calcsize(form)
+        if kind == _STRING:
+            self.metadata[key], at = self.string(at)
+            return at
+        if kind == _ARRAY:
+            kind, count = struct.unpack_from("<IQ", self.data, at)
+            at += 12
+            if kind in _SCALARS:
+                size: int = count * struct.calcsize(_SCALARS[kind])
+                return at + size
+            if kind == _STRING:
+                for _ in range(count):
+                    (length,) = struct.unpack_from("<Q", self.data, at)
+                    at += 8 + length
+                return at
+        raise self.file.broken(f"metadata {key!r} of type {kind}", "a GGUF value type")
+
+
+def _parse(reader: _Reader) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
+    data, file, metadata = reader.data, reader.file, reader.metadata
     if data[:4] != b"GGUF":
-        raise broken(path, f"the first bytes {data[:4]!r}", "b'GGUF'", "give a GGUF file")
+        raise file.broken(f"the first bytes {data[:4]!r}", "b'GGUF'", "give a GGUF file")
     version, tensor_count, entry_count = struct.unpack_from("<IQQ", data, 4)
     if version not in (2, 3):
         fix = "convert it again with a current llama.cpp (little-endian)"
-        raise broken(path, f"GGUF version {version}", "version 2 or 3", fix)
-    metadata: dict[str, object] = {}
-    *_, (_, _, at) = (("", 0, 24), *_entries(data, entry_count, metadata, path))
+        raise file.broken(f"GGUF version {version}", "version 2 or 3", fix)
+    *_, (_, _, at) = (("", 0, _BEGIN), *reader.entries(entry_count))
     if not isinstance(architecture := metadata.get("general.architecture", ""), str):
-        raise broken(path, f"general.architecture {architecture!r}", "the name of an architecture")
+        raise file.broken(f"general.architecture {architecture!r}", "the name of an architecture")
     parts = metadata.get("split.count", 0)
     if isinstance(parts, int) and parts > 1:
         fix = "join them with llama.cpp: llama-gguf-split --merge"
-        raise broken(path, f"one of {parts} parts of a split GGUF", "a whole GGUF file", fix)
-    limit_tensors(path, tensor_count)
+        raise file.broken(f"one of {parts} parts of a split GGUF", "a whole GGUF file", fix)
+    file.limit_tensors(tensor_count)
     entries = []
     for _ in range(tensor_count):
-        name, at = _string(data, at)
+        name, at = reader.string(at)
         (dimensions,) = struct.unpack_from("<I", data, at)
         if dimensions > _MAX_DIMENSIONS:
-            raise broken(path, f"tensor {name!r} of {dimensions} dimensions", f"at most {_MAX_DIMENSIONS}")
+            raise file.broken(f"tensor {name!r} of {dimensions} dimensions", f"at most {_MAX_DIMENSIONS}")
         *sizes, kind, offset = struct.unpack_from(f"<{dimensions}QIQ", data, at + 4)
         at += 4 + 8 * dimensions + 12
         # ggml lists the fastest dimension first, torch last.
         entries.append((name, tuple(reversed(sizes)), kind, offset))
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):  # the check of ggml
-        raise broken(path, f"general.alignment {alignment!r}", "a power of two")
+        raise file.broken(f"general.alignment {alignment!r}", "a power of two")
     start = -(-at // alignment) * alignment
-    return by_name(_tensors(entries, start, len(data), path)), metadata
-
-
-def _entries(
-    data: mmap.mmap, count: int, metadata: dict[str, object], path: Path
-) -> Iterator[tuple[str, int, int]]:
-    """Yield (key, first byte, last byte + 1) of each entry. Add each value to `metadata` unless it is an array."""
-    at = 24
-    for _ in range(count):
-        begin = at
-        key, at = _string(data, at)
-        (kind,) = struct.unpack_from("<I", data, at)
-        if key in metadata:
-            raise broken(path, f"metadata {key!r} twice", "each key once")
-        at = _value(data, at + 4, kind, key, metadata, path)
-        if at > len(data):  # arrays are skipped unread, but transformers reads them later
-            raise struct.error("an array continues after the last byte")
-        yield key, begin, at
+    return by_name(_tensors(entries, start, len(data), file)), metadata
 
 
 def without_vocabulary(path: Path, tensors: Sequence[TensorHeader]) -> bytes:
     """Return a small GGUF file as bytes: the tensor names and the metadata of `path`, but not its vocabulary."""
-    metadata: dict[str, object] = {}
     entries: list[bytes] = []
     vocabulary = 0
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        for key, begin, end in _entries(data, struct.unpack_from("<Q", data, 16)[0], metadata, path):
+    with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        reader = _Reader(data, HeaderFile(path))
+        for key, begin, end in reader.entries(struct.unpack_from("<Q", data, 16)[0]):
             kind, _, size = struct.unpack_from("<IIQ", data, begin + 8 + len(key.encode()))
             if kind == _ARRAY and key.startswith("tokenizer."):
                 vocabulary = size if key == "tokenizer.ggml.tokens" else vocabulary
             elif key != "general.alignment":  # the alignment may be gigabytes
                 entries.append(data[begin:end])
-    size_key = f"{metadata.get('general.architecture')}.vocab_size"
-    if vocabulary and size_key not in metadata:
+    size_key = f"{reader.metadata.get('general.architecture')}.vocab_size"
+    if vocabulary and size_key not in reader.metadata:
         entries.append(_text(size_key) + struct.pack("<II", 4, vocabulary))
     header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(entries)) + b"".join(entries)
     # Every tensor is one float32 number: only the names are needed.
@@ -124,45 +150,14 @@ def _text(value: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _string(data: mmap.mmap, at: int) -> tuple[str, int]:
-    (length,) = struct.unpack_from("<Q", data, at)
-    # struct cannot parse a huge length. One byte more than the file has is enough for an error.
-    (text,) = struct.unpack_from(f"{min(length, len(data) + 1)}s", data, at + 8)
-    return text.decode("utf-8"), at + 8 + length
-
-
-def _value(data: mmap.mmap, at: int, kind: int, key: str, metadata: dict[str, object], path: Path) -> int:
-    """Add a metadata value to `metadata` unless the value is an array; return the offset after the value."""
-    if kind in _SCALARS:
-        form = f"<{_SCALARS[kind]}"
-        (metadata[key],) = struct.unpack_from(form, data, at)
-        return at + struct.calcsize(form)
-    if kind == _STRING:
-        metadata[key], at = _string(data, at)
-        return at
-    if kind == _ARRAY:
-        element, count = struct.unpack_from("<IQ", data, at)
-        at += 12
-        if element in _SCALARS:
-            size: int = count * struct.calcsize(_SCALARS[element])
-            return at + size
-        if element == _STRING:
-            for _ in range(count):
-                (length,) = struct.unpack_from("<Q", data, at)
-                at += 8 + length
-            return at
-        kind = element
-    raise broken(path, f"metadata {key!r} of type {kind}", "a GGUF value type")
-
-
 def _tensors(
-    entries: Sequence[tuple[str, tuple[int, ...], int, int]], start: int, end: int, path: Path
+    entries: Sequence[tuple[str, tuple[int, ...], int, int]], start: int, end: int, file: HeaderFile
 ) -> list[TensorHeader]:
     try:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as error:
         expected, fix = "the library gguf, which lists the types of tensors", "pip install gguf"
-        raise CheckpointError.of("gguf is not installed", str(path), expected, fix) from error
+        raise CheckpointError.of("gguf is not installed", str(file.path), expected, fix) from error
     types = {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
     problems = repeated((name for name, *_ in entries), "tensor ")
     tensors: list[TensorHeader] = []
@@ -180,7 +175,7 @@ def _tensors(
         nbytes = math.prod(shape) // block * block_bytes
         if start + offset + nbytes > end:
             cut.append(name)
-        tensors.append(TensorHeader(name, type_name, shape, nbytes, path, start + offset))
+        tensors.append(TensorHeader(name, type_name, shape, nbytes, file.path, start + offset))
     if cut:
         what = f"the file is too short for {len(cut)} of its tensors, such as {cut[0]!r}"
         problems.append(Problem(what, "a complete file", DAMAGED))
@@ -190,7 +185,7 @@ def _tensors(
             what = f"tensor {tensor.name!r} at byte {tensor.begin} overlaps {before.name!r}"
             problems.append(Problem(what, f"byte {before.begin + before.bytes} or later", DAMAGED))
     if problems:
-        raise damaged(path, problems)
+        raise file.damaged(problems)
     return tensors
 
 

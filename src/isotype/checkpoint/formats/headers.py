@@ -18,17 +18,7 @@ from typing import Any, Literal
 from isotype.checkpoint.formats.gguf import read_gguf_header
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.formats.safetensors import read_safetensors
-from isotype.checkpoint.formats.tensor import (
-    DAMAGED,
-    TensorHeader,
-    broken,
-    by_name,
-    damaged,
-    file_size,
-    limit_tensors,
-    parsed,
-    printable,
-)
+from isotype.checkpoint.formats.tensor import DAMAGED, HeaderFile, TensorHeader, by_name, printable
 from isotype.checkpoint.formats.torch_file import read_torch_header
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.names import listed
@@ -230,7 +220,7 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
                 difference = f"{shard} {what} {listed(sorted(some))}"
                 problems.append(Problem(difference, f"the tensors that {index.name} lists for {shard}", fix))
     if problems:
-        raise damaged(index, problems)
+        raise HeaderFile(index).damaged(problems)
     return by_name(tensors), metadata
 
 
@@ -255,20 +245,21 @@ def missing_shards(index: Path) -> list[str]:
 
 
 def _read_index(index: Path) -> tuple[dict[str, str], Mapping[str, object]]:
-    file_size(index)
-    content = parsed(index, index.read_bytes())
+    file = HeaderFile(index)
+    file.size()
+    content = file.parsed(index.read_bytes())
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise broken(index, "no weight_map", "a weight_map that gives the shard of every tensor")
-    limit_tensors(index, len(weight_map))
+        raise file.broken("no weight_map", "a weight_map that gives the shard of every tensor")
+    file.limit_tensors(len(weight_map))
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not _is_file_name(shard) or not printable(name):
             shard_of = f"shard {shard!r} of tensor {name!r}"
-            raise broken(index, shard_of, "the name of a file in the same directory")
+            raise file.broken(shard_of, "the name of a file in the same directory")
     metadata = content.get("metadata")
     if not isinstance(metadata, dict):
         fix = 'add "metadata": {} to the index: transformers loads no checkpoint without this entry'
-        raise broken(index, "no metadata", "an object named metadata, which may be empty", fix)
+        raise file.broken("no metadata", "an object named metadata, which may be empty", fix)
     return weight_map, metadata
 
 

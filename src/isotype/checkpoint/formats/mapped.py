@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from isotype.checkpoint.formats.tensor import TensorHeader, broken
+from isotype.checkpoint.formats.tensor import HeaderFile, TensorHeader
 from isotype.checkpoint.formats.torch_file import torch_tensors
 from isotype.core.errors import first_line
 
@@ -206,7 +206,7 @@ def _read(file: FileIO, header: TensorHeader, into: memoryview) -> None:
         count = file.readinto(into[done : done + _LARGEST_READ])
         if not count:
             what = f"the file contains only {done} of the {header.bytes} bytes of {header.name}"
-            raise broken(header.file, what, "the whole tensor")
+            raise HeaderFile(header.file).broken(what, "the whole tensor")
         done += count
 
 

@@ -13,17 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from isotype.checkpoint.formats.tensor import (
-    DAMAGED,
-    MAX_TENSORS,
-    TensorHeader,
-    broken,
-    damaged,
-    file_size,
-    limit_tensors,
-    parsed,
-    printable,
-)
+from isotype.checkpoint.formats.tensor import DAMAGED, MAX_TENSORS, HeaderFile, TensorHeader, printable
 from isotype.core.errors import Problem
 
 _MAX_HEADER = 160 * MAX_TENSORS  # bytes; a header of 100 MB, the library's limit, can take 13 s to parse
@@ -41,8 +31,9 @@ _SIGNATURES = (
 
 def read_safetensors(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
     """Return the tensors that a safetensors file describes, in the order of their data, and the file's metadata."""
-    header, data_bytes = _header_and_data_size(path)
-    limit_tensors(path, len(header))
+    file = HeaderFile(path)
+    header, data_bytes = _header_and_data_size(file)
+    file.limit_tensors(len(header))
     metadata = header.pop("__metadata__", {})
     start = path.stat().st_size - data_bytes
     parsed = [_tensor_or_problem(name, entry, path, start) for name, entry in header.items()]
@@ -53,30 +44,30 @@ def read_safetensors(path: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str,
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.bytes))
     problems = problems or _check_spans(tensors, start, data_bytes)
     if problems:
-        raise damaged(path, problems)
+        raise file.damaged(problems)
     return tuple(tensors), metadata
 
 
-def _header_and_data_size(path: Path) -> tuple[dict[str, Any], int]:
-    size = file_size(path)
-    with path.open("rb") as file:
-        start = file.read(32)
+def _header_and_data_size(file: HeaderFile) -> tuple[dict[str, Any], int]:
+    size = file.size()
+    with file.path.open("rb") as content:
+        start = content.read(32)
         if size < 8:
-            raise broken(path, f"{size} bytes", "at least the 8 bytes of the header's length")
+            raise file.broken(f"{size} bytes", "at least the 8 bytes of the header's length")
         (length,) = struct.unpack("<Q", start[:8])
         if length > _MAX_HEADER or length < 2:
             kinds = [text for signature, text in _SIGNATURES if start.startswith(signature)]
             fix = kinds[0] if kinds else "it is not a safetensors file, or damaged: download or save it again"
             expected = f"2 to {_MAX_HEADER} bytes, enough for {MAX_TENSORS:,} tensors"
-            raise broken(path, f"a header of {length} bytes", expected, fix)
+            raise file.broken(f"a header of {length} bytes", expected, fix)
         if 8 + length > size:
             what = f"the header ends at byte {8 + length}, the file at byte {size}"
-            raise broken(path, what, "a complete file")
-        file.seek(8)
-        text = file.read(length)
-    header = parsed(path, text, "a header that is ", "tensor ")
+            raise file.broken(what, "a complete file")
+        content.seek(8)
+        text = content.read(length)
+    header = file.parsed(text, "a header that is ", "tensor ")
     if not isinstance(header, dict):
-        raise broken(path, f"a header that is a JSON {type(header).__name__}", "a JSON object")
+        raise file.broken(f"a header that is a JSON {type(header).__name__}", "a JSON object")
     return header, size - 8 - length
 
 

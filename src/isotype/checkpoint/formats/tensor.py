@@ -48,12 +48,6 @@ class TensorHeader:
         return math.prod(self.shape)
 
 
-def limit_tensors(path: Path, count: int) -> None:
-    """Raise CheckpointError if a file describes more tensors than any model has. Reading so many headers would take minutes."""
-    if count > MAX_TENSORS:
-        raise broken(path, f"{count:,} tensors", f"at most {MAX_TENSORS:,}", "give a checkpoint of a model")
-
-
 def printable(name: str) -> bool:
     """Return True if UTF-8 can encode a name. JSON also allows lone surrogates, which cannot be written or printed."""
     try:
@@ -67,46 +61,55 @@ def by_name(tensors: Iterable[TensorHeader]) -> tuple[TensorHeader, ...]:
     return tuple(sorted(tensors, key=lambda tensor: tensor.name))
 
 
-def damaged(path: Path, problems: Sequence[Problem]) -> CheckpointError:
-    """Return the error for a damaged file, with its first problems only, because a damaged header can have thousands."""
-    return CheckpointError.first_of(f"cannot read {path}", problems)
-
-
-def broken(path: Path, what: str, expected: str, fix: str = DAMAGED) -> CheckpointError:
-    return damaged(path, [Problem(what, expected, fix)])
-
-
 def repeated(names: Iterable[str], noun: str = "") -> list[Problem]:
     """Return a problem for each name that occurs twice."""
     twice = (name for name, count in Counter(names).items() if count > 1)
     return [Problem(f"{noun}{name!r} twice", "each name once", DAMAGED) for name in twice]
 
 
-def parsed(path: Path, text: bytes, header: str = "", noun: str = "") -> Any:
-    """Return parsed JSON. Raise CheckpointError for other text, or if an object has a name twice.
+@dataclass(frozen=True)
+class HeaderFile:
+    """A file whose header is read, and the errors of a damaged file."""
 
-    Without this check, `json` keeps only the last value of such a name. `header` and `noun` are for the messages.
-    """
-    problems: list[Problem] = []
+    path: Path
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries = dict(pairs)
-        if len(entries) < len(pairs):
-            problems.extend(repeated((name for name, _ in pairs), noun))
-        return entries
+    def damaged(self, problems: Sequence[Problem]) -> CheckpointError:
+        """Return the error for a damaged file, with its first problems only, because a damaged header can have thousands."""
+        return CheckpointError.first_of(f"cannot read {self.path}", problems)
 
-    try:
-        content = json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise broken(path, f"{header}not JSON ({error})", "a JSON object") from error
-    if problems:
-        raise damaged(path, problems)
-    return content
+    def broken(self, what: str, expected: str, fix: str = DAMAGED) -> CheckpointError:
+        return self.damaged([Problem(what, expected, fix)])
 
+    def size(self) -> int:
+        """Return the size of the file in bytes; raise CheckpointError if the file does not exist."""
+        if not self.path.is_file():
+            fix = "check the path, or download the file"
+            raise CheckpointError.of("no such file", str(self.path), "an existing file", fix)
+        return self.path.stat().st_size
 
-def file_size(path: Path) -> int:
-    """Return the size of a file in bytes; raise CheckpointError if the file does not exist."""
-    if not path.is_file():
-        fix = "check the path, or download the file"
-        raise CheckpointError.of("no such file", str(path), "an existing file", fix)
-    return path.stat().st_size
+    def limit_tensors(self, count: int) -> None:
+        """Raise CheckpointError for more tensors than any model has. Reading so many headers would take minutes."""
+        if count > MAX_TENSORS:
+            most = f"at most {MAX_TENSORS:,}"
+            raise self.broken(f"{count:,} tensors", most, "give a checkpoint of a model")
+
+    def parsed(self, text: bytes, header: str = "", noun: str = "") -> Any:
+        """Return parsed JSON. Raise CheckpointError for other text, or if an object has a name twice.
+
+        Without this check, `json` keeps only the last value of such a name. `header` and `noun` are for the messages.
+        """
+        problems: list[Problem] = []
+
+        def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            entries = dict(pairs)
+            if len(entries) < len(pairs):
+                problems.extend(repeated((name for name, _ in pairs), noun))
+            return entries
+
+        try:
+            content = json.loads(text, object_pairs_hook=unique)
+        except (ValueError, RecursionError) as error:
+            raise self.broken(f"{header}not JSON ({error})", "a JSON object") from error
+        if problems:
+            raise self.damaged(problems)
+        return content

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isotype.checkpoint.formats.tensor import DAMAGED, TensorHeader, broken, damaged, file_size, printable
+from isotype.checkpoint.formats.tensor import DAMAGED, HeaderFile, TensorHeader, printable
 from isotype.compat.torch import file_offset
 from isotype.core.errors import Problem
 
@@ -41,26 +41,27 @@ def torch_tensors(path: Path, device: str = "cpu") -> Mapping[str, torch.Tensor]
     """
     import torch
 
-    size = file_size(path)
-    with path.open("rb") as file:
-        start = file.read(2)
+    file = HeaderFile(path)
+    size = file.size()
+    with path.open("rb") as content:
+        start = content.read(2)
     if start != b"PK":
-        raise damaged(path, [_not_an_archive(start, size)])
+        raise file.damaged([_not_an_archive(start, size)])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about deprecated storages in old files
             content = torch.load(path, weights_only=True, mmap=True, map_location=device)
     except _UNREADABLE as error:
-        raise damaged(path, [_what_failed(error)]) from error
+        raise file.damaged([_what_failed(error)]) from error
     tensors = _weights(content)
     if isinstance(tensors, Problem):
-        raise damaged(path, [tensors])
+        raise file.damaged([tensors])
     for name, value in tensors.items():
         begin = file_offset(value.untyped_storage())
         end = 0 if begin is None else begin + value.untyped_storage().nbytes()
         if end > size:
             what = f"tensor {name!r} ends at byte {end}, the file at byte {size}"
-            raise broken(path, what, "a complete file")
+            raise file.broken(what, "a complete file")
     return tensors
 
 
