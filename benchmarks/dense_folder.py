@@ -15,7 +15,6 @@ def dense_folder(model: str, dtype: torch.dtype = torch.bfloat16) -> Path:
     from transformers import AutoTokenizer
 
     import isotype
-    from isotype.checkpoint.load import tokenizer_source
     from isotype.checkpoint.opened import open_checkpoint
 
     target = (
@@ -27,6 +26,6 @@ def dense_folder(model: str, dtype: torch.dtype = torch.bfloat16) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / "model"
         isotype.load(model, isotype.resolve_precision(model, dtype, device="cpu")).save_pretrained(made)
-        AutoTokenizer.from_pretrained(tokenizer_source(open_checkpoint(model))).save_pretrained(made)
+        AutoTokenizer.from_pretrained(open_checkpoint(model).tokenizer_source()).save_pretrained(made)
         made.rename(target)
     return target

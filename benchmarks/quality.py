@@ -31,10 +31,8 @@ from safetensors.torch import load_file
 
 import isotype
 import results
-from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.loftq import begin_from_error
 from isotype.checkpoint.opened import open_checkpoint
-from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.cli.main import main as isotype_command
 from isotype.cli.training import DEMO
 from isotype.core.dtypes import dtype_name
@@ -67,7 +65,7 @@ def texts() -> dict[str, str]:
 
 
 def held_out() -> dict[str, torch.Tensor]:
-    tokenizer: Any = tokenizer_of(tokenizer_source(open_checkpoint(MODEL)))
+    tokenizer: Any = open_checkpoint(MODEL).tokenizer()
     return {
         name: torch.tensor(tokenizer(text)["input_ids"][: ROWS * LENGTH]).view(ROWS, LENGTH)
         for name, text in texts().items()
@@ -281,7 +279,7 @@ def fine_tuned(starts: Sequence[str], only: list[str], kept: Path | None, steps:
 
 def held_back() -> list[tuple[torch.Tensor, int]]:
     """The embedded data set's held-back questions with their answers, and how many tokens of each are the question's."""
-    tokenizer: Any = tokenizer_of(tokenizer_source(open_checkpoint(MODEL)))
+    tokenizer: Any = open_checkpoint(MODEL).tokenizer()
     path = Path(isotype.__file__).parent / "data/precision_qa/test.jsonl"
     questions = []
     for line in path.read_text(encoding="utf-8").splitlines():

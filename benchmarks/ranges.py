@@ -171,12 +171,10 @@ def foretold(report: Report) -> str | None:
 
 def batches_of(tokens: int, count: int) -> list[dict[str, Any]]:
     """Rows of the embedded text through SmolLM2's own tokenizer."""
-    from isotype.checkpoint.load import tokenizer_source
     from isotype.checkpoint.opened import open_checkpoint
-    from isotype.checkpoint.tokenizer import tokenizer_of
     from isotype.ranges.measure import passages
 
-    tokenizer: Any = tokenizer_of(tokenizer_source(open_checkpoint("embedded:smollm2")))
+    tokenizer: Any = open_checkpoint("embedded:smollm2").tokenizer()
     ids = tokenizer("\n".join(passages()), return_tensors="pt")["input_ids"][0]
     rows = ids[: ids.numel() // tokens * tokens].view(-1, tokens)
     return [

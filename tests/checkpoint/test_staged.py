@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 import isotype
 from isotype.checkpoint import fill as filling
-from isotype.checkpoint import load
 from isotype.checkpoint.formats import mapped as staging
 from isotype.checkpoint.formats.headers import read_file_headers
 from isotype.checkpoint.formats.mapped import staged
@@ -54,7 +53,7 @@ def test_every_tensor_comes_in_its_order_and_what_fits_comes_in_a_buffer(
     path, tensors = saved
     work = work_of(path)
     order = []
-    for name, there in staged(work, size, pinned=False):
+    for name, there in staged(work, size):
         order.append(name)
         (header,) = dict(work)[name]
         assert (there is None) == (header.bytes > size)
@@ -71,12 +70,12 @@ def test_two_buffers_are_all_the_memory_there_is(
 ) -> None:
     sizes: list[int] = []
 
-    def buffer(size: int, pinned: bool) -> torch.Tensor:
+    def buffer(size: int) -> torch.Tensor:
         sizes.append(size)
         return torch.empty(size, dtype=torch.uint8)
 
     monkeypatch.setattr(staging, "_buffer", buffer)
-    places = {there.buffer.data_ptr() for _, there in staged(work_of(saved[0]), 1024, pinned=False) if there}
+    places = {there.buffer.data_ptr() for _, there in staged(work_of(saved[0]), 1024) if there}
     assert sizes == [1024, 1024]
     assert len(places) == 2
 
@@ -95,7 +94,7 @@ def test_the_thread_reads_ahead(
 
     monkeypatch.setattr(staging, "_fill", watched)
     small = [(name, headers) for name, headers in work_of(saved[0]) if headers[0].bytes]
-    reading = staged(small * 3, 1024, pinned=False)
+    reading = staged(small * 3, 1024)
     _, first = next(reading)
     assert ahead.wait(20)
     kept = None if first is None else first.buffer.clone()
@@ -113,12 +112,12 @@ def test_a_file_that_ends_too_early_is_named_where_its_tensors_are_waited_for(
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 100)
     with pytest.raises(CheckpointError, match=r"weights\.safetensors") as raised:
-        list(staged(work, 4096, pinned=False))
+        list(staged(work, 4096))
     assert "contains only" in str(raised.value)
     assert not readers()
     path.unlink()
     with pytest.raises(FileNotFoundError):
-        list(staged(work, 4096, pinned=False))
+        list(staged(work, 4096))
     assert not readers()
 
 
@@ -127,7 +126,7 @@ def test_what_ends_the_caller_ends_the_thread(
     saved: tuple[Path, dict[str, torch.Tensor]], interrupt: type[BaseException]
 ) -> None:
     def use() -> None:
-        reading = staged(work_of(saved[0]) * 4, 1024, pinned=False)
+        reading = staged(work_of(saved[0]) * 4, 1024)
         try:
             next(reading)
             raise interrupt
@@ -150,7 +149,7 @@ def test_where_no_memory_can_be_pinned_a_line_says_so(
         return empty(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", refusing)
-    assert staging._buffer(64, pinned=True).numel() == 65
+    assert staging._buffer(64).numel() == 65
     assert caplog.messages == [
         "weights are copied to the GPU more slowly, without pinned memory: no more pages can be locked"
     ]
@@ -159,24 +158,29 @@ def test_where_no_memory_can_be_pinned_a_line_says_so(
 # ------------------------------------------------------------------------------------------------ a whole model
 
 
-@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
+@pytest.mark.parametrize("quantization", [None, "nf4", "int8", "saved nf4"])
 def test_a_model_has_the_same_bits_as_from_mapped_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
 ) -> None:
-    tiny_model("llama", torch.bfloat16).save_pretrained(tmp_path)
-    policy = isotype.resolve_precision(tmp_path, "bfloat16", quantization, device="cpu")
-    mapped = isotype.load(tmp_path, policy).state_dict()
-    used: list[int] = []
-    real = filling.staged
+    path, form = tmp_path / "model", quantization and quantization.removeprefix("saved ")
+    tiny_model("llama", torch.bfloat16).save_pretrained(path)
+    policy = isotype.resolve_precision(path, "bfloat16", form, device="cpu")
+    if quantization == "saved nf4":
+        isotype.load(path, policy).save_pretrained(tmp_path / "saved")
+        path = tmp_path / "saved"
+    mapped = isotype.load(path, policy).state_dict()
+    buffers: list[torch.Tensor] = []
 
-    def watched(work: Any, size: int, **kwargs: Any) -> Any:
-        used.append(size)
-        return real(work, size, **kwargs)
+    def buffer(size: int) -> torch.Tensor:
+        buffers.append(torch.empty(size + 1, dtype=torch.uint8))
+        return buffers[-1]
 
-    monkeypatch.setattr(filling, "staged", watched)
-    monkeypatch.setattr(load, "fill", partial(filling.fill, staging=1 << 14))
-    read = isotype.load(tmp_path, policy)
-    assert used == [1 << 14]
+    monkeypatch.setattr(staging, "_buffer", buffer)
+    monkeypatch.setattr(filling, "staged", partial(staged, size=1 << 14))
+    # A device map may leave the quantized weights on the CPU.
+    monkeypatch.setattr(filling, "_on_gpu", lambda source, _: source.target == "model.embed_tokens.weight")
+    read = isotype.load(path, policy)
+    assert [buffer.nbytes for buffer in buffers] == [(1 << 14) + 1] * 2
     assert read.state_dict().keys() == mapped.keys()
     for name, value in read.state_dict().items():
         if isinstance(value, torch.Tensor):
@@ -196,4 +200,4 @@ def test_buffers_are_used_where_weights_go_to_a_gpu() -> None:
         target = "weight"
 
     for device, gpu in (("cpu", False), (torch.device("cuda", 1), True), ("xpu:0", True)):
-        assert filling._to_gpu([Source()], To(device)) == gpu  # type: ignore[list-item, arg-type]
+        assert filling._on_gpu(Source(), To(device)) == gpu  # type: ignore[arg-type]

@@ -22,8 +22,9 @@ from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find
 from isotype.checkpoint.formats.json_file import AGAIN, Entry, entry_problems, numbers_in, read_json
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.load import load
-from isotype.checkpoint.opened import open_checkpoint
+from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision, with_storage_reason
+from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.weightless import skeleton
 from isotype.compat.peft import kind_of_adapter
 from isotype.core.errors import CheckpointError, Problem, UsageError, one_line
@@ -71,6 +72,14 @@ class Adapter:
     policy: PrecisionPolicy | None
     headers: CheckpointHeaders
     revision: str | None = None
+
+    def open_base(self) -> Checkpoint:
+        return open_checkpoint(str(self.base), self.revision)
+
+    def tokenizer(self) -> Any | None:
+        """Return the tokenizer in the adapter's directory, or else that of the base; None if neither has one."""
+        tokenizer = tokenizer_of(self.directory)
+        return self.open_base().tokenizer() if tokenizer is None else tokenizer
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -191,7 +200,7 @@ def load_base(
     **arguments: Any,
 ) -> Any:
     """Load the base model with the training's vocabulary size and, if `model_class` is None, the training's class."""
-    checkpoint = open_checkpoint(str(adapter.base), adapter.revision)
+    checkpoint = adapter.open_base()
     head = model_class or _head(adapter, checkpoint.model_config)
     labels = _labels(adapter, checkpoint.model_config, policy, head)
     arguments |= {} if labels is None else {"num_labels": labels}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.formats.mapped import BUFFER, MappedFiles, Tensors, staged
+from isotype.checkpoint.formats.mapped import MappedFiles, Tensors, staged
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.match import aliases
 from isotype.checkpoint.mapping.stored import StoredTensor
@@ -142,12 +142,7 @@ def dtypes_of(
 
 
 def fill(
-    stored: StoredWeights,
-    sources: Mapping[str, Source],
-    placement: Placement,
-    *,
-    shown: bool = True,
-    staging: int | None = None,
+    stored: StoredWeights, sources: Mapping[str, Source], placement: Placement, *, shown: bool = True
 ) -> tuple[set[str], dict[str, str]]:
     """Fill a model's tensors from a checkpoint; tensors that the checkpoint lacks stay unchanged.
 
@@ -158,7 +153,6 @@ def fill(
     Args:
         stored: the weights of a model on the meta device whose quantized layers are bitsandbytes layers.
         sources: those of `stored.sources` from which the model is filled now.
-        staging: bytes of a read buffer; by default, `BUFFER` for weights on a GPU, and no buffers on the CPU.
 
     Returns:
         The names of the filled tensors, and name -> problem for each parameter that is not finite.
@@ -169,9 +163,8 @@ def fill(
     broken: dict[str, str] = {}
     bar = Bar("loading", shown)
     bar.total = len(work)
-    pinned = _to_gpu(work, placement)
-    size = staging or (BUFFER if pinned else None)
-    read = _mapped(work, files) if size is None else _staged(work, files, placement, size, pinned)
+    to_gpu = any(_on_gpu(source, placement) for source in work)
+    read = _staged(work, files, placement) if to_gpu else _mapped(work, files)
     with closing(bar), closing(read):
         for source, tensors in read:
             placed = _place(stored, source, tensors, placement)
@@ -183,8 +176,8 @@ def fill(
     return filled, broken
 
 
-def _to_gpu(sources: Sequence[Source], placement: Placement) -> bool:
-    return any(torch.device(placement.device(source.target)).type in ("cuda", "xpu") for source in sources)
+def _on_gpu(source: Source, placement: Placement) -> bool:
+    return torch.device(placement.device(source.target)).type in ("cuda", "xpu")
 
 
 def _mapped(sources: Sequence[Source], files: MappedFiles) -> Generator[tuple[Source, Tensors], None, None]:
@@ -195,13 +188,13 @@ def _mapped(sources: Sequence[Source], files: MappedFiles) -> Generator[tuple[So
 
 
 def _staged(
-    sources: Sequence[Source], files: MappedFiles, placement: Placement, size: int, pinned: bool
+    sources: Sequence[Source], files: MappedFiles, placement: Placement
 ) -> Generator[tuple[Source, Tensors], None, None]:
     """Yield (source, buffer with all tensors of the source); without such a buffer, yield (source, mapped files)."""
-    # A weight that is saved quantized may use the tensor's memory without a copy, and a reused buffer would overwrite it.
-    saved = {id(source) for source in sources if not pinned and _is_saved(source, placement)}
-    work = [(source, () if id(source) in saved else tuple(_headers(source))) for source in sources]
-    with closing(staged(work, size, pinned=pinned)) as read:
+    # On the CPU, a weight that is saved quantized is used without a copy, and a reused buffer would overwrite it.
+    kept = {id(s) for s in sources if _is_saved(s, placement) and not _on_gpu(s, placement)}
+    work = [(source, () if id(source) in kept else tuple(_headers(source))) for source in sources]
+    with closing(staged(work)) as read:
         for source, tensors in read:
             buffered = tensors is not None and tensors.at.keys() >= {*_headers(source)}
             yield source, tensors if tensors is not None and buffered else files

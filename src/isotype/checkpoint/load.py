@@ -34,7 +34,6 @@ from isotype.checkpoint.mapping.match import Match, match
 from isotype.checkpoint.mapping.stored import blank_tensors, stored_tensors
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.checkpoint.stored_weights import StoredWeights
-from isotype.checkpoint.tokenizer import tokenizer_copy
 from isotype.checkpoint.values import dense
 from isotype.checkpoint.weightless import (
     concrete_class,
@@ -126,14 +125,6 @@ def load(
         model.loaded_commit = commit_of(source, checkpoint.revision)  # for the adapter's `revision`
     enforce_model(model, policy)
     return model
-
-
-def tokenizer_source(checkpoint: Checkpoint) -> Path | str:
-    """Return the directory or hub id with a model's tokenizer and config; for a GGUF file, a folder in the cache."""
-    if isinstance(checkpoint.source, Path) and checkpoint.source.suffix == ".gguf":
-        checkpoint.require_complete_gguf()
-        return tokenizer_copy(checkpoint.require_headers())
-    return checkpoint.source
 
 
 @dataclass

@@ -17,9 +17,7 @@ from isotype.checkpoint.adapter import (
     read_adapter,
 )
 from isotype.checkpoint.load import load as load_model
-from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.opened import open_checkpoint
-from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.compat.bitsandbytes import hide_missing_kernel
 from isotype.precision.devices.probe import require_present
 from isotype.precision.policy import PrecisionPolicy
@@ -82,14 +80,13 @@ def load_for_inference(
     """
     profile = require_present(device)
     adapter = read_adapter(path, revision) if is_adapter(path) else None
-    tokenizer, base = None, path
     if adapter is None:
         saved = PrecisionPolicy.read(path)
         policy = inference_policy(path, saved, dtype, quantization, profile.name, revision)
         policy = replace(policy, master=torch.float32)
+        tokenizer = open_checkpoint(path, revision).tokenizer()
     else:
-        policy, revision = base_policy(adapter, dtype, quantization, profile.name), adapter.revision
-        tokenizer, base = tokenizer_of(adapter.directory), str(adapter.base)
-    tokenizer = tokenizer or tokenizer_of(tokenizer_source(open_checkpoint(base, revision)), revision)
+        policy = base_policy(adapter, dtype, quantization, profile.name)
+        tokenizer = adapter.tokenizer()
     device_map = None if profile.kind == "cpu" else {"": profile.name}
     return load(path, policy, device_map=device_map, revision=revision).eval(), tokenizer, policy

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.formats.hub import local_snapshot
-from isotype.checkpoint.load import load, tokenizer_source
+from isotype.checkpoint.load import load
 from isotype.checkpoint.opened import Checkpoint, local_path, open_checkpoint
 from isotype.checkpoint.resolve import Measurement, resolve_request, saved_or_noted
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model, fill_buffers
-from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.compat.peft import without_peft
 from isotype.core.errors import CheckpointError
 from isotype.precision.decide import PrecisionRequest
@@ -93,7 +92,7 @@ def to_measure(source: Checkpoint | nn.Module, batch: Any, tokens: int) -> tuple
         return measured, require_positions(measured.model, given_batches(batch))
     if isinstance(source, nn.Module):
         return measured, made_batches(measured.model, _tokenizer_of_module(measured.model), tokens)
-    return measured, made_batches(measured.model, tokenizer_of(tokenizer_source(source)), tokens)
+    return measured, made_batches(measured.model, source.tokenizer(), tokens)
 
 
 def _tokenizer_of_module(model: nn.Module) -> Any:
@@ -101,7 +100,7 @@ def _tokenizer_of_module(model: nn.Module) -> Any:
     name = str(getattr(without_peft(model), "name_or_path", "") or "")
     try:
         files = (local_path(name) or local_snapshot(name)) if name else None
-        return None if files is None else tokenizer_of(tokenizer_source(open_checkpoint(files)))
+        return None if files is None else open_checkpoint(files).tokenizer()
     except CheckpointError:
         return None  # the checkpoint was moved or removed since
 

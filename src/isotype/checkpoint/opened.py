@@ -30,6 +30,7 @@ from isotype.checkpoint.formats.hub import download, hub_config, local_snapshot,
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.mapping.match import match
 from isotype.checkpoint.mapping.stored import stored_tensors
+from isotype.checkpoint.tokenizer import tokenizer_copy, tokenizer_of
 from isotype.core.arguments import did_you_mean
 from isotype.core.errors import CheckpointError, PrecisionError, Problem, SaveError
 from isotype.precision.facts import ModelFacts, unreadable
@@ -107,6 +108,17 @@ class Checkpoint:
         """Raise CheckpointError if a GGUF file lacks tensors of the model that the file's metadata describes."""
         if self.gguf and self.headers is not None:
             match(build_on_meta(self.model_config, self.name), self.headers).require_complete()
+
+    def tokenizer_source(self) -> Path | str:
+        """Return the directory or hub id with the tokenizer and config; for a GGUF file, a folder in the cache."""
+        if isinstance(self.source, Path) and self.source.suffix == ".gguf":
+            self.require_complete_gguf()
+            return tokenizer_copy(self.require_headers())
+        return self.source
+
+    def tokenizer(self) -> Any | None:
+        """Return the tokenizer or processor, or None if there is none; raise CheckpointError for damaged files."""
+        return tokenizer_of(self.tokenizer_source(), self.revision)
 
     def downloaded(self) -> Checkpoint:
         """Return the checkpoint with local weights; download the weights if they are only on the hub."""

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from isotype.checkpoint.adapter import attach, require_whole_weights
 from isotype.checkpoint.formats.hub import local_snapshot
-from isotype.checkpoint.load import load, tokenizer_source
+from isotype.checkpoint.load import load
 from isotype.checkpoint.loftq import begin_from_error
 from isotype.checkpoint.opened import Checkpoint, local_path, open_checkpoint
 from isotype.checkpoint.shard import load_sharded
@@ -282,7 +282,7 @@ def tokenizer_here(model: str, revision: str | None) -> tuple[Path | str, Any]:
     if source is None:
         return model, None
     if source.suffix == ".gguf":
-        source = Path(tokenizer_source(open_checkpoint(source)))
+        source = Path(open_checkpoint(source).tokenizer_source())
     directory = source.parent if source.name == "config.json" else source
     if not (directory / "tokenizer_config.json").is_file() and not (directory / "tokenizer.json").is_file():
         return model, None

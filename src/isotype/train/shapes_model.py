@@ -43,16 +43,14 @@ def make_shapes_model(folder: Path, say: Callable[[str], object]) -> Path:
         return folder
     from transformers import LlavaForConditionalGeneration
 
-    from isotype.checkpoint.load import tokenizer_source
     from isotype.checkpoint.load_named import load
     from isotype.checkpoint.opened import open_checkpoint
     from isotype.checkpoint.resolve import resolve_precision
-    from isotype.checkpoint.tokenizer import tokenizer_of
 
     checkpoint = open_checkpoint("embedded:smollm2")
     policy = resolve_precision("embedded:smollm2", dtype="float32", device="cpu", trainable="full")
     language = load("embedded:smollm2", policy)
-    tokenizer: Any = tokenizer_of(tokenizer_source(checkpoint), required=True)
+    tokenizer: Any = checkpoint.tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
     language.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64, mean_resizing=False)
     torch.manual_seed(0)

@@ -165,11 +165,9 @@ def _build(run: Run, console: Console) -> Built:
     """Build the model and the trainer under the policy. Print the model's answers to sample questions before the training."""
     from transformers import set_seed
 
-    from isotype.checkpoint.load import tokenizer_source
-
     settings, policy, data = run.settings, run.policy, run.data
     method = settings.method
-    source = tokenizer_source(run.checkpoint)
+    source = run.checkpoint.tokenizer_source()
     tokenizer = models.processing_class(source, revision=run.checkpoint.revision)
     if not settings.method.takes_pictures:  # TRL's trainer does not take the processor, either
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)

@@ -123,7 +123,7 @@ Tensors = MappedFiles | StagedTensors
 
 
 def staged(
-    work: Sequence[tuple[Work, Sequence[TensorHeader]]], size: int = BUFFER, *, pinned: bool
+    work: Sequence[tuple[Work, Sequence[TensorHeader]]], size: int = BUFFER
 ) -> Generator[tuple[Work, StagedTensors | None], None, None]:
     """Yield each item of `work` with a buffer of its tensors, or with None if the caller must read the tensors. The
     items keep their order. Tensors are valid until the generator resumes. The reading thread ends when the generator is
@@ -132,10 +132,9 @@ def staged(
     Args:
         work: (item, headers of its tensors). The caller must read the tensors if a header has no offset, or if the
             tensors need more than `size` bytes.
-        pinned: allocate buffers in pinned memory; if that fails, log a warning and use other memory.
     """
     groups = list(_groups(work, size))
-    buffers = [_buffer(size, pinned) for _ in groups[:2]]
+    buffers = [_buffer(size) for _ in groups[:2]]
     stop, files = threading.Event(), _Files()
     fill = partial(_fill, files=files, stop=stop)
     reader = ThreadPoolExecutor(1, "isotype-reader")
@@ -210,12 +209,12 @@ def _read(file: FileIO, header: TensorHeader, into: memoryview) -> None:
         done += count
 
 
-def _buffer(size: int, pinned: bool) -> torch.Tensor:
+def _buffer(size: int) -> torch.Tensor:
+    """Return a buffer in pinned memory; if that fails, log a warning and use other memory."""
     size += 1  # `fill` makes no copy of a tensor that fills its whole storage
-    if pinned:
-        try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            reason = first_line(error)
-            logger.warning("weights are copied to the GPU more slowly, without pinned memory: %s", reason)
-    return torch.empty(size, dtype=torch.uint8)
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        reason = first_line(error)
+        logger.warning("weights are copied to the GPU more slowly, without pinned memory: %s", reason)
+        return torch.empty(size, dtype=torch.uint8)

@@ -13,7 +13,6 @@ import torch
 
 from isotype.checkpoint.adapter import Adapter, base_policy, inference_policy, read_adapter, require_usable
 from isotype.checkpoint.export import check_exportable, exportable_tokenizer, is_exportable, require_program
-from isotype.checkpoint.load import tokenizer_source
 from isotype.checkpoint.merge.kept import Candidate, Learned, cheapest, learned, merged_in_float32
 from isotype.checkpoint.merge.layers import Merging, WrittenModel
 from isotype.checkpoint.merge.report import ENOUGH, MergeReport, share, wider
@@ -26,7 +25,6 @@ from isotype.checkpoint.merge.write import (
     write_merged,
     written_path,
 )
-from isotype.checkpoint.opened import facts_of, open_checkpoint, open_model
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.stored_weights import blank_model
 from isotype.checkpoint.tokenizer import tokenizer_of
@@ -105,13 +103,13 @@ def merge_adapter(
     onto = saved if base is None else replace(saved, base=str(base), revision=revision)
     facts, policy, trained = _policies(saved, onto, dtype, stored)
     target, reason = _target(dtype, saved, facts)
-    config = open_model(str(onto.base), onto.revision).model_config
+    config = onto.open_base().model_config
     _check_parts(onto, stored, config)
     if stored is None and is_file(final):
         stored = "f16" if target == torch.float16 else "bf16"
     if stored in GGUF_TYPES:
         check_exportable(config)
-        exportable_tokenizer(_tokenizer(onto))
+        exportable_tokenizer(onto.tokenizer())
         target, reason = GGUF_TYPES[stored], f"rounded once, to {stored}"
     outputs, tokenizer, notes, trained = _learned(saved, trained, rows)
     instead = wider(stored, torch.bfloat16, torch.float32)
@@ -122,7 +120,7 @@ def merge_adapter(
         check_same_base(saved, onto)
     model_class = original_class(merging.model)
     with staged(final) as built:
-        tokenizer = tokenizer or _tokenizer(onto)
+        tokenizer = tokenizer or onto.tokenizer()
         path = written_path(final, built, stored)
         with disk_errors(final):
             notes += write_merged(merging, tokenizer, path, target, stored)
@@ -217,7 +215,7 @@ def _policies(
         # Under autocast, frozen weights have more digits than the compute dtype.
         trained = replace(trained, storage=saved.policy.storage)
     source, revision = str(onto.base), onto.revision
-    facts = facts_of(source, revision=revision)
+    facts = onto.open_base().facts
     if trained is not None:
         back = stored in QUANTIZATIONS and stored == trained.storage
         if not back or facts.saved_format is not None:
@@ -270,14 +268,6 @@ def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) ->
         raise UsageError("a merged model cannot be stored like this", [problem])
 
 
-def _tokenizer(adapter: Adapter) -> Any:
-    if (tokenizer := tokenizer_of(adapter.directory)) is not None:
-        return tokenizer
-    return tokenizer_of(
-        tokenizer_source(open_checkpoint(str(adapter.base), adapter.revision)), adapter.revision
-    )
-
-
 def _learned(
     adapter: Adapter, policy: PrecisionPolicy | None, rows: Rows | None
 ) -> tuple[Learned | None, Any, list[str], PrecisionPolicy | None]:
@@ -287,7 +277,7 @@ def _learned(
     """
     try:
         trained = policy or base_policy(adapter)
-        tokenizer = _tokenizer(adapter)
+        tokenizer = adapter.tokenizer()
         if tokenizer is None:
             none = "logits were not compared: neither adapter nor base has a tokenizer"
             return None, None, [none], trained
@@ -311,7 +301,7 @@ def _formats_to_try(
     adapter: Adapter, policy: PrecisionPolicy, target: torch.dtype, tokenizer: Any
 ) -> tuple[Candidate, ...]:
     """Return the formats to try, fewest bits first, for the training's `policy` and the merged weights' dtype `target`."""
-    checkpoint = open_checkpoint(str(adapter.base), adapter.revision)
+    checkpoint = adapter.open_base()
     base, original = "", policy
     if policy.quantized and checkpoint.facts.saved_format is None:
         if policy.storage != "nf4":  # a merge into nf4 uses the stored base without this argument
@@ -400,7 +390,7 @@ def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | 
 
 def check_same_base(trained: Adapter, onto: Adapter) -> None:
     """Raise one CheckpointError with all differences if the base of `onto` is not the model of the training."""
-    configs = (open_model(str(base.base), base.revision).model_config for base in (onto, trained))
+    configs = (adapter.open_base().model_config for adapter in (onto, trained))
     base_config, trained_config = (config.get_text_config() for config in configs)
     problems = [
         Problem(
