@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +62,17 @@ def adapted_model(
         config = checkpoint.model_config
         skeleton(config, policy, model_class=kwargs["model_class"], attn_implementation=attention)
     late = settings.start is None and policy.trainable == "lora" and brings_tokens(settings.training)
-    add = partial(_adapted, settings, checkpoint, policy, adapt)
-    adds = add if policy.trainable == "lora" and not late else None
+
+    def adapted(model: Any) -> Any:
+        if settings.start is not None:
+            return _with_reference(settings, attach(model, settings.start))
+        with _adapter_arguments():
+            model = _added_silently(model, policy, _peft_config(settings, model), adapt)
+            if settings.init_lora_weights == LOFTQ:
+                begin_from_error(model, checkpoint, moments_of_run(checkpoint, settings.device))
+            return _with_reference(settings, model)
+
+    adds = adapted if policy.trainable == "lora" and not late else None
     try:
         if settings.sharding is not None:
             model = load_sharded(checkpoint, policy, adds, reshard=settings.sharding.reshard, **kwargs)
@@ -104,18 +112,6 @@ def _peft_config(settings: Settings, model: Any) -> Any:
     config.init_lora_weights = True if start in (None, LOFTQ) else BOOLEANS.get(start, start)
     check_module_names(model, config)
     return config
-
-
-def _adapted(
-    settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, adapt: Adapt | None, model: Any
-) -> Any:
-    if settings.start is not None:
-        return _with_reference(settings, attach(model, settings.start))
-    with _adapter_arguments():
-        model = _added_silently(model, policy, _peft_config(settings, model), adapt)
-        if settings.init_lora_weights == LOFTQ:
-            begin_from_error(model, checkpoint, moments_of_run(checkpoint, settings.device))
-        return _with_reference(settings, model)
 
 
 _REFERENCE = "ref"

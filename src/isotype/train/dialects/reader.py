@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,9 +34,10 @@ _REMOVE = "remove it from the file to train without it"
 
 @cache
 def tables() -> dict[str, Any]:
-    text = resources.files("isotype.train.dialects").joinpath("tables.yaml").read_text(encoding="utf-8")
-    content: dict[str, Any] = yaml.safe_load(text)
-    return content
+    tables: dict[str, Any] = yaml.safe_load(
+        Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8")
+    )
+    return tables
 
 
 def _words(text: str) -> dict[str, str]:

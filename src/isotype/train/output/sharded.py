@@ -51,19 +51,6 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return sharded.full_tensor() if is_sharded(tensor) else tensor
 
 
-def save_state(directory: Path, model: nn.Module, optimizer: Any) -> None:
-    """Save trained weights and optimizer states into `directory`. All processes must call `save_state` together."""
-    names = _trained(model)
-    state: dict[str, Any] = {f"{_MODEL}{name}": parameter for name, parameter in names.items()}
-    for name, parameter in names.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            state[f"{_OPTIMIZER}{name}.{key}"] = value
-    save(state, storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True))
-    if distributed.get_rank() == 0:
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        (directory / _GROUPS).write_text(json.dumps(groups, indent=2) + "\n", encoding="utf-8")
-
-
 def load_weights(directory: Path, model: nn.Module) -> None:
     _read(directory, {f"{_MODEL}{name}": p.detach() for name, p in _trained(model).items()})
 
@@ -149,10 +136,21 @@ class Sharded(TrainerSteps):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def write_optimizer(self: Any, output_dir: str) -> None:
+        """Save the optimizer. In a sharded run, all processes also save trained weights, into the folder `SHARDS`."""
         if not has_shards(self.model):
             super().write_optimizer(output_dir)
             return
-        save_state(Path(output_dir) / SHARDS, self.model, self.optimizer)
+        directory, state = Path(output_dir) / SHARDS, dict[str, Any]()
+        for name, parameter in _trained(self.model).items():
+            state[f"{_MODEL}{name}"] = parameter
+            moments = self.optimizer.state.get(parameter, {})
+            state |= {f"{_OPTIMIZER}{name}.{key}": value for key, value in moments.items()}
+        save(state, storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True))
+        if distributed.get_rank() == 0:
+            groups = [
+                {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
+            ]
+            (directory / _GROUPS).write_text(json.dumps(groups, indent=2) + "\n", encoding="utf-8")
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
