@@ -154,7 +154,7 @@ def tokens_of(folder: Path, data: Path) -> int:
     import transformers
     from PIL import Image
 
-    from isotype.train.rows.pictured import Pictured
+    from isotype.train.rows.collators import Pictured
 
     rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
     rows = [{**row, "images": [Image.open(data / name) for name in row.get("images", ())]} for row in rows]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from isotype.train.monitor.memory import HeadroomMeter
+from isotype.train.monitor.recorder import HeadroomMeter
 from tests.train.test_watch import model_of
 
 

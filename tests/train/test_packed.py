@@ -22,8 +22,8 @@ from isotype.precision.devices.profile import device_profile
 from isotype.train.preflight.plan import StepPlan
 from isotype.train.preflight.step import MIXED, check_plan
 from isotype.train.preflight.step_plan import parse_options, plan_of
+from isotype.train.rows.collators import Rows, keep_rows
 from isotype.train.rows.lengths import Lengths, one_a_row, packed_rows
-from isotype.train.rows.packed import Rows, keep_rows
 from isotype.train.training import run as train
 from tests.models import tiny_model
 from tests.pairwise import few

@@ -18,7 +18,7 @@ import isotype
 from isotype.cli.main import main
 from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.model.experts.stack import quantized_stack
-from isotype.train.rows.pictured import Pictured
+from isotype.train.rows.collators import Pictured
 from tests.models import quiet
 from tests.pairwise import few
 from tests.policy import autocast

@@ -14,9 +14,9 @@ from datasets import Image as Pictures
 from isotype.cli.main import main
 from isotype.core.errors import DataError, UsageError
 from isotype.data.methods import METHODS
+from isotype.train.rows.collators import Pictured
 from isotype.train.rows.data import fitting
 from isotype.train.rows.lengths import lengths_of
-from isotype.train.rows.pictured import Pictured
 from tests.parsed import parse_settings
 from tests.refusals import refused
 from tests.zoo.processors import FAMILIES, picture, save_vision_model, tiny_processor

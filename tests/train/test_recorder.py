@@ -22,8 +22,7 @@ from isotype.core.errors import SaveError, TrainingError
 from isotype.report.run.record import EvalRecord, StepRecord
 from isotype.train.callback import PrecisionCallback
 from isotype.train.monitor import meter as steps
-from isotype.train.monitor.memory import SAMPLING_SECONDS, memory_meter
-from isotype.train.monitor.meter import Step, StepMeter
+from isotype.train.monitor.meter import SAMPLING_SECONDS, Step, StepMeter, memory_meter
 from isotype.train.monitor.progress import ProgressView
 from isotype.train.monitor.recorder import PeriodicReport, RunRecorder
 from tests.pairwise import few, pairwise

@@ -34,8 +34,8 @@ from isotype.report.text import NARROW, fitting, format_share, pair_table, say, 
 from isotype.train.chat import Prompt, with_pictures
 from isotype.train.command.settings import Settings
 from isotype.train.monitor.recorder import RunRecorder
+from isotype.train.rows.collators import Pictured
 from isotype.train.rows.lengths import Lengths, padding_share
-from isotype.train.rows.pictured import Pictured
 from isotype.train.run import Built, Choice, Run
 
 _LONGEST_TEXT = 600  # number of printed characters of one part of an example

@@ -12,11 +12,10 @@ from isotype.lora.loss.trl_head import use_own_head
 from isotype.model.recompute import needs_input_gradients
 from isotype.model.shard import has_shards
 from isotype.train.compilation import take_compilation
-from isotype.train.monitor.memory import memory_meter
-from isotype.train.monitor.meter import StepMeter
+from isotype.train.monitor.meter import StepMeter, memory_meter
 from isotype.train.output.checkpoints import begin_epoch
 from isotype.train.output.saving import WholeCheckpoints
-from isotype.train.rows.packed import seen_as_joined
+from isotype.train.rows.collators import seen_as_joined
 
 
 class PolicyTrainer(WholeCheckpoints):

@@ -56,10 +56,9 @@ from isotype.train.policy import (
 from isotype.train.preflight.plan_rows import choice_of_run
 from isotype.train.rewards import check_rewards, rewards_of
 from isotype.train.rows.assistant import labelled_rows
+from isotype.train.rows.collators import keep_rows, learn_no_pictures
 from isotype.train.rows.data import dropped_examples, fitting, pictures_named, training_data
 from isotype.train.rows.lengths import adapter_notes, lengths_in
-from isotype.train.rows.packed import keep_rows
-from isotype.train.rows.pictured import learn_no_pictures
 from isotype.train.run import Built, Choice, Run
 from isotype.train.signals import balance, early_stopping, graceful_stop, not_the_best
 from isotype.train.trainer import policy_trainer

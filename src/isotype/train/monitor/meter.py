@@ -10,12 +10,15 @@ from __future__ import annotations
 import copy
 import math
 import shlex
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -30,7 +33,66 @@ from isotype.report.nonfinite import problem_of
 from isotype.report.run.record import StepRecord
 from isotype.report.text import chat_command
 from isotype.trace.nonfinite.again import StopReason, first_nonfinite
-from isotype.train.monitor.memory import MemoryMeter
+
+SAMPLING_SECONDS = 0.02
+
+
+class _Allocated:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._backend = torch.get_device_module(device)
+
+    def restart(self) -> None:
+        self._backend.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        return int(self._backend.max_memory_allocated(self._device))
+
+
+class _Resident:
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._peak = 0
+        self._lock = threading.Lock()
+
+    def restart(self) -> None:
+        with self._lock:
+            self._peak = self._process.memory_info().rss
+
+    def peak(self) -> int:
+        with self._lock:
+            self._peak = max(self._peak, self._process.memory_info().rss)
+            return self._peak
+
+    def sample(self, stop: threading.Event) -> None:
+        while not stop.wait(SAMPLING_SECONDS):
+            self.peak()
+
+
+MemoryMeter = _Allocated | _Resident
+"""A meter's method `peak` returns the largest memory in use, in bytes, since the last call of `restart`."""
+
+
+@contextmanager
+def memory_meter(device: torch.device) -> Iterator[MemoryMeter]:
+    """Yield a meter of the memory of `device` during a run.
+
+    On CUDA, ROCm and XPU, the meter reads PyTorch's peak of allocated bytes. On other devices, the meter samples the
+    resident memory of this process every `SAMPLING_SECONDS` and can miss shorter peaks. The kernel's peak (`ru_maxrss`)
+    is not used, because it includes the peak of loading and cannot be reset.
+    """
+    if device.type in ("cuda", "xpu"):
+        yield _Allocated(device)
+        return
+    meter, stop = _Resident(), threading.Event()
+    thread = threading.Thread(target=meter.sample, args=(stop,), name="isotype-memory", daemon=True)
+    thread.start()
+    try:
+        yield meter
+    finally:
+        stop.set()
+        thread.join()
+
 
 DEFERRED_ON = ("cuda",)
 """Device types on which fused optimizers read `found_inf`. ROCm has the type `cuda`."""

@@ -2,13 +2,15 @@
 
 TRL finds the assistant's tokens only by `{% generation %}` markers in the chat template, and has templates with markers
 for some models. For other templates, isotype renders a conversation twice for each assistant turn: once with the
-earlier turns, and once with this turn, too. The tokens that only the longer text has are the turn's tokens.
+earlier turns, and once with this turn, too. The tokens that only the longer text has are the turn's tokens. The template
+must render the first messages of a conversation in the same way, even if other messages follow.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,13 +18,96 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from isotype.compat.templates import render_chat
 from isotype.core.errors import DataError, UsageError
 from isotype.core.names import plural
 from isotype.core.pretrained import pretrained
 from isotype.data.cells import MARKS, left_out
 from isotype.train.command.settings import Settings
-from isotype.train.rows.data import lists_in
-from isotype.train.rows.spans import assistant_spans, other_spans, renderer
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+Render = Callable[[Sequence[Message], bool], str]
+"""Function that renders messages as text. If the second argument is True, the generation prompt is added."""
+
+
+def renderer(tokenizer: Any, row: Mapping[str, Any], prepare: Callable[[list[Any]], Any] = list) -> Render:
+    """Return a function that renders messages with the chat template and the row's tools and template arguments."""
+    tools = row.get("tools")
+    arguments = {
+        "tools": json.loads(tools) if isinstance(tools, str) else tools,
+        **(row.get("chat_template_kwargs") or {}),
+    }
+
+    def render(part: Sequence[Message], prompting: bool) -> str:
+        turns = prepare([dict(message) for message in part])
+        more = {"tokenize": False, "add_generation_prompt": prompting, **arguments}
+        return str(render_chat(tokenizer, turns, **more))
+
+    return render
+
+
+def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
+    """Return the text of a conversation, and the spans [start, end) of the assistant's turns, in characters.
+
+    A span begins after the generation prompt, and includes the template's text at the end of the turn. Messages before
+    number `first`, and messages that are excluded from the loss, have no span.
+
+    Raises:
+        ValueError: the template renders the first messages differently if other messages follow.
+    """
+    text = render(messages, False)
+    spoken = [at for at in range(first, len(messages)) if messages[at]["role"] == "assistant"]
+    return text, [_span(render, messages, at, text) for at in spoken if not left_out(messages[at])]
+
+
+def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
+    """Return a conversation's text and the spans with loss: all text from message `first` on, except excluded turns."""
+    text = render(messages, False)
+    at, spans = 0 if first == 0 else _span(render, messages, first, text)[0], []
+    excluded = [n for n in range(first, len(messages)) if left_out(messages[n])]
+    for start, end in [_span(render, messages, n, text) for n in excluded]:
+        spans.append((at, start))
+        at = end
+    return text, [*spans, (at, len(text))]
+
+
+def _span(render: Render, messages: Sequence[Message], at: int, text: str) -> Span:
+    """Return the span of message `at`. The span of an assistant message begins after the generation prompt."""
+    last = at + 1 == len(messages)
+    end = len(text) if last else _prefix_length(text, render(messages[: at + 1], False), at)
+    if messages[at]["role"] == "assistant":
+        return _start(render, messages, at, text), end
+    return (_prefix_length(text, render(messages[:at], False), at - 1) if at else 0), end
+
+
+def _prefix_length(text: str, beginning: str, at: int) -> int:
+    if not text.startswith(beginning):
+        raise ValueError(f"the chat template renders message {at + 1} differently if other messages follow")
+    return len(beginning)
+
+
+def _start(render: Render, messages: Sequence[Message], at: int, text: str) -> int:
+    if at == 0:
+        return _after_first_prompt(render, text)
+    prompt = render(messages[:at], True)
+    if text.startswith(prompt):
+        return len(prompt)
+    # DeepSeek-R1's generation prompt ends with "<think>", but its template renders an answer without "<think>".
+    before = _prefix_length(text, render(messages[:at], False), at - 1)
+    pairs = enumerate(zip(prompt, text, strict=False))
+    return max(before, next((at for at, (a, b) in pairs if a != b), len(prompt)))
+
+
+def _after_first_prompt(render: Render, text: str) -> int:
+    """Return the end of the first generation prompt in `text`, where an assistant's first message begins."""
+    probe = [{"role": "user", "content": "a"}]
+    bare, prompt = render(probe, False), render(probe, True)
+    opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
+    if not opening or opening not in text:
+        raise ValueError("message 1 is from the assistant, and the template's text before it cannot be found")
+    return text.index(opening) + len(opening)
+
 
 _MARKED = "a template with {% generation %} and {% endgeneration %} around the assistant's text"
 _FIX = "--chat_template_path FILE.jinja with such a template, or leave --assistant_only_loss out"
@@ -62,7 +147,7 @@ def labelled_rows(
     if only:
         _check_rows(columns)
     if {"image", "images"} & columns.keys():
-        return data  # `isotype.train.rows.pictured` makes the labels of each batch
+        return data  # `isotype.train.rows.collators` makes the labels of each batch
     if not excluded and (templated is None or trl_finds_tokens(templated)):
         return data
     if templated is None:
@@ -89,6 +174,13 @@ def _count_left_out(rows: Any, names: Sequence[str]) -> int:
         rows = rows.select_columns(names) if names else ()
     chats = (row[n] for row in islice(rows, 1000 if features is None else None) for n in names if n in row)
     return sum(left_out(message) for chat in chats if isinstance(chat, list) for message in chat)
+
+
+def lists_in(features: Mapping[str, Any], names: Collection[str], wanted: Callable[[Any], bool]) -> list[str]:
+    """Return columns of `names` that have lists. The type of the items is unknown or satisfies `wanted`."""
+    items = {name: getattr(features[name], "feature", None) for name in features if name in names}
+    lists = {name: item for name, item in items.items() if item is not None}
+    return [name for name, item in lists.items() if not isinstance(item, Mapping) or wanted(item)]
 
 
 def _check_rows(columns: Mapping[str, Any]) -> None:

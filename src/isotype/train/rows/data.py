@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,8 +22,9 @@ from isotype.data.locate import data_error, find_local
 from isotype.data.pictures import picture_columns, picture_problem, pictures_in
 from isotype.data.reading import Reading, parse_columns
 from isotype.train.command.settings import Settings
+from isotype.train.rows.assistant import lists_in
+from isotype.train.rows.collators import Pictured, answers_in
 from isotype.train.rows.lengths import Lengths
-from isotype.train.rows.pictured import Pictured, answers_in
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
@@ -98,13 +99,6 @@ def plain_contents(tokenizer: Any, data: Any, say: Callable[[str], object]) -> A
         return data
     say("content in several text parts is joined by line breaks, because the chat template accepts only text")
     return type(data)({name: _joined(rows, chats[name]) for name, rows in data.items()})
-
-
-def lists_in(features: Mapping[str, Any], names: Collection[str], wanted: Callable[[Any], bool]) -> list[str]:
-    """Return columns of `names` that have lists. The type of the items is unknown or satisfies `wanted`."""
-    items = {name: getattr(features[name], "feature", None) for name in features if name in names}
-    lists = {name: item for name, item in items.items() if item is not None}
-    return [name for name, item in lists.items() if not isinstance(item, Mapping) or wanted(item)]
 
 
 def _takes_parts(tokenizer: Any) -> bool:

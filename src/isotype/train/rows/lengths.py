@@ -20,7 +20,7 @@ from isotype.data.methods import METHODS
 from isotype.data.pictures import picture_columns
 from isotype.data.placed import alike_at_start
 from isotype.lora.unpadded import LEAST_PADDING
-from isotype.train.rows.pictured import Pictured
+from isotype.train.rows.collators import Pictured
 
 if TYPE_CHECKING:
     from isotype.train.command.settings import Settings
