@@ -107,11 +107,7 @@ def exponent_by_ranges(module: nn.Module) -> int | None:
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Return a copy of a nested structure with all float tensors cast to `dtype`."""
-
-    def cast_leaf(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    return tree_map(cast_leaf, value)
+    return tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, value)
 
 
 def sharing(module: nn.Module, parameters: dict[str, Any]) -> Any:

@@ -219,25 +219,23 @@ def _plain_codes(model: nn.Module) -> None:
 def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) -> list[nn.Module]:
     """Return modules whose trained parameters do not have the most common dtype, without modules in `outside`."""
     excluded = {id(part) for block in outside or () for part in block.modules()}
-    owners = [module for module in model.modules() if id(module) not in excluded]
-    trained = {
-        id(module): {
-            p.dtype for p in module.parameters(recurse=False) if p.requires_grad and not is_sharded(p)
-        }
-        for module in owners
-    }
-    dtypes = Counter(dtype for names in trained.values() for dtype in names)
+    trained: list[tuple[nn.Module, set[torch.dtype]]] = []
+    for module in model.modules():
+        if id(module) not in excluded:
+            own = (p for p in module.parameters(recurse=False) if p.requires_grad and not is_sharded(p))
+            trained.append((module, {parameter.dtype for parameter in own}))
+    dtypes = Counter(dtype for _, own_dtypes in trained for dtype in own_dtypes)
     if len(dtypes) < 2:
         return []
     most = dtypes.most_common(1)[0][0]
-    for module in owners:
-        if len(trained[id(module)]) > 1:
-            names = " and ".join(sorted(map(dtype_name, trained[id(module)])))
+    for module, own_dtypes in trained:
+        if len(own_dtypes) > 1:
+            names = " and ".join(sorted(map(dtype_name, own_dtypes)))
             what = f"{type(module).__name__} with trained parameters in {names}"
             expected = "trained parameters of one dtype"
             fix = "train it in one dtype: isotype.enforce(model, policy) before it is sharded"
             raise PrecisionError.of("a module that FSDP2 cannot shard", what, expected, fix)
-    return [module for module in owners if trained[id(module)] - {most}]
+    return [module for module, own_dtypes in trained if own_dtypes - {most}]
 
 
 def _lone_embedding(model: Any) -> nn.Module | None:

@@ -35,18 +35,12 @@ TOWERS = ("vision", "vq", "audio", "qformer", "perceiver")
 """A nested config belongs to a tower if its name contains one of these words."""
 
 
-def shrunk_config(config: Any) -> Any:
-    """Return a copy of a transformers config with small widths and only the first layers."""
+def shrunk_config(config: Any, *, narrow: bool) -> Any:
+    """Return a copy of a transformers config with only the first layers; if `narrow` is True, also with small widths."""
     small = copy.deepcopy(config)
     for name, part in _parts(small):
-        _shrink(part, TOWER if any(word in name for word in TOWERS) else TEXT)
-    return small
-
-
-def of_few_layers(config: Any) -> Any:
-    """Return a copy of a transformers config with only the first layers and unchanged widths."""
-    small = copy.deepcopy(config)
-    for _, part in _parts(small):
+        if narrow:
+            _make_narrow(part, TOWER if any(word in name for word in TOWERS) else TEXT)
         _cut_layers(part)
     return small
 
@@ -73,7 +67,7 @@ def _parts(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from _parts(value, key)
 
 
-def _shrink(config: Any, sizes: Any) -> None:
+def _make_narrow(config: Any, sizes: Any) -> None:
     before = vars(config)
     head_dim = _head_dim(before)
     heads, key_heads = _first(before, _HEADS), before.get("num_key_value_heads")
@@ -87,7 +81,6 @@ def _shrink(config: Any, sizes: Any) -> None:
             setattr(config, name, value)
     for rotary in (value for name in _ROTARY if isinstance(value := before.get(name), dict)):
         _shrink_rotary(rotary, head_dim, _head_dim(vars(config)))
-    _cut_layers(config)
 
 
 def _first(values: Any, names: Sequence[str]) -> Any:

@@ -18,7 +18,7 @@ from isotype.compat.torch import FakeTensor, has_values, is_traceable_wrapper_su
 from isotype.compat.transformers import attention_of, fresh_model, set_attention, use_plain_experts
 from isotype.core.errors import error_line
 from isotype.core.random_states import random_states_kept
-from isotype.model.shrunk import of_few_layers, shrunk_config, special_tokens
+from isotype.model.shrunk import shrunk_config, special_tokens
 from isotype.model.walk import empty_copies, fill_copies, kind_of, lists_of_blocks
 
 MOST_WEIGHTS = 8_000_000
@@ -201,9 +201,9 @@ def _generic(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
 def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
     """Return a model of the same class as `base`, with a small config, random weights and the adapters of `model`."""
     problems = []
-    for shrink in (shrunk_config, of_few_layers):
+    for narrow in (True, False):
         try:
-            config = shrink(base.config)
+            config = shrunk_config(base.config, narrow=narrow)
             tokens, plain = _small_vocabulary(config, present)
             with random_states_kept(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")

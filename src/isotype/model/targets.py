@@ -103,7 +103,7 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
         raise UsageError.of("weights that are in no file would be lost", what, expected, fix)
     if not new:
         return ()
-    config.modules_to_save = [*(getattr(config, "modules_to_save", None) or ()), *new]
+    config.modules_to_save = [*(config.modules_to_save or ()), *new]
     return (f"{listed(new)}: not in the checkpoint, so they are trained whole and saved with the adapter",)
 
 
@@ -205,11 +205,8 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
 
 def _excluded(base: Any, adapt: Adapt | None) -> dict[str, str]:
     """Return layer name -> reason, for layers in parts without adapters and layers that a loss cannot train."""
-    parts, untrained = (
-        Parts(base),
-        dict((*unread_layers(base), *_without_gradients(base), *_of_other_shape(base))),
-    )
-    chosen = Adapt() if adapt is None else adapt
+    parts, chosen = Parts(base), adapt or Adapt()
+    untrained = dict((*unread_layers(base), *_without_gradients(base), *_of_other_shape(base)))
     if not parts.towers and LANGUAGE not in chosen.parts:
         raise _nothing_left(adapt)
     excluded = {}
@@ -234,14 +231,13 @@ def _of_other_shape(base: Any) -> Iterator[tuple[str, str]]:
     """Yield (name, reason) of each linear layer with a forward for other shapes, such as a grouped layer."""
     for name, module in base.named_modules():
         cls = original_class(module)
-        plain = (
+        if (
             kind_of(module) != "linear"
             or not isinstance(module, nn.Linear)
             or cls.forward is nn.Linear.forward
-        )
-        if (
-            plain or module.weight.itemsize == 1 or _routes(base, name)
-        ):  # kernels for float8 do not run on meta
+        ):
+            continue
+        if module.weight.itemsize == 1 or _routes(base, name):  # float8 kernels do not run on meta
             continue
         weights = {key: p.to("meta", torch.float32) for key, p in module.named_parameters(recurse=False)}
         x = torch.empty(1, module.in_features, device="meta")
@@ -422,12 +418,8 @@ def trained_heads(base: Any) -> tuple[str, ...]:
 def refuse_quantized(model: Any, config: Any) -> None:
     """Raise UsageError if an adapter with this config trains a quantized layer whole."""
     whole = [*(getattr(config, "modules_to_save", None) or ()), *TRAINED_WHOLE.get(task_of(config) or "", ())]
-    layers = [
-        p.name
-        for p in places(model)
-        if p.kind in ("linear4bit", "linear8bit") and names_one_of(p.name, whole)
-    ]
-    if layers:
+    quantized = (place.name for place in places(model) if place.kind in ("linear4bit", "linear8bit"))
+    if layers := [name for name in quantized if names_one_of(name, whole)]:
         what = f"{listed(layers)}: quantized, and trained whole (modules_to_save, or the head of the adapter's task)"
         expected = "a layer with float weights, because packed codes cannot be trained"
         fix = "load the model with isotype.load from float weights, and give the layer an adapter, or leave it out"
