@@ -167,8 +167,7 @@ def test_window(window: int) -> None:
         assert all(grad.abs().max() < 1e-5 for grad in found[1:3])
         exact, found = (exact[0], exact[3], exact[3], exact[3]), (found[0], found[3], found[3], found[3])
     assert_close(found, exact, torch.float32)
-    for part in plan.parts:
-        assert all(last - first < window + 32 for first, last in (block.keys for block in part.blocks))
+    assert all(last - first < window + 32 for first, last in (block.keys for block in plan.blocks))
 
 
 def packed_bias(position_ids: torch.Tensor) -> torch.Tensor:
@@ -197,9 +196,8 @@ def test_packed_sequences() -> None:
 
 def cost(plan: Plan) -> int:
     return sum(
-        (part.batch[1] - part.batch[0]) * (block.rows[1] - block.rows[0]) * (block.keys[1] - block.keys[0])
-        for part in plan.parts
-        for block in part.blocks
+        (block.batch[1] - block.batch[0]) * (block.rows[1] - block.rows[0]) * (block.keys[1] - block.keys[0])
+        for block in plan.blocks
     )
 
 
@@ -263,7 +261,7 @@ def test_a_mask_that_was_written_to_is_read_again() -> None:
     first = plan_of_mask(mask, 1, 32)
     assert plan_of_mask(mask, 1, 32) is first
     mask[..., 0] = False
-    assert plan_of_mask(mask, 1, 32).parts[0].blocks[0].keys == (1, 8)
+    assert plan_of_mask(mask, 1, 32).blocks[0].keys == (1, 8)
 
 
 @pytest.mark.parametrize("masked", [True, False])

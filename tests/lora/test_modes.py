@@ -202,13 +202,13 @@ def test_a_mask_that_is_written_to_under_inference_mode_is_read_again() -> None:
         assert plan_of_mask(mask, 2, 32) is first
         mask[..., 0] = False
         assert plan_of_mask(mask, 2, 32) is not first
-        assert plan_of_mask(mask, 2, 32).parts[0].blocks[0].rows == (1, 8)
+        assert plan_of_mask(mask, 2, 32).blocks[0].rows == (1, 8)
         one = torch.ones(1, 1, 8, 8, dtype=torch.bool)
         shared = one.expand(4, -1, -1, -1)
         second = plan_of_mask(shared, 4, 32)
         assert plan_of_mask(shared, 4, 32) is second
         one[:, :, :, 7] = False
-        assert plan_of_mask(shared, 4, 32).parts[0].blocks[0].keys == (0, 7)
+        assert plan_of_mask(shared, 4, 32).blocks[0].keys == (0, 7)
 
 
 def test_an_input_that_is_written_to_under_inference_mode_is_read_again() -> None:

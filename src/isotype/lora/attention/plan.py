@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -23,7 +24,7 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class Block:
-    """The queries with the indices `rows`, and the keys to which they attend.
+    """The queries with the indices `rows` in the rows `batch` of the batch, and the keys to which they attend.
 
     Attributes:
         masked: the keys that need a mask: some queries do not attend to these keys, or their scores have a bias.
@@ -31,6 +32,7 @@ class Block:
             scores by log2(e), add the tile, and compute powers of 2.
     """
 
+    batch: Span
     rows: Span
     keys: Span
     masked: Span = (0, 0)
@@ -38,16 +40,8 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Rows of the batch with the same blocks. The result for a query that is in no block is zero."""
-
-    batch: Span
-    blocks: tuple[Block, ...]
-
-
-@dataclass(frozen=True)
 class Plan:
-    """The keys to which each query of a batch attends.
+    """The keys to which each query of a batch attends. The result for a query that is in no block is zero.
 
     Attributes:
         closed_finitely: True if the mask adds large negative, finite numbers (not -inf) to all scores of some query. In
@@ -57,17 +51,14 @@ class Plan:
     batch: int
     queries: int
     keys: int
-    parts: tuple[Part, ...]
+    blocks: tuple[Block, ...]
     closed_finitely: bool = False
 
     @cached_property
     def _sizes(self) -> list[tuple[int, int]]:
         """(number of queries in all rows of the batch, number of keys) of each block."""
-        return [
-            ((part.batch[1] - part.batch[0]) * (block.rows[1] - block.rows[0]), block.keys[1] - block.keys[0])
-            for part in self.parts
-            for block in part.blocks
-        ]
+        spans = ((block.batch, block.rows, block.keys) for block in self.blocks)
+        return [((b[1] - b[0]) * (rows[1] - rows[0]), keys[1] - keys[0]) for b, rows, keys in spans]
 
     @cached_property
     def whole(self) -> bool:
@@ -99,16 +90,16 @@ def plan_of(size: tuple[int, int, int], rows: int, *, causal: bool) -> Plan:
     """
     batch, queries, keys = size
     with torch.inference_mode(False):  # a training step may read the plan's tiles next
-        return Plan(batch, queries, keys, (Part((0, batch), tuple(_blocks(queries, keys, rows, causal))),))
+        return Plan(batch, queries, keys, tuple(_blocks((0, batch), queries, keys, rows, causal)))
 
 
-def _blocks(queries: int, keys: int, rows: int, causal: bool) -> Iterator[Block]:
+def _blocks(batch: Span, queries: int, keys: int, rows: int, causal: bool) -> Iterator[Block]:
     later = keys - queries  # the key at the position of query 0
     tiles: dict[int, torch.Tensor] = {}
     for first in range(0, queries if keys else 0, rows):
         last = min(first + rows, queries)
         if not causal:
-            yield Block((first, last), (0, keys))
+            yield Block(batch, (first, last), (0, keys))
             continue
         first = max(first, -later)  # queries before the first key attend to no key
         if last <= first:
@@ -116,7 +107,7 @@ def _blocks(queries: int, keys: int, rows: int, causal: bool) -> Iterator[Block]
         begin, high, count = first + later + 1, last + later, last - first
         if count not in tiles:
             tiles[count] = _tile(count)
-        yield Block((first, last), (0, high), (begin, high), tiles[count] if count > 1 else None)
+        yield Block(batch, (first, last), (0, high), (begin, high), tiles[count] if count > 1 else None)
 
 
 def _tile(count: int) -> torch.Tensor:
@@ -194,19 +185,14 @@ def _read(mask: torch.Tensor, batch: int, rows: int) -> Plan:
         opened = _is_open(piece)
         finitely = finitely or bool((~opened.any(-1, keepdim=True) & (piece > -math.inf)).any())
         biased = biased or bool((opened & (piece != 0)).any())
-    parts: list[Part] = []
-    for row in range(len(mask)):
-        if row and torch.equal(mask[row], mask[row - 1]):
-            (begin, _), blocks = parts[-1].batch, parts[-1].blocks
-            parts[-1] = Part((begin, row + 1), blocks)
-            continue
-        parts.append(Part((row, row + 1), tuple(_blocks_of(mask[row], rows, biased))))
-    if len(mask) == 1:
-        parts = [Part((0, batch), parts[0].blocks)]
-    return Plan(batch, queries, keys, tuple(parts), finitely)
+    # Rows of the batch with equal masks have the same blocks.
+    starts = [row for row in range(len(mask)) if not row or not torch.equal(mask[row], mask[row - 1])]
+    spans = pairwise((*starts, batch))
+    blocks = (block for span in spans for block in _blocks_of(mask[span[0]], span, rows, biased))
+    return Plan(batch, queries, keys, tuple(blocks), finitely)
 
 
-def _blocks_of(mask: torch.Tensor, rows: int, biased: bool) -> Iterator[Block]:
+def _blocks_of(mask: torch.Tensor, batch: Span, rows: int, biased: bool) -> Iterator[Block]:
     """Yield the blocks of one row's mask `[1 or heads, queries, keys]`. `biased` is True if the mask has biases."""
     if not mask.numel():
         return
@@ -221,15 +207,15 @@ def _blocks_of(mask: torch.Tensor, rows: int, biased: bool) -> Iterator[Block]:
         high = max(ends[row] for row in range(first, last) if live[row])
         block_mask = mask[:, first:last, low:high]
         if biased:
-            yield Block((first, last), (low, high), (low, high), _tile_of(block_mask))
+            yield Block(batch, (first, last), (low, high), (low, high), _tile_of(block_mask))
             continue
         closed = (~_is_open(block_mask)).flatten(0, 1).any(0).nonzero().flatten()
         if not len(closed):
-            yield Block((first, last), (low, high))
+            yield Block(batch, (first, last), (low, high))
             continue
         begin, end = int(closed[0]), int(closed[-1]) + 1
         tile = _tile_of(block_mask[..., begin:end])
-        yield Block((first, last), (low, high), (low + begin, low + end), tile)
+        yield Block(batch, (first, last), (low, high), (low + begin, low + end), tile)
 
 
 def _row_blocks(firsts: Sequence[int], live: Sequence[bool], rows: int) -> Iterator[Span]:

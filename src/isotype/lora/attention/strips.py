@@ -97,11 +97,10 @@ def _arguments(plan: Plan, scale: float) -> tuple[list[torch.Tensor], list[int],
     """
     blocks: list[int] = []
     tiles: list[torch.Tensor] = []
-    for part in plan.parts:
-        for block in part.blocks:
-            blocks += (*part.batch, *block.rows, *block.keys, *block.masked)
-            blocks.append(-1 if block.tile is None else len(tiles))
-            tiles += [] if block.tile is None else [block.tile.contiguous()]
+    for block in plan.blocks:
+        blocks += (*block.batch, *block.rows, *block.keys, *block.masked)
+        blocks.append(-1 if block.tile is None else len(tiles))
+        tiles += [] if block.tile is None else [block.tile.contiguous()]
     return tiles, blocks, scale, plan.whole
 
 
