@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, repeat
-from operator import attrgetter, contains, is_, itemgetter
+from operator import attrgetter, contains, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -164,21 +164,13 @@ class Reading:
     tensors: tuple[torch.Tensor, ...]
     device: torch.device
     _parts: _Parts
-    _children: list[nn.Module | None]
-    _parameters: list[torch.Tensor | None]
-    _settings: tuple[Any, ...]
+    _parameters: list[torch.Tensor | None]  # kept alive, because `_facts` has their ids
+    _facts: tuple[Any, ...]
 
     def holds(self, layer: Any) -> bool:
         """Return whether `layer` is unchanged since this object was created."""
-        parts = self._parts
-        children, parameters = parts.children(), parts.parameters()
-        return (
-            children == self._children
-            and len(parameters) == len(self._parameters)
-            and all(map(is_, parameters, self._parameters))
-            and self._settings == _settings(layer, self.layer.base, parts, children, self.tensors)
-            and not parts.hooked()
-        )
+        facts = self._parts.facts(layer, self.layer.base, self.tensors)
+        return facts == self._facts and not self._parts.hooked()
 
 
 def read(layer: Any, former: Reading | None) -> Reading | None:
@@ -189,14 +181,13 @@ def read(layer: Any, former: Reading | None) -> Reading | None:
     if former is not None and former.holds(layer):
         return former
     parts = _parts_of(layer)
-    children, parameters = parts.children(), parts.parameters()
+    parameters = parts.parameters()
     sharded = any(parameter is not None and is_sharded(parameter) for parameter in parameters)
     if layer.merged or sharded or parts.hooked() or why_not(layer) is not None:
         return None
     data, tensors = _as_data(layer)
-    settings = _settings(layer, data.base, parts, children, tensors)
-    device: torch.device = layer.get_base_layer().weight.device
-    return Reading(data, tensors, device, parts, children, parameters, settings)
+    facts = parts.facts(layer, data.base, tensors)
+    return Reading(data, tensors, layer.get_base_layer().weight.device, parts, parameters, facts)
 
 
 _CHILDREN, _PARAMETERS, _TRAINING = map(itemgetter, (CHILDREN, PARAMETERS, "training"))
@@ -208,7 +199,7 @@ class _Parts(NamedTuple):
     """The modules of a PEFT layer and of its active adapters.
 
     Attributes:
-        all: the `__dict__` of the layer and of each part. `Reading.holds` compares their children.
+        all: the `__dict__` of the layer and of each part.
         called: the `__dict__` of every module that PEFT's forward calls: the base layer and the parts of active adapters.
         dropouts: the dropout modules that PEFT's forward calls.
     """
@@ -217,8 +208,27 @@ class _Parts(NamedTuple):
     called: tuple[dict[str, Any], ...]
     dropouts: tuple[Any, ...]
 
-    def children(self) -> list[nn.Module | None]:
-        return [*chain.from_iterable(map(dict.values, map(_CHILDREN, self.all)))]
+    def facts(self, layer: Any, base: Any, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """Return all that a `Reading` of the layer depends on, besides hooks."""
+        children = [*chain.from_iterable(map(dict.values, map(_CHILDREN, self.all)))]
+        active = layer.active_adapter
+        return (
+            children,
+            [*map(type, children)],
+            [*map(id, self.parameters())],
+            layer.merged,
+            layer.disable_adapters,
+            active if isinstance(active, str) else tuple(active),
+            layer.training,
+            [*map(_TRAINING, self.called)],
+            [*map(_P, self.dropouts)],
+            [*layer.scaling.items()],
+            [*layer.lora_variant.items()],
+            [*map(_SHAPE, tensors)],
+            base.weight.requires_grad,
+            _missing_state(base),
+            _caches(layer),
+        )
 
     def parameters(self) -> list[torch.Tensor | None]:
         return [*chain.from_iterable(map(dict.values, map(_PARAMETERS, self.called)))]
@@ -245,29 +255,4 @@ def _parts_of(layer: Any) -> _Parts:
         tuple(part.__dict__ for part in (layer, *dicts, *called)),
         tuple(part.__dict__ for part in called),
         tuple(part for part in called if isinstance(part, nn.Dropout)),
-    )
-
-
-def _settings(
-    layer: Any,
-    base: Any,
-    parts: _Parts,
-    children: Sequence[nn.Module | None],
-    tensors: Sequence[torch.Tensor],
-) -> tuple[Any, ...]:
-    active = layer.active_adapter
-    return (
-        layer.merged,
-        layer.disable_adapters,
-        active if isinstance(active, str) else tuple(active),
-        [*map(type, children)],
-        layer.training,
-        [*map(_TRAINING, parts.called)],
-        [*map(_P, parts.dropouts)],
-        [*layer.scaling.items()],
-        [*layer.lora_variant.items()],
-        [*map(_SHAPE, tensors)],
-        base.weight.requires_grad,
-        _missing_state(base),
-        _caches(layer),
     )
