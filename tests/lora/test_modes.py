@@ -228,7 +228,7 @@ def test_a_weight_that_is_written_to_under_inference_mode_is_read_again() -> Non
         layer = torch.nn.Linear(8, 8).to(torch.bfloat16)
         for factor in (1, 3):
             layer.weight.mul_(factor)
-            weights.keep(layer, torch.float32)
+            weights.kept(layer, torch.float32)
             assert weights.copies == 0
 
 

@@ -21,15 +21,15 @@ def full() -> tuple[DenseWeights, list[nn.Module]]:
     """Room for two copies in float32, and three layers that have asked for one."""
     weights, layers = DenseWeights(2 * COPY), [nn.Linear(8, 8).bfloat16() for _ in range(3)]
     for layer in layers:
-        weights.keep(layer, torch.float32)
+        weights.kept(layer, torch.float32)
     assert (weights.copies, weights.bytes) == (2, 2 * COPY)
     return weights, list(layers)
 
 
 def smaller(weights: DenseWeights, layers: list[nn.Module]) -> None:
     """Its next copy is half as large."""
-    weights.keep(layers[0], torch.float16)
-    weights.keep(layers[1], torch.float16)
+    weights.kept(layers[0], torch.float16)
+    weights.kept(layers[1], torch.float16)
 
 
 def gone(weights: DenseWeights, layers: list[nn.Module]) -> None:
@@ -50,7 +50,7 @@ def test_there_is_room_again(change: Change) -> None:
     weights, layers = full()
     change(weights, layers)
     before = weights.copies
-    weights.keep(layers[-1], torch.float32)
+    weights.kept(layers[-1], torch.float32)
     assert weights.copies == before + 1
     assert weights.bytes <= weights.budget
 
@@ -58,15 +58,15 @@ def test_there_is_room_again(change: Change) -> None:
 def test_there_is_room_for_less() -> None:
     weights, layers = DenseWeights(COPY + COPY // 2), [nn.Linear(8, 8).bfloat16() for _ in range(2)]
     for layer in layers:
-        weights.keep(layer, torch.float32)
+        weights.kept(layer, torch.float32)
     assert weights.copies == 1
-    weights.keep(layers[1], torch.float16)
+    weights.kept(layers[1], torch.float16)
     assert weights.copies == 2
 
 
 def test_a_refusal_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every product asks: what has no room is not counted again each time."""
     weights, layers = full()
-    weights.keep(layers[2], torch.float32)
+    weights.kept(layers[2], torch.float32)
     monkeypatch.setattr(DenseWeights, "bytes", property(lambda self: pytest.fail("counted again")))
-    weights.keep(layers[2], torch.float32)
+    weights.kept(layers[2], torch.float32)

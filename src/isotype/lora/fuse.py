@@ -379,7 +379,7 @@ def _keep_copies(model: nn.Module, weights: DenseWeights, fused: Mapping[str, An
         return
     for layer in fused.values():
         base = layer.get_base_layer()
-        weights.keep(base, working_dtype(policy.compute, base.weight))
+        weights.kept(base, working_dtype(policy.compute, base.weight))
 
 
 def unfuse(model: nn.Module) -> None:

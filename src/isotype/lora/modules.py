@@ -81,7 +81,7 @@ class Siblings:
             return output
         version = version_of(x)
         leads = layer is self.layers[0] and version is not None
-        outputs = self._together(self.layers if leads else (layer,), x)
+        outputs = self._together(self.layers if leads else (layer,), (x,))
         if outputs is None:
             return None
         output = outputs.pop(layer)
@@ -93,24 +93,30 @@ class Siblings:
         self, layer: Any, gate_input: GatedInput, peft_forward: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         """Return a layer's output for a gated product. The product is not saved for the backward."""
-        reading = self._read(layer, gate_input.first)
-        if reading is None:
-            return peft_forward(layer, gate_input.gate.product(gate_input.first, gate_input.second))
-        inputs, dtypes = (gate_input.first, gate_input.second), _dtypes(reading.layer.base, gate_input.first)
-        (output,) = _run(self.weights, (reading,), inputs, dtypes, gate_input.gate)
-        return output
+        gate, inputs = gate_input.gate, (gate_input.first, gate_input.second)
+        outputs = self._together((layer,), inputs, gate)
+        return peft_forward(layer, gate.product(*inputs)) if outputs is None else outputs[layer]
 
-    def _together(self, layers: Sequence[Any], x: torch.Tensor) -> dict[nn.Module, torch.Tensor] | None:
+    def _together(
+        self, layers: Sequence[Any], inputs: tuple[torch.Tensor, ...], gate: Gate | None = None
+    ) -> dict[nn.Module, torch.Tensor] | None:
+        """Return the outputs of the first layer, and of the others with its dtypes; None if PEFT must compute the first."""
+        x = inputs[0]
         first, *others = [self._read(layer, x) for layer in layers]
         if first is None:
             return None
-        dtypes = _dtypes(first.layer.base, x)
+        compute, result = dtypes = _dtypes(first.layer.base, x)
         usable = {layers[0]: first}
         for layer, reading in zip(layers[1:], others, strict=True):
             if reading is not None and _dtypes(reading.layer.base, x) == dtypes:
                 usable[layer] = reading
-        outputs = _run(self.weights, tuple(usable.values()), (x,), dtypes)
-        return dict(zip(usable, outputs, strict=True))
+        working = working_dtype(compute, x)
+        # A trace assumes the loops on every CPU. They need more memory than torch: the weights of all layers at once.
+        compiled = is_on_cpu(x) if isinstance(x, FakeTensor) else is_used(working, x)
+        together = tuple([reading.layer for reading in usable.values()])
+        spec = Spec(together, self.weights, working, result, gate, torch.is_grad_enabled(), compiled)
+        tensors = [tensor for reading in usable.values() for tensor in reading.tensors]
+        return dict(zip(usable, lora_linear(spec, inputs, tensors), strict=True))
 
     def _read(self, layer: Any, x: torch.Tensor) -> Reading | None:
         former = self._readings.get(layer)
@@ -135,23 +141,6 @@ class _Ready:
 
 def _modes(x: torch.Tensor) -> tuple[Any, ...]:
     return torch.is_grad_enabled(), autocast_dtype(x.device.type)
-
-
-def _run(
-    weights: DenseWeights,
-    readings: Sequence[Reading],
-    inputs: tuple[torch.Tensor, ...],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    gate: Gate | None = None,
-) -> tuple[torch.Tensor, ...]:
-    layers = tuple([reading.layer for reading in readings])
-    compute, result = dtypes
-    x = inputs[0]
-    working = working_dtype(compute, x)
-    # A trace assumes the loops on every CPU. They need more memory than torch: the weights of all layers at once.
-    compiled = is_on_cpu(x) if isinstance(x, FakeTensor) else is_used(working, x)
-    spec = Spec(layers, weights, working, result, gate, torch.is_grad_enabled(), compiled)
-    return lora_linear(spec, inputs, [tensor for reading in readings for tensor in reading.tensors])
 
 
 class Fused(Swapped):

@@ -65,9 +65,9 @@ class DenseWeights:
 
     def matrix(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return a layer's weight `[out, in]` in `dtype`."""
-        ready = self._ready(layer, dtype)
-        if ready is not None:
-            return ready
+        kept = self.kept(layer, dtype)
+        if kept is not None:
+            return kept
         return dense(layer, dtype, self._state(layer) if kind_of(layer) == "linear4bit" else None)
 
     def _state(self, layer: Any) -> Any:
@@ -97,12 +97,8 @@ class DenseWeights:
             return False
         return layer not in self._copies and multiplies(quantization_state(layer))
 
-    def keep(self, layer: Any, dtype: torch.dtype) -> None:
-        """Create a dense copy of a layer's weight, if the products need the copy and the budget allows it."""
-        self._ready(layer, dtype)
-
-    def _ready(self, layer: Any, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the weight if its dtype is `dtype`, or else a copy. Return None if there is no room for a copy."""
+    def kept(self, layer: Any, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the weight if its dtype is `dtype`, or else a copy. Return None if the budget has no room for a copy."""
         if kind_of(layer) == "linear" and layer.weight.dtype == dtype:
             return _oriented(layer)
         former, copy = self._copies.get(layer, (None, None))
