@@ -232,7 +232,7 @@ def test_models_that_compute_otherwise_keep_their_padding(calls: list[Any]) -> N
 
 def test_a_kernel_that_is_wrong_is_not_taken(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    monkeypatch.setattr(registered, "by_lengths", lambda inputs, mask, **_: inputs[0].transpose(1, 2))
+    monkeypatch.setattr(lengths, "by_lengths", lambda inputs, mask, **_: inputs[0].transpose(1, 2))
     report = on_gpu(model)
     assert (report.taken, model.config._attn_implementation) == (False, "sdpa")
     assert report.padded == "the model's results change if rows are concatenated"
@@ -244,7 +244,7 @@ def test_a_kernel_that_fails_is_not_taken_and_says_why(
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no kernel image is available\nfor this device")
 
-    monkeypatch.setattr(registered, "by_lengths", fails)
+    monkeypatch.setattr(lengths, "by_lengths", fails)
     report = on_gpu(tiny_model("llama"))
     assert report.padded == "a trial without padding failed (RuntimeError: no kernel image is available)"
 

@@ -26,10 +26,7 @@ from isotype.lora.rotary import rotates
 from isotype.lora.weights import DenseWeights, shape_of
 from isotype.model.boundary import boundary_of
 from isotype.model.enforce import policy_of
-from isotype.model.experts.layer import FusedExperts, outermost, wrappers_of
-from isotype.model.experts.layer import put_in as put_experts_in
-from isotype.model.experts.layer import take_out as take_experts_out
-from isotype.model.experts.layer import why_not as why_not_experts
+from isotype.model.experts import layer as experts
 from isotype.model.modes import in_evaluation
 from isotype.model.quantized import keep_training_layout
 from isotype.model.shard import free_gathered, is_gathered
@@ -56,7 +53,7 @@ def same_input(
                 stack.callback(layer.register_forward_pre_hook(partial(_add_call, calls, name)).remove)
             for module in model.modules():
                 blank = is_tuner_layer(module) or kind_of(module) == "linear8bit"
-                if not blank or isinstance(module, FusedExperts):
+                if not blank or isinstance(module, experts.FusedExperts):
                     continue
                 if any(parameter.is_meta for parameter in module.parameters()):
                     stack.enter_context(_blank(module))
@@ -255,9 +252,9 @@ def fuse(
         The names of the fused modules, and of the unfused modules with the reasons.
     """
     unfuse(model)
-    experts, of_experts = _fuse_experts(model)
+    fused_experts, of_experts = _fuse_experts(model)
     tuners = ((name, module) for name, module in model.named_modules() if is_tuner_layer(module))
-    layers = {n: m for n, m in tuners if hasattr(m, "lora_A") and not isinstance(m, FusedExperts)}
+    layers = {n: m for n, m in tuners if hasattr(m, "lora_A") and not isinstance(m, experts.FusedExperts)}
     reasons = {name: of_experts.get(id(layer)) or why_not(layer) for name, layer in layers.items()}
     fused = {name: layer for name, layer in layers.items() if reasons[name] is None}
     for layer in fused.values():
@@ -299,7 +296,7 @@ def fuse(
         weights.bytes,
         rotary,
         kernels,
-        experts,
+        fused_experts,
     )
 
 
@@ -335,12 +332,12 @@ def _fuse_experts(model: nn.Module) -> tuple[tuple[str, ...], dict[int, str]]:
     """Fuse experts with adapters. Return (names of the fused modules, {id of an unfused PEFT wrapper: reason})."""
     fused: list[str] = []
     left: dict[int, str] = {}
-    for name, outer in outermost(model):
-        wrappers = wrappers_of(outer)
-        if wrappers and (reason := why_not_experts(outer)) is not None:
+    for name, outer in experts.outermost(model):
+        wrappers = experts.wrappers_of(outer)
+        if wrappers and (reason := experts.why_not(outer)) is not None:
             left |= {id(wrapper): reason for wrapper in wrappers}
         elif wrappers:
-            put_experts_in(outer)
+            experts.put_in(outer)
             fused.append(name)
     return tuple(fused), left
 
@@ -387,6 +384,6 @@ def unfuse(model: nn.Module) -> None:
     attention: AttentionReport | None = model.__dict__.pop(_ATTENTION, None)
     if attention is not None:
         attention.undo()
-    take_experts_out(model)
+    experts.take_out(model)
     for module in model.modules():
         take_out(module)

@@ -109,16 +109,6 @@ class GatedParts:
     order: tuple[str, str]
 
 
-class _Stub(nn.Module):
-    def __init__(self, name: str, result: torch.Tensor, calls: list[tuple[str, torch.Tensor]]) -> None:
-        super().__init__()
-        self.name, self.result, self.calls = name, result, calls
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls.append((self.name, x))
-        return self.result
-
-
 def gated_parts(module: nn.Module) -> GatedParts | None:
     layers = [name for name, child in module.named_children() if is_tuner_layer(child)]
     others = [child for name, child in module.named_children() if name not in layers]
@@ -128,7 +118,12 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
     generator = torch.Generator().manual_seed(0)
     results = {name: torch.randn(2, 8, dtype=torch.float64, generator=generator) for name in layers}
     calls: list[tuple[str, torch.Tensor]] = []
-    stubs = {name: _Stub(name, results[name], calls) for name in layers}
+
+    def called(name: str, x: torch.Tensor) -> torch.Tensor:
+        calls.append((name, x))
+        return results[name]
+
+    stubs = {name: partial(called, name) for name in layers}
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__, _modules={**module._modules, **stubs})
     x = torch.randn(2, 8, dtype=torch.float64, generator=generator)

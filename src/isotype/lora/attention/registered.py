@@ -18,15 +18,7 @@ from isotype.compat.torch import FakeTensor, is_transformed
 from isotype.compat.transformers import attention_of, takes_attention
 from isotype.core.dtypes import autocast_dtype, dtype_name
 from isotype.core.names import plural
-from isotype.lora.attention import strips
-from isotype.lora.attention.lengths import (
-    CHANGES,
-    by_lengths,
-    lengths_mask,
-    repeated_attention_forward,
-    why_not_lengths,
-)
-from isotype.lora.attention.lengths import why_not_call as why_not_by_lengths
+from isotype.lora.attention import lengths, strips
 from isotype.lora.attention.plan import attention_to_nothing, block_rows, plan_of, plan_of_mask
 from isotype.lora.unpadded import MOST_TOKENS, Sequences, Unpadded, packed, tried, unpadded
 from isotype.model.enforce import policy_of
@@ -169,7 +161,7 @@ def _with_lengths(
 ) -> AttentionReport:
     """Use the variable-length kernel if a trial of the model gives the same results; otherwise report `reason`."""
     owners = _owners(model)
-    why = why_not_lengths(profile, dtype, owners[0].config) or _why_not_registered(owners)
+    why = lengths.why_not_lengths(profile, dtype, owners[0].config) or _why_not_registered(owners)
     if why is None and any(parameter.is_meta for parameter in owners[0].parameters()):
         why = "variable-length attention was not tried, because the model has no weights"
     if why is not None:
@@ -191,8 +183,8 @@ def without_padding(model: nn.Module, inputs: Mapping[str, Any], read: torch.Ten
         read: True at the positions whose results the caller needs, bool `[rows, length]`.
     """
     report = _reports.get(model)
-    lengths = report is not None and report.by_lengths
-    return unpadded(inputs, sides_of(model), read, most=None if lengths else MOST_TOKENS)
+    by_lengths = report is not None and report.by_lengths
+    return unpadded(inputs, sides_of(model), read, most=None if by_lengths else MOST_TOKENS)
 
 
 def packed_by_lengths(model: nn.Module, inputs: Mapping[str, Any]) -> Sequences | None:
@@ -250,11 +242,11 @@ def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    for name, forward in ((NAME, attention_forward), (REPEATED, repeated_attention_forward)):
+    for name, forward in ((NAME, attention_forward), (REPEATED, lengths.repeated_attention_forward)):
         AttentionInterface.register(name, forward)
         AttentionMaskInterface.register(name, sdpa_mask)
     AttentionInterface.register(LENGTHS, lengths_attention_forward)
-    AttentionMaskInterface.register(LENGTHS, lengths_mask)
+    AttentionMaskInterface.register(LENGTHS, lengths.lengths_mask)
 
 
 def attention_forward(
@@ -345,9 +337,9 @@ def lengths_attention_forward(
             raise NotImplementedError("the layer attends in parts, not in a sliding window")
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         inputs = _under_autocast(query, key, value)
-        reason = why_not_by_lengths(inputs, mask, causal, kwargs)
+        reason = lengths.why_not_call(inputs, mask, causal, kwargs)
         if reason is None:
-            return by_lengths(inputs, mask, scale=scaling, causal=causal), None
+            return lengths.by_lengths(inputs, mask, scale=scaling, causal=causal), None
         if (report := _reports.get(module)) is not None:
             report.left[reason] += 1
         mask = mask.mask(query.shape[2], causal=causal)
@@ -382,7 +374,7 @@ def _why_not_call(
         return "the call has dropout"
     if kwargs.get("position_bias") is not None:
         return "the call has a position bias"
-    names = (*CHANGES, "output_attentions")
+    names = (*lengths.CHANGES, "output_attentions")
     extras = [name for name in names if kwargs.get(name) is not None and kwargs[name] is not False]
     if extras:
         return f"the call has {', '.join(extras)}"
