@@ -62,11 +62,3 @@ def test_there_is_room_for_less() -> None:
     assert weights.copies == 1
     weights.kept(layers[1], torch.float16)
     assert weights.copies == 2
-
-
-def test_a_refusal_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every product asks: what has no room is not counted again each time."""
-    weights, layers = full()
-    weights.kept(layers[2], torch.float32)
-    monkeypatch.setattr(DenseWeights, "bytes", property(lambda self: pytest.fail("counted again")))
-    weights.kept(layers[2], torch.float32)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -53,14 +53,9 @@ class DenseWeights:
 
     def __init__(self, budget: int = 0) -> None:
         self.budget = budget
-        self._copies: weakref.WeakKeyDictionary[nn.Module, tuple[_Identity, torch.Tensor]]
-        self._copies = weakref.WeakKeyDictionary()
-        # Layer whose copy does not fit -> bytes of the copy, cached because every product asks for a copy.
-        self._refused: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._refused_at = (self.budget, 0)
+        self._copies: WeakKeyDictionary[nn.Module, tuple[_Identity, torch.Tensor]] = WeakKeyDictionary()
         # 4-bit layer -> (identity of its 8-bit constants, state with float32 constants).
-        self._constants: weakref.WeakKeyDictionary[nn.Module, tuple[_Identity | None, Any]]
-        self._constants = weakref.WeakKeyDictionary()
+        self._constants: WeakKeyDictionary[nn.Module, tuple[_Identity | None, Any]] = WeakKeyDictionary()
         self._constants_bytes = 0
 
     def matrix(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -113,23 +108,13 @@ class DenseWeights:
         return copy
 
     def _has_room(self, layer: Any, dtype: torch.dtype) -> bool:
-        now = self.budget, len(self._copies)
-        if now != self._refused_at:  # deleting a layer deletes its copy, too, and makes room
-            self._refused.clear()
-            self._refused_at = now
         rows, columns = shape_of(layer)
         size = rows * columns * dtype.itemsize
-        if size >= self._refused.get(layer, size + 1):
-            return False
-        if self.bytes + size > self.budget:
-            self._refused[layer] = size
-            return False
-        return True
+        return size <= self.budget and self.bytes + size <= self.budget  # most GPUs have no budget
 
     def forget(self, layer: nn.Module) -> None:
         """Drop the copy of a layer's weight, which has changed."""
-        if self._copies.pop(layer, None) is not None:
-            self._refused.clear()
+        self._copies.pop(layer, None)
 
     @property
     def copies(self) -> int:
