@@ -75,9 +75,7 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
     attributes = [vars(module) for module in model.modules()]
     items = (item for values in attributes for item in values.items())
     containers: list[Any] = [v for name, v in items if type(v) in _CONTAINERS and name not in _PLACED]
-    # Nearly all containers are empty: a module has a dozen for its hooks.
-    empty = [container for container in containers if not container]
-    saved = [(container, container.copy()) for container in (*containers, *attributes) if container]
+    saved = [(container, container.copy()) for container in (*containers, *attributes)]
     writes = _Writes(model)
     try:
         with torch.no_grad(), random_states_kept(), writes:
@@ -85,8 +83,6 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         writes.undo()
-        for container in filter(None, empty):
-            container.clear()
         for container, content in saved:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(content)

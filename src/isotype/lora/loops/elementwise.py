@@ -48,11 +48,6 @@ def usable(*tensors: torch.Tensor) -> bool:
     return supported(*tensors) and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
-def silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return `silu(gate) * up` of two tensors of one shape."""
-    return _silu_product(gate.contiguous(), up.contiguous())
-
-
 def silu_product_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -83,17 +78,10 @@ def _factor(weight: torch.Tensor, offset: float) -> torch.Tensor:
     return factor.contiguous()
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:
-    """Apply rotary positions to x `[batch, heads, tokens, dim]`. The result has x's memory layout.
-
-    The halves (a, b) of a head become (a cos - b sin, b cos + a sin); `cos` and `sin` are `[batch or 1, tokens, dim]` in
-    x's dtype. If `back` is True, `x` is a gradient of `rotate`'s result, and is rotated back.
-    """
-    return _rotate(x, cos.contiguous(), sin.contiguous(), back)
-
-
 @operator("silu_product(Tensor gate, Tensor up) -> Tensor")
-def _silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return `silu(gate) * up` of two tensors of one shape."""
+    gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     _loops().run("silu_product", gate.dtype, gate.numel(), torch.get_num_threads(), gate, up, out)
     return out
@@ -127,9 +115,14 @@ def _rms_norm_backward(
     return d_x
 
 
-@operator("rotate(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor")
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
-    out = torch.empty_like(x)
+@operator("rotate(Tensor x, Tensor cos, Tensor sin, bool back=False) -> Tensor")
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:
+    """Apply rotary positions to x `[batch, heads, tokens, dim]`. The result has x's memory layout.
+
+    The halves (a, b) of a head become (a cos - b sin, b cos + a sin); `cos` and `sin` are `[batch or 1, tokens, dim]` in
+    x's dtype. If `back` is True, `x` is a gradient of `rotate`'s result, and is rotated back.
+    """
+    out, cos, sin = torch.empty_like(x), cos.contiguous(), sin.contiguous()
     if x.stride(-1) != 1 or out.stride(-1) != 1:
         x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     batch, heads, tokens, dim = x.shape
