@@ -63,11 +63,6 @@ class Product:
     bias: torch.Tensor | None = None
     sizes: tuple[int, ...] = ()
 
-    def matrices(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the dense weights `[stop - start, in, out]` of these experts in `dtype`."""
-        dense = self.weights(start, stop).to(dtype)
-        return dense if self.inputs_first else dense.transpose(1, 2)
-
 
 @dataclass(frozen=True)
 class Experts:
@@ -133,6 +128,10 @@ class _Group:
     offsets: torch.Tensor | None = None
     times: int = 1
 
+    @property
+    def experts(self) -> slice:
+        return slice(self.first, self.stop)
+
     def product(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
         """Multiply each row in `rows` `[n, in]` by its expert's matrix in `matrices` `[experts, in, out]`."""
         if self.offsets is None:
@@ -144,7 +143,7 @@ class _Group:
         if out is None:
             return
         if self.offsets is not None:
-            out[self.first : self.stop] = functional.grouped_mm(left.t(), right, offs=self.offsets)
+            out[self.experts] = functional.grouped_mm(left.t(), right, offs=self.offsets)
         elif out.dtype == left.dtype:
             torch.mm(left.t(), right, out=out[self.first])
         else:
@@ -152,7 +151,7 @@ class _Group:
 
     def each_row(self, per_expert: torch.Tensor) -> torch.Tensor:
         """Return each row's vector in `per_expert`, by its expert: `[n, out]`; `[1, out]` for a single expert."""
-        vectors = per_expert[self.first : self.stop]
+        vectors = per_expert[self.experts]
         if self.offsets is None:
             return vectors
         sizes = torch.diff(self.offsets, prepend=self.offsets.new_zeros(1))
@@ -217,64 +216,82 @@ def _with_offsets(group: _Group, counts: Sequence[int], device: torch.device) ->
     if group.stop - group.first == 1:
         return group
     with representing(group.times):
-        ends = torch.tensor(list(accumulate(counts[group.first : group.stop])), dtype=torch.int32)
+        ends = torch.tensor(list(accumulate(counts[group.experts])), dtype=torch.int32)
         return replace(group, offsets=ends.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)
 class _Low:
-    """An adapter of one product, with A `[experts, in, r]` and B `[experts, r, out]` in the working dtype."""
+    """An adapter of one product, with A `[experts, in, r]` and B `[experts, r, out]` in the working dtype.
 
-    adapter: Adapter
+    A backward writes the gradients of A and B into `d_a` and `d_b`; None if they are not needed.
+    """
+
+    scale: float
+    dropout: float
     a: torch.Tensor
     b: torch.Tensor
-    place: int
     seed: int
+    d_a: torch.Tensor | None = None
+    d_b: torch.Tensor | None = None
 
     def dropped(self, rows: torch.Tensor, group: _Group) -> torch.Tensor:
         """Apply the adapter's dropout to a group's rows, or to their gradient in the backward."""
-        probability = self.adapter.dropout
-        if not probability:
+        if not self.dropout:
             return rows
         generator = torch.Generator(rows.device)
         generator.manual_seed(self.seed + group.first)
-        mask = torch.empty_like(rows).bernoulli_(1 - probability, generator=generator)
-        return rows * mask.div_(max(1 - probability, torch.finfo(rows.dtype).tiny))
+        mask = torch.empty_like(rows).bernoulli_(1 - self.dropout, generator=generator)
+        return rows * mask.div_(max(1 - self.dropout, torch.finfo(rows.dtype).tiny))
 
-    def down(self, rows: torch.Tensor, group: _Group) -> torch.Tensor:
-        """Return the rows after dropout, multiplied by A: `[n, r]`."""
-        return group.product(self.dropped(rows, group), self.a[group.first : group.stop])
 
-    def add_up(self, out: torch.Tensor, hidden: torch.Tensor, group: _Group) -> None:
-        """Add scale · (hidden @ B) to `out` `[n, out]`."""
-        up = self.b[group.first : group.stop]
-        if group.offsets is None:
-            out.addmm_(hidden, up[0], alpha=self.adapter.scale)
-        else:
-            out.add_(group.product(hidden, up), alpha=self.adapter.scale)
+@dataclass(frozen=True)
+class _Adapted:
+    """A product and its adapters, for the rows of one group at a time."""
+
+    product: Product
+    lows: Sequence[_Low]
+    working: torch.dtype
+
+    def matrices(self, group: _Group) -> torch.Tensor:
+        """Return the dense weights `[experts of the group, in, out]`."""
+        dense = self.product.weights(group.first, group.stop).to(self.working)
+        return dense if self.product.inputs_first else dense.transpose(1, 2)
+
+    def hidden(self, rows: torch.Tensor, group: _Group) -> list[torch.Tensor]:
+        """Return drop(rows) @ A of each adapter, `[n, r]`."""
+        return [group.product(low.dropped(rows, group), low.a[group.experts]) for low in self.lows]
+
+    def output(self, rows: torch.Tensor, hidden: Sequence[torch.Tensor], group: _Group) -> torch.Tensor:
+        """Return rows times weights with bias and adapters, `[n, out]`."""
+        out = group.product(rows, self.matrices(group))
+        if self.product.bias is not None:
+            out.add_(group.each_row(self.product.bias).to(out.dtype))
+        for low, small in zip(self.lows, hidden, strict=True):
+            if group.offsets is None:
+                out.addmm_(small, low.b[group.first], alpha=low.scale)
+            else:
+                out.add_(group.product(small, low.b[group.experts]), alpha=low.scale)
+        return out
 
     def through(
         self,
         rows: torch.Tensor,
-        d_rows: torch.Tensor,
-        hidden: torch.Tensor,
+        hidden: Sequence[torch.Tensor],
         d_out: torch.Tensor,
         group: _Group,
-        weighted: torch.Tensor | None,
-        gradients: list[torch.Tensor | None],
-    ) -> None:
-        """Add the adapter's part of the rows' gradient to `d_rows`. Write the gradients of A and B.
-
-        `weighted`: routing weights of the rows, a factor in the gradients of A and B; None for no factor.
-        """
-        experts = slice(group.first, group.stop)
-        d_hidden = group.product(d_out, self.b[experts].transpose(1, 2)).mul_(self.adapter.scale)
-        d_rows.add_(self.dropped(group.product(d_hidden, self.a[experts].transpose(1, 2)), group))
-        hidden = hidden * (self.adapter.scale if weighted is None else self.adapter.scale * weighted)
-        d_hidden = d_hidden if weighted is None else d_hidden * weighted
-        d_a, d_b = gradients[self.place : self.place + 2]
-        group.write_outer(d_a, self.dropped(rows, group), d_hidden.to(rows.dtype))
-        group.write_outer(d_b, hidden.to(d_out.dtype), d_out)
+        weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the gradient of the rows, and write those of the adapters, which `weight` multiplies if it is given."""
+        d_rows = group.product(d_out, self.matrices(group).transpose(1, 2))
+        for low, small in zip(self.lows, hidden, strict=True):
+            d_small = group.product(d_out, low.b[group.experts].transpose(1, 2)).mul_(low.scale)
+            d_rows.add_(low.dropped(group.product(d_small, low.a[group.experts].transpose(1, 2)), group))
+            scaled = small * (low.scale if weight is None else low.scale * weight)
+            d_small = d_small if weight is None else d_small * weight
+            group.write_outer(low.d_a, low.dropped(rows, group), d_small.to(rows.dtype))
+            group.write_outer(low.d_b, scaled.to(d_out.dtype), d_out)
+        return d_rows
 
 
 def _as_matrices(factor: torch.Tensor) -> torch.Tensor:
@@ -294,29 +311,19 @@ def _gradient_of(factor: torch.Tensor) -> torch.Tensor:
     return factor.new_zeros(factor.shape) if rows_first else factor.new_zeros(factor.mT.shape).mT
 
 
-def _lows(spec: Experts, factors: Sequence[torch.Tensor], seed: int) -> tuple[list[_Low], list[_Low]]:
+def _adapted(
+    spec: Experts, factors: Sequence[torch.Tensor], seed: int, needed: Sequence[bool] = ()
+) -> tuple[_Adapted, _Adapted]:
+    """Return the up and the down product with their adapters. `needed`: True for each factor that needs a gradient."""
     lows = []
     for number, adapter in enumerate((*spec.up.adapters, *spec.down.adapters)):
-        a, b = (_as_matrices(factor.to(spec.working)) for factor in factors[2 * number : 2 * number + 2])
-        lows.append(_Low(adapter, a, b, 2 * number, seed + number * spec.count))
-    return lows[: len(spec.up.adapters)], lows[len(spec.up.adapters) :]
-
-
-def _output(
-    spec: Experts,
-    product: Product,
-    rows: torch.Tensor,
-    group: _Group,
-    lows: Sequence[_Low],
-    hidden: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    """Return rows times weights with bias and adapters: `[n, out]`. `hidden` has drop(rows) @ A of each adapter in `lows`."""
-    out = group.product(rows, product.matrices(group.first, group.stop, spec.working))
-    if product.bias is not None:
-        out.add_(group.each_row(product.bias).to(out.dtype))
-    for low, small in zip(lows, hidden, strict=True):
-        low.add_up(out, small, group)
-    return out
+        pair = slice(2 * number, 2 * number + 2)
+        a, b = (_as_matrices(factor.to(spec.working)) for factor in factors[pair])
+        asked = zip(factors[pair], needed[pair], strict=False)
+        gradients = [_gradient_of(factor) if need else None for factor, need in asked]
+        lows.append(_Low(adapter.scale, adapter.dropout, a, b, seed + number * spec.count, *gradients))
+    ups = len(spec.up.adapters)
+    return _Adapted(spec.up, lows[:ups], spec.working), _Adapted(spec.down, lows[ups:], spec.working)
 
 
 def _weights(spec: Experts, scores: torch.Tensor | None, order: torch.Tensor) -> torch.Tensor | None:
@@ -337,7 +344,7 @@ class _Experts(torch.autograd.Function):
     ) -> torch.Tensor:
         with NoAutocast(x.device.type):
             order, groups = _sorted(spec, x, index, factors)
-            ups, downs = _lows(spec, factors, seed)
+            up, down = _adapted(spec, factors, seed)
             tokens, weights = order // index.shape[-1], _weights(spec, scores, order)
             out: torch.Tensor | None = None
             saved: list[torch.Tensor] = []
@@ -345,16 +352,16 @@ class _Experts(torch.autograd.Function):
             for group in groups:
                 if saves and group.times > 1:  # memory that the represented groups would save
                     rows_of_others = (group.times - 1) * (group.end - group.begin)
-                    step = 1 + len(ups) + len(downs)
+                    step = 1 + len(up.lows) + len(down.lows)
                     others += [t.new_empty(rows_of_others, *t.shape[1:]) for t in saved[:step]]
                 with representing(group.times):
                     at = tokens[group.begin : group.end]
                     rows = x[at].to(spec.working)
-                    hidden = [low.down(rows, group) for low in ups]
-                    h = _output(spec, spec.up, rows, group, ups, hidden).to(spec.compute)
+                    hidden = up.hidden(rows, group)
+                    h = up.output(rows, hidden, group).to(spec.compute)
                     a = spec.gate(h).to(spec.working)
-                    small = [low.down(a, group) for low in downs]
-                    y = _output(spec, spec.down, a, group, downs, small)
+                    small = down.hidden(a, group)
+                    y = down.output(a, small, group)
                     if spec.normed is not None:
                         y = spec.normed(y.to(spec.compute))
                     y = y.to(spec.summed)
@@ -375,17 +382,16 @@ class _Experts(torch.autograd.Function):
         x, order, scores, *rest = ctx.saved_tensors
         adapters = len(spec.up.adapters) + len(spec.down.adapters)
         factors, saved = rest[: 2 * adapters], rest[2 * adapters :]
-        pairs = zip(factors, ctx.needs_input_grad[6:], strict=True)
-        gradients = [_gradient_of(factor) if needed else None for factor, needed in pairs]
         with NoAutocast(x.device.type):
-            ups, downs = _lows(spec, factors, ctx.seed)
+            up, down = _adapted(spec, factors, ctx.seed, ctx.needs_input_grad[6:])
             tokens, weights = order // ctx.k, _weights(spec, scores, order)
             d_weights = None if weights is None else weights.new_zeros(order.shape)
             d_x = x.new_zeros(x.shape, dtype=spec.summed) if ctx.needs_input_grad[3] else None
             step = 1 + adapters
             for number, group in enumerate(ctx.groups):
                 with representing(group.times):
-                    h, *low = saved[number * step : (number + 1) * step]
+                    h, *hidden = saved[number * step : (number + 1) * step]
+                    small = hidden[len(up.lows) :]
                     rows_of_group = slice(group.begin, group.end)
                     at = tokens[rows_of_group]
                     d_y = d_out[at]
@@ -394,24 +400,21 @@ class _Experts(torch.autograd.Function):
                         leaf = h.detach().requires_grad_()
                         gated = spec.gate(leaf)
                     a = gated.detach().to(spec.working)
-                    small = low[len(ups) :]
                     if spec.normed is not None:
-                        d_y, d_weight = _through_norm(spec, downs, small, a, d_y, group, weight)
-                        d_a, _ = _through_down(spec, downs, small, a, d_y, group, None, gradients)
+                        d_y, d_weight = _through_norm(spec, down.output(a, small, group), d_y, weight)
+                        d_a = down.through(a, small, d_y, group)
                     else:
-                        d_a, d_weight = _through_down(
-                            spec, downs, small, a, d_y.to(spec.working), group, weight, gradients
-                        )
+                        d_y = d_y.to(spec.working)
+                        d_a, d_weight = down.through(a, small, d_y, group, weight), None
+                        if weight is not None:
+                            d_weight = _gradient_of_weight(spec, a, d_a, d_y, group)
+                            d_a = d_a * weight.to(d_a.dtype)
                     if d_weights is not None and d_weight is not None:
                         d_weights[rows_of_group] = d_weight
                     (d_h,) = torch.autograd.grad(gated, leaf, d_a.to(gated.dtype))
                     d_h = d_h.to(spec.working)
                     rows = x[at].to(spec.working)
-                    d_rows = group.product(
-                        d_h, spec.up.matrices(group.first, group.stop, spec.working).transpose(1, 2)
-                    )
-                    for up, hidden in zip(ups, low, strict=False):
-                        up.through(rows, d_rows, hidden, d_h, group, None, gradients)
+                    d_rows = up.through(rows, hidden[: len(up.lows)], d_h, group)
                     if d_x is not None:
                         d_x.index_add_(0, at, d_rows.to(spec.summed))
         d_scores = None
@@ -419,43 +422,25 @@ class _Experts(torch.autograd.Function):
             flat = torch.empty_like(d_weights)
             flat[order] = d_weights
             d_scores = flat.view(ctx.shape).to(scores.dtype)
+        gradients = (gradient for low in (*up.lows, *down.lows) for gradient in (low.d_a, low.d_b))
         return None, None, None, None if d_x is None else d_x.to(x.dtype), None, d_scores, *gradients
 
 
-def _through_down(
-    spec: Experts,
-    downs: Sequence[_Low],
-    small: Sequence[torch.Tensor],
-    a: torch.Tensor,
-    d_y: torch.Tensor,
-    group: _Group,
-    weight: torch.Tensor | None,
-    gradients: list[torch.Tensor | None],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of g(h), the down product's input, and of the routing weights. `d_y`: gradient of w · y."""
-    matrices = spec.down.matrices(group.first, group.stop, spec.working)
-    d_a = group.product(d_y, matrices.transpose(1, 2))
-    for low, hidden in zip(downs, small, strict=True):
-        low.through(a, d_a, hidden, d_y, group, weight, gradients)
-    if weight is None:
-        return d_a, None
+def _gradient_of_weight(
+    spec: Experts, a: torch.Tensor, d_a: torch.Tensor, d_y: torch.Tensor, group: _Group
+) -> torch.Tensor:
+    """Return the gradient of the routing weights w. `d_y`: gradient of w · y; `d_a`: gradient of w · g(h)."""
     d_weight = (d_a.to(spec.summed) * a).sum(1)
     if spec.down.bias is not None:
         d_weight += (d_y.to(spec.summed) * group.each_row(spec.down.bias)).sum(1)
-    return d_a * weight.to(d_a.dtype), d_weight
+    return d_weight
 
 
 def _through_norm(
-    spec: Experts,
-    downs: Sequence[_Low],
-    small: Sequence[torch.Tensor],
-    a: torch.Tensor,
-    d_out: torch.Tensor,
-    group: _Group,
-    weight: torch.Tensor | None,
+    spec: Experts, y: torch.Tensor, d_out: torch.Tensor, weight: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the gradients of y, which the norm gets, and of the routing weights."""
     assert spec.normed is not None
-    y = _output(spec, spec.down, a, group, downs, small)
     with torch.enable_grad():
         leaf = y.to(spec.compute).detach().requires_grad_()
         normed = spec.normed(leaf)
