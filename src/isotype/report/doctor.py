@@ -188,8 +188,7 @@ def _problems(report: DoctorReport) -> list[tuple[Text | str, Text | str]]:
             label = Text()
     if report.missing:
         rows.append((Text("missing", style="bold yellow"), ", ".join(report.missing)))
-    command = pip_command(report.incompatibilities, report.missing)
-    if command:
+    if command := pip_command(report.incompatibilities, report.missing):
         rows.append((Text("fix", style="bold"), Text(command)))
     return rows
 
@@ -200,10 +199,10 @@ def render_doctor(report: DoctorReport, console: Console) -> None:
     console.print(_grid(_device_rows(report)))
     console.print(_heading("Matmuls"))
     console.print(fitting(_dtype_table(report), console, indent=2))
-    slow = [dtype for dtype in COMPUTE_DTYPES if profile.supports(dtype) != "native"]
-    if slow:
+    slow = (dtype for dtype in COMPUTE_DTYPES if profile.supports(dtype) != "native")
+    if reasons := [(dtype_name(dtype), profile.reason(dtype)) for dtype in slow]:
         console.print()
-        console.print(_grid([(dtype_name(dtype), profile.reason(dtype)) for dtype in slow]))
+        console.print(_grid(reasons))
     console.print(_heading("Libraries"))
     libraries = [Text(f"{name} {version}") for name, version in report.versions.items() if version]
     console.print(Padding(Columns(libraries, padding=(0, 3), equal=True), (0, 0, 0, 2)))
@@ -214,8 +213,7 @@ def render_doctor(report: DoctorReport, console: Console) -> None:
     if kernels_used := kernel_rows(profile):
         console.print(_heading("Kernels of the operations between matmuls"))
         console.print(_grid(kernels_used))
-    problems = _problems(report)
-    if problems:
+    if problems := _problems(report):
         console.print(_heading("To change"))
         console.print(_grid(problems))
     for doubt in (contradiction(report), _unsteady(report), *doubts(profile)):

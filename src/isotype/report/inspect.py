@@ -46,36 +46,30 @@ def render_inspection(inspection: Inspection, console: Console) -> None:
     console.print()
     console.print(fitting(_total_table(inspection), console))
     console.print()
-    for name, text in (
-        ("quantization", inspection.quantization or "none"),
-        ("config.json", inspection.config_dtype),
-    ):
+    rows = {"quantization": inspection.quantization or "none", "config.json": inspection.config_dtype}
+    for name, text in rows.items():
         if text:
             console.print(Text.assemble((f"{name:<14}", "dim"), text), soft_wrap=True)
     for line in mismatch_lines(inspection):
         say(console, line, "yellow")
 
 
-_STYLES = {
-    "applied": "green",
-    "changed": "yellow",
-    "ignored": "yellow",
-    "refused": "red",
-    "unknown": "yellow",
-}
+_STYLES = {"applied": "green", "refused": "red"}  # yellow for the other effects
 
 
 def render_fit(fit: Fit, console: Console) -> None:
     console.print(Text(f"{fit.adapter} in {fit.consumer}, on {fit.model}", style="bold"), soft_wrap=True)
     table = table_of("module", "tensors", f"in {fit.consumer}", numbers=("tensors",))
     for use in fit.uses:
-        table.add_row(Text(use.module), str(use.tensors), Text(use.effect, style=_STYLES[use.effect]))
+        table.add_row(
+            Text(use.module), str(use.tensors), Text(use.effect, style=_STYLES.get(use.effect, "yellow"))
+        )
     console.print(fitting(table, console))
     console.print()
     for (effect, why, fix), uses in grouped(fit.uses, lambda use: (use.effect, use.why, use.fix)).items():
         if effect != "applied":
             count = plural(sum(use.tensors for use in uses), "tensor")
-            say(console, f"{effect}: {count}: {why}; {fix}", _STYLES[effect])
+            say(console, f"{effect}: {count}: {why}; {fix}", _STYLES.get(effect, "yellow"))
     for note in fit.notes:
         say(console, f"note: {note}", "yellow")
     if fit.ok:

@@ -23,12 +23,10 @@ from isotype.report.html import format_number
 
 def format_duration(seconds: float) -> str:
     """Format seconds, as in `12.0 µs`, `8.40 ms`, `0.840 s`, `12.3 s`, `4 min 05 s`, `2 h 07 min` or `3 d 04 h`."""
+    if 0 < seconds < 0.001:
+        return f"{format_number(1e6 * seconds, 3)} µs"
     if 0 < seconds < 0.1:
-        return (
-            f"{format_number(1000 * seconds, 3)} ms"
-            if seconds >= 0.001
-            else f"{format_number(1e6 * seconds, 3)} µs"
-        )
+        return f"{format_number(1000 * seconds, 3)} ms"
     if not math.isfinite(seconds) or seconds < 60:
         return f"{format_number(seconds, 3)} s"
     units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -145,13 +143,10 @@ def _without(table: Table, dropped: Sequence[str]) -> Table:
 def _least_width(table: Table, console: Console) -> int:
     """Return the least width of the table at which no word breaks, and no cell of a column with `no_wrap` breaks."""
     _, right, _, left = table.padding
-    widths = [
-        max(
-            console.measure(cell).maximum if column.no_wrap else console.measure(cell).minimum
-            for cell in (column.header, *column.cells)
-        )
-        for column in table.columns
-    ]
+    widths = []
+    for column in table.columns:
+        measured = [console.measure(cell) for cell in (column.header, *column.cells)]
+        widths.append(max(size.maximum if column.no_wrap else size.minimum for size in measured))
     return sum(widths) + (left + right) * (len(widths) - 1)
 
 

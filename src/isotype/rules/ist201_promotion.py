@@ -35,7 +35,7 @@ dtype is safe if that dtype represents every value of the weight; otherwise it i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from isotype.core.dtypes import FLOATS, HALVES, dtype_name
@@ -44,7 +44,7 @@ from isotype.records.finding import Action, Cost, Finding, Fix
 from isotype.records.trace import Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
-from isotype.rules.kit.findings import Findings, actions, finding_at, places
+from isotype.rules.kit.findings import Findings, Fixes, actions, finding_at, places
 from isotype.rules.kit.groups import Group, distinct
 from isotype.rules.kit.routers import router_products
 from isotype.rules.kit.weight_sets import is_exact, names
@@ -159,7 +159,7 @@ def _finding(trace: Trace, group: list[_Wide], cost: Cost) -> Finding:
     )
 
 
-def _fixes(trace: Trace, group: Group) -> Iterator[Fix]:
+def _fixes(trace: Trace, group: Group) -> Fixes:
     """Yield the fixes. The first fix casts weights and inputs: a cast of only one of them causes a mismatch."""
     expected = dtype_name(trace.setup.compute)
     weights = group.weights(trace)

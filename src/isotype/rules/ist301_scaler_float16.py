@@ -39,11 +39,10 @@ from __future__ import annotations
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import plural
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.findings import Findings, advice, finding_of, fix
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.weight_sets import count, float32_masters, modules, trained
+from isotype.rules.kit.weight_sets import count, counted, float32_masters, modules, trained
 from isotype.rules.kit.words import device_error
 
 CLAIMS = (Claim("step", lambda broken: broken.call.phase == "unscale", grouped=False),)
@@ -78,9 +77,7 @@ def _complex(trace: Trace) -> Findings:
     refused = (call for call in trace.breaches() if call.phase == "unscale")
     calls = [call for call in refused if any(operand.dtype.is_complex for operand in call.operands)]
     if calls and weights:
-        message = (
-            f"GradScaler has no kernel for the complex gradients of {plural(count(weights), 'parameter')}"
-        )
+        message = f"GradScaler has no kernel for the complex gradients of {counted(weights, 'parameter')}"
         how = "keep torch.view_as_real(weight) as the parameter, and call torch.view_as_complex(weight) in the forward"
         fixes = (advice(weights[0].name, how, "view_as_real"),)
         yield finding_of(

@@ -29,10 +29,9 @@ from __future__ import annotations
 
 import torch
 
-from isotype.core.names import plural
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, finding_of, setting
-from isotype.rules.kit.weight_sets import count, float32_masters, trained
+from isotype.rules.kit.weight_sets import counted, float32_masters, trained
 from isotype.rules.kit.words import device_error
 
 _REFUSAL = "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
@@ -51,7 +50,7 @@ def find(trace: Trace) -> Findings:
         masters = float32_masters(trace, low)
         yield finding_of(
             "error" if cuda else "warning",
-            f"GradScaler gets the bfloat16 gradients of {plural(count(low), 'trainable parameter')}",
+            f"GradScaler gets the bfloat16 gradients of {counted(low, 'trainable parameter')}",
             low,
             phase="unscale",
             op="GradScaler.unscale_",

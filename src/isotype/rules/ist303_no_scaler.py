@@ -36,14 +36,13 @@ from dataclasses import replace
 import torch
 
 from isotype.core.dtypes import HALVES, parse_dtype
-from isotype.core.names import agree, plural
 from isotype.records.finding import Action, Fix
 from isotype.records.trace import Trace, Weight
 from isotype.rules import ist404_compute_dtype
 from isotype.rules.kit import costs
-from isotype.rules.kit.findings import Findings, finding_of
+from isotype.rules.kit.findings import Findings, Fixes, finding_of
 from isotype.rules.kit.value_ranges import flushed
-from isotype.rules.kit.weight_sets import count, float32_masters, trained
+from isotype.rules.kit.weight_sets import counted, float32_masters, trained
 
 
 def find(trace: Trace) -> Findings:
@@ -54,11 +53,11 @@ def find(trace: Trace) -> Findings:
     half = trained(trace, torch.float16)
     cause, notes, unused = "", list(_measured(trace)), None
     if half:
-        message = f"{agree(count(half), 'float16 parameter', 'are')} trained without loss scaling"
+        message = f"{counted(half, 'float16 parameter', 'are')} trained without loss scaling"
         spoiled = [weight for weight in half if weight.name in trace.spoiled]
         if spoiled:
             unused = spoiled[0]
-            amount = plural(count(spoiled), "parameter")
+            amount = counted(spoiled, "parameter")
             message += f": the first update makes values of {amount} NaN or infinite"
             notes.insert(0, "Adam's epsilon of 1e-8 and the squares of small gradients are zero in float16")
         elif epsilon := _zero_epsilon(trace):
@@ -111,7 +110,7 @@ def _measured(trace: Trace) -> Iterator[str]:
         yield f"measured: {plain} of the gradient values become zero without loss scaling, and {scaled} at a loss scale of 65536"
 
 
-def _fixes(trace: Trace) -> Iterator[Fix]:
+def _fixes(trace: Trace) -> Fixes:
     """Yield fixes that add a GradScaler. If the trainable parameters have 16 bits, the fixes also cast them to float32."""
     compute = trace.setup.autocast or trace.setup.compute
     scale = Action("setting", "scaler", "True")

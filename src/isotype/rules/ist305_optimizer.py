@@ -24,18 +24,18 @@ float32 keep every value. If the moments have another dtype, create the optimize
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
-from isotype.core.names import agree, short, starred
+from isotype.core.names import short, starred
 from isotype.core.optimizers import OPTIMIZERS
 from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import GRADIENTLESS, Call, Operand, Trace
-from isotype.rules.kit.findings import Findings, advice, finding_of, setting
+from isotype.rules.kit.findings import Findings, Fixes, advice, finding_of, setting
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.weight_sets import count, float32_masters, trained
+from isotype.rules.kit.weight_sets import count, counted, float32_masters, trained
 from isotype.rules.kit.words import cause_text, device_error, evidence
 
 CLAIMS = (Claim("step", lambda broken: broken.call.phase == "optimizer", grouped=False),)
@@ -55,7 +55,7 @@ def find(trace: Trace) -> Findings:
         dtypes = Counter(dtype_name(weight.dtype) for weight in low)
         yield finding_of(
             "warning",
-            f"{agree(count(low), 'trainable parameter', 'are')} {' or '.join(sorted(dtypes))}, {count(high)} float32",
+            f"{counted(low, 'trainable parameter', 'are')} {' or '.join(sorted(dtypes))}, {count(high)} float32",
             low,
             phase="optimizer",
             fixes=float32_masters(trace, low)[:1],
@@ -116,7 +116,7 @@ def _parameter(call: Call, operand: Operand, trace: Trace) -> str:
     return next((o.name for o in origins if o.kind == "parameter" or o.name in trace.owners), "")
 
 
-def _fixes(trace: Trace, broken: Sequence[Call], mismatched: Operand) -> Iterator[Fix]:
+def _fixes(trace: Trace, broken: Sequence[Call], mismatched: Operand) -> Fixes:
     call = broken[0]
     named = ((operand, _parameter(call, operand, trace)) for operand in call.operands)
     owned = ((operand, name, trace.owners[name].dtype) for operand, name in named if name in trace.owners)

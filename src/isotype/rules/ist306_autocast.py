@@ -44,15 +44,9 @@ def find(trace: Trace) -> Findings:
         yield Finding("warning", message, cause=trace.no_autocast, fixes=(advice("autocast", how),))
     if setup.policy is None or setup.autocast is None or setup.autocast == setup.policy.compute:
         return
-    wanted = setup.policy.autocast
+    wanted, name = setup.policy.autocast, dtype_name(setup.autocast)
     value = "None" if wanted is None else dtype_name(wanted)
-    actions = (
-        Action("setting", "autocast", value),
-        Action("setting", "scaler", str(setup.policy.loss_scaling)),
-    )
-    yield Finding(
-        "warning",
-        f"autocast is set to {dtype_name(setup.autocast)}, but the policy computes in {dtype_name(setup.policy.compute)}",
-        cause=f"autocast to {dtype_name(setup.autocast)}",
-        fixes=(Fix(f"set autocast to {value}", "safe", actions=actions),),
-    )
+    scaler = Action("setting", "scaler", str(setup.policy.loss_scaling))
+    fix = Fix(f"set autocast to {value}", "safe", actions=(Action("setting", "autocast", value), scaler))
+    message = f"autocast is set to {name}, but the policy computes in {dtype_name(setup.policy.compute)}"
+    yield Finding("warning", message, cause=f"autocast to {name}", fixes=(fix,))

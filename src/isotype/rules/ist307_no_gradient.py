@@ -52,13 +52,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from isotype.core.names import agree, grouped, plural, short
+from isotype.core.names import grouped, plural, short
 from isotype.records.finding import Finding, Fix
 from isotype.records.reach import Unreached
 from isotype.records.trace import GRADIENTLESS, NOT_SCALAR, Call, Trace, Weight
 from isotype.rules.kit.findings import Findings, advice, finding_at, finding_of, fix
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.weight_sets import count, layer_of, names, quantized, trained, unseen_towers
+from isotype.rules.kit.weight_sets import count, counted, layer_of, names, quantized, trained, unseen_towers
 from isotype.rules.kit.words import and_others, at, device_error
 
 _READS = ("aten._local_scalar_dense.default", "aten.argmax.default")
@@ -180,7 +180,7 @@ def _frozen(trace: Trace, refused: Call | None, weights: Sequence[Weight], line:
     if any(weight.adapter for weight in weights):
         how += "; set_adapter() freezes all other adapters"
     finding = _finding(trace, refused, weights, cause, (advice(line, how),))
-    get = agree(count(weights), "parameter", "get")
+    get = counted(weights, "parameter", "get")
     return replace(finding, message=f"{get} no gradient: frozen before the backward")
 
 

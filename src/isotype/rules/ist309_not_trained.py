@@ -46,11 +46,11 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from isotype.core.names import EXPERT, agree, distinct_names, grouped, listed, plural
+from isotype.core.names import EXPERT, distinct_names, grouped, listed, plural
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of
-from isotype.rules.kit.weight_sets import count, is_frozen_base, names, trained
+from isotype.rules.kit.weight_sets import count, counted, is_frozen_base, names, trained
 from isotype.rules.kit.words import and_others
 
 
@@ -73,7 +73,7 @@ def find(trace: Trace) -> Findings:
     for (attribute, value), weights in grouped(wrong, lambda weight: weight.set_on or ("", False)).items():
         how = f"call requires_grad_({value}), or set `requires_grad` of each parameter"
         yield warning(
-            f"{attribute} = {value} has no effect: {agree(count(weights), 'parameter', 'stay')} {'frozen' if value else 'trainable'}",
+            f"{attribute} = {value} has no effect: {counted(weights, 'parameter', 'stay')} {'frozen' if value else 'trainable'}",
             module=weights[0].module,
             cause=f"{attribute} is a plain attribute, which torch never reads",
             fixes=(advice(attribute, how),),
@@ -105,7 +105,7 @@ def find(trace: Trace) -> Findings:
         how = f"add these names to LoraConfig.target_parameters: {targets}"
         yield finding_of(
             "note",
-            f"{agree(count(frozen), 'stacked expert weight', 'have')} no adapter: {values:,} values stay frozen",
+            f"{counted(frozen, 'stacked expert weight', 'have')} no adapter: {values:,} values stay frozen",
             frozen,
             cause="stacked experts are parameters, not linear layers",
             fixes=(advice("target_parameters", how),),

@@ -33,7 +33,7 @@ from isotype.core.names import agree, named
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.findings import Findings, finding_of, fix
-from isotype.rules.kit.weight_sets import count, modules, quantized
+from isotype.rules.kit.weight_sets import counted, modules, quantized
 
 
 def find(trace: Trace) -> Findings:
@@ -57,7 +57,7 @@ def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: li
     to_compute = f"set the dtype of the quantization states to {wanted}"
     return finding_of(
         "error" if crashes else "warning",
-        f"{agree(count(weights), '4-bit weight', 'dequantize')} to {was}, but the layers compute in {wanted}",
+        f"{counted(weights, '4-bit weight', 'dequantize')} to {was}, but the layers compute in {wanted}",
         weights,
         cause=f"the quantization state of {named(weights[0].module)} has the dtype {was}",
         notes=(effect,),

@@ -24,10 +24,10 @@ is required` or a bare `AssertionError`.
 from __future__ import annotations
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import agree, base_name
+from isotype.core.names import base_name
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of
-from isotype.rules.kit.weight_sets import count, quantized
+from isotype.rules.kit.weight_sets import counted, quantized
 
 
 def find(trace: Trace) -> Findings:
@@ -35,12 +35,12 @@ def find(trace: Trace) -> Findings:
     if plain := [weight for weight in missing if weight.dtype.is_floating_point]:
         heads = dict.fromkeys(base_name(weight.module).rpartition(".")[2] for weight in plain)
         how = f"load the model with BitsAndBytesConfig(…, llm_int8_skip_modules={[*heads]})"
-        are = agree(count(plain), "weight", "are")
+        are = counted(plain, "weight", "are")
         message = f"{are} not quantized, but the layer computes with packed codes"
         cause = f"{base_name(plain[0].name)} is {dtype_name(plain[0].dtype)}: the checkpoint lacks it, or code replaced it"
         yield finding_of("error", message, plain, cause=cause, fixes=(advice(plain[0].module, how),))
     if lost := [weight for weight in missing if not weight.dtype.is_floating_point]:
         how = "load the model again, and do not replace packed weights with plain tensors (assignment, copy_, load_state_dict)"
-        message = f"{agree(count(lost), 'quantized weight', 'have')} lost the quantization state"
+        message = f"{counted(lost, 'quantized weight', 'have')} lost the quantization state"
         cause = f"{lost[0].name} was replaced by a tensor without its scales"
         yield finding_of("error", message, lost, cause=cause, fixes=(advice(lost[0].module, how),))

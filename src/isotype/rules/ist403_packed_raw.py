@@ -34,13 +34,13 @@ from collections.abc import Mapping
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import agree, base_name, in_module, listed, named, plural, short
+from isotype.core.names import base_name, in_module, listed, named, short
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Call, Failure, Operand, Trace, Weight
 from isotype.rules.kit.findings import Findings, advice, finding_after, finding_at, finding_of
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.weight_sets import count, quantized
-from isotype.rules.kit.words import device_error, op_name
+from isotype.rules.kit.weight_sets import counted, quantized
+from isotype.rules.kit.words import device_error, more, op_name
 
 CLAIMS = (Claim("dtype", lambda broken: broken.lacks_kernel and broken.packed, grouped=False),)
 
@@ -63,7 +63,7 @@ def find(trace: Trace) -> Findings:
         (first, dtype), weights = cast[0], [weight for weight, _ in cast]
         yield finding_of(
             "error",
-            f"{agree(count(weights), 'quantized weight', 'hold')} {dtype} values where packed codes belong",
+            f"{counted(weights, 'quantized weight', 'hold')} {dtype} values where packed codes belong",
             weights,
             cause=f"{first.name} was assigned or cast to {dtype}",
             fixes=(advice(first.module, "load the model again, and do not change packed weights"),),
@@ -82,7 +82,7 @@ def find(trace: Trace) -> Findings:
         how = "at the line that copies this weight out of its quantized layer, dequantize the weight, or keep the quantized layer"
         yield finding_of(
             "error",
-            f"{agree(count(bare), plain, 'hold')} packed {dtype} codes",
+            f"{counted(bare, plain, 'hold')} packed {dtype} codes",
             bare,
             cause=f"{bare[0].name} is {dtype}, and its layer multiplies with the packed bytes",
             fixes=(advice(bare[0].module, how),),
@@ -107,11 +107,9 @@ def _is_bare(weight: Weight) -> bool:
 
 
 def _codes_in(call: Call) -> list[Operand]:
-    if op_name(call) not in _PRODUCTS or not any(
-        operand.dtype.is_floating_point for operand in call.operands
-    ):
-        return []
-    return [operand for operand in call.operands if operand.dtype in _CODES]
+    floats = any(operand.dtype.is_floating_point for operand in call.operands)
+    product = op_name(call) in _PRODUCTS and floats
+    return [operand for operand in call.operands if product and operand.dtype in _CODES]
 
 
 def _product(call: Call, packed: Operand, total: int) -> Finding:
@@ -123,10 +121,7 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
         f"{dtype_name(float_dtype)} activations are multiplied with packed {dtype_name(packed.dtype)} codes",
         [call],
         cause=f"{name} holds {dtype_name(packed.dtype)} codes",
-        notes=(
-            *((plural(total - 1, "more such product"),) if total > 1 else ()),
-            *device_error(call.refusal),
-        ),
+        notes=(*more(total - 1, "such product"), *device_error(call.refusal)),
         fixes=(advice(name, how),),
     )
 
@@ -157,7 +152,8 @@ def _rounded(trace: Trace, casts: list[Call]) -> Finding:
     first = casts[0]
     codes = dtype_name(first.results[0][0])
     layer = next(weight for weight, _ in quantized(trace) if weight.module.startswith(f"{first.module}."))
-    more = sum(call.repeats for call in casts) - 1
+    others = more(sum(call.repeats for call in casts) - 1, "such cast")
+    lost = "no error is raised: the activations lose fractions and signs, and the cast has no gradient"
     how = (
         "cast the activations to the layers' compute dtype, or cast only if the target dtype is a float dtype"
     )
@@ -166,10 +162,7 @@ def _rounded(trace: Trace, casts: list[Call]) -> Finding:
         f"{dtype_name(first.operands[0].dtype)} activations are cast to {codes}, the dtype of packed codes",
         casts,
         cause=f"a cast at {short(first.source)} to {codes}, the storage dtype of {layer.name}",
-        notes=(
-            *((plural(more, "more such cast"),) if more else ()),
-            "no error is raised: the activations lose fractions and signs, and the cast has no gradient",
-        ),
+        notes=(*others, lost),
         fixes=(advice(layer.module, how),),
     )
 

@@ -27,12 +27,12 @@ from __future__ import annotations
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
-from isotype.core.names import agree, named
+from isotype.core.names import named
 from isotype.records.finding import Cost, Fix
 from isotype.records.trace import Quantization, Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.findings import Findings, actions, finding_of
-from isotype.rules.kit.weight_sets import count, main_dtype, modules, quantized
+from isotype.rules.kit.weight_sets import counted, main_dtype, modules, quantized
 
 
 def find(trace: Trace) -> Findings:
@@ -48,12 +48,12 @@ def find(trace: Trace) -> Findings:
     # The fix also changes the dtype of the states. Otherwise, IST401 reports them next.
     stale = modules(weight for weight, state in others if state.state not in (None, wanted))
     changes = (*actions("compute", modules(layers), target), *actions("state", stale, target))
+    set_to = name if compute else "unset, and the layer's first input is float32"
     yield finding_of(
         "warning",
-        f"{agree(count(layers), '4-bit layer', 'compute')} in {name}, but the model runs in {target}",
+        f"{counted(layers, '4-bit layer', 'compute')} in {name}, but the model runs in {target}",
         layers,
-        cause=f"{named(layers[0].module)}: the compute dtype is "
-        + (name if compute else "unset, and the layer's first input is float32"),
+        cause=f"{named(layers[0].module)}: the compute dtype is {set_to}",
         notes=("without loss scaling, gradients below 6e-8 become zero in float16",) if narrow else (),
         cost=Cost(flops_share=costs.flops_share(trace, wide)),
         fixes=(Fix(f"set the 4-bit layers' compute dtype to {target}", "safe", actions=changes),),

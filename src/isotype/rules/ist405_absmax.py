@@ -27,10 +27,10 @@ from __future__ import annotations
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import named, plural
+from isotype.core.names import named
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of
-from isotype.rules.kit.weight_sets import count, quantized
+from isotype.rules.kit.weight_sets import counted, quantized
 
 
 def find(trace: Trace) -> Findings:
@@ -40,7 +40,7 @@ def find(trace: Trace) -> Findings:
         weights, dtype = [weight for weight, _ in rounded], rounded[0][1]
         yield finding_of(
             "warning" if trace.setup.profile.kind == "cpu" else "error",
-            f"the scales of {plural(count(weights), 'quantized weight')} are {dtype_name(dtype)}",
+            f"the scales of {counted(weights, 'quantized weight')} are {dtype_name(dtype)}",
             weights,
             phase="load",
             cause=f"the scales of {named(weights[0].module)} were cast to {dtype_name(dtype)}",

@@ -31,11 +31,10 @@ slower without bitsandbytes' fused kernel. If the weights are already repacked, 
 
 from __future__ import annotations
 
-from isotype.core.names import plural
 from isotype.records.finding import Severity
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of, fix
-from isotype.rules.kit.weight_sets import count, modules, quantized, repacked
+from isotype.rules.kit.weight_sets import counted, modules, quantized, repacked
 
 
 def find(trace: Trace) -> Findings:
@@ -44,7 +43,7 @@ def find(trace: Trace) -> Findings:
     failed = trace.failure is not None and trace.failure.recomputed  # see IST107
     done = [weight for weight in repacked(trace) if failed or weight.module in cut]
     if done and "backward" in setup.phases:
-        message = f"bitsandbytes has repacked {plural(count(done), '4-bit weight')} for this CPU: the new layout has no backward"
+        message = f"bitsandbytes has repacked {counted(done, '4-bit weight')} for this CPU: the new layout has no backward"
         cause = f"{done[0].module} was evaluated without gradients before this step"
         how = "load the model again, and set support_avx512bf16_for_cpu = False on its 4-bit layers before the first evaluation"
         fixes = (advice(done[0].module, how),)
@@ -54,7 +53,7 @@ def find(trace: Trace) -> Findings:
     to_repack = [(weight, state) for weight, state in quantized(trace) if state.repacking is not None]
     failing = [(weight, state) for weight, state in to_repack if state.repacking]
     weights = [weight for weight, _ in failing or to_repack]
-    device, amount = setup.profile.title, plural(count(weights), "4-bit weight")
+    device, amount = setup.profile.title, counted(weights, "4-bit weight")
     severity: Severity = "error" if failing else "warning"
     if failing:
         message = f"an evaluation on {device} raises: bitsandbytes cannot repack {amount}"

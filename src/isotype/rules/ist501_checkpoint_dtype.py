@@ -82,11 +82,8 @@ def _finding(trace: Trace, weights: Sequence[Weight], named: torch.dtype, loaded
     extra = extra_bytes(weights, named)
     wide = [call for call in trace.calls if costs.run_dtype(call) == loaded] if extra else []
     severity, loss = _LOSSES[named, loaded]
-    cost = Cost(
-        flops_share=costs.flops_share(trace, wide),
-        memory_bytes=extra,
-        slowdown=costs.slowdown(trace, wide, named) if wide else None,
-    )
+    slowdown = costs.slowdown(trace, wide, named) if wide else None
+    cost = Cost(costs.flops_share(trace, wide), memory_bytes=extra, slowdown=slowdown)
     memory = f": {format_bytes(extra)} more memory" if extra else ""
     return finding_of(
         severity,

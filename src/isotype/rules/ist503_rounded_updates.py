@@ -52,7 +52,7 @@ from isotype.core.operators import ADDS_IN_PLACE
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import COPY_OF_WEIGHT, MERGED_WEIGHT, Call, Trace, Weight
 from isotype.rules.kit.costs import flops_share
-from isotype.rules.kit.findings import Findings, actions, advice, finding_of
+from isotype.rules.kit.findings import Findings, Fixes, actions, advice, finding_of
 from isotype.rules.kit.weight_sets import casts, count, names, spacing
 
 _LOST = "an update below half a rounding step is lost"
@@ -143,28 +143,22 @@ def _finding(
     )
 
 
+_MERGE = "merge a float32 copy of the weights and round once (isotype merge), or keep the adapter separate"
+_UNMERGE = (
+    "after a temporary merge, restore the weights from a saved copy, because unmerging rounds once more"
+)
 _FIXES = {
     "delta": (advice("experts", "let the adapters act on activations: isotype.fuse(model)"),),
-    "merge": (
-        advice(
-            "merge",
-            "merge a float32 copy of the weights and round once (isotype merge), or keep the adapter separate",
-        ),
-        advice(
-            "unmerge",
-            "after a temporary merge, restore the weights from a saved copy, because unmerging rounds once more",
-        ),
-    ),
+    "merge": (advice("merge", _MERGE), advice("unmerge", _UNMERGE)),
 }
 
 
-def _float32(weights: list[Weight]) -> Iterator[Fix]:
+def _float32(weights: list[Weight]) -> Fixes:
     if weights:
         plain = [weight for weight in weights if not weight.buffer]
         buffers = names(weight for weight in weights if weight.buffer)
         what = starred(weights[0].name) + (" and others" if len(weights) > 1 else "")
         to_float32 = (*casts(plain, torch.float32), *actions("buffer", buffers, "float32"))
         yield Fix(f"keep {what} in float32", "safe", actions=to_float32)
-    yield advice(
-        "averages", "keep running sums and averages in float32, and cast their values where they are used"
-    )
+    how = "keep running sums and averages in float32, and cast their values where they are used"
+    yield advice("averages", how)

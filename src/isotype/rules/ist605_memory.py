@@ -52,14 +52,14 @@ import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.formats import why_kept
-from isotype.core.names import format_bytes, grouped, plural, stacked
-from isotype.records.finding import Cost, Finding, Fix, Kind
+from isotype.core.names import format_bytes, grouped, stacked
+from isotype.records.finding import Cost, Finding, Kind
 from isotype.records.memory import BETWEEN_STEPS, Phase
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.findings import Findings, fix
+from isotype.rules.kit.findings import Findings, Fixes, fix
 from isotype.rules.kit.routers import router_products
-from isotype.rules.kit.weight_sets import count, is_frozen_base, quantized
+from isotype.rules.kit.weight_sets import count, counted, is_frozen_base, quantized
 
 KIND: Kind = "memory"
 
@@ -106,38 +106,36 @@ def unquantized_experts(trace: Trace) -> Iterator[str]:
     formats = {state.format for _, state in quantized(trace)}
     experts, size = costs.dense_stacks(trace)
     if formats and experts:
-        number = plural(count(experts), stacked(weight.name for weight in experts))
+        number = counted(experts, stacked(weight.name for weight in experts))
         why = why_kept(((weight.name, weight.shape) for weight in experts), " and ".join(sorted(formats)))
         yield f"{number} ({format_bytes(size)}) stay in {dtype_name(experts[0].dtype)}: {why}"
 
 
 def largest_tensors(trace: Trace) -> Iterator[str]:
     """Yield a sentence about each of the largest tensors and weights. Equal tensors of several layers are in one sentence."""
-    sizes: dict[tuple[str, str, str, tuple[int, ...]], tuple[int, int]] = {}
+    numbers: Counter[tuple[str, str, torch.dtype, tuple[int, ...]]] = Counter()
     for call in trace.calls if trace.memory.peak_phase not in BETWEEN_STEPS else ():
         if call.recomputed or call.phase not in ("forward", "backward") or not costs.allocates(call.op):
             continue
-        for result_dtype, shape in call.results:
-            size = math.prod(shape) * result_dtype.itemsize
-            source = "/".join(call.source.split("/")[-2:])
-            key = (_NUMBERS.sub(".*.", call.module), source, dtype_name(result_dtype), shape)
-            sizes[key] = (size, sizes.get(key, (size, 0))[1] + call.repeats)
-    largest = sorted(sizes.items(), key=lambda item: -item[1][0])[:_LARGEST]
-    for (module, source, dtype, shape), (size, times) in largest:
-        where = f"in {module or 'the model'} at {source}"
-        yield f"one tensor of {_counted(size, times)}: {dtype} {list(shape)} {where}"
+        module, source = _NUMBERS.sub(".*.", call.module), "/".join(call.source.split("/")[-2:])
+        for dtype, shape in call.results:
+            numbers[module, source, dtype, shape] += call.repeats
+    sizes = {key: key[2].itemsize * math.prod(key[3]) for key in numbers}
+    for key in sorted(sizes, key=lambda key: -sizes[key])[:_LARGEST]:
+        module, source, dtype, shape = key
+        tensor = f"one tensor of {_counted(sizes[key], numbers[key])}: {dtype_name(dtype)} {list(shape)}"
+        yield f"{tensor} in {module or 'the model'} at {source}"
     weights = grouped(trace.weights, lambda w: (_NUMBERS.sub(".*.", w.name), dtype_name(w.dtype), w.shape))
     heaviest = sorted(weights.items(), key=lambda item: -item[1][0].bytes)[:_HEAVIEST]
-    for (name, dtype, shape), equal in heaviest:
-        times = sum(weight.repeats for weight in equal)
-        yield f"one weight of {_counted(equal[0].bytes, times)}: {dtype} {list(shape)} {name}"
+    for (name, stored, shape), equal in heaviest:
+        yield f"one weight of {_counted(equal[0].bytes, count(equal))}: {stored} {list(shape)} {name}"
 
 
 def _counted(size: int, times: int) -> str:
     return f"{format_bytes(size)}{f', {times} of them' if times > 1 else ''}"
 
 
-def _fixes(trace: Trace, over: int) -> Iterator[Fix]:
+def _fixes(trace: Trace, over: int) -> Fixes:
     for advice, saved, target, value in sorted(_savings(trace), key=lambda saving: -saving[1]):
         may = "may be" if saved < over + trace.memory.peak * _ERROR.get(target, 0) else "is"
         enough = f", which {may} enough" if saved >= over else ""

@@ -33,12 +33,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from isotype.core.names import distinct_names, plural, short, starred
-from isotype.records.finding import ActionKind, Finding, Fix, Kind
+from isotype.core.names import distinct_names, short, starred
+from isotype.records.finding import ActionKind, Finding, Kind
 from isotype.records.trace import FROM_NUMPY, Call, Origin, Trace
-from isotype.rules.kit.findings import Findings, advice, finding_at, fix
+from isotype.rules.kit.findings import Findings, Fixes, advice, finding_at, fix
 from isotype.rules.kit.slow_dtype import step_in
-from isotype.rules.kit.words import LIBRARIES, and_others, cause_text, device_error
+from isotype.rules.kit.words import LIBRARIES, and_others, cause_text, device_error, more
 
 KIND: Kind = "device"
 
@@ -90,21 +90,18 @@ def _entries(call: Call) -> Iterator[Origin]:
 
 
 def _finding(trace: Trace, origins: Sequence[Origin], calls: Sequence[Call]) -> Finding:
-    more = len(origins) - 1
+    profile, others = trace.setup.profile, more(len(origins) - 1, origins[0].kind, " in float64")
     return finding_at(
         "error",
-        f"{trace.setup.profile.title} has no float64",
+        f"{profile.title} has no float64",
         calls,
         cause=cause_text(origins[0], trace.owners),
-        notes=(
-            *((f"{plural(more, f'more {origins[0].kind}')} in float64",) if more else ()),
-            trace.setup.profile.reason(torch.float64),
-        ),
+        notes=(*others, profile.reason(torch.float64)),
         fixes=tuple(_fixes(origins)),
     )
 
 
-def _fixes(origins: Sequence[Origin]) -> Iterator[Fix]:
+def _fixes(origins: Sequence[Origin]) -> Fixes:
     first = origins[0]
     if first.kind == "input":
         yield advice(first.name, f"make {first.name} float32 before it goes to the device")

@@ -32,15 +32,13 @@ bitsandbytes-foundation/bitsandbytes #1709; modelscope/twinkle #182; NVIDIA-NeMo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import grouped
-from isotype.records.finding import Fix
 from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.findings import Findings, advice, finding_of, fix, setting
+from isotype.rules.kit.findings import Findings, Fixes, advice, finding_of, fix, setting
 from isotype.rules.kit.weight_sets import float32_masters, is_exact, layer_of, main_dtype, names, trained
 
 
@@ -82,7 +80,7 @@ _REFUSALS = {
 }
 
 
-def _fixes(trace: Trace, version: int, mismatched: list[Weight], most: torch.dtype) -> Iterator[Fix]:
+def _fixes(trace: Trace, version: int, mismatched: list[Weight], most: torch.dtype) -> Fixes:
     packed = [weight for weight in mismatched if weight.quantization is not None]
     plain = [weight for weight in mismatched if weight.quantization is None]
     if packed:

@@ -25,10 +25,10 @@ axolotl-ai-cloud/axolotl #2250; hiyouga/LlamaFactory #3853.
 from __future__ import annotations
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import agree, grouped
+from isotype.core.names import grouped
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of
-from isotype.rules.kit.weight_sets import count, quantized
+from isotype.rules.kit.weight_sets import counted, quantized
 
 
 def find(trace: Trace) -> Findings:
@@ -41,7 +41,7 @@ def find(trace: Trace) -> Findings:
         how = f"load with bnb_4bit_quant_storage={dtype_name(state.compute or trace.setup.compute)}"
         if int8:
             how = "use nf4 with a float bnb_4bit_quant_storage, or do not quantize"
-        are = agree(count(weights), f"{state.format} weight", "are")
+        are = counted(weights, f"{state.format} weight", "are")
         yield finding_of(
             "error",
             f"FSDP1 cannot flatten {dtype_name(first.dtype)}: {are} stored in this dtype",

@@ -29,7 +29,6 @@ pytorch/pytorch #191763; Lorenzo-Mazza/VersatIL #5.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 
@@ -38,7 +37,7 @@ from isotype.core.names import base_name
 from isotype.precision.ranges import ModuleRange
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.findings import Findings, advice, finding_of
+from isotype.rules.kit.findings import Findings, Fixes, advice, finding_of
 from isotype.rules.kit.weight_sets import borders, casts, count, float32_masters, spacing, trained
 
 _SMALL = "each update is less than half of the distance to the next number of the dtype"
@@ -69,15 +68,13 @@ def find(trace: Trace) -> Findings:
     worst = max(lost, key=lambda weight: sizes[weight.name][0])
     rate = max(updates[weight.name] for weight in lost)
     size, source = sizes[worst.name]
-    step = spacing(size, worst.dtype)
+    gap = f"two {dtype_name(worst.dtype)} numbers differ by at least {spacing(size, worst.dtype):.1e}"
     yield finding_of(
         "warning",
         f"updates of {rate:.2g} are lost in {count(lost)} of {count(trained(trace))} trainable parameters",
         lost,
         phase="optimizer",
-        notes=(
-            f"{worst.name}: {source} near {size:.2g}, where two {dtype_name(worst.dtype)} numbers differ by at least {step:.1e}",
-        ),
+        notes=(f"{worst.name}: {source} near {size:.2g}, where {gap}",),
         fixes=tuple(_fixes(trace, lost)),
     )
 
@@ -139,7 +136,7 @@ def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
     return min(0.02 * math.sqrt(inputs[0]), math.sqrt(1 / 3)), "not loaded; when initialised, its values are"
 
 
-def _fixes(trace: Trace, lost: list[Weight]) -> Iterator[Fix]:
+def _fixes(trace: Trace, lost: list[Weight]) -> Fixes:
     if all(weight.kind == "norm" for weight in lost):
         compute = trace.setup.compute
         # A float32 model, and autocast, accept float32 norms. A 16-bit model needs casts of their outputs.

@@ -34,13 +34,13 @@ from dataclasses import replace
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import agree, grouped, plural, short
+from isotype.core.names import grouped, plural, short
 from isotype.precision.ranges import FLOAT16_LARGEST
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.contract_rule import group_findings
 from isotype.rules.kit.findings import Findings, advice, finding_at, finding_of, fix
 from isotype.rules.kit.groups import Claim, code_of
-from isotype.rules.kit.weight_sets import count
+from isotype.rules.kit.weight_sets import counted
 from isotype.rules.kit.words import at
 
 CLAIMS = (Claim("value", lambda broken: "without overflow" in broken.call.refusal, settled=False),)
@@ -63,7 +63,7 @@ def find(trace: Trace) -> Findings:
     infinite = [weight for weight in dense if not math.isfinite(_largest(weight))]
     if infinite:
         how = "load, merge or compute the weight again in a wider dtype, in which all numbers are finite"
-        message = f"{agree(count(infinite), 'weight', 'hold')} values that are not finite"
+        message = f"{counted(infinite, 'weight', 'hold')} values that are not finite"
         cause = f"{infinite[0].name} holds {infinite[0].largest}"
         fixes = (advice(infinite[0].name, how),)
         yield finding_of("error", message, infinite, phase="load", cause=cause, fixes=fixes)
@@ -74,7 +74,7 @@ def find(trace: Trace) -> Findings:
     if too_large:
         yield finding_of(
             "error",
-            f"{agree(count(too_large), 'weight', 'become')} infinite in float16",
+            f"{counted(too_large, 'weight', 'become')} infinite in float16",
             too_large,
             cause=f"{too_large[0].name} reaches {_largest(too_large[0]):.3g}",
             fixes=(advice("dtype", f"compute in {other}"),),
@@ -82,14 +82,13 @@ def find(trace: Trace) -> Findings:
     norms = [w for w in trace.weights if w.kind == "norm" and FLOAT16_LARGEST < _reach(w) < math.inf]
     if norms:
         worst = max(norms, key=_reach)
+        product = f"{_largest(worst):.3g} x sqrt({worst.shape[-1]})"
         yield finding_of(
             "warning",
-            f"{agree(count(norms), 'norm', 'can')} return values beyond float16's 65504",
+            f"{counted(norms, 'norm', 'can')} return values beyond float16's 65504",
             norms,
             cause=f"{norms[0].name} reaches {_largest(norms[0]):.3g}",
-            notes=(
-                f"{worst.name}: up to {_largest(worst):.3g} x sqrt({worst.shape[-1]}) = {_reach(worst):.3g}",
-            ),
+            notes=(f"{worst.name}: up to {product} = {_reach(worst):.3g}",),
             fixes=(advice("dtype", f"load the model and compute in {other}"),),
         )
 

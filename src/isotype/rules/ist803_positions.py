@@ -34,12 +34,12 @@ import re
 from collections.abc import Collection, Iterator
 
 from isotype.core.dtypes import FLOATS, HALVES, dtype_name
-from isotype.core.names import agree, grouped, named, short
+from isotype.core.names import grouped, named, short
 from isotype.records.finding import Finding, Fix, Severity
 from isotype.records.trace import CASTS, Call, Operand, Trace, Weight
 from isotype.rules.kit.findings import Findings, advice, finding_at, finding_of, fix
 from isotype.rules.kit.groups import Claim
-from isotype.rules.kit.weight_sets import count, names
+from isotype.rules.kit.weight_sets import counted, names
 from isotype.rules.kit.words import cause_text, device_error
 
 _ONLY_COMPLEX = re.compile("only supported for complex tensors|non-complex dtypes")
@@ -64,7 +64,7 @@ def find(trace: Trace) -> Findings:
         rounded = [weight for weight in rounded if not used.isdisjoint((weight.name, *weight.tied))]
     if rounded:
         dtype = dtype_name(rounded[0].dtype)
-        message = f"{agree(count(rounded), 'rotary buffer', 'are')} rounded to {dtype}"
+        message = f"{counted(rounded, 'rotary buffer', 'are')} rounded to {dtype}"
         cause = f"the buffer {rounded[0].name} is {dtype}"
         yield finding_of("warning", message, rounded, cause=cause, fixes=_fixes(rounded))
         return

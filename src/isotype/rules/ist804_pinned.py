@@ -26,11 +26,10 @@ from __future__ import annotations
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
-from isotype.core.names import agree
 from isotype.records.finding import Fix
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.findings import Findings, advice, finding_of
-from isotype.rules.kit.weight_sets import borders, casts, count
+from isotype.rules.kit.weight_sets import borders, casts, counted
 
 
 def find(trace: Trace) -> Findings:
@@ -40,7 +39,7 @@ def find(trace: Trace) -> Findings:
         if rounded:
             yield finding_of(
                 "warning" if dtype == torch.float16 else "note",
-                f"{agree(count(rounded), 'parameter', 'are')} {dtype_name(dtype)}; the model's author requires float32",
+                f"{counted(rounded, 'parameter', 'are')} {dtype_name(dtype)}; the model's author requires float32",
                 rounded,
                 phase="load",
                 notes=("only the checkpoint still has the digits that were rounded away",),

@@ -44,7 +44,7 @@ from isotype.precision.facts import ModelFacts
 from isotype.precision.ranges import FLOAT16_LARGEST, OperatorRange, Ranges
 from isotype.records.finding import Finding, Fix, Kind, RangeBoundaries
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit.findings import Findings, advice, finding_at
+from isotype.rules.kit.findings import Findings, Fixes, advice, finding_at
 from isotype.rules.kit.slow_dtype import step_in
 from isotype.rules.kit.value_ranges import Held, held
 
@@ -140,10 +140,8 @@ def _notes(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Iterator[str
     if others:
         modules = len({value.operator.module for value in others})
         worst = max(beyond, key=lambda value: value.value)
-        yield (
-            f"{plural(len(others), 'more operator')} in {plural(modules, 'module')}, up to {number(worst.value)} in "
-            f"{named(worst.module)}"
-        )
+        places = f"{plural(len(others), 'more operator')} in {plural(modules, 'module')}"
+        yield f"{places}, up to {number(worst.value)} in {named(worst.module)}"
     large = next((module for module in ranges.stream_modules if module.output > FLOAT16_LARGEST), None)
     largest = ranges.residual
     if first.call.phase == "forward" and large is not None and largest is not None:
@@ -159,7 +157,7 @@ def _measured(ranges: Ranges) -> str:
     return f"{ranges.measured} ({plural(ranges.tokens, 'token')})"
 
 
-def _fixes(trace: Trace, ranges: Ranges) -> Iterator[Fix]:
+def _fixes(trace: Trace, ranges: Ranges) -> Fixes:
     storage = next((w.quantization.format for w in trace.weights if w.quantization is not None), "float16")
     decision = decide_by_ranges(ModelFacts(trace.model), trace.setup.profile, torch.float16, storage, ranges)
     if decision.wide or decision.exceptions:

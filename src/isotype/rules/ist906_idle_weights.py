@@ -30,7 +30,7 @@ verl-project/verl #1821 (lora_alpha 0).
 from __future__ import annotations
 
 from isotype.core.names import plural, starred
-from isotype.records.finding import Finding
+from isotype.records.finding import Finding, Severity
 from isotype.records.reach import Reach
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, reach_of
@@ -48,23 +48,16 @@ def find(trace: Trace) -> Findings:
     names = [unused.name for unused in idle]
     trained = {starred(weight.name) for weight in trace.weights if weight.trainable and not weight.buffer}
     whole = trained <= set(names)
-    what = f"{len(names)} of {plural(len(trained), 'group')} of trainable weights do not affect the loss"
+    severity: Severity = "warning" if any(unused.kind == "adapter" for unused in idle) else "note"
+    message = f"{len(names)} of {plural(len(trained), 'group')} of trainable weights do not affect the loss"
     if whole:
-        what = "nothing that is trained reaches the loss"
-    why = next((unused.why for unused in idle if unused.why), "")
-    shown = and_others(names)
-    how = "freeze these weights, or let the loss depend on their results"
-    if why:
-        how = "give the adapter a scale (lora_alpha) above 0"
-    yield Finding(
-        "error" if whole else "warning" if any(unused.kind == "adapter" for unused in idle) else "note",
-        what,
-        module=names[0].rpartition(".lora_")[0],
-        phase="backward",
-        cause=why or f"with random values in every weight, the gradient of {shown} is exactly zero",
-        notes=(reach.measured,),
-        fixes=(advice("lora_alpha" if why else names[0], how),),
-    )
+        severity, message = "error", "nothing that is trained reaches the loss"
+    cause = f"with random values in every weight, the gradient of {and_others(names)} is exactly zero"
+    fix = advice(names[0], "freeze these weights, or let the loss depend on their results")
+    if why := next((unused.why for unused in idle if unused.why), ""):
+        cause, fix = why, advice("lora_alpha", "give the adapter a scale (lora_alpha) above 0")
+    module, notes = names[0].rpartition(".lora_")[0], (reach.measured,)
+    yield Finding(severity, message, module, phase="backward", cause=cause, notes=notes, fixes=(fix,))
 
 
 def _outside(trace: Trace, reach: Reach) -> Findings:
@@ -73,15 +66,13 @@ def _outside(trace: Trace, reach: Reach) -> Findings:
     ungraded = (unused.name for unused in reach.unused if unused.kind == "ungraded")
     names = [name for name in ungraded if name not in reported]
     if names:
+        hangs = "under DDP without find_unused_parameters, a step with such weights hangs or fails (IST705)"
         yield Finding(
             "note",
             f"trainable weights without a gradient from this batch: {and_others(names)}",
             module=names[0].rpartition(".")[0],
             phase="backward",
             cause="with this batch, the modules of these weights do not run or get no tokens, or nothing uses their results",
-            notes=(
-                "under DDP without find_unused_parameters, a step with such weights hangs or fails (IST705)",
-                reach.measured,
-            ),
+            notes=(hangs, reach.measured),
             fixes=(advice(names[0], "freeze these weights (requires_grad_(False)) if no batch uses them"),),
         )

@@ -41,10 +41,8 @@ def optimizer_words(setup: Setup) -> str:
     rates: dict[str, set[str]] = {}
     for kind, rate in setup.updates.values() or [(setup.optimizer, setup.learning_rate)]:
         rates.setdefault(kind, set()).update(() if rate is None else (f"{rate:g}",))
-    return " and ".join(
-        f"{kind} lr {' or '.join(sorted(known, key=float))}" if known else kind
-        for kind, known in rates.items()
-    )
+    written = {kind: " or ".join(sorted(known, key=float)) for kind, known in rates.items()}
+    return " and ".join(f"{kind} lr {known}" if known else kind for kind, known in written.items())
 
 
 def setup_words(trace: Trace, whole: bool = True) -> str:

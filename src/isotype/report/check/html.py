@@ -132,18 +132,15 @@ def _memory(report: Record) -> Content | None:
     scale = 1.04 * max(memory.peak, shown or 0)
     peak = memory.phases[memory.peak_phase] if memory.peak_phase else {}
     size, unit = _unit(scale)
+    rows = []
+    for phase, kinds in memory.phases.items():
+        total, parts = sum(kinds.values()), ((kind, kinds.get(kind, 0)) for kind in MEMORY_KINDS)
+        over = shown is not None and total > shown
+        rows.append((phase, stacked(parts, format_bytes, scale), over, format_bytes(total)))
     return {
         "limit": _limit(memory.peak, capacity, shown),
         "capacity": shown and shown / scale,
-        "rows": [
-            (
-                phase,
-                stacked(((kind, kinds.get(kind, 0)) for kind in MEMORY_KINDS), format_bytes, scale),
-                shown is not None and sum(kinds.values()) > shown,
-                format_bytes(sum(kinds.values())),
-            )
-            for phase, kinds in memory.phases.items()
-        ],
+        "rows": rows,
         "ticks": axis(scale / size),
         "unit": unit,
         "peak_phase": memory.peak_phase,
@@ -189,17 +186,11 @@ def _work(report: Record) -> Content | None:
     if not total:
         return None
     ranked, rates = sorted(report.flops.items(), key=lambda entry: -entry[1]), profile.peak_flops
-    rows = [
-        (
-            dtype_name(dtype),
-            format_share(amount / total),
-            format_flops(amount),
-            f"{format_duration(amount / rates[dtype])} at best" if dtype in rates else "",
-            profile.supports(dtype),
-            profile.reason(dtype),
-        )
-        for dtype, amount in ranked
-    ]
+    rows = []
+    for dtype, amount in ranked:
+        shown = (dtype_name(dtype), format_share(amount / total), format_flops(amount))
+        least = f"{format_duration(amount / rates[dtype])} at best" if dtype in rates else ""
+        rows.append((*shown, least, profile.supports(dtype), profile.reason(dtype)))
     bar = stacked([(dtype_name(dtype), amount) for dtype, amount in ranked], format_flops, total)
     return {"total": f"{format_flops(total)} a step", "bar": bar, "rows": rows}
 
@@ -282,16 +273,12 @@ def reach_picture(reach: Reach | None) -> Content | None:
     if reach is None or matrix is None:
         return None
     causal = reach.labels is not None and reach.labels.shift == 1
-    squares = [
-        (
-            token * SIDE,
-            line * SIDE,
-            "seen" if not causal or matrix.meant(column, token) else "wrong",
-            f"token {token} reaches the prediction after token {column}",
-        )
-        for line, (column, tokens) in enumerate(matrix.reached)
-        for token in tokens
-    ]
+    squares = []
+    for line, (column, tokens) in enumerate(matrix.reached):
+        for token in tokens:
+            css = "seen" if not causal or matrix.meant(column, token) else "wrong"
+            words = f"token {token} reaches the prediction after token {column}"
+            squares.append((token * SIDE, line * SIDE, css, words))
     pairs = enumerate(pairwise(matrix.sequences), 1)
     borders = [token * SIDE for token, (before, after) in pairs if before != after]
     wrong = sum(css == "wrong" for _, _, css, _ in squares)

@@ -187,10 +187,8 @@ def ranges_words(report: Record) -> str:
     largest, ranges = report.largest, report.trace.setup.ranges
     if ranges is None or largest is None:
         return ""
-    return (
-        f"values in float16 reach {by_ranges.number(largest.value)} ({named(plain_name(largest.module))}), headroom {largest.headroom:.2g}; "
-        f"{ranges.measured}"
-    )
+    reached = f"{by_ranges.number(largest.value)} ({named(plain_name(largest.module))})"
+    return f"values in float16 reach {reached}, headroom {largest.headroom:.2g}; {ranges.measured}"
 
 
 def trust(report: Record) -> list[tuple[str, str]]:
@@ -408,16 +406,12 @@ def _left_out(report: Record) -> str:
 def _operands(operands: Sequence[Operand]) -> list[Line]:
     if not operands:
         return []
-    role = max(len(operand.role) for operand in operands)
-    dtype = max(len(dtype_name(operand.dtype)) for operand in operands)
+    texts = [(operand.role, dtype_name(operand.dtype), f"{list(operand.shape)}") for operand in operands]
+    roles, dtypes = (max(len(text[column]) for text in texts) for column in (0, 1))
+    gutter = ("   |   ", "blue")
     return [
-        (
-            ("   |   ", "blue"),
-            (f"{operand.role:<{role}}  ", ""),
-            (f"{dtype_name(operand.dtype):<{dtype}}   ", "bold"),
-            (f"{list(operand.shape)}", "dim"),
-        )
-        for operand in operands
+        (gutter, (f"{role:<{roles}}  ", ""), (f"{dtype:<{dtypes}}   ", "bold"), (shape, "dim"))
+        for role, dtype, shape in texts
     ]
 
 

@@ -39,12 +39,7 @@ _MEMORY = (
     "memory does not include loading, evaluation and saving."
 )
 
-_STATUS = {
-    "running": "▶ running",
-    "finished": "✓ finished",
-    "interrupted": "◐ interrupted",
-    "failed": "✕ failed",
-}
+_MARKS = {"running": "▶", "finished": "✓", "interrupted": "◐", "failed": "✕"}
 
 
 def to_html(record: RunRecord) -> str:
@@ -60,7 +55,7 @@ def to_html(record: RunRecord) -> str:
         title=f"{record.method} {name}: {record.status}",
         model_name=name,
         dataset_name=PurePath(record.dataset).name or record.dataset,
-        status=_STATUS[record.status],
+        status=f"{_MARKS[record.status]} {record.status}",
         started=f"{datetime.fromisoformat(record.started):%Y-%m-%d %H:%M %Z}",
         resumed_from=None if record.resumed_from is None else f"{record.resumed_from:,}",
         figures=_figures(record, summary),
@@ -111,13 +106,12 @@ def _weights(record: RunRecord) -> dict[str, object] | None:
         return None
     total = sum(amount for _, amount in record.weight_bytes)
     trained, parameters = record.parameters_trainable, record.parameters_total
+    shown = f"{trained:,} of {parameters:,} parameters"
     return {
-        "trained": f"{trained:,} of {parameters:,} parameters were trained ({_share(trained, parameters)}); "
-        f"the weights take {format_bytes(total)}.",
+        "trained": f"{shown} were trained ({_share(trained, parameters)}); the weights take {format_bytes(total)}.",
         "bar": stacked(record.weight_bytes, format_bytes, total),
         "rows": [
-            (name, format_bytes(amount), f"{amount:,} B", _share(amount, total))
-            for name, amount in record.weight_bytes
+            (n, format_bytes(size), f"{size:,} B", _share(size, total)) for n, size in record.weight_bytes
         ],
     }
 
@@ -125,19 +119,14 @@ def _weights(record: RunRecord) -> dict[str, object] | None:
 def _headroom(record: RunRecord) -> dict[str, object] | None:
     if record.headroom is None:
         return None
+    rows = []
+    for block in by_block(record.headroom):
+        sizes = (format_number(block.median), format_number(block.high), format_number(block.headroom, 3))
+        change = "" if block.change is None else f"× {format_number(block.change, 3)}"
+        rows.append((block.name, *sizes, change, block.used))
     return {
         "sentence": headroom_in_words(record.headroom),
-        "rows": [
-            (
-                block.name,
-                format_number(block.median, 4),
-                format_number(block.high, 4),
-                format_number(block.headroom, 3),
-                "" if block.change is None else f"× {format_number(block.change, 3)}",
-                block.used,
-            )
-            for block in by_block(record.headroom)
-        ],
+        "rows": rows,
     }
 
 

@@ -9,13 +9,12 @@ from dataclasses import replace
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import plural
 from isotype.records.finding import Finding, Fix
 from isotype.records.trace import ATTENTION, Breach, Call, Failure, Origin, Trace, Weight
 from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.findings import finding_at, places
 from isotype.rules.kit.groups import Group, all_claims, code_of, distinct, dtypes_in, groups, sides_in
-from isotype.rules.kit.words import cause_text, device_error, evidence
+from isotype.rules.kit.words import cause_text, device_error, evidence, more
 
 
 def contract_rule(
@@ -114,15 +113,12 @@ def _finding(trace: Trace, group: Group, headline: str) -> Finding:
 
 
 def _notes(group: Group, unlike: str) -> tuple[str, ...]:
-    first, notes = group.calls[0], []
-    more = sum(call.repeats for call in group.calls) - 1
-    if more:
-        modules = len(places(group.calls))
-        where = f" in {modules} modules" if modules > 1 else ""
-        fails = "fail" if more > 1 else "fails"
-        notes.append(f"{plural(more, 'more operator')}{where} {fails} for the same cause")
-    notes += device_error(first.refusal)
-    if first.breach is not None and first.breach.assumed:
-        by_family = "assumed from the operator's family: not measured on this device"
-        notes.append(f"assumed: {unlike}" if unlike else by_family)
-    return tuple(notes)
+    first, others = group.calls[0], sum(call.repeats for call in group.calls) - 1
+    modules = len(places(group.calls))
+    where = f" in {modules} modules" if modules > 1 else ""
+    same = f"{where} {'fail' if others > 1 else 'fails'} for the same cause"
+    notes = (*more(others, "operator", same), *device_error(first.refusal))
+    if first.breach is None or not first.breach.assumed:
+        return notes
+    by_family = "assumed from the operator's family: not measured on this device"
+    return (*notes, f"assumed: {unlike}" if unlike else by_family)

@@ -12,7 +12,7 @@ from isotype.records.reach import Leak, Reach
 from isotype.records.trace import Call, Failure, Trace, Weight
 
 Findings = Iterator[Finding]
-"""The result of a rule's `find`."""
+Fixes = Iterator[Fix]
 
 
 def places(of: Iterable[Call | Weight]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.formats import FOUR_BITS
-from isotype.core.names import distinct_names, in_module, plain_name
+from isotype.core.names import agree, distinct_names, in_module, plain_name, plural
 from isotype.records.finding import Action, Fix
 from isotype.records.trace import Quantization, Trace, Weight
 from isotype.rules.kit.findings import actions, fix
@@ -27,6 +27,11 @@ def trained(trace: Trace, *dtypes: torch.dtype) -> tuple[Weight, ...]:
 def count(weights: Iterable[Weight]) -> int:
     """Return the number of weight tensors. Equal layers that were not traced count, too."""
     return sum(weight.repeats for weight in weights)
+
+
+def counted(weights: Iterable[Weight], noun: str, verb: str = "") -> str:
+    """Return the number of weight tensors with a noun and a verb: `3 weights`, `1 weight holds`."""
+    return agree(count(weights), noun, verb) if verb else plural(count(weights), noun)
 
 
 def names(weights: Iterable[Weight]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import distinct_names, short
+from isotype.core.names import distinct_names, plural, short
 from isotype.records.trace import FROM_NUMPY, Call, Origin, Weight
 
 TRANSFORMERS = "/transformers/models/"
@@ -71,6 +71,11 @@ def op_name(call: Call) -> str:
 def place(call: Call) -> str:
     """Return the line that made a call, or the module if the line is unknown."""
     return call.source or call.module
+
+
+def more(count: int, noun: str, then: str = "") -> tuple[str, ...]:
+    """Return a note about further places, such as `3 more casts`; () if there are none."""
+    return (f"{plural(count, f'more {noun}')}{then}",) if count else ()
 
 
 def and_others(names: Iterable[str]) -> str:
