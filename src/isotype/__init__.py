@@ -13,9 +13,9 @@ from isotype.core import VERSION
 from isotype.core.random_states import random_states_kept
 
 if TYPE_CHECKING:
+    from isotype.checkpoint.adapter import load
     from isotype.checkpoint.damage import measure_quality
     from isotype.checkpoint.load import StateDictAdapter, load_module
-    from isotype.checkpoint.load_named import load
     from isotype.checkpoint.measure_ranges import measure_ranges
     from isotype.checkpoint.resolve import resolve_precision
     from isotype.core.errors import (
@@ -45,7 +45,7 @@ __version__ = VERSION
 _NAMES = {
     "checkpoint.damage": "measure_quality",
     "checkpoint.load": "load_module StateDictAdapter",
-    "checkpoint.load_named": "load",
+    "checkpoint.adapter": "load",
     "checkpoint.measure_ranges": "measure_ranges",
     "checkpoint.resolve": "resolve_precision",
     "core.errors": "IsotypeError PrecisionError CheckpointError DataError UsageError SaveError",

@@ -15,8 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from isotype.checkpoint.adapter import read_adapter
-from isotype.checkpoint.load_named import load_for_inference
+from isotype.checkpoint.adapter import load_for_inference, read_adapter
 from isotype.cli.main import main
 from isotype.core import names
 from isotype.core.errors import IsotypeError, Problem

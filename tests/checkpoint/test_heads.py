@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import isotype
-from isotype.checkpoint.load_named import load_for_inference
+from isotype.checkpoint.adapter import load_for_inference
 from isotype.cli.main import main
 from tests.models import quiet
 from tests.pairwise import few

@@ -26,8 +26,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from isotype.checkpoint.adapter import load_for_inference
 from isotype.checkpoint.load import load
-from isotype.checkpoint.load_named import load_for_inference
 from isotype.checkpoint.merge import write
 from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.checkpoint.merge.report import (

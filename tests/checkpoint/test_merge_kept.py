@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
+from isotype.checkpoint.adapter import load_for_inference
 from isotype.checkpoint.load import load
-from isotype.checkpoint.load_named import load_for_inference
 from isotype.checkpoint.merge import merge
 from isotype.checkpoint.merge.layers import WrittenModel, codes, unbiased
 from isotype.checkpoint.merge.merge import merge_adapter

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import isotype
-from isotype.checkpoint.load_named import load_for_inference
+from isotype.checkpoint.adapter import load_for_inference
 from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.checkpoint.opened import open_model
 from isotype.checkpoint.weightless import skeleton, store

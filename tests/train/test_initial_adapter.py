@@ -15,8 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import isotype
-from isotype.checkpoint.adapter import quiet_peft
-from isotype.checkpoint.load_named import load_for_inference
+from isotype.checkpoint.adapter import load_for_inference, quiet_peft
 from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, UsageError
 from isotype.data.methods import METHODS
@@ -348,7 +347,7 @@ def test_a_package_that_an_adapter_needs_is_named(
     def lacking(*_: Any, **__: Any) -> None:
         raise ImportError("scikit-learn is required for AdaMSS")
 
-    monkeypatch.setattr("isotype.checkpoint.adapter.pretrained", lacking)
+    monkeypatch.setattr("isotype.checkpoint.formats.config.pretrained", lacking)
     assert "fix       install the package that the message names" in refused(CheckpointError, begin, adapter)
 
 

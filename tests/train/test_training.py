@@ -17,7 +17,7 @@ import transformers
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from isotype.checkpoint.load_named import load_for_inference
+from isotype.checkpoint.adapter import load_for_inference
 from isotype.checkpoint.merge.merge import merge_adapter
 from isotype.cli.main import main
 from isotype.core.errors import CheckpointError, UsageError

@@ -1,42 +1,42 @@
-"""Reads a saved adapter, loads its base model, and adds the adapter to the base."""
+"""`isotype.load`: loads a model, or a saved adapter and its base, and adds the adapter to the base."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any
 
 import torch
 
 from isotype.checkpoint.deferred import DeferredBlocks
-from isotype.checkpoint.formats.config import BUILD_ERRORS
+from isotype.checkpoint.formats.config import ADAPTER_CONFIG as ADAPTER_CONFIG
+from isotype.checkpoint.formats.config import BUILD_ERRORS, read_adapter_config
 from isotype.checkpoint.formats.config import model_class as class_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
-from isotype.checkpoint.formats.json_file import AGAIN, Entry, entry_problems, numbers_in, read_json
-from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.load import load
+from isotype.checkpoint.load import load as load_model
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision, with_storage_reason
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.weightless import skeleton
+from isotype.compat.bitsandbytes import hide_missing_kernel
 from isotype.compat.peft import kind_of_adapter
 from isotype.core.errors import CheckpointError, Problem, UsageError, one_line
 from isotype.core.formats import FOUR_BITS, MIXED
-from isotype.core.names import base_name, listed, pattern_problems, plural, unwrapping
-from isotype.core.pretrained import pretrained
+from isotype.core.names import base_name, listed, plural, unwrapping
 from isotype.model.adapters import add_lora
 from isotype.model.enforce import policy_of
 from isotype.model.finite import require_finite
 from isotype.model.modes import KeepsValues
 from isotype.model.targets import task_of
 from isotype.precision.by_ranges import with_ranges_of
+from isotype.precision.devices.probe import require_present
 from isotype.precision.policy import PrecisionPolicy
 
 # PEFT's task type -> the auto class of models with that head.
@@ -73,6 +73,11 @@ class Adapter:
     headers: CheckpointHeaders
     revision: str | None = None
 
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name in the base model -> shape of each tensor in the adapter's file."""
+        return {base_name(tensor.name): tensor.shape for tensor in self.headers.tensors}
+
     def open_base(self) -> Checkpoint:
         return open_checkpoint(str(self.base), self.revision)
 
@@ -85,7 +90,7 @@ class Adapter:
 def is_adapter(path: str | Path) -> bool:
     """Return True if `path` is a directory that holds an adapter but no whole model."""
     directory = Path(path)
-    return (directory / CONFIG_FILE).is_file() and not (directory / "config.json").is_file()
+    return (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file()
 
 
 def read_adapter(directory: str | Path, revision: str | None = None) -> Adapter:
@@ -99,18 +104,18 @@ def read_adapter(directory: str | Path, revision: str | None = None) -> Adapter:
         raise CheckpointError.of("no such adapter", what, expected, "check the path")
     what = f"the directory {path} holds {contents(path)}"
     fix = "give the --output_dir of a training run that ended, or one of its checkpoint folders"
-    if not (path / CONFIG_FILE).is_file():
-        if inside := sorted(str(file.parent) for file in path.glob(f"*/{CONFIG_FILE}")):
+    if not (path / ADAPTER_CONFIG).is_file():
+        if inside := sorted(str(file.parent) for file in path.glob(f"*/{ADAPTER_CONFIG}")):
             fix = f"give a folder in it that holds an adapter: {listed(inside)}"
         elif (path / "config.json").is_file():
             fix = "give the directory of an adapter; this directory holds a whole model, which needs no merge"
-        expected = f"{CONFIG_FILE} and adapter_model.safetensors"
+        expected = f"{ADAPTER_CONFIG} and adapter_model.safetensors"
         raise CheckpointError.of("not an adapter", what, expected, fix)
     weights = find_weights(path)
     if weights is None or weights[1] != "adapter":
         raise CheckpointError.of("an adapter without weights", what, "adapter_model.safetensors", fix)
     headers = read_headers(weights[0])
-    config = read_config(path, headers.tensors)
+    config = read_adapter_config(path, headers.tensors)
     base, policy = config.base_model_name_or_path, PrecisionPolicy.read(path)
     return Adapter(path, config, base, policy, headers, revision or config.revision)
 
@@ -146,9 +151,8 @@ def inference_policy(
     )
     if mixed:
         policy = with_storage_reason(replace(policy, layers=saved.layers), "mixed, as in training")
-    if as_trained:
-        policy = replace(policy, experts=saved.experts)
-    policy = replace(policy, routers=policy.routers and saved.routers)
+    experts = saved.experts if as_trained else policy.experts
+    policy = replace(policy, experts=experts, routers=policy.routers and saved.routers)
     return replace(with_ranges_of(policy, saved), master=saved.master)
 
 
@@ -178,7 +182,7 @@ def base_policy(
 ) -> PrecisionPolicy:
     """Return the policy for inference with an adapter's base (see `inference_policy`)."""
     require_usable(adapter)
-    path = adapter.directory / CONFIG_FILE
+    path = adapter.directory / ADAPTER_CONFIG
     fix = "correct base_model_name_or_path in that file (isotype merge also takes --base)"
     expected = "the model that the adapter was trained on"
     if adapter.base is None:
@@ -204,7 +208,7 @@ def load_base(
     head = model_class or _head(adapter, checkpoint.model_config)
     labels = _labels(adapter, checkpoint.model_config, policy, head)
     arguments |= {} if labels is None else {"num_labels": labels}
-    model = load(checkpoint, policy, model_class=head, deferred=deferred, **arguments)
+    model = load_model(checkpoint, policy, model_class=head, deferred=deferred, **arguments)
     rows = _vocabulary(adapter, model)
     if rows and rows > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=False)
@@ -235,7 +239,7 @@ def _labels(adapter: Adapter, config: Any, policy: PrecisionPolicy, head: Any) -
     task = task_of(adapter.config)
     if head is None or task in ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"):
         return None
-    shapes = {base_name(tensor.name): tensor.shape for tensor in adapter.headers.tensors}
+    shapes = adapter.shapes
     model = skeleton(config, policy, model_class=head, num_labels=_LABELS)
     named = ((shapes.get(name), tuple(p.shape)) for name, p in model.named_parameters() if _LABELS in p.shape)
     return next((shape[wanted.index(_LABELS)] for shape, wanted in named if shape), None)
@@ -253,14 +257,14 @@ def deferred_base(adapter: Adapter) -> DeferredBlocks:
     """
     config = adapter.config
     drawn = kind_of_adapter(config) == "LORA" and not config.use_dora and config.init_lora_weights in _DRAWN
-    return DeferredBlocks(drawn, [base_name(tensor.name) for tensor in adapter.headers.tensors])
+    return DeferredBlocks(drawn, adapter.shapes)
 
 
 def _vocabulary(adapter: Adapter, model: Any) -> int:
     """Return the number of embedding rows that the adapter needs, or 0 if the adapter trains no embeddings."""
     heads = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {name for name, module in model.named_modules() if any(module is head for head in heads)}
-    rows = [t.shape[0] for t in adapter.headers.tensors if base_name(t.name).removesuffix(".weight") in names]
+    rows = [shape[0] for name, shape in adapter.shapes.items() if name.removesuffix(".weight") in names]
     indices = getattr(adapter.config, "trainable_token_indices", None) or []
     trained = [index for part in indices.values() for index in part] if isinstance(indices, dict) else indices
     return max([*rows, *(int(index) + 1 for index in trained)], default=0)
@@ -277,8 +281,7 @@ def attach(model: Any, adapter: Adapter) -> Any:
 
 def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
     """Add the adapter's modules with initial values. (PEFT's `from_pretrained` would round a float32 adapter.)"""
-    saved = {base_name(tensor.name) for tensor in adapter.headers.tensors}
-    lost = [name for name in getattr(model, "drawn_parameters", ()) if name not in saved]
+    lost = [name for name in getattr(model, "drawn_parameters", ()) if name not in adapter.shapes]
     if lost:
         what = "is neither in the base nor in the adapter"
         expected = "every weight of the model: a missing weight gets new random values in every load"
@@ -391,112 +394,73 @@ def quiet_peft() -> Iterator[None]:
         yield
 
 
-CONFIG_FILE = "adapter_config.json"
-_MAX_RANK = 2**16
-
-_Bias = Literal["none", "all", "lora_only", "delora_only", "oft_only", "boft_only", "hra_only", "vera_only"]
-_ENTRIES = (
-    Entry(r"(.*_)?r|subspace_rank|effective_rank", None, low=1, high=_MAX_RANK),
-    Entry(r"rank_pattern", dict[str, int] | None, low=1, high=_MAX_RANK),
-    Entry(r"alpha_pattern", dict[str, float] | None),
-    Entry(r"(.*_)?alpha", float | None, low=-1e9, high=1e9),
-    Entry(r".*dropout.*(?<!_scale)", None, low=0, high=1),
-    Entry(r"init_(lora_)?weights", bool | str | None),
-    Entry(r"bias", _Bias),
-    Entry(r"layer_replication", None, low=0, high=2_000),
-    Entry(r"layers_to_transform", None, low=0, high=100_000),
-    Entry(r"trainable_token_indices|token_indices", None, low=0, high=2**20),
-    Entry(r"auto_mapping", dict[str, str | None] | None),
-    Entry(r".*(seed|key|step|warmup|tinit|tfinal).*", None, low=-(2**63), high=2**63),
-    Entry(r".*", None, low=-1e9, high=1e7),
-)
-"""The valid values of a config's fields. The first pattern that matches a field's name applies."""
-_EXPRESSIONS = (
-    "target_modules", "exclude_modules", "feedforward_modules", "layers_pattern", "modules_to_save",
-)  # fmt: skip
-_COUNTED = re.compile(r"num_batches_tracked|indices|index|mask|seed|size|position_ids")
+# ---------------------------------------------------------------------------------------------------- isotype.load
 
 
-def read_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
-    """Return a directory's `PeftConfig`; raise one CheckpointError with all problems of the config and the tensors."""
-    from peft import PeftConfig, PeftType
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+def load(
+    path: str | Path,
+    policy: PrecisionPolicy | None = None,
+    *,
+    model_class: type | None = None,
+    device_map: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Load the model at `path` under `policy`, in evaluation mode. If `path` is an adapter, load it on its base model.
 
-    path = directory / CONFIG_FILE
-    content = read_json(path)
-    kind = content.get("peft_type")
-    types = [member.value for member in PeftType]
-    if kind not in types:
-        what = f"{path}: peft_type {kind!r:.80}"
-        expected, fix = "a type that PEFT has: " + ", ".join(types), "update PEFT, or correct the file"
-        raise CheckpointError.of("unknown kind of adapter", what, expected, fix)
-    problems = [*_field_problems(content, path, PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)])]
-    if content.get("megatron_config"):  # PEFT would import the module that megatron_core names
-        what = f"{path}: megatron_config, with the module {content.get('megatron_core')!r:.80}"
-        expected = "an adapter for transformers' layers: isotype does not import modules that a file names"
-        problems.append(Problem(what, expected, "leave it out"))
-    if not problems:
-        names = {base_name(tensor.name).rpartition(".")[0] for tensor in tensors}
-        expressions = {
-            f"{path}: {name}": [value] if isinstance(value, str) else value
-            for name in _EXPRESSIONS
-            if isinstance(value := content.get(name), str) or (name == "layers_pattern" and value)
-        }
-        dicts = {name: value for name, value in content.items() if isinstance(value, dict)}
-        expressions |= {f"{path}: {name}": dicts[name] for name in dicts if name.endswith("_pattern")}
-        problems = [*pattern_problems(expressions, names), *_tensor_problems(content, tensors, path)]
-    if problems:
-        raise CheckpointError(f"the adapter {directory} cannot be read", problems)
-    try:
-        config = pretrained(PeftConfig, str(directory))
-    except BUILD_ERRORS as error:
-        what, expected = f"{path}: {error}", f"the config of a {kind} adapter"
-        fix = "install the package that the message names" if isinstance(error, ImportError) else AGAIN
-        raise CheckpointError.of(f"{CONFIG_FILE} cannot be read", what, expected, fix) from error
-    # PEFT saves True; adapters are float32 masters under the policy only if they are trainable.
-    config.inference_mode = False
-    return config
+    The policy gives the dtype or format of each weight. A checkpoint that is already quantized keeps its quantization
+    states, constants and compute dtype. The model's attribute `precision_policy` is the policy.
 
+    The adapter may be saved by isotype or by PEFT. Its adapter_config.json names the base model and the base model's
+    commit. The adapter's values are not rounded and can be trained further.
 
-def _field_problems(content: dict[str, Any], path: Path, kind: Any) -> Iterator[Problem]:
-    hints = get_type_hints(kind)
-    fields = dataclasses.fields(kind)
-    values = {field.name: content[field.name] for field in fields if field.name in content}
-    checked = {f.name: values[f.name] for f in fields if values.get(f.name, f.default) != f.default}
-    yield from entry_problems(checked, _ENTRIES, path, hints)
-    for name in ("base_model_name_or_path", "revision"):
-        value = values.get(name) or ""
-        if isinstance(value, str) and not (
-            value.isprintable() and all(len(part.encode()) < 256 for part in value.split("/"))
-        ):
-            expected = "the name of a model or a revision, in printable characters"
-            yield Problem(f"{path}: {name} is {value!r:.80}", expected, AGAIN)
+    Args:
+        path: checkpoint directory, GGUF file, hub id, `embedded:smollm2`, or an adapter's directory.
+        policy: policy from `isotype.resolve_precision`; for an adapter, the policy of the base. Default: the directory's
+            precision_policy.json, adapted to this machine, else `resolve_precision`'s choice.
+        model_class: a transformers model class or auto class; default: the class that the config names, or the head
+            that the adapter was trained with.
+        device_map: as in `from_pretrained`; default: the policy's device if this machine has it.
+        **kwargs: arguments of the (base) model's `from_pretrained`, such as `revision` and `attn_implementation`, but
+            not `trust_remote_code`.
+
+    Raises:
+        CheckpointError: `path` is not a checkpoint, its format is unsupported, its shapes contradict its config, or values
+            are not finite; or an adapter's base does not exist or does not fit.
+        PrecisionError: the checkpoint is already quantized, in another format than the policy's storage.
+    """
+    hide_missing_kernel()
+    revision = kwargs.pop("revision", None)
+    kwargs |= {"model_class": model_class, "device_map": device_map}
+    if not is_adapter(path):
+        policy = policy or inference_policy(path, PrecisionPolicy.read(path), revision=revision)
+        return load_model(path, policy, revision=revision, **kwargs)
+    adapter = read_adapter(path, revision)
+    # `base_policy` also raises the error for an adapter whose config names no base.
+    policy = policy if policy and adapter.base else base_policy(adapter)
+    return attach(load_base(adapter, policy, **kwargs), adapter).eval()
 
 
-def _tensor_problems(
-    content: dict[str, Any], tensors: Sequence[TensorHeader], path: Path
-) -> Iterator[Problem]:
-    """Yield a problem for each integer tensor, each A and B of different ranks, and each rank that is too large."""
-    if not tensors:
-        what = f"{path.parent / 'adapter_model.safetensors'} contains no tensor"
-        yield Problem(what, "the weights of an adapter", "copy the file again")
-        return
-    file = tensors[0].file.name
-    for tensor in tensors:
-        whole = tensor.dtype is not None and not tensor.dtype.is_floating_point
-        if whole and not _COUNTED.search(tensor.name):
-            what = f"{file}: {base_name(tensor.name)} in {tensor.dtype_name}"
-            yield Problem(what, "float32, bfloat16 or float16", "save the adapter again")
-    if content.get("peft_type") not in ("LORA", "ADALORA"):
-        return
-    shapes = {tensor.name: tensor.shape for tensor in tensors}
-    for name, shape in shapes.items():
-        other = shapes.get(re.sub("lora(_embedding)?_A", r"lora\1_B", name), ())
-        if "_A" in name and len(shape) == len(other) == 2 and shape[0] != other[1]:
-            what = f"{file}: {base_name(name)} has the shape {list(shape)}, and its B has {list(other)}"
-            yield Problem(what, f"B with one column per row of A: {shape[0]}", "save the adapter again")
-    widest = max((side for shape in shapes.values() for side in shape), default=0)
-    for name in ("r", "init_r", "rank_pattern"):
-        if any(number > widest for number in numbers_in(content.get(name))):
-            what = f"{path}: {name} is {content[name]!r:.80}"
-            yield Problem(what, f"at most {widest}, the longest side of a tensor in {file}", AGAIN)
+def load_for_inference(
+    path: str | Path,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    device: str = "auto",
+    revision: str | None = None,
+) -> tuple[Any, Any, PrecisionPolicy]:
+    """Load a model, or an adapter on its base, for calls without autocast; return (model, tokenizer or None, policy).
+
+    `dtype` and `quantization` are arguments of `inference_policy`. `load` describes the other arguments and the errors.
+    Raises UsageError if the device is not in this machine.
+    """
+    profile = require_present(device)
+    adapter = read_adapter(path, revision) if is_adapter(path) else None
+    if adapter is None:
+        saved = PrecisionPolicy.read(path)
+        policy = inference_policy(path, saved, dtype, quantization, profile.name, revision)
+        policy = replace(policy, master=torch.float32)
+        tokenizer = open_checkpoint(path, revision).tokenizer()
+    else:
+        policy = base_policy(adapter, dtype, quantization, profile.name)
+        tokenizer = adapter.tokenizer()
+    device_map = None if profile.kind == "cpu" else {"": profile.name}
+    return load(path, policy, device_map=device_map, revision=revision).eval(), tokenizer, policy

@@ -145,8 +145,6 @@ class DeferredBlocks:
 
     def _blank_again(self, block: Block, names: Collection[str]) -> None:
         for name in names:
-            if name not in block._blank:
-                continue
             blank, former = block._blank.pop(name)
             owner: Any = block.owners[name]
             if former is not None:

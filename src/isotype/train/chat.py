@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from rich.console import Console
 from rich.text import Text
 
-from isotype.checkpoint.load_named import load_for_inference
+from isotype.checkpoint.adapter import load_for_inference
 from isotype.checkpoint.tokenizer import no_tokenizer
 from isotype.compat.interrupt import Terminated, interrupts_kept
 from isotype.compat.peft import without_peft

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isotype.checkpoint.adapter import (
-    CONFIG_FILE,
+    ADAPTER_CONFIG,
     UNUSABLE,
     Adapter,
     is_adapter,
@@ -53,7 +53,7 @@ def start_of(settings: Settings) -> Settings:
         return settings
     adapter = read_adapter(name)
     if adapter.base is None:
-        path = adapter.directory / CONFIG_FILE
+        path = adapter.directory / ADAPTER_CONFIG
         expected, fix = "the base model of the adapter", "correct base_model_name_or_path in that file"
         raise CheckpointError.of("the adapter names no base model", str(path), expected, fix)
     initialised_by = getattr(adapter.config, "init_lora_weights", None)

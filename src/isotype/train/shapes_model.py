@@ -43,7 +43,7 @@ def make_shapes_model(folder: Path, say: Callable[[str], object]) -> Path:
         return folder
     from transformers import LlavaForConditionalGeneration
 
-    from isotype.checkpoint.load_named import load
+    from isotype.checkpoint.adapter import load
     from isotype.checkpoint.opened import open_checkpoint
     from isotype.checkpoint.resolve import resolve_precision
 

@@ -1,16 +1,21 @@
-"""Reads and checks config.json, finds its dtype and model class, and builds the model on the meta device."""
+"""Reads and checks config.json, finds its dtype and model class, and builds the model on the meta device.
+
+Reads and checks adapter_config.json, too.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import difflib
 import itertools
+import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import torch
 from torch import nn
@@ -18,9 +23,11 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from isotype.checkpoint.formats.gguf import without_vocabulary
 from isotype.checkpoint.formats.headers import CheckpointHeaders, quantization_beside
-from isotype.checkpoint.formats.json_file import AGAIN, Entry, entry_problems, read_json
+from isotype.checkpoint.formats.json_file import AGAIN, Entry, entry_problems, numbers_in, read_json
+from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.compat.transformers import mapping_of
 from isotype.core.errors import CheckpointError, Problem, one_line
+from isotype.core.names import base_name, pattern_problems
 from isotype.core.pretrained import pretrained
 from isotype.model.modes import NoDraws
 
@@ -268,3 +275,116 @@ def gguf_config(headers: CheckpointHeaders) -> Any:
     if width and hasattr(config, "moe_intermediate_size"):  # transformers 5.23 does not read this key
         config.moe_intermediate_size = width
     return config
+
+
+# ---------------------------------------------------------------------------------------------- adapter_config.json
+
+ADAPTER_CONFIG = "adapter_config.json"
+_MAX_RANK = 2**16
+
+_Bias = Literal["none", "all", "lora_only", "delora_only", "oft_only", "boft_only", "hra_only", "vera_only"]
+_ADAPTER_ENTRIES = (
+    Entry(r"(.*_)?r|subspace_rank|effective_rank", None, low=1, high=_MAX_RANK),
+    Entry(r"rank_pattern", dict[str, int] | None, low=1, high=_MAX_RANK),
+    Entry(r"alpha_pattern", dict[str, float] | None),
+    Entry(r"(.*_)?alpha", float | None, low=-1e9, high=1e9),
+    Entry(r".*dropout.*(?<!_scale)", None, low=0, high=1),
+    Entry(r"init_(lora_)?weights", bool | str | None),
+    Entry(r"bias", _Bias),
+    Entry(r"layer_replication", None, low=0, high=2_000),
+    Entry(r"layers_to_transform", None, low=0, high=100_000),
+    Entry(r"trainable_token_indices|token_indices", None, low=0, high=2**20),
+    Entry(r"auto_mapping", dict[str, str | None] | None),
+    Entry(r".*(seed|key|step|warmup|tinit|tfinal).*", None, low=-(2**63), high=2**63),
+    Entry(r".*", None, low=-1e9, high=1e7),
+)
+"""The valid values of a config's fields. The first pattern that matches a field's name applies."""
+_EXPRESSIONS = (
+    "target_modules", "exclude_modules", "feedforward_modules", "layers_pattern", "modules_to_save",
+)  # fmt: skip
+_COUNTED = re.compile(r"num_batches_tracked|indices|index|mask|seed|size|position_ids")
+
+
+def read_adapter_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
+    """Return a directory's `PeftConfig`; raise one CheckpointError with all problems of the config and the tensors."""
+    from peft import PeftConfig, PeftType
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    path = directory / ADAPTER_CONFIG
+    content = read_json(path)
+    kind = content.get("peft_type")
+    types = [member.value for member in PeftType]
+    if kind not in types:
+        what = f"{path}: peft_type {kind!r:.80}"
+        expected, fix = "a type that PEFT has: " + ", ".join(types), "update PEFT, or correct the file"
+        raise CheckpointError.of("unknown kind of adapter", what, expected, fix)
+    problems = [*_field_problems(content, path, PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)])]
+    if content.get("megatron_config"):  # PEFT would import the module that megatron_core names
+        what = f"{path}: megatron_config, with the module {content.get('megatron_core')!r:.80}"
+        expected = "an adapter for transformers' layers: isotype does not import modules that a file names"
+        problems.append(Problem(what, expected, "leave it out"))
+    if not problems:
+        names = {base_name(tensor.name).rpartition(".")[0] for tensor in tensors}
+        expressions = {
+            f"{path}: {name}": [value] if isinstance(value, str) else value
+            for name in _EXPRESSIONS
+            if isinstance(value := content.get(name), str) or (name == "layers_pattern" and value)
+        }
+        dicts = {name: value for name, value in content.items() if isinstance(value, dict)}
+        expressions |= {f"{path}: {name}": dicts[name] for name in dicts if name.endswith("_pattern")}
+        problems = [*pattern_problems(expressions, names), *_tensor_problems(content, tensors, path)]
+    if problems:
+        raise CheckpointError(f"the adapter {directory} cannot be read", problems)
+    try:
+        config = pretrained(PeftConfig, str(directory))
+    except BUILD_ERRORS as error:
+        what, expected = f"{path}: {error}", f"the config of a {kind} adapter"
+        fix = "install the package that the message names" if isinstance(error, ImportError) else AGAIN
+        raise CheckpointError.of(f"{ADAPTER_CONFIG} cannot be read", what, expected, fix) from error
+    # PEFT saves True; adapters are float32 masters under the policy only if they are trainable.
+    config.inference_mode = False
+    return config
+
+
+def _field_problems(content: dict[str, Any], path: Path, kind: Any) -> Iterator[Problem]:
+    hints = get_type_hints(kind)
+    fields = dataclasses.fields(kind)
+    values = {field.name: content[field.name] for field in fields if field.name in content}
+    checked = {f.name: values[f.name] for f in fields if values.get(f.name, f.default) != f.default}
+    yield from entry_problems(checked, _ADAPTER_ENTRIES, path, hints)
+    for name in ("base_model_name_or_path", "revision"):
+        value = values.get(name) or ""
+        if isinstance(value, str) and not (
+            value.isprintable() and all(len(part.encode()) < 256 for part in value.split("/"))
+        ):
+            expected = "the name of a model or a revision, in printable characters"
+            yield Problem(f"{path}: {name} is {value!r:.80}", expected, AGAIN)
+
+
+def _tensor_problems(
+    content: dict[str, Any], tensors: Sequence[TensorHeader], path: Path
+) -> Iterator[Problem]:
+    """Yield a problem for each integer tensor, each A and B of different ranks, and each rank that is too large."""
+    if not tensors:
+        what = f"{path.parent / 'adapter_model.safetensors'} contains no tensor"
+        yield Problem(what, "the weights of an adapter", "copy the file again")
+        return
+    file = tensors[0].file.name
+    for tensor in tensors:
+        whole = tensor.dtype is not None and not tensor.dtype.is_floating_point
+        if whole and not _COUNTED.search(tensor.name):
+            what = f"{file}: {base_name(tensor.name)} in {tensor.dtype_name}"
+            yield Problem(what, "float32, bfloat16 or float16", "save the adapter again")
+    if content.get("peft_type") not in ("LORA", "ADALORA"):
+        return
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    for name, shape in shapes.items():
+        other = shapes.get(re.sub("lora(_embedding)?_A", r"lora\1_B", name), ())
+        if "_A" in name and len(shape) == len(other) == 2 and shape[0] != other[1]:
+            what = f"{file}: {base_name(name)} has the shape {list(shape)}, and its B has {list(other)}"
+            yield Problem(what, f"B with one column per row of A: {shape[0]}", "save the adapter again")
+    widest = max((side for shape in shapes.values() for side in shape), default=0)
+    for name in ("r", "init_r", "rank_pattern"):
+        if any(number > widest for number in numbers_in(content.get(name))):
+            what = f"{path}: {name} is {content[name]!r:.80}"
+            yield Problem(what, f"at most {widest}, the longest side of a tensor in {file}", AGAIN)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from isotype.checkpoint.adapter import Adapter, deferred_base, fill, inject, load_base
 from isotype.checkpoint.deferred import DeferredBlocks
@@ -105,30 +106,29 @@ class Learned:
         at_once = at_once if pad is not None else 1
         for at in range(0, len(texts), at_once):
             group = texts[at : at + at_once]
-            ids = torch.full((len(group), max(len(ids) for ids, _ in group)), pad or 0)
-            mask = torch.zeros_like(ids)
-            for row, (text, _) in enumerate(group):
-                ids[row, : len(text)], mask[row, : len(text)] = torch.tensor(text), 1
+            rows = [torch.tensor(text) for text, _ in group]
+            ids = pad_sequence(rows, batch_first=True, padding_value=pad or 0)
+            mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
             more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
             logits = model(input_ids=ids, attention_mask=mask, **more).logits.float()
             yield from zip(group, logits, strict=True)
 
     def compare(self, model: Any) -> LogitsDifference:
         logits, loss = self.run(model)
-        largest, nats, tokens = self.difference(logits)
         losses = None if self.losses is None or loss is None else (*self.losses, loss)
         pictured = len(self.logits[-1]) if self.pictured is not None else 0
-        return LogitsDifference(tokens, largest, nats, self.base, losses, self.rows.source, pictured)
+        source, difference = self.rows.source, self.difference(logits)
+        return replace(difference, base_kl=self.base, losses=losses, source=source, pictured=pictured)
 
-    def difference(self, logits: Sequence[torch.Tensor]) -> tuple[float, float, int]:
-        """Return the largest difference from the trained model's logits, the mean KL in nats, and the token count."""
+    def difference(self, logits: Sequence[torch.Tensor]) -> LogitsDifference:
+        """Return the difference from the trained model's logits."""
         largest, nats, tokens = 0.0, 0.0, 0
         for p, q in zip(self.logits, logits, strict=True):
             for a, b in zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True):
                 chunk = compare_logits(a.double(), b.double())
                 largest = max(largest, chunk.max_abs)
                 nats, tokens = nats + chunk.mean_kl * chunk.tokens, tokens + chunk.tokens
-        return largest, nats / max(1, tokens), tokens
+        return LogitsDifference(tokens, largest, nats / max(1, tokens))
 
 
 def learned(
@@ -143,7 +143,7 @@ def learned(
     result = Learned(rows, max(1, -(-size // _STORED)), _pictured(model, tokenizer))
     base, before = result.run(model)
     result.logits, after = result.run(trained(adapter, policy))
-    result.base = result.difference(base)[1]
+    result.base = result.difference(base).mean_kl
     if before is not None and after is not None:
         result.losses = (before, after)
     gc.collect()  # a PEFT model has reference cycles

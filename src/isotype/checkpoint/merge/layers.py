@@ -29,7 +29,7 @@ from isotype.core.formats import FOUR_BITS, QUANTIZATIONS
 from isotype.core.names import base_name
 from isotype.core.pretrained import pretrained
 from isotype.model.quantize import quantize_4bit, quantize_int8
-from isotype.model.walk import kind_of, outermost_blocks
+from isotype.model.walk import kind_of
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 _MERGEABLE, _BESIDE = "an adapter that PEFT can merge", "use it together with its base"
@@ -123,7 +123,7 @@ class Merging:
         adapter = without_part(self.model, adapter, policy)
         self._deferred.dequantize(self.model, dense.plain)
         tied = _untie(self.model)
-        self._blocks = self._deferred.blocks or tuple(Block(*block) for block in outermost_blocks(self.model))
+        self._blocks = self._deferred.blocks
         self._names = _stored_names(self.model)
         names = {id(value): name for name, value in self.model.named_parameters(remove_duplicate=False)}
         self._tied = tuple(names[key] for key in tied)
@@ -140,7 +140,7 @@ class Merging:
         fill(self._peft, adapter)
         stored = {} if one_dtype else self._deferred.other_dtypes
         self._rounding = Rounding(target, dense.pinned, stored, written, instead, self._tied)
-        self._untouched = set(stored) - {base_name(tensor.name) for tensor in adapter.headers.tensors}
+        self._untouched = set(stored) - adapter.shapes.keys()
         self.weights: tuple[WeightLoss, ...] = ()
         self.notes: list[str] = []
         replaced = _replaced(self._peft, before_training)
@@ -208,14 +208,11 @@ class Merging:
             # A module that was trained as a whole has an old and a trained copy: the trained copy is used.
             if name in wanted and (name not in tensors or ".modules_to_save." in path):
                 tensors[name] = value.detach()
-        missing = wanted - set(tensors)
-        if missing:
-            raise RuntimeError(f"the merge has lost tensors: {sorted(missing)[:3]}")
         for name in self._untouched & wanted:
             stored = self._deferred.stored.read(name)
             if stored.shape == tensors[name].shape:  # training may have added tokens to an embedding
                 tensors[name] = stored
-        in_order = {name: tensors[name] for name in self._names if name in tensors}
+        in_order = {name: tensors[name] for name in self._names if name in wanted}
         return self._rounding.rounded(in_order, self._changed)
 
     def _tie_again(self, first: str, *others: str) -> None:

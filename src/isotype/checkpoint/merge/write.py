@@ -275,7 +275,7 @@ class Shards:
         # The widest dtype first: each tensor begins at a multiple of its element size.
         for name, tensor in sorted(self._unaligned.items(), key=lambda item: -item[1].itemsize):
             self._write(name, tensor)
-        if self._entries or not self._files:
+        if self._entries:
             self._end()
         count = len(self._files)
         names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
@@ -312,8 +312,7 @@ class Shards:
         self._total += tensor.nbytes
 
     def _end(self) -> None:
-        if self._file is None:  # a model without weights
-            self._file = self._path(len(self._files)).open("wb", buffering=0)
+        assert self._file is not None
         text = json.dumps({"__metadata__": {"format": "pt"}, **self._entries}, separators=(",", ":"))
         header = text.encode().ljust(self._room)
         if len(header) != self._room:

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import isotype
-from isotype.checkpoint.load_named import load_for_inference
+from isotype.checkpoint.adapter import load_for_inference
 from isotype.core.errors import CheckpointError
 from tests.adapters import save_trained
 from tests.zoo import ARCHITECTURES
