@@ -40,6 +40,7 @@ def test_a_plain_layer_around_codes() -> None:
             "holds packed codes",
         ),
         ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (32x64 and 1x2048)", "holds packed codes"),
+        ("RuntimeError: shape '[2048, 1]' is invalid for input of size 4096", "holds packed codes"),
         (
             "RuntimeError: only Tensors of floating point dtype can require gradients",
             "holds uint8 codes, which have no gradient",
@@ -81,6 +82,18 @@ def test_packed_codes_in_a_module_of_ones_own() -> None:
 def test_a_layer_whose_owner_reads_its_weight() -> None:
     (finding,) = find(trace([packed()], failure=Failure("forward", ATTENTION, "activation.py:1", COLUMN)))
     assert finding.fixes[0].description.startswith(f"do not quantize {LAYER} (llm_int8_skip_modules)")
+
+
+@pytest.mark.parametrize(
+    "error", [COLUMN, "RuntimeError: shape '[2048, 1]' is invalid for input of size 4096"]
+)
+def test_an_adapter_that_reads_the_packed_weight(error: str) -> None:
+    """PEFT's LoHa and LoKr on a 4-bit model; LoRA calls the layer."""
+    base = replace(packed(), name=f"{LAYER}.base_layer.weight", module=f"{LAYER}.base_layer")
+    adapter = weight(f"{LAYER}.lokr_w1.default", adapter=True, trainable=True, module=LAYER)
+    failure = Failure("forward", LAYER, "lokr/layer.py:1", error)
+    (finding,) = find(trace([base, adapter], failure=failure))
+    assert finding.fixes[0].description.startswith("adapt quantized layers with LoRA")
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,12 @@ CLAIMS = (Claim("dtype", lambda broken: broken.lacks_kernel and broken.packed, g
 
 _CODES = (torch.uint8, torch.int8, torch.int32)
 _PRODUCTS = ("mm", "addmm", "bmm", "matmul", "linear", "baddbmm")
-# torch's errors for a product with packed codes of one column, fake and real: "[32, 64] X [1, 1024]", "(32x64 and 1x1024)".
-_COLUMN = re.compile(r"X \[1, (\d+)\]|and 1x(\d+)\)")
+# torch's errors for packed codes of one column: of a product, fake and real ("[32, 64] X [1, 1024]", "(32x64 and 1x1024)"),
+# and of a reshape ("shape '[1024, 1]' is invalid").
+_COLUMN = re.compile(r"X \[1, (\d+)\]|and 1x(\d+)\)|shape '\[(\d+), 1\]' is invalid")
 _DIFFERENT = re.compile(r"dtype|scalar type|size|shape|dimension")
 _NO_GRADIENT = re.compile(r"only Tensors of floating point .*can require gradients")
+_LORA = "adapt quantized layers with LoRA (LoraConfig), which calls the layer: this adapter reads the packed weight; or do not quantize the model"
 _ROUNDING = ("round", "clamp", "floor", "trunc")
 
 
@@ -178,13 +180,15 @@ def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | 
         return f"{read[0].reader} reads the packed codes of {listed(names)}", advice(read[0].module, how)
     column = _COLUMN.search(failure.error)
     if column is not None:
-        columns = int(column[1] or column[2])
+        columns = int(column[1] or column[2] or column[3])
         inside = f"{failure.module}." if failure.module else ""
         packed = [w for w in owners.values() if _is_column(w) and w.shape[0] % columns == 0]
         near = next((w for w in packed if w.name.startswith(inside)), None)
         if near is None:
             return None
-        return f"{near.name} holds packed codes of shape {list(near.shape)}", _unpack(near, failure)
+        adapted = any(w.adapter and w.name.startswith(inside) for w in owners.values())
+        fix = advice(failure.module, _LORA) if adapted else _unpack(near, failure)
+        return f"{near.name} holds packed codes of shape {list(near.shape)}", fix
     codes = next((w for w in owners.values() if w.dtype in _CODES), None)
     if codes is not None and _NO_GRADIENT.search(failure.error):
         how = "set requires_grad only for float parameters, or do not quantize this layer (llm_int8_skip_modules)"

@@ -304,6 +304,22 @@ for _ in range({steps}):
     assert ("warning[IST503]: adapters are merged into a bfloat16 weight" in err) == reported
 
 
+def test_an_adapter_that_reads_packed_codes_is_predicted_and_named_after_the_crash(runs: Runs) -> None:
+    script = """
+import bitsandbytes as bnb
+import peft
+net = nn.Sequential(bnb.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.float32)).to("cpu")
+model = peft.get_peft_model(net, peft.LoHaConfig(r=2, target_modules=["0"]))
+optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+model(torch.ones(2, 64)).sum().backward()
+"""
+    status, _, err = runs(script)
+    assert status == 1
+    _, _, after = err.partition("isotype: predicted before the step:")
+    assert "error[IST403]: packed codes are used as a weight" in after
+    assert "adapt quantized layers with LoRA" in after
+
+
 @pytest.mark.parametrize("flags", [(), ("--no-preflight",)])
 def test_a_step_that_makes_float16_weights_nan_is_an_error(runs: Runs, flags: tuple[str, ...]) -> None:
     """afiaka87/glide-finetune #5: Adam's epsilon and the squares of small gradients are zero in float16."""

@@ -172,6 +172,26 @@ def test_an_argument_that_the_installed_version_does_not_have(argument: str, how
     assert fix == f"{how}, or install the version of transformers for which the script was written"
 
 
+@pytest.mark.real_cpu
+def test_row_scales_that_bitsandbytes_loses_on_a_cpu() -> None:
+    """DoRA on int8 weights: the second forward fails. The same error of other code has another cause."""
+    bnb = pytest.importorskip("bitsandbytes")
+    from peft import LoraConfig, get_peft_model
+
+    layer = bnb.nn.Linear8bitLt(8, 8, has_fp16_weights=False)
+    layer.weight = bnb.nn.Int8Params(torch.randn(8, 8), requires_grad=False, has_fp16_weights=False).to("cpu")
+    model: Any = get_peft_model(nn.Sequential(layer).train(), LoraConfig(target_modules=["0"], use_dora=True))  # type: ignore[arg-type]
+
+    def steps(_: nn.Module) -> None:
+        for _ in range(2):
+            model(torch.randn(2, 8)).sum().backward()
+
+    cause, how = _explanation(steps) or ("", "")
+    assert cause.startswith("bitsandbytes has lost the row scales of 0.weight: on a CPU, PEFT's DoRA")
+    assert "load_in_4bit" in how
+    assert _explanation(lambda _: None.unsqueeze(1), layer) is None  # type: ignore[attr-defined]
+
+
 def test_a_misspelt_argument() -> None:
     from peft import LoraConfig
     from transformers import LlamaConfig, LlamaForCausalLM

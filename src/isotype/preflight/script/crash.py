@@ -330,7 +330,9 @@ def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Rep
         known = (place and finding.phase == call.phase) or finding.cause in causes
         if known and (finding.code in codes or not live):
             notes = "the script stopped here", *finding.notes
-            stopped = replace(finding, source=finding.source or call.source, notes=notes)
+            # A finding about the error that ended the trace names no operator.
+            op = finding.op or (call.op if finding.source == call.source else "")
+            stopped = replace(finding, op=op, source=finding.source or call.source, notes=notes)
             others = [other for other in report.findings if other is not finding]
             return replace(report, findings=(stopped, *others))
     return None

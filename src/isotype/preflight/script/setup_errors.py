@@ -25,7 +25,7 @@ from isotype.preflight.script.outside import Outside
 from isotype.records.finding import in_library
 
 _KNOWN: list[dict[str, str]] = table(__file__)
-"""Known errors. `weights` is the key in `_OF_KIND` of the weights that cause the error, "few" for those of rarer dtypes, "" for none."""
+"""Known errors: `error` is found in the error's message, followed by its file. `weights` is the key in `_OF_KIND` of the weights that cause the error, "few" for those of rarer dtypes, "" for none."""
 _OF_KIND: dict[str, Callable[[torch.Tensor], bool]] = {
     "meta": lambda weight: weight.is_meta,
     "codes": lambda weight: not weight.is_floating_point(),
@@ -43,8 +43,10 @@ _ABSENT = re.compile(
 
 def explained(error: BaseException) -> Outside | None:
     """Return cause and help of a known error; None for other errors."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    text = "".join((str(error), *(f"\nin {frame.f_code.co_filename}" for frame in frames[-1:])))
     for known in _KNOWN:
-        match = re.search(known["error"], str(error), re.DOTALL)
+        match = re.search(known["error"], text, re.DOTALL)
         words = None if match is None else _weight_words(error, known["weights"])
         if match is not None and words is not None:
             cause, how = (known[part].format(**match.groupdict(), **words) for part in ("cause", "help"))
