@@ -195,7 +195,7 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
 
         return demo
     if command not in COMMANDS:
-        from isotype.train.command.programs import LAUNCHERS, TRAINERS
+        from isotype.train.command.parse import LAUNCHERS, TRAINERS
 
         known = (*METHODS, "demo", *COMMANDS)
         similar, shown = () if command in _OF_TRL else known, "isotype {}".format
