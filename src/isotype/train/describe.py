@@ -36,7 +36,7 @@ from isotype.train.command.settings import Settings
 from isotype.train.monitor.recorder import RunRecorder
 from isotype.train.rows.collators import Pictured
 from isotype.train.rows.lengths import Lengths, padding_share
-from isotype.train.run import Built, Choice, Run
+from isotype.train.run import Choice, Run
 
 _LONGEST_TEXT = 600  # number of printed characters of one part of an example
 
@@ -309,7 +309,6 @@ def _text(value: Any) -> str | None:
 
 def record(
     run: Run,
-    built: Built,
     of_weights: tuple[int, int, tuple[tuple[str, int], ...], tuple[str, ...]],
     recorder: RunRecorder,
     started: datetime,
@@ -317,7 +316,7 @@ def record(
     status: Literal["running", "finished", "interrupted", "failed"],
     error: str | None = None,
 ) -> RunRecord:
-    settings, policy, trainer = run.settings, run.policy, built.trainer
+    settings, policy, trainer = run.settings, run.policy, run.trainer
     total, trainable, stored, notes = of_weights
     allocator = allocator_setting() if run.profile.kind == "cuda" else None
     dataset = settings.dataset_name or ", ".join(d.path for d in settings.datasets)
@@ -332,7 +331,7 @@ def record(
         dataset=dataset,
         output_dir=str(settings.output_dir),
         device=run.profile.title,
-        policy=tuple(PolicyRow(*row) for row in policy_rows(policy, settings.optim, built.choice)),
+        policy=tuple(PolicyRow(*row) for row in policy_rows(policy, settings.optim, run.choice)),
         warnings=(*policy.warnings, *reward_warnings(recorder.steps)),
         versions=tuple((name, version or "not installed") for name, version in installed().items()),
         parameters_total=total,
@@ -341,14 +340,14 @@ def record(
         settings=(
             *_hyperparameters(settings),
             *([] if allocator is None else [("allocator", allocator)]),
-            *_kernel_rows(built.fusion),
+            *_kernel_rows(run.fusion),
         ),
         steps=tuple(recorder.steps),
         evals=tuple(recorder.evals),
         samples=tuple(samples),
-        notes=(*notes, *built.notes, *lost_output()),
+        notes=(*notes, *run.notes, *lost_output()),
         resumed_from=recorder.resumed_from,
-        data=data_summary(trainer, built.lengths),
+        data=data_summary(trainer, run.lengths),
         headroom=recorder.headroom(),
         earlier_seconds=0.0 if run.earlier is None else summarize(run.earlier).seconds,
     )

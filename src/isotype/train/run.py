@@ -1,4 +1,4 @@
-"""A training run: `Run` has decisions made before weights are read, and `Built` has objects built after that."""
+"""A training run: its decisions, and the objects that are built for it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _peaks(peak: int, without: int) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """The decisions of a training command.
+    """The decisions of a training command. The fields from `trainer` on are set after the model is loaded.
 
     Attributes:
         settings: the command's settings. If the command names an adapter, the model is the adapter's base model.
@@ -92,6 +92,8 @@ class Run:
         earlier: the report of the run up to the checkpoint `resume`.
         identity: the settings that determine the run's results (see `isotype.train.output.resume.identity_of`).
         ranges: the value ranges that decided the policy, or None if ranges were not measured.
+        asked: (sample, prompt) of each question that the model answers before and after the training.
+        fusion: the report on the fused layers, or None if nothing was fused.
     """
 
     settings: Settings
@@ -105,21 +107,9 @@ class Run:
     identity: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     ranges: Ranges | None = None
-
-
-@dataclass(frozen=True)
-class Built:
-    """The objects that a run has built for training.
-
-    Attributes:
-        asked: (sample, prompt) of each question that the model answers before and after the training.
-        fusion: the report on the fused layers, or None if nothing was fused.
-    """
-
-    trainer: Any
-    asked: Sequence[tuple[Sample, Prompt]]
-    choice: Choice
+    trainer: Any = None
+    asked: Sequence[tuple[Sample, Prompt]] = ()
+    choice: Choice | None = None
     fusion: FusionReport | None = None
-    notes: tuple[str, ...] = ()
     lengths: Lengths | None = None
     pictures: bool = False

@@ -59,7 +59,7 @@ from isotype.train.rows.assistant import labelled_rows
 from isotype.train.rows.collators import keep_rows, learn_no_pictures
 from isotype.train.rows.data import dropped_examples, fitting, pictures_named, training_data
 from isotype.train.rows.lengths import adapter_notes, lengths_in
-from isotype.train.run import Built, Choice, Run
+from isotype.train.run import Choice, Run
 from isotype.train.signals import balance, early_stopping, graceful_stop, not_the_best
 from isotype.train.trainer import policy_trainer
 from isotype.train.validate import check_policy, check_settings, check_tokenizer, plain_turns, training_device
@@ -107,9 +107,8 @@ def run(settings: Settings, console: Console) -> Outcome:
             decided = _decided(settings, profile, rewards)
         with day_held(date.fromisoformat(decided.identity[resume.TEMPLATE_DATE])):
             with interrupts_kept():
-                built = _build(decided, console)
-            identity = {**decided.identity, resume.RECOMPUTED: built.choice.arguments}
-            return _train(replace(decided, identity=identity), built, console)
+                built = _built(decided, console)
+            return _train(built, console)
 
 
 def _for_machine(settings: Settings, sharding: Sharding | None, profile: DeviceProfile) -> Settings:
@@ -160,7 +159,7 @@ def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]
     )
 
 
-def _build(run: Run, console: Console) -> Built:
+def _built(run: Run, console: Console) -> Run:
     """Build the model and the trainer under the policy. Print the model's answers to sample questions before the training."""
     from transformers import set_seed
 
@@ -228,19 +227,20 @@ def _build(run: Run, console: Console) -> Built:
     notes += [note for note in more if note]
     for note in notes:
         say(console, f"note: {note}")
-    built = Built(
+    if run.resume is None:
+        example = None if settings.quiet else describe.example_of(trainer)
+        describe.show_data(console, describe.data_summary(trainer, lengths), example)
+    return replace(
+        run,
+        identity={**run.identity, resume.RECOMPUTED: choice.arguments},
+        notes=tuple(notes),
         trainer=trainer,
         asked=asked,
         choice=choice,
         fusion=fusion,
-        notes=tuple(notes),
         lengths=lengths,
         pictures=method.takes_pictures and any(map(picture_columns, data.values())),
     )
-    if run.resume is None:
-        example = None if settings.quiet else describe.example_of(trainer)
-        describe.show_data(console, describe.data_summary(trainer, lengths), example)
-    return built
 
 
 def _compiled_or_fused(trainer: Any, settings: Settings, console: Console) -> FusionReport | None:
@@ -328,19 +328,19 @@ def _first_answers(run: Run, model: Any, tokenizer: Any, console: Console) -> li
     return [(replace(sample, before=text), prompt) for (sample, prompt), text in pairs]
 
 
-def _train(run: Run, built: Built, console: Console) -> Outcome:
+def _train(run: Run, console: Console) -> Outcome:
     from isotype.train.callback import PrecisionCallback
     from isotype.train.monitor.progress import ProgressView
 
     settings, root = run.settings, Path(run.settings.output_dir)
-    trainer, samples = built.trainer, [sample for sample, _ in built.asked]
+    trainer, samples = run.trainer, [sample for sample, _ in run.asked]
     started = datetime.now(UTC)
     goes_on = partial(resume.resume_command, settings.command, settings.output_dir)
     write = partial(write_report, root=root, writes=trainer.args.should_save)
     resume.say_where(settings, run.identity, run.resume, console)
     with ProgressView(console, trainer.args.logging_steps) as view:
         recorder = RunRecorder(trainer, view, run.earlier)
-        record_of = partial(describe.record, run, built, describe.of_model(trainer.model), recorder, started)
+        record_of = partial(describe.record, run, describe.of_model(trainer.model), recorder, started)
         so_far = partial(record_of, samples, "running")
         hooks = Hooks(
             before=recorder.settle,
@@ -354,7 +354,7 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
         ) -> Outcome:
             record = replace(record, notes=(*record.notes, *filter(None, notes)))
             report = write(record, made_steps=recorder.made_steps)
-            return Outcome(record, adapter, report, trainer.last_checkpoint(), by, built.pictures)
+            return Outcome(record, adapter, report, trainer.last_checkpoint(), by, run.pictures)
 
         stopping = early_stopping(settings)
         periodic = PeriodicReport(lambda: write(so_far(), made_steps=True))
@@ -382,7 +382,7 @@ def _train(run: Run, built: Built, console: Console) -> Outcome:
         unread = recorder.record_unread()
         return ended(record_of(samples, "interrupted"), unread, by=stopped_by)
     try:
-        samples = answers_after(trainer, built.asked, console)
+        samples = answers_after(trainer, run.asked, console)
     except KeyboardInterrupt:
         console.print("interrupted: the model is saved, but did not answer the sample questions again")
     if early := (stopping and stopping.description(trainer.state, trainer.args.metric_for_best_model)) or "":
