@@ -452,7 +452,7 @@ def test_weight_bytes_count_the_constants_of_double_quantization():
     )
     model = torch.nn.Linear(8, 64, bias=False)
     model.weight = torch.nn.Parameter(torch.zeros(512, 1, dtype=torch.uint8), requires_grad=False)
-    model.weight.quant_state = state
+    model.weight.quant_state, model.weight.quant_type = state, "nf4"
     assert describe.weight_bytes(model) == (("nf4", 512 + 16 + 16),)
 
 
