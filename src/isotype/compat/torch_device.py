@@ -58,7 +58,6 @@ _PROMOTED = frozenset(
 """Functions that only the CPU's autocast promotes. On the CPU, they fail for a 16-bit dtype other than autocast's."""
 _IN_FLOAT32 = frozenset(("layer_norm", "group_norm"))
 """Functions that only a GPU's autocast runs in float32. On the CPU, they fail for a float32 input with 16-bit weights."""
-_MOVES = ("cuda", "xpu", "pin_memory")
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -354,8 +353,8 @@ def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[A
         return func, (*kinds, *args), kwargs
     if func in _CALLS_TO_MOVE:
         return torch.Tensor.cpu, args[:1], {}
-    if func in _ANSWERS:
-        return _quiet(_ANSWERS[func]), args, kwargs
+    if func is torch.Tensor.get_device:
+        return _quiet(0), args, kwargs
     if func in _IS_ON:
         return _quiet(named.fullmatch(_IS_ON[func]) is not None), args, kwargs
     if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
@@ -373,11 +372,8 @@ def on_cpu(func: Any, args: Any, kwargs: Any, named: re.Pattern[str]) -> tuple[A
 
 
 _PARSE_TO = torch._C._nn._parse_to
-_CALLS_TO_MOVE = frozenset(getattr(torch.Tensor, name) for name in _MOVES)
-_ANSWERS: Mapping[Any, Any] = {torch.Tensor.get_device: 0}
-_IS_ON = {
-    inspect.getattr_static(torch.Tensor, f"is_{name}").__get__: name for name in ("cpu", "cuda", "xpu", "mps")
-}
+_CALLS_TO_MOVE = frozenset((torch.Tensor.cuda, torch.Tensor.xpu, torch.Tensor.pin_memory))
+_IS_ON = {inspect.getattr_static(torch.Tensor, f"is_{kind}").__get__: kind for kind in _KINDS}
 _LEGACY_NAME = re.compile(r"torch\.(cuda|xpu|mps)\.(\w+Tensor)")
 
 

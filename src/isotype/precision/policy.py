@@ -25,22 +25,6 @@ POLICY_FILE = "precision_policy.json"
 FORMAT_VERSION = 1
 """Version of the file's format. It increases if older releases of isotype would misread a new file."""
 
-_ROLES = (
-    ("storage", "frozen base weights"),
-    ("compute", "matmuls"),
-    ("residual", "residual stream"),
-    ("master", "trainable parameters"),
-    ("optimizer", "optimizer state"),
-    ("reduce", "gradient reduction"),
-    ("pinned", "pinned parameters"),
-    ("norms", "norms"),
-    ("routers", "routers of experts"),
-    ("buffers", "rotary and other buffers"),
-    ("loss", "softmax and loss"),
-    ("loss_scaling", "loss scaling"),
-)
-
-
 DEFAULT_LOSS_SCALE = 65536.0
 
 
@@ -189,23 +173,24 @@ class PrecisionPolicy:
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
         """Return (role, dtype, reason) for every role, in the order of the table that is printed."""
-        count = len(self.exceptions)
-        dtypes = {
-            "storage": self.storage_words(),
-            "compute": dtype_name(self.compute) + (f" ({plural(count, 'exception')})" if count else ""),
-            "residual": dtype_name(self.residual),
-            "master": dtype_name(self.master),
-            "optimizer": dtype_name(self.master),
-            "reduce": dtype_name(self.reduce),
-            "pinned": "float32" if self.pinned else "none",
-            "norms": "float32 inside" if self.compute != torch.float32 else "float32",
-            "buffers": "float32",
-            "loss": "float32",
-            "loss_scaling": f"on, from {self.loss_scale:g}" if self.loss_scaling else "off",
-        }
-        if self.routers:
-            dtypes["routers"] = "float32"
-        return tuple((title, dtypes[r], self.reasons.get(r, "")) for r, title in _ROLES if r in dtypes)
+        count, low = len(self.exceptions), self.compute != torch.float32
+        compute = dtype_name(self.compute) + (f" ({plural(count, 'exception')})" if count else "")
+        scaling = f"on, from {self.loss_scale:g}" if self.loss_scaling else "off"
+        roles = (
+            ("storage", "frozen base weights", self.storage_words()),
+            ("compute", "matmuls", compute),
+            ("residual", "residual stream", dtype_name(self.residual)),
+            ("master", "trainable parameters", dtype_name(self.master)),
+            ("optimizer", "optimizer state", dtype_name(self.master)),
+            ("reduce", "gradient reduction", dtype_name(self.reduce)),
+            ("pinned", "pinned parameters", "float32" if self.pinned else "none"),
+            ("norms", "norms", "float32 inside" if low else "float32"),
+            ("routers", "routers of experts", "float32" if self.routers else ""),
+            ("buffers", "rotary and other buffers", "float32"),
+            ("loss", "softmax and loss", "float32"),
+            ("loss_scaling", "loss scaling", scaling),
+        )
+        return tuple((title, dtype, self.reasons.get(role, "")) for role, title, dtype in roles if dtype)
 
     def storage_words(self) -> str:
         """Return the storage in words: `nf4 (double quantization), mixed, experts mxfp4`."""
