@@ -23,9 +23,9 @@ def test_the_longest_of_a_batch_is_the_mean_over_all_batches(rows: int) -> None:
 
 
 def test_what_a_data_set_takes() -> None:
-    request, _ = parse_request(["m", "--device", "t4", "--rows", "2"])
+    request, _ = parse_request(["m", "--device", "t4", "--rows", "2", "--num_train_epochs", "2"])
     step = replace(request.step, data_rows=100, lengths=Lengths((10, 20, 30, 200), 100))
-    request = replace(request, step=step, epochs=2)
+    request = replace(request, step=step)
     some = row(rows=2, length=100, accumulation=3, time=Time(6.0, 3.0, "products", 10))
     work = work_of(request, some, lambda rows, tokens: rows * tokens / 100)
     assert work is not None
@@ -49,9 +49,9 @@ def test_max_steps_ends_before_or_after_the_epochs() -> None:
 
 
 def test_packed_rows_are_counted_as_rows_and_packs() -> None:
-    request, _ = parse_request(["m", "--device", "t4", "--rows", "2"])
+    request, _ = parse_request(["m", "--device", "t4", "--rows", "2", "--num_train_epochs", "2"])
     step = replace(request.step, data_rows=100, lengths=Lengths((10, 20, 30, 200), 100), packed=True)
-    request = replace(request, step=step, epochs=2)
+    request = replace(request, step=step)
     some = row(rows=2, length=100, accumulation=3, time=Time(6.0, 3.0, "products", 10))
     work = work_of(request, some, lambda rows, tokens: None)
     assert work is not None
@@ -65,8 +65,8 @@ def test_packed_rows_are_counted_as_rows_and_packs() -> None:
 
 
 def test_rows_of_unknown_length_count_as_full() -> None:
-    request, _ = parse_request(["m", "--device", "t4"])
-    request = replace(request, step=replace(request.step, data_rows=10), epochs=1)
+    request, _ = parse_request(["m", "--device", "t4", "--num_train_epochs", "1"])
+    request = replace(request, step=replace(request.step, data_rows=10))
     some = row(rows=4, length=100, accumulation=1, time=Time(2.0, 1.0, "products", 10))
     work = work_of(request, some, lambda rows, tokens: None)
     assert work is not None

@@ -58,8 +58,6 @@ class PlanRequest:
     length: int | None = None
     step_rows: int | None = 8
     step_tokens: int | None = None
-    epochs: float = 3.0
-    max_steps: int | None = None
     quantize: bool = True
     longest: bool = True
     damages: Mapping[str, float] = field(default_factory=dict)
@@ -142,8 +140,6 @@ def request_of(
         length=length,
         step_rows=None if tokens else of_step,
         step_tokens=tokens,
-        epochs=command["num_train_epochs"],
-        max_steps=command["max_steps"] if command["max_steps"] > 0 else None,
     )
 
 

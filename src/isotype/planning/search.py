@@ -40,12 +40,13 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
     if step.data_rows is None:
         return None
     rows_of_step = row.rows * row.accumulation * row.devices
+    epochs, limit = request.command["num_train_epochs"], max(0, request.command["max_steps"])
 
     def work_for(rows: int) -> Workload:
         of_epoch = -(-rows // rows_of_step)
-        steps = request.max_steps or math.ceil(of_epoch * request.epochs)
-        epochs = steps / of_epoch if request.max_steps else request.epochs
-        return Workload(rows, epochs, steps, None if row.time is None else steps * row.time.seconds)
+        steps = limit or math.ceil(of_epoch * epochs)
+        seconds = None if row.time is None else steps * row.time.seconds
+        return Workload(rows, steps / of_epoch if limit else epochs, steps, seconds)
 
     work = work_for(step.data_rows)
     if step.lengths is None:
@@ -63,7 +64,7 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
     per_token = None if row.time is None else row.time.seconds / row.tokens
     # If the number of steps is fixed, packed rows take as long as other rows.
     may_pack = "packing" in request.command.specs and step.pictures in (None, NONE)
-    full = per_token if may_pack and not request.max_steps else None
+    full = per_token if may_pack and not limit else None
     return replace(
         work,
         **counted,
