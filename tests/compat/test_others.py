@@ -79,18 +79,14 @@ def test_argparse_asks_its_two_steps_of_every_value() -> None:
     seen: list[Any] = []
 
     class Parser(ValueParser):
-        def value_of(self, action: argparse.Action, text: str) -> Any:
-            seen.append(text)
-            return super().value_of(action, text)
-
-        def require_choice(self, action: argparse.Action, value: Any) -> None:
+        def wrong_value(self, action: argparse.Action, value: Any) -> Any:
             seen.append(value)
-            super().require_choice(action, value)
+            return 1
 
     parser = Parser()
     parser.add_argument("--number", type=int, choices=[1, 2])
-    assert parser.parse_args(["--number", "2"]).number == 2
-    assert seen == ["2", 2]
+    assert [parser.parse_args(["--number", text]).number for text in ("2", "x", "3")] == [2, 1, 3]
+    assert seen == ["x", 3]
     assert actions_of(parser)[-1].option_strings == ["--number"]
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from isotype.compat.replaced import replaced
+from isotype.compat.replaced import reads, replaced
 from isotype.compat.torch import forget_parametrized
 
 DORA_CACHE: Final = "_dora_cache"
@@ -56,9 +56,8 @@ def why_whole_rows(model: Any) -> str:
     return ""
 
 
-def takes_outputs_first(wrapper: Any) -> bool:
-    """Return whether a `ParamWrapper` reads the shape of its weight as `[experts, outputs, inputs]`."""
-    return bool(wrapper._did_swap_in_out_features)
+takes_outputs_first = reads("_did_swap_in_out_features", False)
+"""Return whether a `ParamWrapper` reads the shape of its weight as `[experts, outputs, inputs]`."""
 
 
 @contextmanager

@@ -22,20 +22,21 @@ def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 class ValueParser(argparse.ArgumentParser):
-    """A parser with public names for two private methods of argparse. A subclass may override them."""
+    """A parser that continues after an invalid value, with the result of `wrong_value(action, value)` in its place."""
 
-    def value_of(self, action: argparse.Action, text: str) -> Any:
-        return super()._get_value(action, text)
-
-    def require_choice(self, action: argparse.Action, value: Any) -> None:
-        """Raise ArgumentError if a value is not among the argument's choices."""
-        super()._check_value(action, value)
+    wrong_value: Callable[[argparse.Action, Any], Any]
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        return self.value_of(action, arg_string)
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            return self.wrong_value(action, arg_string)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        self.require_choice(action, value)
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError:
+            self.wrong_value(action, value)
 
 
 def is_being_imported(module: Any) -> bool:

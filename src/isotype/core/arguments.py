@@ -153,21 +153,10 @@ class Parser(ValueParser):
             return Problem(value, expected, fix, ((value,), (name, value)))
         return Problem(value, expected, "leave the value out, or write the name of its argument before it")
 
-    # argparse calls these methods to check a value. Its own methods raise an error, and the first error hides the others.
-
-    def value_of(self, action: argparse.Action, text: str) -> Any:
-        try:
-            return super().value_of(action, text)
-        except argparse.ArgumentError:
-            self.problems.append(_wrong_value(action, text))
-            return _Wrong()
-
-    def require_choice(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super().require_choice(action, value)
-        except argparse.ArgumentError:
-            if not isinstance(value, _Wrong):
-                self.problems.append(_wrong_value(action, value))
+    def wrong_value(self, action: argparse.Action, value: Any) -> Any:
+        if not isinstance(value, _Wrong):
+            self.problems.append(_wrong_value(action, value))
+        return _Wrong()
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str, **choices: Iterable[str]) -> None:
