@@ -6,7 +6,7 @@ import ctypes
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 # <malloc.h>
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -25,17 +25,14 @@ def freed_memory_kept() -> Iterator[None]:
     """
     set_by_user = any(name.startswith("MALLOC_") for name in os.environ)
     set_by_user |= "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if platform.libc_ver()[0] != "glibc" or set_by_user:
+    with ExitStack() as after:
+        if platform.libc_ver()[0] == "glibc" and not set_by_user:
+            mallopt = ctypes.CDLL(None).mallopt
+            mallopt(_MMAP_THRESHOLD, LARGEST_KEPT)
+            mallopt(_TRIM_THRESHOLD, _NEVER)
+            after.callback(give_back_memory)
+            after.callback(mallopt, _TRIM_THRESHOLD, 2 * LARGEST_KEPT)  # glibc's own choice for such blocks
         yield
-        return
-    library = ctypes.CDLL(None)
-    library.mallopt(_MMAP_THRESHOLD, LARGEST_KEPT)
-    library.mallopt(_TRIM_THRESHOLD, _NEVER)
-    try:
-        yield
-    finally:
-        library.mallopt(_TRIM_THRESHOLD, 2 * LARGEST_KEPT)  # glibc's own choice after freeing such blocks
-        give_back_memory()
 
 
 def give_back_memory() -> None:

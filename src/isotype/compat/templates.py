@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -94,22 +94,18 @@ def _limits() -> Iterator[None]:
 @contextmanager
 def _time_limit() -> Iterator[None]:
     """Raise TemplateRuntimeError if a template takes too long. Only Python's main thread can limit the time."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
     start = time.thread_time()
 
     def expired(*_: Any) -> None:
         if time.thread_time() - start > SECONDS:
             raise TemplateRuntimeError(f"it runs for more than {SECONDS} seconds")
 
-    handler = signal.signal(signal.SIGALRM, expired)
-    timer = signal.setitimer(signal.ITIMER_REAL, SECONDS, SECONDS / 10)
-    try:
+    with ExitStack() as after:
+        if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
+            after.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, expired))
+            timer = signal.setitimer(signal.ITIMER_REAL, SECONDS, SECONDS / 10)
+            after.callback(signal.setitimer, signal.ITIMER_REAL, *timer)
         yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import version
 from types import FrameType, SimpleNamespace
@@ -310,17 +310,13 @@ def without_bars() -> Iterator[None]:
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
     from transformers.utils import logging
 
-    hub_shown = not are_progress_bars_disabled()
-    if constants.HF_HUB_DISABLE_PROGRESS_BARS is False or not logging.is_progress_bar_enabled():
+    with ExitStack() as after:
+        if constants.HF_HUB_DISABLE_PROGRESS_BARS is not False and logging.is_progress_bar_enabled():
+            if are_progress_bars_disabled():
+                after.callback(disable_progress_bars)
+            after.callback(logging.enable_progress_bar)  # this enables the hub's bars, too
+            logging.disable_progress_bar()
         yield
-        return
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.enable_progress_bar()  # this enables the hub's bars, too
-        if not hub_shown:
-            disable_progress_bars()
 
 
 def gguf_bar_hidden() -> AbstractContextManager[None]:

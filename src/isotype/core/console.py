@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -15,6 +15,7 @@ from rich.segment import Segment
 from rich.status import Status
 from rich.text import Text
 
+from isotype.compat.replaced import replace
 from isotype.core.terminal import shown
 
 if TYPE_CHECKING:
@@ -55,14 +56,12 @@ class _Record(logging.LogRecord):
 @contextmanager
 def libraries_shown() -> Iterator[None]:
     """In the `with` block, escape control characters in log messages and warnings of libraries."""
-    record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
-    logging.setLogRecordFactory(_Record)
-    warnings.formatwarning = lambda *args, **options: shown(format_warning(*args, **options))
-    try:
+    format_warning = warnings.formatwarning
+    with ExitStack() as after:
+        after.callback(logging.setLogRecordFactory, logging.getLogRecordFactory())
+        logging.setLogRecordFactory(_Record)
+        after.callback(replace(warnings, "formatwarning", lambda *a, **o: shown(format_warning(*a, **o))))
         yield
-    finally:
-        logging.setLogRecordFactory(record)
-        warnings.formatwarning = format_warning
 
 
 _AFTER = 3.0
