@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from isotype.compat.replaced import replaced
+
 _NAME = "torch._dynamo"
 # Functions of `torch._dynamo` that mark a function for the compiler and return it.
 _MARKS = ("allow_in_graph", "assume_constant_result")
@@ -122,14 +124,9 @@ def import_uncompiled(name: str) -> None:
 
     bitsandbytes 0.50.2 compiles two operators during its import (backends/default/ops.py).
     """
-    if name in sys.modules or importlib.util.find_spec(name) is None:
-        return
-    before = torch.compile
-    torch.compile = _as_written  # type: ignore[assignment]
-    try:
-        importlib.import_module(name)
-    finally:
-        torch.compile = before
+    if name not in sys.modules and importlib.util.find_spec(name) is not None:
+        with replaced(torch, "compile", _as_written):
+            importlib.import_module(name)
 
 
 def _as_written(function: Any = None, **_: Any) -> Any:
