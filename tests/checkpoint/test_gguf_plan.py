@@ -10,8 +10,8 @@ import torch
 
 from isotype.checkpoint.formats.config import gguf_config
 from isotype.checkpoint.formats.headers import read_headers
+from isotype.checkpoint.inspect import load_plan
 from isotype.checkpoint.load import load
-from isotype.checkpoint.load_plan import load_plan
 from isotype.checkpoint.mapping.weight_map import gguf_names
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import skeleton

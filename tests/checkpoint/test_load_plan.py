@@ -16,8 +16,8 @@ from torch import nn
 
 from isotype.checkpoint.formats.config import read_config
 from isotype.checkpoint.formats.headers import read_headers
+from isotype.checkpoint.inspect import LoadPlan, load_plan
 from isotype.checkpoint.load import load
-from isotype.checkpoint.load_plan import LoadPlan, load_plan
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import skeleton
 from isotype.core.dtypes import dtype_name

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import isotype
-from isotype.checkpoint.load_plan import quantized_weights
+from isotype.checkpoint.weightless import quantized_weights
 from isotype.core.names import stacked
 from isotype.model.read_weights import unquantizable
 from isotype.model.targets import choose_targets, task_type_of

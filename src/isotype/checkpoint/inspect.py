@@ -1,25 +1,37 @@
-"""Inspects a checkpoint from its headers alone. Tensors whose names differ only in the layer number form a group."""
+"""Inspects a checkpoint from its headers alone, and plans how each of its tensors is loaded under a policy.
+
+Tensors whose names differ only in the layer number form a group.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from isotype.checkpoint.facts import quantization_of
+from isotype.checkpoint.fill import dtypes_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders, dtypes_named, read_headers
 from isotype.checkpoint.formats.hub import local_snapshot, remote_headers
 from isotype.checkpoint.formats.json_file import read_json
-from isotype.checkpoint.load_plan import LoadPlan, PlannedTensor, load_plan
+from isotype.checkpoint.formats.tensor import TensorHeader
+from isotype.checkpoint.mapping.match import Match, match, unknown_quantization
 from isotype.checkpoint.mapping.stored import StoredTensor, main_form, stored_tensors
+from isotype.checkpoint.mapping.weight_map import Source, steps
 from isotype.checkpoint.opened import facts_of, local_path, open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision
-from isotype.checkpoint.weightless import skeleton, store
+from isotype.checkpoint.weightless import left_dense, quantized_weights, skeleton, store
+from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError
-from isotype.core.names import grouped, starred
-from isotype.precision.policy import PrecisionPolicy
+from isotype.core.formats import METHODS, QUANTIZATIONS
+from isotype.core.names import alternatives, grouped, starred
+from isotype.model.experts.quantize import formats_of_stacks
+from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 # Prefixes of the fields of a quantization_config that are printed.
 _SHOWN = ("bnb_4bit_", "load_in_", "bits", "group_size", "desc_act")
@@ -182,6 +194,119 @@ def _group(name: str, tensors: Sequence[StoredTensor], main: str | None) -> Grou
 def _natural_order(name: str) -> list[tuple[int, int, str]]:
     parts = filter(None, re.split(r"(\d+)", name))
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+
+
+# ------------------------------------------------------------------------------------------- the plan of a load
+
+# A word for each operation of transformers' conversions.
+_WORDS = {
+    "MergeModulelist": "stacked",
+    "SplitModulelist": "unstacked",
+    "Concatenate": "joined",
+    "Chunk": "split",
+    "Split": "split",
+    "Transpose": "transposed",
+    "PermuteForRope": "permuted",
+    "Interleave": "interleaved",
+}
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """The plan for loading one tensor of the model.
+
+    Attributes:
+        sources: the tensors in the files from which this tensor is made, with their quantization constants.
+        stored, storage: dtype name or quantization format, in the files and in the loaded model.
+        conversion: conversion steps in order; empty if the tensor is used as stored.
+        pinned: True if the model's author keeps the tensor in float32.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[TensorHeader, ...]
+    stored: str
+    storage: str
+    conversion: tuple[str, ...] = ()
+    pinned: bool = False
+
+    @property
+    def how(self) -> str:
+        return ", ".join(self.conversion) or "as stored"
+
+    @property
+    def bytes(self) -> int:
+        return sum(source.bytes for source in self.sources)
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """The plan for loading a model's tensors; `match` names tensors that are missing or surplus in the checkpoint."""
+
+    tensors: tuple[PlannedTensor, ...]
+    match: Match = field(repr=False)
+
+
+def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPolicy) -> LoadPlan:
+    """Plan how a dense model, which may be on the meta device, gets its tensors from a checkpoint.
+
+    Raises CheckpointError if the checkpoint is quantized by a method that isotype does not know.
+    """
+    quantization = quantization_of(getattr(model, "config", None))
+    if quantization is not None and unknown_quantization(quantization):
+        what = f"{headers.path}, quantized by {quantization.method}"
+        expected = f"weights in float dtypes, or quantized by {alternatives(METHODS)}"
+        fix = "load it with transformers, or take the checkpoint before it was quantized"
+        raise CheckpointError.of("no plan for this quantization", what, expected, fix)
+    packed = quantization.format if quantization is not None else "packed"
+    matched = match(model, headers)
+    storage = _storage(model, policy)
+    tensors = []
+    for name, value in model.state_dict(keep_vars=True).items():
+        source = matched.weights.sources.get(name)
+        if source is None or source.failure:
+            continue
+        form = main_form(tensor for tensor, _ in source.tensors) or "packed"
+        stored = packed if form == "packed" else form
+        loaded = stored if stored in QUANTIZATIONS else storage.get(name, stored)
+        tensors.append(
+            PlannedTensor(
+                name,
+                tuple(value.shape),
+                tuple(part for tensor, _ in source.tensors for part in tensor.parts),
+                stored,
+                loaded,
+                _conversion(name, source, stored, loaded),
+                is_pinned(name, policy.pinned),
+            )
+        )
+    return LoadPlan(tuple(tensors), matched)
+
+
+def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
+    """Return the dtype name or format in which the policy stores each float tensor of a dense model, by name."""
+    quantized = quantized_weights(model, policy) if policy.quantized else ()
+    stacks = (
+        formats_of_stacks(model, policy, left_dense(model, policy.unquantized)) if policy.quantization else {}
+    )
+    dtypes = dtypes_of(model, policy, quantized, policy.pinned)
+    formats = {name: policy.storage_of(name.removesuffix(".weight")) for name in quantized}
+    return {name: dtype_name(dtype) for name, dtype in dtypes.items()} | formats | stacks
+
+
+def _conversion(name: str, source: Source, stored: str, storage: str) -> tuple[str, ...]:
+    words = []
+    if not steps(source) and source.tensors[0][0].name != name:
+        words.append("renamed")
+    dense = not any(tensor.quantized for tensor, _ in source.tensors)
+    if stored != storage and not dense:
+        words.append("dequantized")
+    words += [_WORDS.get(step, f"converted by {step}") for step in steps(source)]
+    if stored != storage and storage in QUANTIZATIONS:
+        words.append("quantized")
+    elif stored != storage and dense:
+        words.append("cast")
+    return tuple(dict.fromkeys(words))
 
 
 @dataclass(frozen=True)

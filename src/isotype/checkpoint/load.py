@@ -29,7 +29,6 @@ from isotype.checkpoint.formats.headers import (
 from isotype.checkpoint.formats.hub import commit_of
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.load_plan import quantized_weights
 from isotype.checkpoint.mapping.match import Match, match
 from isotype.checkpoint.mapping.stored import blank_tensors, stored_tensors
 from isotype.checkpoint.opened import Checkpoint, open_checkpoint
@@ -39,6 +38,7 @@ from isotype.checkpoint.weightless import (
     concrete_class,
     forget_quantization,
     note_quantization,
+    quantized_weights,
     wanted_quantization,
 )
 from isotype.compat.hub import asking

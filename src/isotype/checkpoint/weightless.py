@@ -7,6 +7,7 @@ packed weights and quantization states. So names, shapes and dtypes are those th
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,12 +18,13 @@ from isotype.checkpoint.facts import quantization_of, quantization_options
 from isotype.checkpoint.formats.config import building
 from isotype.checkpoint.formats.config import concrete_class as concrete_class
 from isotype.compat.torch import own_parameters
-from isotype.compat.transformers import class_for_load, own_class_again, set_attention
+from isotype.compat.transformers import class_for_load, own_class_again, pinned, set_attention
 from isotype.model.enforce import enforce_model
 from isotype.model.experts.quantize import formats_of_stacks, store_blank
 from isotype.model.quantize import quantize_blank
 from isotype.model.quantized import store_layers
-from isotype.precision.policy import PrecisionPolicy
+from isotype.model.read_weights import unquantizable
+from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 
 def skeleton(
@@ -112,6 +114,36 @@ def _quantize(model: Any, policy: PrecisionPolicy, saved: Any) -> None:
     store_blank(model, formats_of_stacks(model, policy, quantizer.modules_to_not_convert or ()), policy)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
+
+
+def quantized_weights(model: Any, policy: PrecisionPolicy | None = None) -> frozenset[str]:
+    """Return the names of the weights that transformers quantizes with bitsandbytes when it loads a dense model.
+
+    For a module that is not from transformers, these are all linear layers' weights. The result has no weights that
+    `policy` stores dense.
+    """
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    always = unquantizable(model) if policy is None else ()
+    skipped = [*left_dense(model, () if policy is None else policy.unquantized), *always]
+    return frozenset(
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if (type(module) is nn.Linear or isinstance(module, Conv1D))
+        and should_convert_module(name, skipped)
+        and (policy is None or not is_pinned(f"{name}.weight", policy.pinned))
+    )
+
+
+def left_dense(model: Any, dense: Sequence[str]) -> Sequence[str]:
+    """Return the modules that transformers leaves dense: `dense` or, if it is empty, the defaults of the model's class."""
+    from transformers.quantizers.base import HfQuantizer
+
+    if not hasattr(model, "all_tied_weights_keys"):
+        return dense
+    skipped: Sequence[str] = HfQuantizer.get_modules_to_not_convert(model, list(dense) or None, pinned(model))
+    return skipped
 
 
 def forget_quantization(config: Any) -> None:
