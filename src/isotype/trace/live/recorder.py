@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn, overrides
@@ -50,6 +50,9 @@ _COPIES = frozenset({"tensor", "as_tensor"})
 _SINGLE = ("MulBackward", "DivBackward")
 """Nodes of a product or quotient, which are linear if only one operand has a graph."""
 _LINEAR = (*_SINGLE, *(f"{name}Backward" for name in ("Add", "Sub", "Stack", "ToCopy", "Mean", "Sum")))
+
+
+_Noted = TypeVar("_Noted")
 
 
 class LiveRecorder(Recorder):
@@ -116,16 +119,22 @@ class LiveRecorder(Recorder):
         self._book(self._done, func, args, kwargs, result)
         return result
 
-    def _book(self, note: Callable[..., None], *args: Any) -> None:
-        """Call a method of the recorder, and count its time. An error, or too much time, ends the recording."""
-        started = time.perf_counter()
+    def _book(self, note: Callable[..., _Noted], *args: Any) -> _Noted | None:
+        """Call a method of the recorder, count its time, and return its result; None after the end of the recording.
+
+        An error, or too much time, ends the recording.
+        """
+        if self.fault:
+            return None
+        started, noted = time.perf_counter(), None
         try:
-            note(*args)
+            noted = note(*args)
         except Exception as error:  # noqa: BLE001 - an error of the bookkeeping must not affect the script's step
             self.fault = error_line(error)
         self._spent += time.perf_counter() - started
         if self._spent > self._seconds and not self.fault:
             self.fault = f"recording {len(self.calls):,} operators took {self._seconds:g} s"
+        return noted
 
     def _done(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self._turn(func)
@@ -143,7 +152,7 @@ class LiveRecorder(Recorder):
         self.treatment = ""
         if self._lists is not None and self.autocast is not None:
             self.treatment = self._lists.treatment(name, kwargs.get("dtype") is not None)
-            if self.treatment == "banned" and not self.fault:
+            if self.treatment == "banned":
                 breach = Breach(f"torch.nn.functional.{name} {UNSAFE}", False, torch.float32)
                 self._book(self.note, f"torch.{name}", given_tensors(args, kwargs), breach)
 
@@ -180,9 +189,8 @@ class LiveRecorder(Recorder):
 
     def refused(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
         """Record a function that raised an error before it ran any operator."""
-        if self.fault or self.failure_text == str(error):
-            return
-        self._book(self._refused, func, args, kwargs, error)
+        if self.failure_text != str(error):
+            self._book(self._refused, func, args, kwargs, error)
 
     def _refused(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
         tensors = given_tensors(args, kwargs)
@@ -205,8 +213,7 @@ class LiveRecorder(Recorder):
         return backward(tensors, *args, **kwargs)
 
     def begin_backward(self, tensors: Any, *, sums: bool) -> None:
-        if not self.fault:
-            self._book(self.terms.backward, tensors, sums)
+        self._book(self.terms.backward, tensors, sums)
 
     def after_replica(self, replica: Any, args: Any, output: Any) -> None:
         """Record, after a forward of a DDP model, whether DDP will average the gradients of this forward."""
@@ -215,22 +222,17 @@ class LiveRecorder(Recorder):
             if not replica.require_forward_param_sync:
                 self.unsynced[id(replica)] = shown(asking_line())
 
-    def add_up(self, note: Callable[..., None], *args: Any) -> None:
-        """Call `note`, a method of `self.terms`, unless the recorder has stopped or records gradients."""
-        if not self.fault and not self.of_gradients:
-            self._book(note, *args)
+    def end_function(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Record the result of a function of the forward if it may be a term of the loss."""
+        if self.phase == "forward" and not self.of_gradients:
+            self._book(self.terms.note, name, args, result)
 
     def reads_dtype(self, tensor: torch.Tensor) -> None:
-        if not self.fault:
-            self._book(lambda: self.reads.note(self.origin(tensor)))
+        self._book(lambda: self.reads.note(self.origin(tensor)))
 
     def cast_origin(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
         """Return the origin of a cast's dtype, as in `Recorder`. An error ends the recording, not the script."""
-        if self.fault:
-            return None
-        origins: list[Origin | None] = []
-        self._book(lambda: origins.append(super(LiveRecorder, self).cast_origin(name, args, kwargs)))
-        return origins[0] if origins else None
+        return self._book(super().cast_origin, name, args, kwargs)
 
     # -------------------------------------------------------------------------------------------------- phases
 
@@ -354,8 +356,7 @@ class LiveFunctions(TorchFunctionMode):
         recorder.begin_function(name, args, kwargs)
         try:
             result = func(*args, **kwargs)
-            if recorder.phase == "forward":
-                recorder.add_up(recorder.terms.note, name, args, result)
+            recorder.end_function(name, args, result)
             return result
         except (RuntimeError, ValueError, TypeError) as error:
             recorder.refused(func, args, kwargs, error)

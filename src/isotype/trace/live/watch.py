@@ -98,6 +98,7 @@ class Watch:
         seen: the recorded steps.
         notes: sentences on what was not recorded, and why.
         recorder: recorder of the current or last step; None before the first step and after `forget`.
+        roots: the outermost modules that the recorded steps have called; empty after `forget`.
         optimizer: name of the optimizer's class; "" before its first step.
         learning_rate: learning rate of the optimizer's first group of parameters.
         scaler: True if the loss of the last step was scaled.
@@ -122,6 +123,7 @@ class Watch:
         self.seen: list[StepSeen] = []
         self.notes: list[str] = []
         self.recorder: LiveRecorder | None = None
+        self.roots: tuple[nn.Module, ...] = ()
         self.optimizer, self.scaler = "", False
         self.learning_rate: float | None = None
         self._autocast: torch.dtype | None = None
@@ -134,7 +136,6 @@ class Watch:
         self._mine: tuple[int, int] | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._roots: list[nn.Module] = []
         self._modes: tuple[Any, ...] = ()
         self._hooks, self._module_hooks, self._recording = ExitStack(), ExitStack(), ExitStack()
         self._blind = self._held = 0
@@ -152,11 +153,6 @@ class Watch:
         assert self.recorder is not None
         return self.recorder
 
-    @property
-    def roots(self) -> tuple[nn.Module, ...]:
-        """The outermost modules that the recorded steps have called."""
-        return tuple(self._roots)
-
     # ------------------------------------------------------------------------------------------- coming and going
 
     def attach(self) -> None:
@@ -167,11 +163,11 @@ class Watch:
         module: Any = warnings  # its list of filters changes
         self._hooks.callback(lambda e: e in module.filters and module.filters.remove(e), module.filters[0])
         self._hooks.enter_context(warnings_at_callers())
-        for register, act in (
-            (optimizers.register_optimizer_step_pre_hook, self._optimizer_begins),
-            (optimizers.register_optimizer_step_post_hook, self._optimizer_ends),
-        ):
-            self._hooks.enter_context(register(partial(self._around_step, act)))
+        begins, ends = (
+            partial(self._around_step, act) for act in (self._optimizer_begins, self._optimizer_ends)
+        )
+        self._hooks.enter_context(optimizers.register_optimizer_step_pre_hook(begins))
+        self._hooks.enter_context(optimizers.register_optimizer_step_post_hook(ends))
         self._hook_modules()
 
     def detach(self) -> None:
@@ -195,8 +191,7 @@ class Watch:
         """Release every tensor, module and call of the script."""
         if self.recorder is not None:
             self.recorder.forget()
-        self.recorder = None
-        self._roots.clear()
+        self.recorder, self.roots = None, ()
         self._names.clear()
 
     def _hook_modules(self) -> None:
@@ -335,10 +330,10 @@ class Watch:
         recorder, inner, prefix = self._live, original(module), ""
         if inner not in self._names:
             inside = {id(part) for part in inner.modules()}
-            if self._roots and not any(id(root) in inside for root in self._roots):
+            if self.roots and not any(id(root) in inside for root in self.roots):
                 prefix = f"{type(inner).__name__}."
             self._names.update({part: f"{prefix}{name}".rstrip(".") for name, part in inner.named_modules()})
-            self._roots.append(inner)
+            self.roots += (inner,)
             if isinstance(inner, nn.parallel.DistributedDataParallel):
                 self._recording.callback(inner.register_forward_hook(recorder.after_replica).remove)
             self._without_modes(lambda: self._recording.enter_context(recorder.weigh(inner, prefix)))
@@ -408,7 +403,7 @@ class Watch:
         recorder = self._live
         self.optimizer = class_of(optimizer)
         self.learning_rate = learning_rate_of(optimizer)
-        self.gradients = gradients_of(optimizer, recorder, self._roots, self.scaler)
+        self.gradients = gradients_of(optimizer, recorder, self.roots, self.scaler)
         scaled, idle = not self.gradients.pop("plain"), self.gradients.pop("idle")
         weights = recorder.weights
         weights[:] = [replace(w, trainable=w.trainable and w.name not in idle) for w in weights]
@@ -473,10 +468,10 @@ class Watch:
             calls = [replace(c, breach=c.breach if c.breach and c.breach.converted else None) for c in calls]
         if self.stands and not any(weight.dtype in self.stands for weight in recorder.weights):
             calls = [in_dtypes(call, self.stands) for call in calls]
-        parts = (part for root in self._roots for part in root.modules() if part in self._names)
+        parts = (part for root in self.roots for part in root.modules() if part in self._names)
         # The code after a failed step may have changed the mode. Newer layers recompute in eval mode, too.
         recomputes = failure is not None or any(call.recomputed for call in calls)
-        idle = () if recomputes else (name for root in self._roots for name in idle_checkpoints(root))
+        idle = () if recomputes else (name for root in self.roots for name in idle_checkpoints(root))
         return Trace(
             setup=setup,
             calls=tuple(calls),
@@ -485,9 +480,9 @@ class Watch:
             memory=recorder.ledger.record(self._held),
             failure=failure,
             notes=tuple(self.notes),
-            model=type(self._roots[0]).__name__ if self._roots else "",
+            model=type(self.roots[0]).__name__ if self.roots else "",
             input_dtypes=dict(recorder.inputs),
-            unmatched=tuple(name for root in self._roots for name in unmatched(root)),
+            unmatched=tuple(name for root in self.roots for name in unmatched(root)),
             misspelt=misspelt_arguments(),
             idle_checkpoints=tuple(idle),
             no_autocast=no_autocast,
