@@ -109,7 +109,7 @@ class Ledger:
 
         If the module has saved its input, each represented module saves an input, too: the output of the previous one.
         """
-        saved = {key for key, (_, _, kind, at) in self._live.items() if at > since and kind == "activations"}
+        saved = set(self._activations(since))
         alive = [tensor for tensor in inputs if storage_of(tensor) in self._live]
         for output in outputs:
             same = (x for x in alive if (x.shape, x.dtype) == (output.shape, output.dtype))
@@ -131,20 +131,20 @@ class Ledger:
 
         `added` is the result of `multiply` for this layer, which represents `times` layers.
         """
-        live = [row for row in self._live.values() if row[3] > since and row[2] == "activations"]
-        self._saved += sum(size for _, size, _, _ in live) + added
+        self._saved += sum(self._activations(since).values()) + added
         self._layers += times
 
     def keep(self, module: str, since: int, times: int, outputs: Sequence[torch.Tensor]) -> None:
         """Multiply by `times` the memory that a forward without a backward leaves: caches, but not `outputs`."""
-        passed = {storage_of(output) for output in outputs}
-        kept = {
-            key: size * (times - 1)
-            for key, (_, size, kind, number) in self._live.items()
-            if number > since and kind == "activations" and key not in passed
-        }
+        passed, alive = {storage_of(output) for output in outputs}, self._activations(since)
+        kept = {key: size * (times - 1) for key, size in alive.items() if key not in passed}
         self._surplus.setdefault(module, {}).update(kept)
         self._change("activations", sum(kept.values()))
+
+    def _activations(self, since: int) -> dict[int, int]:
+        """Return storage -> bytes of the live activations that were counted after the mark `since`."""
+        rows = self._live.items()
+        return {key: size for key, (_, size, kind, at) in rows if at > since and kind == "activations"}
 
     def backward_in(self, module: str) -> None:
         """Record that the backward runs in `module`, and free the surplus of modules whose backward has ended."""

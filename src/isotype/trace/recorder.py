@@ -370,13 +370,14 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 self.cuts.setdefault(id(getattr(end, "variable", None)), source)
 
     def set_trainable(self, func: Any, *args: Any) -> None:
-        """Note that `func(*args)` freezes or unfreezes a parameter: `requires_grad_` or a setting of `requires_grad`."""
-        sets = getattr(func, "__self__", None) is torch.Tensor.requires_grad and len(args) > 1
-        if sets or func is torch.Tensor.requires_grad_:
-            self._set_trainable(*args)
+        """Record that `func(*args)` freezes or unfreezes a parameter: `requires_grad_` or a setting of `requires_grad`.
 
-    def _set_trainable(self, tensor: torch.Tensor, value: bool = True) -> None:
-        """Record that code is about to set `requires_grad` of a parameter. The line is that of the code that calls PEFT."""
+        The line is that of the code that calls PEFT.
+        """
+        sets = getattr(func, "__self__", None) is torch.Tensor.requires_grad and len(args) > 1
+        if not sets and func is not torch.Tensor.requires_grad_:
+            return
+        tensor, value = (*args, True)[:2]
         if value:
             self.frozen.pop(id(tensor), None)
         elif tensor.requires_grad and id(tensor) in self.names:

@@ -99,8 +99,7 @@ class DtypeReads:
     def _in(
         self, frame: FrameType, arguments: Sequence[_Argument], dtype: torch.dtype, callers: int
     ) -> _Read | None:
-        """Return the read of `dtype` in the arguments of the call in `frame`, or in the code that set their
-        variables."""
+        """Return the read of `dtype` in the arguments of the call in `frame`, or in code that set their variables."""
         call: Any = frame.f_trace
         seen = self._reads.get(frame.f_code, {}).values() if isinstance(call, _Call) else ()
         in_call = [read for read in seen if read.call() is call and read.dtype == dtype]
@@ -119,8 +118,7 @@ class DtypeReads:
         return None
 
     def _stored(self, frame: FrameType, seen: Sequence[_Read], name: str, dtype: torch.dtype) -> _Read | None:
-        """Return the last read whose dtype was stored in `name`: by this call, or in this file if `name` is not
-        local."""
+        """Return the last read that was stored in `name`: by this call, or in this file if `name` is not local."""
         reads: Iterable[_Read] = seen
         if name not in frame.f_code.co_varnames and name not in frame.f_code.co_cellvars:
             file = frame.f_code.co_filename
@@ -187,30 +185,23 @@ def _arguments(code: CodeType, at: int) -> tuple[_Argument, ...]:
     if not all(lines):
         return ()
     lines[-1] = lines[-1][:end]
-    lines[0] = lines[0][column:]
+    lines[0] = b" " * column + lines[0][column:]
     try:
-        tree = ast.parse(b"(" + b"".join(lines) + b"\n)", mode="eval")
+        tree = ast.parse(b"(\n" + b"".join(lines) + b"\n)", mode="eval")
     except SyntaxError:
         return ()  # the file differs from the running code
-    call = tree.body
+    call = ast.increment_lineno(tree, line - 2).body  # to the lines of the file
     if not isinstance(call, ast.Call):
         return ()
     named = [(keyword.arg, keyword.value) for keyword in call.keywords]
     return tuple(
-        _Argument(keyword, _span_of(node, line, column), frozenset(_literals(node)), tuple(_names(node)))
+        _Argument(keyword, span_of(node), frozenset(_literals(node)), tuple(_names(node)))
         for keyword, node in [*((None, node) for node in call.args), *named]
     )
 
 
-def _span_of(node: ast.expr, line: int, column: int) -> Span:
-    """Return the source span of a node in an expression that begins at `line` and `column` of the file."""
-
-    def moved(row: int, offset: int) -> tuple[int, int]:
-        return line + row - 1, offset + (column - 1 if row == 1 else 0)
-
-    assert node.end_lineno is not None
-    assert node.end_col_offset is not None
-    return *moved(node.lineno, node.col_offset), *moved(node.end_lineno, node.end_col_offset)
+def span_of(node: ast.expr) -> Span:
+    return node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0
 
 
 def _literals(node: ast.expr) -> Iterator[torch.dtype]:

@@ -124,54 +124,18 @@ def trace_step(
     )
     inputs = _named(named_inputs(request.inputs))
     recorder.register_real(tensors, dict(fakes), tensors_of_loss(loss_in(request.inputs)), inputs)
-    step = _Step(request, twin, setup, recorder)
     real = weights_of(model) if weights is None else weights
+    step = _Step(request, twin, setup, recorder)
+    step.real, step.enough = real, enough
     with_values = _with_history([weight for _, weight in step.weights], real, {})
     recorder.sides = sides_of(setup, with_values, recorder.inputs.values())
-    if enough is not None:
-        step.enough = lambda: enough(_trace_so_far(step, real))
     try:
         with surroundings(), fp8_kernels_replaced(setup.profile.runs_fp8):
             failure = step.run()
     finally:
         restore_sharded(twin)
         untouched.restore()
-    return replace(_trace_so_far(step, real), failure=failure, left=untouched.left)
-
-
-def _trace_so_far(step: _Step, weights: Sequence[Weight]) -> Trace:
-    model, before = step.request.model, {weight.name: weight.dtype for _, weight in step.weights}
-    attention = step.functions.attention
-    partial = getattr(step.loss_of, "partial", False)
-    cuts = {} if partial else step.recorder.cuts
-    memory = step.recorder.ledger.record(step.states_bytes, step.gradient_bytes)
-    return Trace(
-        setup=step.setup,
-        calls=tuple(step.recorder.calls),
-        weights=_with_history(weights_of(step.twin), weights, before),
-        modules={name: type(module).__name__ for name, module in model.named_modules()},
-        memory=memory,
-        notes=(
-            *step.notes,
-            *(attention.notes(memory.peak) if attention else ()),
-        ),
-        untraced={**step.untraced, **step.recorder.values.numbers.untraced()},
-        model=type(model).__name__,
-        input_dtypes=dict(step.recorder.inputs),
-        reached=step.reached,
-        unreached=tuple(step.recorder.gradients.unreached(cuts, step.recorder.frozen)),
-        unheld=step.unheld,
-        orphans=step.orphans,
-        partial=partial,
-        without_effect=step.without_effect,
-        unmatched=unmatched(model),
-        misspelt=misspelt_arguments(),
-        by_ranges={
-            base_name(name): exponent
-            for name, module in step.twin.named_modules()
-            if (exponent := exponent_by_ranges(module)) is not None
-        },
-    )
+    return replace(step.trace(), failure=failure, left=untouched.left)
 
 
 def failed_trace(model: nn.Module, setup: Setup, error: Exception) -> Trace:
@@ -200,6 +164,8 @@ def _with_history(
 class _Step:
     def __init__(self, request: StepRequest, twin: nn.Module, setup: Setup, recorder: FakeRecorder) -> None:
         self.request, self.twin, self.setup, self.recorder = request, twin, setup, recorder
+        self.real: Sequence[Weight] = ()
+        self.enough: Callable[[Trace], bool] | None = None
         self.mode, self.loss_of = recorder.fake, loss_function(request.inputs)
         kept = {p: state for o in optimizers_in(request.optimizer) for p, state in o.state.items()}
         # If the model is cast after the first step, the optimizer's state keeps its earlier dtype.
@@ -234,7 +200,6 @@ class _Step:
         self.unheld: tuple[str, ...] = ()
         self.orphans = 0
         self.states_bytes, self.gradient_bytes = 0, 0  # at the start of a later micro-batch
-        self.enough: Callable[[], bool] | None = None
         self.weights = tensors_and_weights(twin)
         self.repeats = {id(parameter): weight.repeats for parameter, weight in self.weights}
         self.process = ProcessMemory(twin, setup, recorder.ledger, self.repeats)
@@ -272,7 +237,36 @@ class _Step:
         if self.enough is None or all(call.breach is None for call in self.recorder.calls):
             return False
         with without_modes(), without_functions():
-            return self.enough()
+            return self.enough(self.trace())
+
+    def trace(self) -> Trace:
+        """Return the trace of the step so far."""
+        model, before = self.request.model, {weight.name: weight.dtype for _, weight in self.weights}
+        recorder, attention = self.recorder, self.functions.attention
+        partial = getattr(self.loss_of, "partial", False)
+        cuts = {} if partial else recorder.cuts
+        memory = recorder.ledger.record(self.states_bytes, self.gradient_bytes)
+        exponents = ((name, exponent_by_ranges(module)) for name, module in self.twin.named_modules())
+        return Trace(
+            setup=self.setup,
+            calls=tuple(recorder.calls),
+            weights=_with_history(weights_of(self.twin), self.real, before),
+            modules={name: type(module).__name__ for name, module in model.named_modules()},
+            memory=memory,
+            notes=(*self.notes, *(attention.notes(memory.peak) if attention else ())),
+            untraced={**self.untraced, **recorder.values.numbers.untraced()},
+            model=type(model).__name__,
+            input_dtypes=dict(recorder.inputs),
+            reached=self.reached,
+            unreached=tuple(recorder.gradients.unreached(cuts, recorder.frozen)),
+            unheld=self.unheld,
+            orphans=self.orphans,
+            partial=partial,
+            without_effect=self.without_effect,
+            unmatched=unmatched(model),
+            misspelt=misspelt_arguments(),
+            by_ranges={base_name(name): exponent for name, exponent in exponents if exponent is not None},
+        )
 
     def _weigh_weights(self) -> None:
         ledger = self.recorder.ledger
@@ -428,8 +422,7 @@ class _Step:
             ledger.add("gradients", -ledger.alive("gradients"))
 
     def _step_of(self, request: Any, named: Sequence[tuple[str, torch.Tensor]]) -> Any:
-        """Run an optimizer's step and return the optimizer. Of an optimizer with custom kernels, only count the
-        states."""
+        """Run an optimizer's step and return the optimizer. With custom kernels, only count its states."""
         ledger, states = self.recorder.ledger, self.states
         if members := updates_of(request):
             named = [(name, parameter) for name, parameter in named if name in members]
@@ -457,8 +450,7 @@ class _Step:
         return optimizer
 
     def _evaluate(self) -> None:
-        """Count the memory of an evaluation or rollout between steps. Its calls, which repeat the forward's, are
-        dropped."""
+        """Count the memory of an evaluation or rollout between steps. Its calls, which repeat the forward's, do not count."""
         ledger, calls, twin = self.recorder.ledger, self.recorder.calls, self.twin
         before = len(calls)
         for name, value in _named(self.evaluated):
@@ -480,8 +472,7 @@ class _Step:
             else:
                 labels = inspect.signature(self.twin.forward).parameters.get("labels")
                 required = labels is not None and labels.default is inspect.Parameter.empty
-                dropped = () if required else ("labels",)
-                inputs = {k: v for k, v in self.inputs.items() if k not in dropped}
+                inputs = {k: v for k, v in self.inputs.items() if required or k != "labels"}
                 config = getattr(self.twin, "config", None)
                 if "labels" in self.inputs and getattr(config, "is_encoder_decoder", False):
                     # A training forward derives the decoder's tokens from the labels.

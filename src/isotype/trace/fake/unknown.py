@@ -26,7 +26,7 @@ from torch.nn import functional
 from isotype.compat.standard import frame_above
 from isotype.core.names import short
 from isotype.core.source import asking_frame, is_library
-from isotype.trace.taken import is_inside, position
+from isotype.trace.taken import is_inside, position, span_of
 
 _ROUNDS = 3
 _MOST_READS = 50
@@ -191,11 +191,8 @@ def _upwards(node: ast.expr, order: Order, parents: dict[ast.AST, ast.AST]) -> t
             case ast.Compare(left=left, ops=[operator], comparators=[right]):
                 sign = isinstance(operator, (ast.Gt, ast.GtE)) - isinstance(operator, (ast.Lt, ast.LtE))
                 other = right if part is left else left
-                limit = (
-                    float(other.value)
-                    if isinstance(other, ast.Constant) and isinstance(other.value, (int, float))
-                    else None
-                )
+                value = other.value if isinstance(other, ast.Constant) else None
+                limit = float(value) if isinstance(value, (int, float)) else None
                 if sign:
                     order = replace(order, rises=(sign > 0) == (part is left), limit=limit)
         part = place
@@ -242,9 +239,8 @@ def _expression(code: CodeType, at: int) -> ast.expr | None:
         at -= 2
     span, around = position(code, at), None
     for node in _parents(code.co_filename):
-        if isinstance(node, ast.expr):
-            outer = node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0
-            around = node if is_inside(span, outer) else around
+        if isinstance(node, ast.expr) and is_inside(span, span_of(node)):
+            around = node
     return around
 
 

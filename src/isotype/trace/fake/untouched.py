@@ -15,7 +15,7 @@ import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
-from operator import attrgetter, is_not
+from operator import is_not
 from typing import Any
 
 import numpy
@@ -78,7 +78,7 @@ class Untouched:
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._empty: list[Any] = []
-        self._leaves, self._gradients = list[torch.Tensor](), list[torch.Tensor | None]()
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._undo: list[Callable[[], Any]] = []
         self._generators: list[tuple[_Name, types.GeneratorType[Any, Any, Any], int]] = []
         self._caches: dict[Any, Any] = {}
@@ -105,10 +105,9 @@ class Untouched:
                 kind.update(current, saved)
         for filled in filter(None, self._empty):
             filled.clear()
-        if _differ([*map(attrgetter("grad"), self._leaves)], self._gradients):
-            for leaf, gradient in zip(self._leaves, self._gradients, strict=True):
-                if leaf.grad is not gradient:
-                    leaf.grad = gradient
+        for leaf, gradient in self._gradients:
+            if leaf.grad is not gradient:
+                leaf.grad = gradient
         for undo in self._undo:
             undo()
         for cached, before in self._caches.items():
@@ -299,8 +298,7 @@ class Untouched:
             return
         self._seen.add(id(value))
         if value.requires_grad and value.is_leaf:
-            self._leaves.append(value)
-            self._gradients.append(value.grad)
+            self._gradients.append((value, value.grad))
         self._instance(name, value)
 
     def _array(self, name: _Name, value: Any) -> None:

@@ -126,28 +126,25 @@ class Values:
         values = [self._read(tensor, counted) for _, tensor in tensors]
         if packet not in _UNREAD and any(value is None for value in values):
             return _guess(tensors) if packet in _COMPARISONS else None
-        if packet in _DRAWS:
-            with unset_fake_temporarily():
-                return _drawn(packet, args, kwargs)
-        if packet in _UNSET or torch.Tag.nondeterministic_seeded in func.tags:
+        random = packet not in _DRAWS and torch.Tag.nondeterministic_seeded in func.tags
+        if packet in _UNSET or random or not (tensors or packet in _DRAWS or _small_factory(args)):
             return None
-        if packet in _NEVER:
-            with unset_fake_temporarily():
+        guessed = not shape_only and any(hasattr(value, _GUESSED) for value in values)
+
+        def real(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+            value = self._read(leaf, counted)
+            return torch.empty(leaf.shape, dtype=leaf.dtype) if value is None else value
+
+        with unset_fake_temporarily():
+            if packet in _DRAWS:
+                return _drawn(packet, args, kwargs)
+            if packet in _NEVER:
                 never = torch.zeros((), dtype=torch.bool).expand(tensors[0][1].shape)
                 setattr(never, _LARGE, None)
                 return never
-        guessed = not shape_only and any(hasattr(value, _GUESSED) for value in values)
-        with unset_fake_temporarily():
-
-            def real(leaf: Any) -> Any:
-                if not isinstance(leaf, torch.Tensor):
-                    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-                value = self._read(leaf, counted)
-                return torch.empty(leaf.shape, dtype=leaf.dtype) if value is None else value
-
-            if shape_only and (not tensors or tensors[0][1].numel() > LIMIT):
-                return None
-            if not tensors and not _small_factory(args):
+            if shape_only and tensors[0][1].numel() > LIMIT:
                 return None
             try:
                 result = func(*map_leaves(real, args), **map_leaves(real, kwargs))
