@@ -23,14 +23,11 @@ from isotype.records.trace import Breach
 
 # Operators that write a number into a tensor -> the names of the number's argument. torch raises if the number does
 # not fit into the tensor's dtype (`Scalar::to`, c10/core/Scalar.h).
+_IN_PLACE_TOO = ("masked_fill{}.Scalar", "fill{}.Scalar", "index_fill{}.int_Scalar", "scatter{}.value")
 _FILLS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("aten.masked_fill.Scalar", "aten.masked_fill_.Scalar"), ("value",)),
-    **dict.fromkeys(("aten.fill.Scalar", "aten.fill_.Scalar", "aten.constant_pad_nd.default"), ("value",)),
-    **dict.fromkeys(
-        ("aten.full.default", "aten.full_like.default", "aten.new_full.default"), ("fill_value",)
-    ),
-    **dict.fromkeys(("aten.index_fill.int_Scalar", "aten.index_fill_.int_Scalar"), ("value",)),
-    **dict.fromkeys(("aten.scatter.value", "aten.scatter_.value"), ("value",)),
+    **{f"aten.{name.format(ending)}": ("value",) for name in _IN_PLACE_TOO for ending in ("", "_")},
+    "aten.constant_pad_nd.default": ("value",),
+    **dict.fromkeys((f"aten.{name}.default" for name in ("full", "full_like", "new_full")), ("fill_value",)),
 }
 # Operators that compare with a number: CUDA's kernels compare in float32, the CPU's in the tensor's dtype.
 _CPU_FILLS: Mapping[str, tuple[str, ...]] = {

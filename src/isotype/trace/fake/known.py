@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,11 @@ _CLEARS = frozenset({*_FILLS, aten.where, aten.nan_to_num, aten.nan_to_num_})
 """Operators that code uses to replace NaN."""
 _MEAN = 1
 _ADDS = frozenset({aten.add, aten.add_, aten.baddbmm, aten.addmm})
+_LOSSES = frozenset({aten.nll_loss_forward, aten.nll_loss2d_forward})
+_SELECTIONS = frozenset({aten.gather, aten.index_select})
+_SOFTMAX = frozenset({aten._softmax, aten._log_softmax})
+_DECIDES = frozenset({aten.embedding, aten.index, *_LOSSES, *_SELECTIONS, *_SOFTMAX, *_CLEARS})
+"""Operators that are followed for any operands: they read a table, compute a softmax, or replace NaN."""
 _CARRIES = frozenset({*_MOVED, *_SAME, *_SCALED, *_ADDS})
 """Operators that are followed only if something is known about an operand (`_is_noted`)."""
 
@@ -147,8 +152,7 @@ class Known:
 
     def _outside(self, packet: Any, args: Any) -> Iterator[tuple[int, int]]:
         """Yield (index, table size) for each index that is too large for the operator's table."""
-        read = _INDICES.get(packet)
-        for indices, size, lowest, ignored in read(args) if read else ():
+        for indices, size, lowest, ignored in _accesses(packet, args):
             numbers = self._integers(indices)
             if numbers is None or not numbers.numel() or numbers.dtype == torch.bool:
                 continue
@@ -164,10 +168,10 @@ class Known:
 
         For a loss whose labels are all ignored, return 1 if it is a mean, and -1 if it is a sum.
         """
-        if packet in (aten._softmax, aten._log_softmax) and args[0].dim():
+        if packet in _SOFTMAX and args[0].dim():
             masked = self._masked(args[0])
             return 0 if masked is None else int(masked.all(args[1]).sum())
-        if packet in (aten.nll_loss_forward, aten.nll_loss2d_forward) and args[3]:
+        if packet in _LOSSES and args[3]:
             labels = self._integers(args[1])
             empty = labels is not None and bool((labels == args[4]).all())
             return empty if args[3] == _MEAN else -empty
@@ -180,41 +184,20 @@ class Known:
         return getattr(tensor, _INTEGERS, None) if known is None else known
 
 
-_Reads = Iterator[tuple[torch.Tensor, int, int, int | None]]
-"""Accesses to tables, each as (indices, size of the table, lowest index, ignored index)."""
-
-
-def _of_embedding(args: Any) -> _Reads:
-    yield args[1], args[0].shape[0], 0, None
-
-
-def _of_labels(args: Any) -> _Reads:
-    yield args[1], args[0].shape[min(1, args[0].dim() - 1)], 0, args[4]
-
-
-def _of_selection(args: Any) -> _Reads:
-    if args[0].dim():
+def _accesses(packet: Any, args: Any) -> Iterator[tuple[torch.Tensor, int, int, int | None]]:
+    """Yield each access of a call to the table `args[0]`: (indices, size of the table, lowest index, ignored index)."""
+    if packet is aten.embedding:
+        yield args[1], args[0].shape[0], 0, None
+    elif packet in _LOSSES:
+        yield args[1], args[0].shape[min(1, args[0].dim() - 1)], 0, args[4]
+    elif packet in _SELECTIONS and args[0].dim():
         yield args[2], args[0].shape[args[1]], 0, None
+    elif packet is aten.index:
+        for dim, index in enumerate(args[1]):
+            if index is not None and index.dtype in (torch.int64, torch.int32):
+                yield index, args[0].shape[dim], -args[0].shape[dim], None
 
 
-def _of_indices(args: Any) -> _Reads:
-    for dim, index in enumerate(args[1]):
-        if index is not None and index.dtype in (torch.int64, torch.int32):
-            yield index, args[0].shape[dim], -args[0].shape[dim], None
-
-
-_INDICES: dict[Any, Callable[[Any], _Reads]] = {
-    aten.embedding: _of_embedding,
-    aten.nll_loss_forward: _of_labels,
-    aten.nll_loss2d_forward: _of_labels,
-    aten.gather: _of_selection,
-    aten.index_select: _of_selection,
-    aten.index: _of_indices,
-}
-"""Operator that reads a table -> function that yields the accesses of a call."""
-
-_DECIDES = frozenset({*_INDICES, *_CLEARS, aten._softmax, aten._log_softmax})
-"""Operators that are followed for any operands: they read a table, compute a softmax, or replace NaN."""
 _NOTES = frozenset({VALUE, _INTEGERS, _MASKED, _NAN})
 
 
