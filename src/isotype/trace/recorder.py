@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from traceback import walk_stack
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 
 from isotype.compat.torch import FakeTensor, UncompiledMode, current_node, last_node_number, node_number
 from isotype.core.dtypes import FLOATS
-from isotype.core.operators import leaves, numbers_in, operator_name, tensors_of
+from isotype.core.operators import leaves, numbers_in, tensors_of
 from isotype.core.source import asking_frame, asking_line, is_called_by, shown
 from isotype.model.fold import calls_represented
 from isotype.model.loss import ends_behind
@@ -40,6 +40,7 @@ from isotype.records.trace import (
 )
 from isotype.trace.flops import flops_of
 from isotype.trace.ledger import Ledger
+from isotype.trace.running import CallPlace, OperatorCall
 from isotype.trace.taken import DtypeReads
 
 aten = torch.ops.aten
@@ -61,23 +62,6 @@ _FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "new_ten
 _TAKE_FROM = {"to": 1, "type_as": 1, "new_tensor": 0}
 _CHECKPOINTS = "_gradient_checkpointing_func"
 """Attribute of a transformers layer: its gradient checkpointing function."""
-
-
-@dataclass(slots=True)
-class CallPlace:
-    """The place of an operator: module and source line. The operator stands for `repeats` equal operators."""
-
-    module: str
-    source: Any
-    repeats: int
-    breached: bool = False
-    backward: dict[Any, CallPlace] = field(default_factory=dict)
-
-    def written_at(self, source: Any) -> CallPlace:
-        """Return the place for an operator at the line `source` in the backward of a `torch.autograd.Function`."""
-        if source is None:
-            return self  # torch's own code runs the operator (gradient checkpointing)
-        return self.backward.setdefault(source, CallPlace(self.module, source, self.repeats))
 
 
 @dataclass
@@ -327,22 +311,13 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         )
         self.calls.append(call)
 
-    def _write(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        tensors: Sequence[tuple[str, torch.Tensor]],
-        result: Any,
-        place: CallPlace,
-        breach: Breach | None,
-    ) -> None:
-        name = operator_name(func)
-        operands = self.operands(tensors)
+    def _write(self, call: OperatorCall, result: Any) -> None:
+        func, name, place, breach = call.func, call.name, call.place, call.breach
+        operands = self.operands(call.tensors)
         outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
         for tensor in outputs:
-            if not any(tensor is operand for _, operand in tensors):
-                self.mark(tensor, self._origin_of(name, tensor, operands, kwargs, place, breach))
+            if not any(tensor is operand for _, operand in call.tensors):
+                self.mark(tensor, self._origin_of(call, tensor, operands))
             elif name == "aten.copy_.default" and _is_anothers_scratch(operands, place):
                 memory = operands[0].origin
                 self.mark(tensor, Origin("scratch", tensor.dtype, memory.module, source=memory.source))
@@ -355,13 +330,19 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 breach = replace(breach, consequence=True)
             place.breached = True
         if func in _READS or (func is aten.detach.default and self.function in _SHORTENED):
-            self._cut(tensors[0][1], shown(place.source))
-        flops = flops_of(func, args, kwargs, result) if outputs else 0
+            self._cut(call.tensors[0][1], shown(place.source))
         results = tuple([(tensor.dtype, tuple(tensor.shape)) for tensor in outputs])
-        numbers, by_default = numbers_in(func, args, kwargs), not operands and kwargs.get("dtype") is None
-        more = {"flops": flops, "breach": breach, "numbers": numbers, "by_default": by_default}
-        more["cuts"] = "gemv_4bit" in name and any(tensor.requires_grad for _, tensor in tensors)
-        self._append(name, place, operands, results, **more)
+        self._append(
+            name,
+            place,
+            operands,
+            results,
+            flops=flops_of(func, call.args, call.kwargs, result) if outputs else 0,
+            breach=breach,
+            numbers=numbers_in(func, call.args, call.kwargs),
+            by_default=not operands and call.kwargs.get("dtype") is None,
+            cuts="gemv_4bit" in name and any(tensor.requires_grad for _, tensor in call.tensors),
+        )
 
     def _cut(self, tensor: torch.Tensor, source: str) -> None:
         """Record that a line of code reads or copies a tensor's value without its graph."""
@@ -385,27 +366,20 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             frame = next(f for f in frames if "peft" not in f.f_globals.get("__name__", "").split("."))
             self.frozen[id(tensor)] = f"{frame.f_code.co_filename}:{frame.f_lineno}", len(self.calls)
 
-    def _origin_of(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        operands: Sequence[Operand],
-        kwargs: Any,
-        place: CallPlace,
-        breach: Breach | None,
-    ) -> Origin:
-        dtype, module, source = tensor.dtype, place.module, shown(place.source)
+    def _origin_of(self, call: OperatorCall, tensor: torch.Tensor, operands: Sequence[Operand]) -> Origin:
+        """Return the origin of the dtype of `tensor`, a result of the call. `operands` are the call's operands."""
+        name, dtype, module, source = call.name, tensor.dtype, call.place.module, shown(call.place.source)
         function = self.function or name
         before = operands[0].origin if operands else None
         alike = [operand for operand in operands if operand.dtype == dtype]
         # 0-dim tensors do not count in dtype promotion, unless all operands are 0-dim.
         alike = [operand for operand in alike if operand.shape] or alike
         winner = min(alike, key=_rank, default=None) if len(alike) != 1 else alike[0]  # a rank takes long
-        if breach is not None:
+        if call.breach is not None:
             chosen = winner.origin.cause if winner is not None else None
             chosen = chosen.before if chosen is not None and chosen.kind == "conversion" else chosen
             return Origin("conversion", dtype, name, module, source, chosen)
-        if name in CASTS or kwargs.get("dtype") is not None:
+        if name in CASTS or call.kwargs.get("dtype") is not None:
             if operands and operands[-1].dtype == dtype and name in CASTS:
                 return operands[-1].origin
             returns = self._frames[-1].returns if self._frames else None

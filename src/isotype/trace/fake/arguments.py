@@ -20,6 +20,7 @@ from isotype.compat.torch import (
 from isotype.core.dtypes import FLOATS, HALVES
 from isotype.core.operators import MASKED, float_indices, leaves, schema_of
 from isotype.records.trace import Breach
+from isotype.trace.running import OperatorCall
 
 # Operators that write a number into a tensor -> the names of the number's argument. torch raises if the number does
 # not fit into the tensor's dtype (`Scalar::to`, c10/core/Scalar.h).
@@ -43,9 +44,9 @@ def numbers_of(name: str, kind: str) -> Sequence[str]:
     return _FILLS.get(name) or (_CPU_FILLS.get(name, ()) if kind == "cpu" else ())
 
 
-def overflow(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> Breach | None:
+def overflow(call: OperatorCall, numbers: Sequence[str]) -> Breach | None:
     """Return a breach if an argument named in `numbers` is too large for the tensor's dtype; None if all fit."""
-    arguments = dict(zip(schema_of(func).roles, args, strict=False)) | kwargs
+    arguments = dict(zip(schema_of(call.func).roles, call.args, strict=False)) | call.kwargs
     target = arguments.get("self")
     dtype = arguments.get("dtype") or (target.dtype if target is not None else torch.get_default_dtype())
     if dtype not in FLOATS:
@@ -58,15 +59,15 @@ def overflow(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> Breac
     return Breach(message, False, None)
 
 
-def without_numbers(func: Any, args: Any, kwargs: Any, numbers: Sequence[str]) -> tuple[Any, Any]:
-    """Return the arguments of a call, with zero in place of each argument named in `numbers`."""
-    roles = schema_of(func).roles
+def without_numbers(call: OperatorCall, numbers: Sequence[str]) -> OperatorCall:
+    """Return the call with zero in place of each argument named in `numbers`."""
 
     def zero(role: str, value: Any) -> Any:
         return 0.0 if role in numbers and value is not None else value
 
-    args = tuple(zero(role, value) for role, value in zip(roles, args, strict=False))
-    return args, {role: zero(role, value) for role, value in kwargs.items()}
+    named = zip(schema_of(call.func).roles, call.args, strict=False)
+    args = tuple(zero(role, value) for role, value in named)
+    return call.but(args, {role: zero(role, value) for role, value in call.kwargs.items()})
 
 
 aten = torch.ops.aten

@@ -13,6 +13,7 @@ from isotype.compat.torch import FakeTensor, operator_packet, version_of, withou
 from isotype.precision.devices.simulated import VALUE
 from isotype.records.trace import Call
 from isotype.trace.fake.values import LIMIT, Values
+from isotype.trace.running import OperatorCall
 
 aten = torch.ops.aten
 
@@ -60,21 +61,20 @@ class Known:
         if value.numel() > LIMIT and value.dtype in (torch.int64, torch.int32):
             setattr(tensor, _INTEGERS, value)
 
-    def decide(self, func: Any, args: Any, result: Any, calls: list[Call]) -> dict[str, Any]:
+    def decide(self, call: OperatorCall, result: Any, calls: list[Call]) -> dict[str, Any]:
         """Return the fields `outside` and `undefined` of the operator's `Call`; fields with their default are left out.
 
         If the operator replaces NaN in the result of an earlier call, the earlier call gets `undefined=0`.
         """
-        packet = operator_packet(func)
+        packet, args = operator_packet(call.func), call.args
         if packet not in _DECIDES and not (packet in _CARRIES and any(map(_is_noted, args[:2]))):
             return {}
-        first = args[0]
         with without_functions(), without_modes():
             for arg in args if packet in _CLEARS else ():
                 if hasattr(arg, _NAN):
                     at = getattr(arg, _NAN)
                     calls[at] = replace(calls[at], undefined=0)
-            self._follow(packet, func, first, args, result)
+            self._follow(packet, call, result)
             outside = next(self._outside(packet, args), None)
             undefined = self._undefined(packet, args)
         if undefined:
@@ -82,8 +82,9 @@ class Known:
         fields = {"outside": outside, "undefined": undefined}
         return {name: value for name, value in fields.items() if value}
 
-    def _follow(self, packet: Any, func: Any, first: torch.Tensor, args: Any, result: Any) -> None:
+    def _follow(self, packet: Any, call: OperatorCall, result: Any) -> None:
         """Copy the known integers, masked positions or NaN of an operator's first operand to its result."""
+        args, first = call.args, call.args[0]
         output = result[0] if isinstance(result, (tuple, list)) and result else result
         if not isinstance(output, torch.Tensor) or output.numel() > max(_MOST, first.numel()):
             return
@@ -96,7 +97,7 @@ class Known:
             setattr(output, _NAN, getattr(first, _NAN))
         kept = {_INTEGERS: getattr(first, _INTEGERS, None), _MASKED: self._masked(first)}
         for name, value in kept.items():
-            moved = func(value, *args[1:]) if value is not None and packet in _MOVED else value
+            moved = call.func(value, *args[1:]) if value is not None and packet in _MOVED else value
             if moved is None or (packet in _SCALED and (name == _INTEGERS or not self._positive(args[1]))):
                 continue
             setattr(output, name, (moved, version_of(output) or 0) if name == _MASKED else moved)

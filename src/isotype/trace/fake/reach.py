@@ -14,12 +14,12 @@ import torch
 
 from isotype.compat.standard import frame_above
 from isotype.compat.torch import storage_of
-from isotype.core.operators import leaves, schema_of
+from isotype.core.operators import leaves
 from isotype.core.source import shown
 from isotype.records.reach import Unreached
 from isotype.records.trace import Origin
 from isotype.trace.fake.values import is_data_dependent
-from isotype.trace.recorder import CallPlace
+from isotype.trace.running import OperatorCall
 
 aten = torch.ops.aten
 
@@ -47,22 +47,20 @@ class InputReach:
         self._masks[storage_of(tensor)] = self._mask(tensor) | 1 << len(self._names)
         self._names.append(name)
 
-    def follow(self, func: Any, operands: Sequence[tuple[str, torch.Tensor]], result: Any) -> None:
+    def follow(self, call: OperatorCall, result: Any) -> None:
         """Record an operator: its results, and the operands that it overwrites, depend on the inputs of all operands."""
-        sources = {storage_of(tensor) for _, tensor in operands}
+        sources = {storage_of(tensor) for _, tensor in call.tensors}
         mask = 0
         for storage in sources:
             mask |= self._masks.get(storage, 0)
-        if is_data_dependent(func):  # the code may branch on these values
+        if is_data_dependent(call.func):  # the code may branch on these values
             self._read |= mask
         for tensor in leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = storage_of(tensor)
                 self._masks[storage] = mask | (self._masks.get(storage, 0) if storage in sources else 0)
-        written = schema_of(func).written
-        for name, tensor in operands if written else ():
-            if name.partition("[")[0] in written:
-                self.mix(tensor, operands)
+        for tensor in call.written:
+            self.mix(tensor, call.tensors)
 
     def mix(self, tensor: torch.Tensor, operands: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Record that `tensor` was overwritten with values that depend on `operands`."""
@@ -92,32 +90,25 @@ class Gradients:
         self._used: dict[int, Unreached] = {}
         self._off: dict[int, Unreached] = {}
 
-    def used(
-        self,
-        func: Any,
-        tensors: Sequence[tuple[str, torch.Tensor]],
-        result: Any,
-        names: Mapping[int, Origin],
-        place: CallPlace,
-    ) -> None:
-        """Record the parameters among the operands (`tensors`) of a forward operator. `names` maps tensor ids to origins."""
-        if func in _CUTS:
+    def used(self, call: OperatorCall, result: Any, names: Mapping[int, Origin]) -> None:
+        """Record the parameters among the operands of a forward operator. `names` maps tensor ids to origins."""
+        if call.func in _CUTS:
             return
-        for _, tensor in tensors:
+        for _, tensor in call.tensors:
             cast_of = getattr(tensor, _PARAMETER, None)  # in torch 2.10, the cast may require no gradient
             key = id(tensor) if cast_of is None else cast_of
             origin = names.get(key)
             trainable = cast_of is not None or tensor.requires_grad
             if origin is None or origin.kind != "parameter" or not trainable:
                 continue
-            if func is _CAST:
+            if call.func is _CAST:
                 setattr(result, _PARAMETER, key)
                 continue
             function = None if torch.is_grad_enabled() else _function()
             uses = self._used if function is None else self._off
             if key not in uses:
-                at, behind = shown(place.source), tuple(self.behind)
-                ignored = function is None
+                place, behind, ignored = call.place, tuple(self.behind), function is None
+                at = shown(place.source)
                 uses[key] = Unreached(origin.name, place.module, at, function or "", behind, ignored)
 
     def unreached(self, cuts: Mapping[int, str], frozen: Mapping[int, Any]) -> Iterator[Unreached]:

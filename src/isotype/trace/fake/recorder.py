@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,15 +33,7 @@ from isotype.contracts.families import by_shapes
 from isotype.contracts.pattern import CORRUPTS
 from isotype.core.dtypes import FLOATS, named_integer
 from isotype.core.errors import error_line, first_line
-from isotype.core.operators import (
-    BFLOAT16_WITHOUT_MEMORY,
-    float_indices,
-    given_tensors,
-    leaves,
-    operator_name,
-    schema_of,
-    tensors_in,
-)
+from isotype.core.operators import BFLOAT16_WITHOUT_MEMORY, float_indices, given_tensors, leaves, schema_of
 from isotype.core.source import condition_at, raising_line, shown, tensors_at_hand
 from isotype.records.trace import ONLY_WIDE, SHARED, UNSAFE, Breach, Failure, Origin
 from isotype.trace.fake.arguments import (
@@ -63,7 +55,8 @@ from isotype.trace.fake.known import Known
 from isotype.trace.fake.reach import Gradients, InputReach
 from isotype.trace.fake.twin import fake_like
 from isotype.trace.fake.values import LIMIT, Values, fakes_of, is_data_dependent
-from isotype.trace.recorder import LIFTS, CallPlace, Recorder
+from isotype.trace.recorder import LIFTS, Recorder
+from isotype.trace.running import CallPlace, OperatorCall
 from isotype.trace.sides import Sides
 
 aten = torch.ops.aten
@@ -77,13 +70,6 @@ _NOT_REAL = frozenset({FakeTensor, int, float, bool, str, type(None), torch.dtyp
 
 class TimeSpentError(RuntimeError):
     """The deadline of the trace has passed before the step ended."""
-
-
-class _Ran(NamedTuple):
-    """The result of an operator, and the contract that it broke."""
-
-    result: Any
-    breach: Breach | None = None
 
 
 class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
@@ -234,33 +220,31 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         by_autograd = self.phase == "backward" and not self.function and not self._frames
         if edited is not None and kwargs.get("dtype") in FLOATS and not by_autograd:
             kwargs = {**kwargs, "dtype": edited}
-        tensors = tensors_in(func, args, kwargs)
-        breach: Breach | None = None
-        value = self.values.compute(func, args, kwargs, tensors)
+        call = OperatorCall(func, args, kwargs, place)
+        value = self.values.compute(call)
         if value is not None:
-            self.values.follow_rounding(func, args, kwargs, tensors, value, shown(place.source))
+            self.values.follow_rounding(call, value)
         # `FakeTensorMode` would keep the number of `torch.tensor` as a constant and compute with it.
         if value is not None and (is_data_dependent(func) or (func in LIFTS and is_real(args[0]))):
             result = fakes_of(value, self.values, self.fake)
         else:
-            ran = self._judged(func, args, kwargs, tensors, edited)
-            result, breach = ran.result, ran.breach
-            if edited is not None and not any(tensor.dtype in FLOATS for _, tensor in tensors):
+            result = self._judged(call)
+            if edited is not None and not call.floats:
                 result, value = cast_result(edited, result), cast_result(edited, value)
-            self._keep(func, tensors, result, value)
-        if breach is not None and not tensors:
-            tensors = [("result", result)]  # a new tensor, whose dtype is too small for its numbers
-        decided = self.known.decide(func, args, result, self.calls)
-        self._write(func, args, kwargs, tensors, result, place, breach)
+            self._keep(call, result, value)
+        if call.breach is not None and not call.tensors:
+            call.tensors = [("result", result)]  # a new tensor, whose dtype is too small for its numbers
+        decided = self.known.decide(call, result, self.calls)
+        self._write(call, result)
         # Code in the backward may run a forward again with gradients on: recomputation, or GradCache.
         if self.phase == "forward" or torch.is_grad_enabled():
-            self.gradients.used(func, tensors, result, self.names, place)
+            self.gradients.used(call, result, self.names)
         if self.phase == "forward":
-            self.reach.follow(func, tensors, result)
+            self.reach.follow(call, result)
         if value is not None and func in _CIRCULAR:
-            decided["off"], decided["rounded_at"] = self.values.rounding(tensors[0][1])
+            decided["off"], decided["rounded_at"] = self.values.rounding(call.tensors[0][1])
         if value is not None and func is aten._to_copy.default:
-            decided["emptied"] = self.values.emptied(tensors[0][1], value)
+            decided["emptied"] = self.values.emptied(call.tensors[0][1], value)
         if decided:
             self.calls[-1] = replace(self.calls[-1], **decided)
         return result
@@ -269,92 +253,85 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         """Return the dtype that a code change sets at the line of `place` (default: the running line); None without a change."""
         return self.lines.get(shown((place or self._place()).source)) if self.lines else None
 
-    def _judged(self, func: Any, args: Any, kwargs: Any, tensors: Any, edited: torch.dtype | None) -> _Ran:
-        name = operator_name(func)
+    def _judged(self, call: OperatorCall) -> Any:
+        """Return the result of an operator. If it breaks its contract, set `call.breach` and convert the operands."""
+        name, args = call.name, call.args
         numbers = numbers_of(name, self.contracts.kind)
-        too_large = overflow(func, args, kwargs, numbers) if numbers else None
-        if too_large is not None and edited == torch.float32:
-            return _Ran(self._run_converted(func, args, kwargs, edited))
+        too_large = overflow(call, numbers) if numbers else None
+        if too_large is not None and self.edited(call.place) == torch.float32:
+            return self._run_converted(call, torch.float32)
         if too_large is not None:
-            args, kwargs = without_numbers(func, args, kwargs, numbers)
-            return _Ran(self._run(func, args, kwargs, tensors, edited).result, too_large)
-        dtypes = tuple(tensor.dtype for _, tensor in tensors)
+            call.breach = too_large
+            return self._run(without_numbers(call, numbers))
+        dtypes = tuple(tensor.dtype for _, tensor in call.tensors)
         verdict = self.contracts.judge(name, dtypes)
         refused = None
         if verdict is not None and not verdict.accepted:
             refused = Breach(verdict.message, verdict.assumed, None)
         if float_indices(name, dtypes):
-            args, kwargs = without_floats((args, kwargs), tensors, name)
-            accepted = self._judged(func, args, kwargs, tensors_in(func, args, kwargs), edited)
-            return _Ran(accepted.result, refused)
+            call.breach = refused
+            return self._judged(call.but(*without_floats((args, call.kwargs), call.tensors, name)))
         if verdict is None or (not verdict.accepted and is_exempt(name, args, self.contracts.kind)):
-            return self._run(func, args, kwargs, tensors, edited)
+            return self._run(call)
         if verdict.accepted:
             if name in BFLOAT16_WITHOUT_MEMORY:
-                dtype = next(filter(FLOATS.__contains__, dtypes))
-                result = self._run_converted(func, args, kwargs, torch.bfloat16)
-                return _Ran(aten._to_copy.default(result, dtype=dtype))
-            ran = self._run(func, args, kwargs, tensors, edited)
+                dtype = call.floats[0].dtype
+                return aten._to_copy.default(self._run_converted(call, torch.bfloat16), dtype=dtype)
+            result = self._run(call)
             # Fake kernels of mixed norms and some losses return another dtype than the one measured on the device.
             mixed = len(FLOATS.intersection(dtypes)) > 1
-            return _Ran(as_measured(ran.result, verdict.results)) if mixed and not ran.breach else ran
+            return as_measured(result, verdict.results) if mixed and not call.breach else result
         if any(dtype.is_complex for dtype in dtypes):  # no cast of a float operand helps
-            self._run(func, args, kwargs, tensors, edited)  # its own error, if it raises one
+            self._run(call)  # its own error, if it raises one
             raise RuntimeError(by_shapes(name, args, verdict.message))
         if named_integer(verdict.message, dtypes) is not None:
-            return _Ran(self._without_integers(func, args, kwargs, tensors), refused)
+            call.breach = refused
+            return self._without_integers(call)
         if verdict.message in (CORRUPTS, NO_FLOAT8):  # no cast of the operands helps
-            ran = self._run(func, args, kwargs, tensors, edited)
-            return _Ran(ran.result, ran.breach or Breach(verdict.message, verdict.assumed, torch.float32))
-        target, fixed = self._target(func, tensors, edited)
-        fixed = fixed and self._accepts(name, tensors, target)
-        message = refusal(func, args, kwargs) if self.contracts.kind == "cpu" else None
+            result = self._run(call)
+            call.breach = call.breach or Breach(verdict.message, verdict.assumed, torch.float32)
+            return result
+        target, fixed = self._target(call)
+        fixed = fixed and self._accepts(call, target)
+        message = refusal(call.func, args, call.kwargs) if self.contracts.kind == "cpu" else None
         message = message or by_shapes(name, args, verdict.message)
-        breach = None if fixed else Breach(message, verdict.assumed, target)
-        result = self._run_converted(func, args, kwargs, target)
-        return _Ran(in_operands_dtype(result, tensors, target), breach)
+        call.breach = None if fixed else Breach(message, verdict.assumed, target)
+        return in_operands_dtype(self._run_converted(call, target), call.tensors, target)
 
-    def _without_integers(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
+    def _without_integers(self, call: OperatorCall) -> Any:
         """Run an operator that refuses an integer operand, after a cast of this operand to the float operands' dtype."""
-        if schema_of(func).mutates:
-            return args[0]
-        floats = [tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS]
-        if not floats or "nll_loss" in operator_name(func):
-            return self.kernels.run(func, args, kwargs)  # the fake kernel accepts the operand
+        if schema_of(call.func).mutates:
+            return call.args[0]
+        if not call.floats or "nll_loss" in call.name:
+            return self.kernels.run(call.func, call.args, call.kwargs)  # the fake kernel accepts the operand
 
-        integers = {tensor.dtype for _, tensor in tensors} - FLOATS
-        args, kwargs = with_tensors_in(floats[0], (args, kwargs), integers, partial(self._cast, floats[0]))
-        return func(*args, **kwargs)
+        dtype, integers = call.floats[0].dtype, {tensor.dtype for _, tensor in call.tensors} - FLOATS
+        args, kwargs = with_tensors_in(dtype, (call.args, call.kwargs), integers, partial(self._cast, dtype))
+        return call.func(*args, **kwargs)
 
-    def _keep(self, func: Any, tensors: Any, result: Any, value: Any) -> None:
+    def _keep(self, call: OperatorCall, result: Any, value: Any) -> None:
         """Store the values of an operator's results. If `value` is None, forget the values of overwritten tensors."""
         if value is not None:
             for fake, real in zip(leaves(result), leaves(value), strict=True):
                 if isinstance(fake, torch.Tensor):
                     self.values.give(fake, real)
         else:
-            self.values.succeed(func, result)
-            written = schema_of(func).written
-            for role, tensor in tensors if written else ():
-                if role.partition("[")[0] in written:
-                    self.values.forget(tensor)
+            self.values.succeed(call.func, result)
+            for tensor in call.written:
+                self.values.forget(tensor)
 
-    def _run(self, func: Any, args: Any, kwargs: Any, tensors: Any, edited: torch.dtype | None) -> _Ran:
-        """Run an operator; if its fake kernel raises for mixed dtypes, convert the operands and return the breach."""
+    def _run(self, call: OperatorCall) -> Any:
+        """Run an operator. If its fake kernel raises for mixed dtypes, set `call.breach` and convert the operands."""
         try:
-            other = self.values.stand_in(func, args, kwargs)
-            return _Ran(other(*args, **kwargs) if other else self.kernels.run(func, args, kwargs))
+            return self._computed(call, call.args, call.kwargs)
         except Exception as error:
-            floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
-            if len(floats) < 2 or not is_about_dtypes(error):
+            if len({tensor.dtype for tensor in call.floats}) < 2 or not is_about_dtypes(error):
                 raise
-            target, fixed = self._target(func, tensors, edited)
-            breach = None if fixed else Breach(first_line(error), False, target)
-            return _Ran(self._run_converted(func, args, kwargs, target), breach)
+            target, fixed = self._target(call)
+            call.breach = None if fixed else Breach(first_line(error), False, target)
+            return self._run_converted(call, target)
 
-    def _target(
-        self, func: Any, tensors: Sequence[tuple[str, torch.Tensor]], edited: torch.dtype | None
-    ) -> tuple[torch.dtype, bool]:
+    def _target(self, call: OperatorCall) -> tuple[torch.dtype, bool]:
         """Return (dtype to which operands are converted, whether it comes from a code change in `lines`).
 
         The first of these rules that applies decides:
@@ -366,38 +343,43 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         - the dtype that `sides` chooses if one of the operands has this dtype;
         - the widest dtype of the operands.
         """
-        floats = [tensor for _, tensor in tensors if tensor.dtype in FLOATS]
-        dtypes = [tensor.dtype for tensor in floats]
-        if schema_of(func).mutates and tensors and tensors[0][1].dtype in FLOATS:
-            return tensors[0][1].dtype, tensors[0][1].dtype == edited
+        edited, dtypes = self.edited(call.place), [tensor.dtype for tensor in call.floats]
+        if schema_of(call.func).mutates and call.tensors and call.tensors[0][1].dtype in FLOATS:
+            return dtypes[0], dtypes[0] == edited
         if edited is not None:
             return edited, True
-        side = self._side(tensors)
-        if len(set(dtypes)) == 1 or not self._accepts(operator_name(func), tensors, side):
+        side = self._side(call.floats)
+        if len(set(dtypes)) == 1 or not self._accepts(call, side):
             return torch.float32, False  # the operator has a kernel for float32, and none for this dtype
-        of_model = {tensor.dtype for tensor in floats if self.origin(tensor).cause.kind not in SHARED}
+        of_model = {tensor.dtype for tensor in call.floats if self.origin(tensor).cause.kind not in SHARED}
         if len(of_model) == 1:
             return of_model.pop(), False
         return side if side in dtypes else max(dtypes, key=attrgetter("itemsize"), default=side), False
 
-    def _accepts(self, name: str, tensors: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> bool:
+    def _accepts(self, call: OperatorCall, dtype: torch.dtype) -> bool:
         """Return whether the device runs the operator with all float operands in `dtype`; True if unknown."""
-        alike = (dtype if tensor.dtype in FLOATS else tensor.dtype for _, tensor in tensors)
-        return self.contracts.refusal(name, alike) is None
+        alike = (dtype if tensor.dtype in FLOATS else tensor.dtype for _, tensor in call.tensors)
+        return self.contracts.refusal(call.name, alike) is None
 
-    def _side(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.dtype:
-        floats = [tensor for _, tensor in tensors if tensor.dtype in FLOATS]
+    def _side(self, floats: Sequence[torch.Tensor]) -> torch.dtype:
         causes = [self.origin(tensor).cause for tensor in floats if tensor.dim()]
         return self.sides.at(self._place().module, causes or [self.origin(tensor).cause for tensor in floats])
 
-    def _run_converted(self, func: Any, args: Any, kwargs: Any, target: torch.dtype) -> Any:
-        if schema_of(func).mutates and isinstance(args[0], torch.Tensor) and args[0].dtype != target:
-            return args[0]
-        if schema_of(func).mutates and args and isinstance(args[0], (list, tuple)):
+    def _run_converted(self, call: OperatorCall, target: torch.dtype) -> Any:
+        """Run an operator with its float operands in the dtype `target`."""
+        written = call.args[0] if schema_of(call.func).mutates and call.args else None
+        if isinstance(written, torch.Tensor) and written.dtype != target:
+            return written
+        if isinstance(written, (list, tuple)):
             return None  # the operator writes a list of tensors in place: the list keeps its old values
-        other = self.values.stand_in(func, args, kwargs)
-        args, kwargs = with_tensors_in(target, (args, kwargs), cast=partial(self._cast, target))
-        return other(*args, **kwargs) if other else self.kernels.run(func, args, kwargs)
+        return self._computed(
+            call, *with_tensors_in(target, (call.args, call.kwargs), cast=partial(self._cast, target))
+        )
+
+    def _computed(self, call: OperatorCall, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operator with these arguments. The arguments of `call` decide how it is computed."""
+        other = self.values.stand_in(call)
+        return other(*args, **kwargs) if other else self.kernels.run(call.func, args, kwargs)
 
     def _cast(self, dtype: torch.dtype, tensor: torch.Tensor) -> Any:
         return self.kernels.run(aten._to_copy.default, (tensor,), {"dtype": dtype})
@@ -410,16 +392,17 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         Return the dtype to which the function's operands are converted; None if the caller has to raise the error.
         """
         tensors = given_tensors(args, kwargs)
-        floats = {tensor.dtype for _, tensor in tensors if tensor.dtype in FLOATS}
+        floats = [tensor for _, tensor in tensors if tensor.dtype in FLOATS]
+        dtypes = {tensor.dtype for tensor in floats}
         name = f"torch.{getattr(func, '__name__', func)}"
         if float_indices(name, [tensor.dtype for _, tensor in tensors]) and is_about_dtypes(error):
             self.note(name, tensors, Breach(first_line(error), False, None))
             return torch.int64
         # An autocast list that promotes raises an error for the other 16-bit dtype (at::autocast::prioritize).
         cast = torch.get_autocast_dtype("cpu") if "autocast" in str(error) else None
-        alone = len(floats) + (cast is not None) < 2
+        alone = len(dtypes) + (cast is not None) < 2
         # A function that does not support the 16-bit dtype (`torch.fft`, `torch.quantile`) runs in float32.
-        narrow = all(dtype.itemsize < torch.float32.itemsize for dtype in floats)
+        narrow = all(dtype.itemsize < torch.float32.itemsize for dtype in dtypes)
         if not floats or not is_about_dtypes(error) or (alone and not narrow):
             return None
         if named_integer(str(error), (tensor.dtype for _, tensor in tensors)) is not None:
@@ -427,9 +410,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         edited = self.edited()
         if edited is not None:
             return edited
-        widest, side = max(floats, key=attrgetter("itemsize")), self._side(tensors)
+        widest, side = max(dtypes, key=attrgetter("itemsize")), self._side(floats)
         wide = alone or ONLY_WIDE in str(error)
-        target = cast or (torch.float32 if wide else side if side in floats else widest)
+        target = cast or (torch.float32 if wide else side if side in dtypes else widest)
         breach = Breach(first_line(error), False, target)
         self.note(name, tensors, breach)
         return target

@@ -24,12 +24,14 @@ from isotype.compat.torch import (
     without_modes,
 )
 from isotype.core.dtypes import HALVES
-from isotype.core.operators import leaves, operator_name
+from isotype.core.operators import leaves
+from isotype.core.source import shown
 from isotype.precision.devices.simulated import VALUE
 from isotype.records.trace import ONLY_WIDE
 from isotype.trace.fake.arguments import map_leaves
 from isotype.trace.fake.twin import fake_like
 from isotype.trace.fake.unknown import Numbers
+from isotype.trace.running import OperatorCall
 
 aten = torch.ops.aten
 
@@ -119,8 +121,9 @@ class Values:
             with unset_fake_temporarily():
                 self.give(info, torch.zeros(info.shape, dtype=info.dtype))
 
-    def compute(self, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
+    def compute(self, call: OperatorCall) -> Any:
         """Return the real result of an operator with known operands; None if an operand is unknown."""
+        func, args, kwargs, tensors = call.func, call.args, call.kwargs, call.tensors
         packet = operator_packet(func)
         counted, shape_only = _LARGE if packet in _COUNTED else "", packet in _SHAPE_ONLY
         values = [self._read(tensor, counted) for _, tensor in tensors]
@@ -179,10 +182,9 @@ class Values:
                 exact = torch.where(exact == exact.round(), exact, rounded) if written else rounded
             setattr(value, _EXACT, (exact, name))
 
-    def follow_rounding(
-        self, func: Any, args: Any, kwargs: Any, tensors: Any, value: Any, source: str
-    ) -> None:
+    def follow_rounding(self, call: OperatorCall, value: Any) -> None:
         """Compute an operator's result without rounding to 16 bits, and store it as an attribute of `value`."""
+        func, args, kwargs, tensors = call.func, call.args, call.kwargs, call.tensors
         operands = [self.of(tensor) for _, tensor in tensors]
         rounded = [getattr(operand, _EXACT)[1] for operand in operands if hasattr(operand, _EXACT)]
         small = isinstance(value, torch.Tensor) and value.numel() <= _MOST_ANGLES
@@ -208,7 +210,7 @@ class Values:
                 exact = func(*map_leaves(exact_of, args), **map_leaves(exact_of, kwargs))
             except RuntimeError:
                 return  # a view that depends on the dtype's size, or a rounded index
-        setattr(value, _EXACT, (exact, rounded[0] if rounded else source))
+        setattr(value, _EXACT, (exact, rounded[0] if rounded else shown(call.place.source)))
 
     def rounding(self, tensor: torch.Tensor) -> tuple[float, str]:
         """Return how far rounding to 16 bits has moved the value of `tensor`, and the place of the first rounding."""
@@ -233,20 +235,21 @@ class Values:
 
     # ------------------------------------------------------------------------------------------------ stand-ins
 
-    def stand_in(self, func: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
-        """Return the function to call instead of `func` for these arguments; None to call `func` itself."""
+    def stand_in(self, call: OperatorCall) -> Callable[..., Any] | None:
+        """Return the function to call instead of the operator; None to call the operator itself."""
+        func, args = call.func, call.args
         if func is aten.nonzero.default:
             return self._nonzero
         if func is aten.masked_select.default:
             return lambda tensor, mask: tensor.new_empty((self._nonzero(mask).shape[0],))
         if func is aten.index.Tensor and any(map(_is_mask, args[1])):
             return self._index
-        dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+        dim = args[2] if len(args) > 2 else call.kwargs.get("dim", 0)
         if func is aten.split_with_sizes.default and sum(args[1]) != args[0].shape[dim]:
             return _split
         if func is aten._local_scalar_dense.default:
             return self.numbers.read
-        return STAND_INS.get(func) or _OF_INT8.get(operator_name(func))
+        return STAND_INS.get(func) or _OF_INT8.get(call.name)
 
     def rows(self, mask: torch.Tensor) -> int:
         """Return the number of True elements that an unknown mask is assumed to have.

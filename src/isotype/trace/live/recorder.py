@@ -28,7 +28,7 @@ from isotype.compat.torch import OpOverload, current_node, forget_gradient_hooks
 from isotype.contracts.contract import autocast_lists, contracts_for, contracts_here
 from isotype.core.dtypes import FLOATS, HALVES, autocast_dtype
 from isotype.core.errors import error_line, first_line
-from isotype.core.operators import COLLECTIVES, given_tensors, leaves, tensors_in
+from isotype.core.operators import COLLECTIVES, given_tensors, leaves
 from isotype.core.source import asking_line, shown
 from isotype.records.finding import in_library
 from isotype.records.memory import Phase
@@ -36,6 +36,7 @@ from isotype.records.trace import CASTS, UNSAFE, Breach, Call, Origin, Weight
 from isotype.trace.fake.code import named_tensors
 from isotype.trace.fake.recorder import is_about_dtypes
 from isotype.trace.recorder import ORIGIN, Recorder
+from isotype.trace.running import OperatorCall
 from isotype.trace.taken import DTYPE
 from isotype.trace.weights import memory_kind, packed_bytes, state_tensors, tensors_and_weights
 
@@ -138,10 +139,10 @@ class LiveRecorder(Recorder):
 
     def _done(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self._turn(func)
-        tensors = tensors_in(func, args, kwargs)
-        self._write(func, args, kwargs, tensors, result, self._place(), None)
-        if self._lists is not None and self.phase == "forward" and self.calls[-1].op not in CASTS:
-            self._as_on_device([tensor for _, tensor in tensors], result)
+        call = OperatorCall(func, args, kwargs, self._place())
+        self._write(call, result)
+        if self._lists is not None and self.phase == "forward" and call.name not in CASTS:
+            self._as_on_device([tensor for _, tensor in call.tensors], result)
         if self.phase == "backward" and current_node() is None:
             self.calls[-1] = replace(self.calls[-1], by_script=True)
 
@@ -183,8 +184,9 @@ class LiveRecorder(Recorder):
 
     def _raised(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
         self._turn(func)
-        breach = Breach(first_line(error), False, None)
-        self._write(func, (), {}, tensors_in(func, args, kwargs), None, self._place(), breach)
+        call = OperatorCall(func, args, kwargs, self._place())
+        call.args, call.kwargs, call.breach = (), {}, Breach(first_line(error), False, None)
+        self._write(call, None)
         self.failed, self.failure_text = self.calls[-1], str(error)
 
     def refused(self, func: Any, args: Any, kwargs: Any, error: Exception) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from isotype.compat.torch import is_traceable_wrapper_subclass, tree_map
-from isotype.core.operators import leaves, operator_name, schema_of, tensors_in
+from isotype.core.operators import leaves, schema_of
 from isotype.model.finite import only_finite
 from isotype.model.shard import local
 from isotype.records.nonfinite import Cause, Value
-from isotype.trace.recorder import CallPlace
+from isotype.trace.running import CallPlace, OperatorCall
 
 _BY_ELEMENT = (
     "aten._to_copy", "aten.copy", "aten.clone", "aten.where", "aten.masked_fill", "aten.native_dropout",
@@ -65,7 +65,7 @@ def _as_tensor(operand: TensorOperand, like: torch.Tensor) -> torch.Tensor | Non
 
 def _aligned(call: TensorCall, values: torch.Tensor) -> list[torch.Tensor]:
     """Return the operands expanded to the result's shape; an empty list if the operator is not element-wise."""
-    if torch.Tag.pointwise not in call.func.tags and not operator_name(call.func).startswith(_BY_ELEMENT):
+    if torch.Tag.pointwise not in call.func.tags and not call.name.startswith(_BY_ELEMENT):
         return []
     tensors = [x for operand in call.operands if (x := _as_tensor(operand, values)) is not None]
     complete = len(tensors) == len(call.operands)
@@ -88,7 +88,7 @@ def exact_result(call: TensorCall, fresh: torch.Tensor, dtype: torch.dtype) -> f
     """
     wide = torch.float32 if dtype.itemsize <= 2 else torch.float64
     try:
-        args, kwargs = tree_map(partial(_widened, call.operands, wide), (call.args, dict(call.kwargs)))
+        args, kwargs = tree_map(partial(_widened, call.operands, wide), (call.args, call.kwargs))
         again = call.func(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None  # the kernel supports no other dtype, or memory is exhausted
@@ -101,12 +101,11 @@ def exact_result(call: TensorCall, fresh: torch.Tensor, dtype: torch.dtype) -> f
 
 def cause_of(call: TensorCall, result: torch.Tensor, exact: float | None, entries: Sequence[float]) -> Cause:
     """Return the reason why the result of finite operands is not finite."""
-    name = operator_name(call.func)
     if exact is not None:
         return "range" if exact > torch.finfo(result.dtype).max else "inside"
-    if name.startswith(_SOFTMAX) and any(map(_masked_row, call.operands)):
+    if call.name.startswith(_SOFTMAX) and any(map(_masked_row, call.operands)):
         return "row"
-    if name.startswith("aten.nll_loss"):
+    if call.name.startswith("aten.nll_loss"):
         return "labels"
     if any(operand.tensor is not None and not operand.tensor.numel() for operand in call.operands):
         return "empty"
@@ -176,32 +175,22 @@ class TensorOperand:
     number: float | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorCall:
+class TensorCall(OperatorCall):
     """A call of an operator, with the values of its operands before the call."""
 
-    func: Any
-    args: Any
-    kwargs: Mapping[str, Any]
-    operands: Sequence[TensorOperand]
-    place: CallPlace
-
-    @property
-    def written(self) -> list[torch.Tensor]:
-        """The operands into which the operator writes."""
-        written = schema_of(self.func).written
-        operands = tensors_in(self.func, self.args, self.kwargs) if written else ()
-        return [tensor for role, tensor in operands if role.partition("[")[0] in written]
+    def __init__(self, func: Any, args: Any, kwargs: Any, place: CallPlace) -> None:
+        super().__init__(func, args, kwargs, place)
+        self.operands = _operands_of(self)
 
 
-def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[TensorOperand]:
+def _operands_of(call: OperatorCall) -> list[TensorOperand]:
     """Return the float operands in the order of the arguments. Operands that the operator overwrites are copied."""
-    schema, name = schema_of(func), operator_name(func)
+    schema, name = schema_of(call.func), call.name
     overwrites = name.startswith(_OVERWRITE)
     like = name.endswith(_LIKE[0]) or name.startswith(_LIKE[1:])
-    positional = set(schema.roles[: len(args)])
+    positional = set(schema.roles[: len(call.args)])
     operands = []
-    for role, tensor in () if like else tensors_in(func, args, kwargs):
+    for role, tensor in () if like else call.tensors:
         argument = role.partition("[")[0]
         written = argument in schema.written
         counts = not (tensor.dim() or tensor.is_floating_point() or tensor.is_complex())
@@ -215,7 +204,7 @@ def operands_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[TensorO
             operands.append(TensorOperand(role, None, None, float(tensor)))
         else:
             operands.append(TensorOperand(role, tensor.clone() if written else tensor, tensor))
-    for role, value in [*zip(schema.roles, args, strict=False), *kwargs.items()]:
+    for role, value in [*zip(schema.roles, call.args, strict=False), *call.kwargs.items()]:
         if role in _NUMBERS and isinstance(value, (int, float)) and not isinstance(value, bool):
             operands.append(TensorOperand(role, None, None, float(value)))
     return operands

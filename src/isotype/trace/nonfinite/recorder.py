@@ -17,7 +17,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from isotype.compat.torch import OpOverload, current_node, storage_key
-from isotype.core.operators import is_view, leaves, operator_name
+from isotype.core.operators import is_view, leaves
 from isotype.core.source import shown
 from isotype.model.shard import local
 from isotype.precision.ranges import is_attention
@@ -30,7 +30,6 @@ from isotype.trace.nonfinite.cause import (
     exact_result,
     fresh_elements,
     is_finite,
-    operands_of,
     value_of,
 )
 from isotype.trace.recorder import LIFTS, Recorder
@@ -94,13 +93,12 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         if self.finding is not None or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         self._turn()
-        operands = operands_of(func, args, kwargs)
+        call = TensorCall(func, args, kwargs, self._place())
         result = func(*args, **kwargs)
-        place = self._place()
         if func in LIFTS:
             _add(self._constant, result)  # `torch.tensor(0.0)` in the code
         elif not is_view(func):
-            self.finding = self._look(TensorCall(func, args, kwargs, operands, place), result)
+            self.finding = self._look(call, result)
             if self.finding is not None and self._stop:
                 raise FoundError
         return result
@@ -113,7 +111,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
 
     def _look(self, call: TensorCall, result: Any) -> NonFinite | None:
         """Return a finding if a result of an operator is not finite and has to be reported; else None."""
-        name = operator_name(call.func)
+        name = call.name
         outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
         outputs += [tensor for tensor in call.written if all(tensor is not output for output in outputs)]
         outputs = [tensor for tensor in outputs if tensor.is_floating_point()]
@@ -197,7 +195,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
 
     def _finding(self, call: TensorCall, result: torch.Tensor, cause: Cause) -> NonFinite:
         return NonFinite(
-            op=operator_name(call.func),
+            op=call.name,
             module=call.place.module,
             phase=self.phase,
             source=shown(call.place.source),
