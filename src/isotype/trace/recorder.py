@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from operator import attrgetter
 from traceback import walk_stack
 from typing import Any
@@ -20,7 +21,7 @@ from torch import nn
 
 from isotype.compat.torch import FakeTensor, UncompiledMode, current_node, last_node_number, node_number
 from isotype.core.dtypes import FLOATS
-from isotype.core.operators import leaves, numbers_in, tensors_of
+from isotype.core.operators import leaves, numbers_in, operator_name, schema_of, tensors_in, tensors_of
 from isotype.core.source import asking_frame, asking_line, is_called_by, shown
 from isotype.model.fold import calls_represented
 from isotype.model.loss import ends_behind
@@ -40,7 +41,6 @@ from isotype.records.trace import (
 )
 from isotype.trace.flops import flops_of
 from isotype.trace.ledger import Ledger
-from isotype.trace.running import CallPlace, OperatorCall
 from isotype.trace.taken import DtypeReads
 
 aten = torch.ops.aten
@@ -62,6 +62,56 @@ _FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "new_ten
 _TAKE_FROM = {"to": 1, "type_as": 1, "new_tensor": 0}
 _CHECKPOINTS = "_gradient_checkpointing_func"
 """Attribute of a transformers layer: its gradient checkpointing function."""
+
+
+@dataclass(slots=True)
+class CallPlace:
+    """The place of an operator: module and source line. The operator stands for `repeats` equal operators."""
+
+    module: str
+    source: Any
+    repeats: int
+    breached: bool = False
+    backward: dict[Any, CallPlace] = field(default_factory=dict)
+
+    def written_at(self, source: Any) -> CallPlace:
+        """Return the place for an operator at the line `source` in the backward of a `torch.autograd.Function`."""
+        if source is None:
+            return self  # torch's own code runs the operator (gradient checkpointing)
+        return self.backward.setdefault(source, CallPlace(self.module, source, self.repeats))
+
+
+class OperatorCall:
+    """A call of an operator.
+
+    Attributes:
+        func, args, kwargs: the operator and its arguments.
+        name: name of the operator, such as `aten.mm.default`.
+        tensors: (argument name, tensor) of each tensor argument.
+        place: the place of the call.
+        breach: the contract that the call has broken; None if there is none.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, place: CallPlace) -> None:
+        self.func, self.args, self.kwargs, self.place = func, args, kwargs, place
+        self.name, self.tensors = operator_name(func), tensors_in(func, args, kwargs)
+        self.breach: Breach | None = None
+
+    def but(self, args: Any, kwargs: Any) -> OperatorCall:
+        """Return a call of the same operator with other arguments."""
+        return OperatorCall(self.func, args, kwargs, self.place)
+
+    @cached_property
+    def floats(self) -> list[torch.Tensor]:
+        """The float operands."""
+        return [tensor for _, tensor in self.tensors if tensor.dtype in FLOATS]
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """The operands into which the operator writes."""
+        written = schema_of(self.func).written
+        operands = self.tensors if written else ()
+        return [tensor for role, tensor in operands if role.partition("[")[0] in written]
 
 
 @dataclass
@@ -115,13 +165,11 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         hooks = ExitStack()
         # Repeats by name, because a recomputation may enter a module without its parents.
         repeats = repeats_of(model)
-        for name, module in model.named_modules(remove_duplicate=True):
+        for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # a script module takes no hooks: its operators are recorded in the calling module
-            # bitsandbytes' layers cast their output to their input's dtype.
-            casts_back = type(module).__module__.startswith("bitsandbytes.")
-            enter = self._entering(name, repeats[name], casts_back)
-            hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+            entering = listening(partial(self._entering, name, repeats[name]))
+            hooks.enter_context(module.register_forward_pre_hook(entering, prepend=True))
             leaving = module.register_forward_hook(self._leaving, always_call=True, with_kwargs=True)
             hooks.enter_context(leaving)
             if (checkpoint := module.__dict__.get(_CHECKPOINTS)) is not None:
@@ -145,13 +193,12 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                     full = f"{module_name}.{name}" if module_name else name
                     self._register(tensor, Origin("attribute", tensor.dtype, f"{prefix}{full}"))
 
-    def _entering(self, name: str, repeats: int, casts_back: bool) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any) -> None:
-            first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
-            returns = self.origin(first) if casts_back and first is not None else None
-            self.enter(name, repeats, returns, module)
-
-        return listening(enter)
+    def _entering(self, name: str, repeats: int, module: nn.Module, args: Any) -> None:
+        first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
+        # bitsandbytes' layers cast their output to their input's dtype.
+        casts_back = type(module).__module__.startswith("bitsandbytes.")
+        returns = self.origin(first) if casts_back and first is not None else None
+        self.enter(name, repeats, returns, module)
 
     def _recomputing_in(self, name: str, repeats: int, checkpoint: Any) -> Callable[..., Any]:
         """Wrap the checkpointing function of a transformers (5.23) layer, to record recomputed operators in this layer.
@@ -245,9 +292,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             function, like = self.function or "a tensor", self._like(tensor.dtype)
             return Origin("constant", tensor.dtype, function, self.module, source, like=like)
         plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
-        if (
-            plain and tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
-        ):  # as with `torch.from_numpy`
+        on_cpu = plain and tensor.device.type == "cpu"
+        if on_cpu and not tensor.untyped_storage().resizable():  # as with `torch.from_numpy`
             return Origin("constant", tensor.dtype, FROM_NUMPY, self.module, source)
         if isinstance(tensor, nn.Parameter) and not self._frames:  # such as the head's, in a loss by chunks
             return Origin("data", tensor.dtype, name_in_process(tensor), source=source)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from isotype.core.source import shown
 from isotype.records.reach import Unreached
 from isotype.records.trace import Origin
 from isotype.trace.fake.values import is_data_dependent
-from isotype.trace.running import OperatorCall
+from isotype.trace.recorder import OperatorCall
 
 aten = torch.ops.aten
 
@@ -126,8 +127,7 @@ def _function() -> str | None:
     Reentrant gradient checkpointing is an example, if its inputs require no gradient. Return None if the function runs
     with gradients on and computes the gradients itself, as a fused layer does.
     """
-    frame: Any = frame_above(2)
-    while frame is not None:
+    for frame, _ in walk_stack(frame_above(2)):
         first = next(iter(frame.f_code.co_varnames), "")
         context = frame.f_locals.get(first) if frame.f_code.co_name == "forward" else None
         if isinstance(context, torch.autograd.function.BackwardCFunction):
@@ -135,5 +135,4 @@ def _function() -> str | None:
                 return None
             if not any(context.needs_input_grad):
                 return type(context).__name__.removesuffix("Backward")
-        frame = frame.f_back
     return ""

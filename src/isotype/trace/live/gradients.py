@@ -296,11 +296,9 @@ def _steps(tensor: torch.Tensor, ends: Sequence[int]) -> set[int]:
 def _holder(tensors: Sequence[torch.Tensor]) -> str:
     """Return " in NAME" for a local variable NAME that is, or contains, one of the tensors; "" if there is none."""
     wanted = {id(tensor) for tensor in tensors}
-    frame: Any = frame_above(1)
-    while frame is not None:
+    for frame, _ in walk_stack(frame_above(1)):
         ours = "isotype" in frame.f_globals.get("__name__", "")
         for name, value in frame.f_locals.items() if not ours else ():
             if not wanted.isdisjoint(map(id, value if isinstance(value, list) else [value])):
                 return f" in {name}"
-        frame = frame.f_back
     return ""

@@ -35,8 +35,7 @@ from isotype.records.memory import Phase
 from isotype.records.trace import CASTS, UNSAFE, Breach, Call, Origin, Weight
 from isotype.trace.fake.code import named_tensors
 from isotype.trace.fake.recorder import is_about_dtypes
-from isotype.trace.recorder import ORIGIN, Recorder
-from isotype.trace.running import OperatorCall
+from isotype.trace.recorder import ORIGIN, OperatorCall, Recorder
 from isotype.trace.taken import DTYPE
 from isotype.trace.weights import memory_kind, packed_bytes, state_tensors, tensors_and_weights
 
