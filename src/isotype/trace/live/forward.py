@@ -81,8 +81,7 @@ class StaleCasts:
     """
 
     def __init__(self, report: Callable[[], None]) -> None:
-        self._report = report
-        self._handle: Any = None
+        self._report, self._hooks = report, ExitStack()
 
     def stepped(self, device: str) -> None:
         """After an optimizer step on this device type, prepare the test weight for the next forward."""
@@ -100,12 +99,10 @@ class StaleCasts:
                 if torch.is_autocast_enabled(device) and float(_product(weight).detach()) == 1.0:
                     self._report()
 
-        self._handle = modules.register_module_forward_pre_hook(called)
+        self._hooks.enter_context(modules.register_module_forward_pre_hook(called))
 
     def detach(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        self._hooks.close()
 
 
 class Averages(UncompiledMode):  # type: ignore[no-untyped-call]

@@ -249,7 +249,7 @@ class KeptGraphs:
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report, self._ends, self._optimizer = report, [last_node_number()], 0
-        self._handle = optimizers.register_optimizer_step_pre_hook(self._begins)
+        self.detach = optimizers.register_optimizer_step_pre_hook(self._begins).remove
 
     def _begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._optimizer = self._optimizer or id(optimizer)
@@ -257,15 +257,10 @@ class KeptGraphs:
             return
         self._ends.append(last_node_number())
         if len(self._ends) > len(_KEPT_STEPS) + 1 and (kept := _kept(self._ends)):
-            outputs = any(tensor.dim() for tensor in kept)
-            sentence = f"the {'outputs' if outputs else 'losses'} of earlier steps are kept with their graphs{_holder(kept)}"
-            advice = (
-                "keep output.detach() instead" if outputs else "keep loss.detach() or loss.item() instead"
-            )
-            self._report(f"{sentence}: memory grows with every step; {advice}")
-
-    def detach(self) -> None:
-        self._handle.remove()
+            of_outputs, of_losses = ("outputs", "output.detach()"), ("losses", "loss.detach() or loss.item()")
+            results, numbers = of_outputs if any(tensor.dim() for tensor in kept) else of_losses
+            sentence = f"the {results} of earlier steps are kept with their graphs{_holder(kept)}"
+            self._report(f"{sentence}: memory grows with every step; keep {numbers} instead")
 
 
 def _kept(ends: Sequence[int]) -> list[torch.Tensor]:
