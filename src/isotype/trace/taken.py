@@ -58,19 +58,8 @@ class _Read:
     call: weakref.ref[_Call]
     code: CodeType
     at: int
-    dtype: torch.dtype
     origin: Origin
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Argument:
-    """An argument of a call in the source: keyword, position, literal dtypes, and names of variables."""
-
-    keyword: str | None
-    span: Span
-    literals: frozenset[torch.dtype]
-    names: tuple[str, ...]
 
 
 class DtypeReads:
@@ -84,7 +73,7 @@ class DtypeReads:
         self._count += 1
         for frame in _frames(frame_above(1)):
             call, code, at = weakref.ref(call_of(frame)), frame.f_code, frame.f_lasti
-            self._reads.setdefault(code, {})[at] = _Read(call, code, at, origin.dtype, origin, self._count)
+            self._reads.setdefault(code, {})[at] = _Read(call, code, at, origin, self._count)
 
     def taken_by(self, dtype: torch.dtype) -> Origin | None:
         """Return the origin of the running call's argument `dtype`; None if the code names the dtype itself."""
@@ -92,24 +81,25 @@ class DtypeReads:
         if frame is None:
             return None
         arguments = _arguments(frame.f_code, frame.f_lasti)
-        named = [argument for argument in arguments if argument.keyword == "dtype"]
+        named = [argument for argument in arguments if argument.arg == "dtype"]
         read = self._in(frame, named or arguments, dtype, _MOST_CALLERS)
         return None if read is None else read.origin
 
     def _in(
-        self, frame: FrameType, arguments: Sequence[_Argument], dtype: torch.dtype, callers: int
+        self, frame: FrameType, arguments: Sequence[ast.keyword], dtype: torch.dtype, callers: int
     ) -> _Read | None:
         """Return the read of `dtype` in the arguments of the call in `frame`, or in code that set their variables."""
         call: Any = frame.f_trace
         seen = self._reads.get(frame.f_code, {}).values() if isinstance(call, _Call) else ()
-        in_call = [read for read in seen if read.call() is call and read.dtype == dtype]
-        spans = [argument.span for argument in arguments]
+        in_call = [read for read in seen if read.call() is call and read.origin.dtype == dtype]
+        values = [argument.value for argument in arguments]
+        spans = [span_of(value) for value in values]
         reads = [r for r in in_call if any(is_inside(position(r.code, r.at), span) for span in spans)]
         if reads:
             return max(reads, key=lambda read: read.number)
-        if any(dtype in argument.literals for argument in arguments):
+        if any(dtype in _literals(value) for value in values):
             return None
-        for name in (name for argument in arguments for name in argument.names):
+        for name in (name for value in values for name in _names(value)):
             read = self._stored(frame, in_call, name, dtype)
             if read is None and callers and name in _parameters(frame.f_code):
                 read = self._of_parameter(frame, name, dtype, callers)
@@ -123,7 +113,7 @@ class DtypeReads:
         if name not in frame.f_code.co_varnames and name not in frame.f_code.co_cellvars:
             file = frame.f_code.co_filename
             by_code = (by_byte for code, by_byte in self._reads.items() if code.co_filename == file)
-            reads = (read for by_byte in by_code for read in by_byte.values() if read.dtype == dtype)
+            reads = (read for by_byte in by_code for read in by_byte.values() if read.origin.dtype == dtype)
         stored = (read for read in reads if _is_stored(read.code, read.at, name))
         return max(stored, key=lambda read: read.number, default=None)
 
@@ -133,10 +123,10 @@ class DtypeReads:
         if caller is None:
             return None
         arguments = _arguments(caller.f_code, caller.f_lasti)
-        by_name = [argument for argument in arguments if argument.keyword == name]
+        by_name = [argument for argument in arguments if argument.arg == name]
         parameters = _parameters(frame.f_code)
         position = parameters.index(name) - (parameters[0] in ("self", "cls"))
-        plain = [argument for argument in arguments if argument.keyword is None]
+        plain = [argument for argument in arguments if argument.arg is None]
         sources = by_name or plain[position : position + 1]
         return self._in(caller, sources, dtype, callers - 1) if sources else None
 
@@ -175,8 +165,8 @@ def is_inside(span: Span | None, outer: Span) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _arguments(code: CodeType, at: int) -> tuple[_Argument, ...]:
-    """Return the arguments of the call at byte `at`; () if the instruction is not a call or the source is not available."""
+def _arguments(code: CodeType, at: int) -> tuple[ast.keyword, ...]:
+    """Return the arguments of the call at byte `at`, also positional ones; () without a call or its source."""
     span = position(code, at)
     if span is None:
         return ()
@@ -193,11 +183,7 @@ def _arguments(code: CodeType, at: int) -> tuple[_Argument, ...]:
     call = ast.increment_lineno(tree, line - 2).body  # to the lines of the file
     if not isinstance(call, ast.Call):
         return ()
-    named = [(keyword.arg, keyword.value) for keyword in call.keywords]
-    return tuple(
-        _Argument(keyword, span_of(node), frozenset(_literals(node)), tuple(_names(node)))
-        for keyword, node in [*((None, node) for node in call.args), *named]
-    )
+    return (*(ast.keyword(arg=None, value=value) for value in call.args), *call.keywords)
 
 
 def span_of(node: ast.expr) -> Span:

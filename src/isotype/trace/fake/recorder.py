@@ -35,7 +35,7 @@ from isotype.core.dtypes import FLOATS, named_integer
 from isotype.core.errors import error_line, first_line
 from isotype.core.operators import BFLOAT16_WITHOUT_MEMORY, float_indices, given_tensors, leaves, schema_of
 from isotype.core.source import condition_at, raising_line, shown, tensors_at_hand
-from isotype.records.trace import ONLY_WIDE, SHARED, UNSAFE, Breach, Failure, Origin
+from isotype.records.trace import ONLY_WIDE, SHARED, UNSAFE, Breach, Failure, Origin, OriginKind
 from isotype.trace.fake.arguments import (
     as_measured,
     cast_result,
@@ -130,34 +130,29 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.gradients.behind.append(self._frames[-1].name)
         super().leave(arguments, output)
 
-    def register_real(
-        self,
-        tensors: Iterable[tuple[str, torch.Tensor]],
-        fakes: Mapping[str, torch.Tensor],
-        of_loss: Iterable[tuple[str, torch.Tensor]],
-        of_inputs: Iterable[tuple[str, torch.Tensor]],
-    ) -> None:
-        """Before the step, register the real tensors that its code may use.
+    def register_named(self, kind: OriginKind, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Before the step, register (name, tensor) of real tensors outside of the model that its code may use.
 
-        Args:
-            tensors: (name, tensor) for each parameter and buffer of the model. If the code uses such a tensor, the fake
-                of the same name replaces the tensor.
-            fakes: name -> parameter or buffer of the model's copy on fake tensors.
-            of_loss: (name, tensor) for each tensor that the loss function can read, such as a class weight.
-            of_inputs: (name, tensor) for each tensor in the inputs, also inside of objects such as caches.
+        They are the data that the loss function can read, such as a class weight, and the tensors in the inputs.
         """
-        for name, tensor in of_loss:
-            self._named[id(tensor)] = tensor, Origin("data", tensor.dtype, name)
-        for name, tensor in of_inputs:
-            self._named[id(tensor)] = tensor, Origin("input", tensor.dtype, name)
         for name, tensor in tensors:
-            if name not in fakes or not is_real(tensor):
+            self._named[id(tensor)] = tensor, Origin(kind, tensor.dtype, name)
+
+    def register_model(self, model: nn.Module, twin: nn.Module) -> None:
+        """Before the step, register the model's tensors. If the code uses one, the twin's tensor of this name replaces it."""
+        tensors, fakes = (
+            [*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)]
+            for m in (model, twin)
+        )
+        fake_by_name = dict(fakes)
+        for name, tensor in tensors:
+            if (fake := fake_by_name.get(name)) is None or not is_real(tensor):
                 continue
             buffer = not isinstance(tensor, nn.Parameter) and id(tensor) not in self._outside
-            self._outside[id(tensor)] = (tensor, fakes[name])
+            self._outside[id(tensor)] = (tensor, fake)
             if buffer and not tensor.is_meta and tensor.numel() <= LIMIT:
-                self.values.give(fakes[name], tensor.detach().cpu().clone())
-                self.values.came_rounded(fakes[name], name, written=True)
+                self.values.give(fake, tensor.detach().cpu().clone())
+                self.values.came_rounded(fake, name, written=True)
 
     def _note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Register the real tensors that the caller's loss passes to the model as inputs."""

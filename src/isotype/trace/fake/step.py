@@ -118,12 +118,9 @@ def trace_step(
             change(twin)
     recorder = FakeRecorder(contracts_of(setup.profile), setup.compute, mode, lines)
     recorder.deadline = deadline
-    tensors, fakes = (
-        [*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)]
-        for m in (model, twin)
-    )
-    inputs = _named(named_inputs(request.inputs))
-    recorder.register_real(tensors, dict(fakes), tensors_of_loss(loss_in(request.inputs)), inputs)
+    recorder.register_named("data", tensors_of_loss(loss_in(request.inputs)))
+    recorder.register_named("input", _named(named_inputs(request.inputs)))
+    recorder.register_model(model, twin)
     real = weights_of(model) if weights is None else weights
     step = _Step(request, twin, setup, recorder)
     step.real, step.enough = real, enough

@@ -61,12 +61,11 @@ def measure_reach(
     more = [other for other in map(batch_of, others) if other is not None]
     try:
         copy = small_copy(model, torch.cat([*map(_all_tokens, (batch, *more))]), most_bytes)
-    except NoCopyError as problem:
-        return Reach("", rows, tokens, undecided=(str(problem),))
     except Exception as error:  # noqa: BLE001 - a class may refuse to be copied; the reason is reported
-        why = f"no small copy could be made: {error_line(error)}"
+        known = isinstance(error, NoCopyError)
+        why = str(error) if known else f"no small copy could be made: {error_line(error)}"
         return Reach("", rows, tokens, undecided=(why,))
-    batch, deadline, why = renumbered(batch, copy.tokens), time.thread_time() + seconds, ""
+    batch, deadline = renumbered(batch, copy.tokens), time.thread_time() + seconds
     more = [renumbered(other, copy.tokens) for other in more]
     weights = sum(parameter.numel() for parameter in copy.model.parameters())
     with random_states_kept(), one_thread(weights * batch.ids.numel() <= _SHARED_OUT):
@@ -75,10 +74,9 @@ def measure_reach(
                 reach = _measured(Probe(copy, batch.to(dtype), deadline, dtype))
                 batches = [member.to(dtype) for member in (batch, *more)]
                 return _of_processes(reach, copy.model, batches, sharing)
-            except UndecidedError as problem:
-                why = str(problem)
             except Exception as error:  # noqa: BLE001 - any code may fail on changed inputs; the reason is reported
-                why = f"the copy could not be run: {error_line(error)}"
+                known = isinstance(error, UndecidedError)
+                why = str(error) if known else f"the copy could not be run: {error_line(error)}"
             copy.model.to(torch.float32)
     return Reach(copy.words, rows, tokens, undecided=(why,))
 
