@@ -38,38 +38,28 @@ _CONVERTS = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY_NOT", "COPY", "CACHE", "NO
 
 
 @dataclass(frozen=True)
-class Order:
-    """The path in the syntax tree from a number to the condition that it decides.
+class Use:
+    """The way in which code uses a number that it reads.
 
     Attributes:
-        negated: True if an odd number of `not` is on the path.
+        negated: True if an odd number of `not` is between the number and the condition that it decides.
         rises: True if the comparison is true for large numbers, False if it is true for small numbers; None without a
             comparison.
         limit: the constant that the number is compared with; None if there is none.
+        passes: the code continues if the comparison, or the number alone, has this truth value; None if no condition
+            was found.
+        loop: line of the `while` loop that ends with the other truth value; None if there is none.
     """
 
     negated: bool = False
     rises: bool | None = None
     limit: float | None = None
-
-
-@dataclass(frozen=True)
-class Use:
-    """The way in which code uses a number that it reads.
-
-    Attributes:
-        passes: the code continues if the comparison, or the number alone, has this truth value.
-        loop: line of the `while` loop that ends with the other truth value; None if there is none.
-        order: the path to the condition.
-    """
-
-    passes: bool
-    loop: int | None
-    order: Order
+    passes: bool | None = None
+    loop: int | None = None
 
     def number(self, truth: bool, is_integer: bool) -> float:
         """Return a number for which the comparison has the value `truth`. The number is 1 if possible."""
-        rises, limit = self.order.rises, self.order.limit
+        rises, limit = self.rises, self.limit
         if rises is None:
             return float(truth)
         wants_large = truth == rises
@@ -118,7 +108,7 @@ class Numbers:
                 return 1.0
             self._loops[file, loop] = None
             return _BY_TURNS[count % len(_BY_TURNS)]
-        truth = use.passes
+        truth = bool(use.passes)
         if use.loop is not None:
             self._loops[file, use.loop] = None
             truth ^= count % _ROUNDS == _ROUNDS - 1
@@ -129,74 +119,81 @@ class Numbers:
 
 def use_in(frame: FrameType) -> tuple[Use | None, FrameType]:
     """Return the use of the number that `frame` is reading, and the frame (`frame` or a caller) that uses the number."""
-    use = _use(frame.f_code, frame.f_lasti, Order())
-    while isinstance(use, Order) and (caller := frame.f_back) is not None:
-        if is_library(caller.f_code.co_filename):
-            break
+    use = _use(frame.f_code, frame.f_lasti, Use())
+    while use is not None and use.passes is None:
+        if (caller := frame.f_back) is None or is_library(caller.f_code.co_filename):
+            return None, frame
         frame = caller
         use = _use(frame.f_code, frame.f_lasti, use)
-    return (None if isinstance(use, Order) else use), frame
+    return use, frame
 
 
 @lru_cache(maxsize=4096)
-def _use(code: CodeType, at: int, order: Order) -> Use | Order | None:
-    """Return how code uses the number read by the instruction at byte `at`; an `Order` if the function returns it."""
+def _use(code: CodeType, at: int, so_far: Use) -> Use | None:
+    """Return how code uses the number read by the instruction at byte `at`; without `passes` if the function returns it.
+
+    `so_far` is the use of the number in the functions that the code calls.
+    """
     parents = _parents(code.co_filename)
     node = _expression(code, at)
     if node is None:
         return None
-    order, place = _upwards(node, order, parents)
+    path, place = _upwards(node, so_far, parents)
     match place:
         case ast.Return():
-            return order
+            return path
         case ast.Assign(targets=[(ast.Name() | ast.Attribute()) as target]) | ast.AnnAssign(target=target):
             readers = _readers(place, ast.unparse(target), parents)
-            paths = (_upwards(reader, order, parents) for reader in readers)
-            return next((use for path, test in paths if (use := _of_test(test, path, parents))), None)
-    use = _of_test(place, order, parents)
+            tests = (_upwards(reader, path, parents) for reader in readers)
+            return next((use for inner, test in tests if (use := _of_test(test, inner, parents))), None)
+    use = _of_test(place, path, parents)
     equals = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq)
     if use is None and (equals or _NOT_FINITE.search(ast.unparse(node))):
-        return Use(False, None, order)  # an unknown number equals no other, and it is finite
+        return replace(path, passes=False)  # an unknown number equals no other, and it is finite
     return use
 
 
-def _of_test(place: ast.AST, order: Order, parents: dict[ast.AST, ast.AST]) -> Use | None:
-    """Return the use of a number in the condition of the statement `place`; None if both truth values work."""
+def _of_test(place: ast.AST, path: Use, parents: dict[ast.AST, ast.AST]) -> Use | None:
+    """Return the use of a number in the condition of the statement `place`; None if both truth values work.
+
+    `path` is the use in the expressions of the condition.
+    """
     match place:
         case ast.While():
-            return Use(not order.negated, place.lineno, order)
+            return replace(path, passes=not path.negated, loop=place.lineno)
         case ast.Assert():
-            return Use(not order.negated, None, order)
+            return replace(path, passes=not path.negated)
         case ast.If(body=body, orelse=orelse):
             loop = _around(place, parents, (ast.While, ast.For))
             is_while = isinstance(loop, ast.While)
             ends = (ast.Break, ast.Return) if is_while else ast.Break
             for branch, passes in ((body, False), (orelse, True)):
                 if any(isinstance(statement, ast.Raise) for statement in branch):
-                    return Use(passes != order.negated, None, order)
+                    return replace(path, passes=passes != path.negated)
                 if loop is not None and any(isinstance(statement, ends) for statement in branch):
-                    return Use(passes != order.negated, loop.lineno if is_while else None, order)
+                    ends_at = loop.lineno if is_while else None
+                    return replace(path, passes=passes != path.negated, loop=ends_at)
     return None
 
 
-def _upwards(node: ast.expr, order: Order, parents: dict[ast.AST, ast.AST]) -> tuple[Order, ast.AST]:
-    """Return the `Order` of an expression, and the statement or `… if … else …` that contains the expression."""
+def _upwards(node: ast.expr, path: Use, parents: dict[ast.AST, ast.AST]) -> tuple[Use, ast.AST]:
+    """Return the use of an expression, and the statement or `… if … else …` that contains the expression."""
     part: ast.AST = node
     while not isinstance(place := parents[part], ast.stmt):
         match place:
             case ast.IfExp(test=test) if part is test:
                 break
             case ast.UnaryOp(op=ast.Not()):
-                order = replace(order, negated=not order.negated)
+                path = replace(path, negated=not path.negated)
             case ast.Compare(left=left, ops=[operator], comparators=[right]):
                 sign = isinstance(operator, (ast.Gt, ast.GtE)) - isinstance(operator, (ast.Lt, ast.LtE))
                 other = right if part is left else left
                 value = other.value if isinstance(other, ast.Constant) else None
                 limit = float(value) if isinstance(value, (int, float)) else None
                 if sign:
-                    order = replace(order, rises=(sign > 0) == (part is left), limit=limit)
+                    path = replace(path, rises=(sign > 0) == (part is left), limit=limit)
         part = place
-    return order, place
+    return path, place
 
 
 def _readers(place: ast.stmt, variable: str, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.expr]:
