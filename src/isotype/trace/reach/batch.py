@@ -78,11 +78,10 @@ def batch_of(inputs: Mapping[str, Any]) -> Batch | None:
     ids = inputs.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return None
-    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
-    if not all(map(has_values, tensors)) or ids.numel() < 2:
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    if not all(map(has_values, tensors.values())) or ids.numel() < 2:
         return None
-    held = ((name, value) for name, value in inputs.items() if isinstance(value, torch.Tensor))
-    copies = {**inputs, **{name: value.detach().cpu().clone() for name, value in held}}
+    copies = {**inputs, **{name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}}
     labelled = isinstance(copies.get("labels"), torch.Tensor)
     if not labelled:
         copies = _with_labels(copies)
@@ -104,12 +103,8 @@ def _with_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rows_at(inputs: Mapping[str, Any], rows: int, index: Any) -> dict[str, Any]:
     """Return the inputs with only the rows at `index`. Tensors that do not have `rows` rows stay whole."""
-
-    def cut(value: Any) -> Any:
-        by_row = isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows
-        return value[index] if by_row else value
-
-    return {name: cut(value) for name, value in inputs.items()}
+    tensors = ((name, value) for name, value in inputs.items() if isinstance(value, torch.Tensor))
+    return {**inputs, **{name: tensor[index] for name, tensor in tensors if tensor.shape[:1] == (rows,)}}
 
 
 def _in_pieces(inputs: Mapping[str, Any]) -> bool:
@@ -165,13 +160,10 @@ def _window(batch: Batch) -> dict[str, Any]:
     row, first, last = _border(batch)
     size = min(max(last + _AROUND - first, FEW_TOKENS), MOST_TOKENS, tokens)
     first = max(min(first, tokens - size), 0)
-    window = slice(first, first + size)
     for name, value in inputs.items():
-        if isinstance(value, torch.Tensor) and value.dim() >= 2:
-            for axis in range(1, value.dim()):
-                if value.shape[axis] == tokens:
-                    value = value[(slice(None),) * axis + (window,)]
-            inputs[name] = value
+        for axis in range(1, value.dim()) if isinstance(value, torch.Tensor) else ():
+            if value.shape[axis] == tokens:
+                inputs[name] = inputs[name].narrow(axis, first, size)
     # The rows have their borders in different columns: one row is enough.
     return inputs if rows <= 2 else _rows_at(inputs, rows, torch.tensor([row, (row + 1) % rows]))
 
