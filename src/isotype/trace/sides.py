@@ -99,14 +99,12 @@ class Sides:
 
     Attributes:
         compute: the compute dtype of the whole step.
-        decided: True if a policy or autocast sets `compute` for all parts of the model.
-        parts: the `Tally` of every module, by name.
+        parts: the `Tally` of every module, by name; empty if a policy or autocast sets `compute` for the whole model.
         input_dtypes: float dtypes of the step's inputs.
     """
 
     compute: torch.dtype
-    decided: bool
-    parts: Tallies
+    parts: Tallies = field(default_factory=dict)
     input_dtypes: Collection[torch.dtype] = ()
 
     def at(self, module: str, causes: Sequence[Origin]) -> torch.dtype:
@@ -115,10 +113,8 @@ class Sides:
         The part contains `module` and the modules in `causes`, the origins of the operands' dtypes. If a cause is in a
         list of layers, the part contains the whole list. If a cause is outside of the modules (an input), the part must
         contain modules in two of the causes' dtypes. If a part has one module, or equally many modules in two dtypes, a
-        larger part is used; at last the whole model (`whole`). A model without weights has the dtype `compute`.
+        larger part is used; at last the whole model (`whole`). Without `parts`, the dtype is `compute`.
         """
-        if self.decided:
-            return self.compute
         met = {cause.dtype for cause in causes}
         homes = [_home(cause) for cause in causes]
         held = [home for home in homes if home is not None]
@@ -134,7 +130,7 @@ class Sides:
 def sides_of(setup: Setup, weights: Iterable[Weight], input_dtypes: Collection[torch.dtype] = ()) -> Sides:
     """Return the `Sides` of a step with these settings and weights; `input_dtypes` are the dtypes of its float inputs."""
     decided = setup.policy is not None or setup.autocast is not None
-    return Sides(setup.compute, decided, tallies(weights), input_dtypes)
+    return Sides(setup.compute, {} if decided else tallies(weights), input_dtypes)
 
 
 def whole(parts: Tallies, input_dtypes: Collection[torch.dtype] = ()) -> torch.dtype | None:

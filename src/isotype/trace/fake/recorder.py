@@ -98,7 +98,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         super().__init__()
         self.contracts = contracts
         self.compute = compute
-        self.sides = Sides(compute, True, {})
+        self.sides = Sides(compute)
         self.fake = fake
         self.kernels = Kernels(fake)
         self.lines = lines or {}
