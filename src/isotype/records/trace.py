@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from isotype.core.dtypes import FLOATS, dtype_name
-from isotype.core.names import short
+from isotype.core.names import short, with_parents
 from isotype.records.memory import Memory, Phase
 from isotype.records.reach import Reach, Unreached
 from isotype.records.request import Setup
@@ -452,8 +452,8 @@ def _lines(trace: Trace) -> Iterator[str]:
         if call.phase != phase:
             phase, entered = call.phase, ()
             yield phase
-        names = call.module.split(".") if call.module else []
-        path = tuple(name for i in range(len(names)) if (name := ".".join(names[: i + 1])) in trace.modules)
+        outer = reversed(with_parents(call.module)[:-1])
+        path = tuple(name for name in outer if name in trace.modules)
         for depth, name in enumerate(path, 1):
             if path[:depth] != entered[:depth]:
                 times = f"   represents {call.repeats}" if depth == len(path) and call.repeats > 1 else ""

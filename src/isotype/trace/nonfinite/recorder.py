@@ -151,9 +151,9 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
             finding = self._finding(call, result, cause_of(call, result, exact, entries))
             return replace(finding, rows=self._rows(fresh), exact=exact, entries=entries)
         for operand in call.operands:
-            if operand.original is None or operand.tensor is None:
+            if operand.tensor is None:
                 if not math.isfinite(operand.number or 0.0):
-                    self._suspect(self._from_operand(call, result, "constant", operand))
+                    self._suspect(self._finding(call, result, "constant"))
             elif not is_finite(operand.tensor):
                 judged = self._judge_operand(call, result, operand)
                 if judged is not None:
@@ -187,11 +187,9 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
     def _from_operand(
         self, call: TensorCall, result: torch.Tensor, cause: Cause, operand: TensorOperand
     ) -> NonFinite:
-        finding, tensor = self._finding(call, result, cause), operand.original
-        if tensor is None:
-            return finding
-        rows = self._rows(~tensor.isfinite()) if cause == "input" else ()
-        return replace(finding, culprit=self._value(operand), rows=rows)
+        assert operand.original is not None
+        rows = self._rows(~operand.original.isfinite()) if cause == "input" else ()
+        return replace(self._finding(call, result, cause), culprit=self._value(operand), rows=rows)
 
     def _finding(self, call: TensorCall, result: torch.Tensor, cause: Cause) -> NonFinite:
         return NonFinite(
