@@ -46,15 +46,10 @@ def gradients_of(
     Args:
         unscaled: True if a GradScaler has unscaled gradients of this script.
     """
-    forward = (call for call in recorder.calls if call.phase == "forward")
-    origins = ((operand.origin, call.module) for call in forward for operand in call.operands)
-    used = {origin.name: module for origin, module in origins if origin.kind == "parameter"}
     weights = [*parameters_of(optimizer)]
     trained = [weight for weight in weights if weight.requires_grad]
-    reached = sum(weight.grad is not None for weight in trained)
-    lost = [(id(w), recorder.names.get(id(w))) for w in trained if w.grad is None]
-    frozen = [w for root in roots for w in root.parameters() if id(w) in recorder.frozen and w.grad is None]
-    frozen = [w for w in frozen if not w.requires_grad and id(w) not in recorder.graded]
+    graded = [weight for weight in trained if weight.grad is not None]
+    lost = [weight for weight in trained if weight.grad is None]
     held = {id(weight) for weight in weights}
     optimizers = living(torch.optim.Optimizer)
     elsewhere = {id(w): w for other in optimizers for w in parameters_of(other) if id(w) not in held}
@@ -68,26 +63,14 @@ def gradients_of(
     unscaled = unscaled or divides or getattr(optimizer, "grad_scale", None) is not None
     unscaled = unscaled or any(call.by_script and call.of_gradient for call in recorder.calls)
     scales = [scale for scaler in living(torch.amp.GradScaler) if (scale := stored_scale(scaler)) is not None]
-    graded = [weight for weight in trained if weight.grad is not None]
     of_this_step = bool(graded) and all(id(weight) in recorder.graded for weight in graded)
     unmultiplied = of_this_step and not _multiplied(recorder, scales)
-    unused = (
-        Unreached(
-            origin.name,
-            used[origin.name],
-            ignored=True,
-            cut=recorder.cuts.get(key, ""),
-            # A script that keeps other gradients has removed these on purpose.
-            cleared=not reached and key in recorder.graded,
-        )
-        for key, origin in lost
-        if origin is not None and origin.name in used
-    )
     return {
         "plain": unmultiplied and not divides,
-        "reached": reached if all_of_model else None,
-        "unreached": (*unused, *_frozen(recorder, frozen)),
-        "orphans": sum(origin is None for _, origin in lost),
+        "reached": len(graded) if all_of_model else None,
+        # A script that keeps some gradients has removed the others on purpose.
+        "unreached": (*_lost(recorder, lost, clears=not graded), *_frozen(recorder, roots)),
+        "orphans": sum(id(weight) not in recorder.names for weight in lost),
         "idle": {recorder.names[id(weight)].name for weight in left if weight.grad is None},
         "unheld": tuple(
             dict.fromkeys(recorder.names[id(w)].name for w in left if all_of_model and w.grad is not None)
@@ -119,9 +102,24 @@ def _unequal(
     return ("scaler", shown(asking_line())) if scaled and any(map(is_flattened, roots)) else ("", "")
 
 
-def _frozen(recorder: LiveRecorder, weights: Sequence[torch.Tensor]) -> Iterator[Unreached]:
+def _lost(recorder: LiveRecorder, weights: Sequence[torch.Tensor], clears: bool) -> Iterator[Unreached]:
+    """Yield the weights without a gradient that the forward has used. `clears`: code may have removed the gradients."""
+    forward = (call for call in recorder.calls if call.phase == "forward")
+    origins = ((operand.origin, call.module) for call in forward for operand in call.operands)
+    used = {origin.name: module for origin, module in origins if origin.kind == "parameter"}
+    for key in map(id, weights):
+        origin, cleared = recorder.names.get(key), clears and key in recorder.graded
+        if origin is not None and origin.name in used:
+            cut = recorder.cuts.get(key, "")
+            yield Unreached(origin.name, used[origin.name], ignored=True, cut=cut, cleared=cleared)
+
+
+def _frozen(recorder: LiveRecorder, roots: Sequence[nn.Module]) -> Iterator[Unreached]:
     """Yield the weights that the forward has used before a line of code froze them."""
-    names = {recorder.names[id(weight)].name: recorder.frozen[id(weight)] for weight in weights}
+    weights = [weight for root in roots for weight in root.parameters() if id(weight) in recorder.frozen]
+    weights = [weight for weight in weights if weight.grad is None and not weight.requires_grad]
+    frozen = (key for key in map(id, weights) if key not in recorder.graded)
+    names = {recorder.names[key].name: recorder.frozen[key] for key in frozen}
     for at, call in enumerate(recorder.calls):
         for operand in call.operands:
             line, before = names.get(operand.origin.name, ("", 0))
