@@ -23,8 +23,8 @@ def test_only_an_update_of_averages_fails_for_their_dtype() -> None:
         averages.update_parameters(model)
     with pytest.raises(RuntimeError, match="dtype") as forward:
         averages(x)
-    assert outside(update.value, model, step).cause.startswith("AveragedModel holds 2 of 2 parameters")
-    assert outside(forward.value, model, step).cause == ""
+    assert outside(update.value, model, step, {}).cause.startswith("AveragedModel holds 2 of 2 parameters")
+    assert outside(forward.value, model, step, {}).cause == ""
 
 
 class Vae(nn.Module):
@@ -48,7 +48,7 @@ def test_a_model_with_weights_of_the_same_names_holds_no_averages() -> None:
     step = traced(model, lambda model: model(torch.ones(2, 8)).sum())
     with pytest.raises(RuntimeError, match="dtype") as raised:
         vae.decode(z)
-    assert outside(raised.value, model, step).cause == ""
+    assert outside(raised.value, model, step, {}).cause == ""
     method, forward = calls_of(raised.value)
     assert (method[0], method[1]) == (vae, "decode")
     assert method[3]["z"] is z
@@ -71,14 +71,16 @@ def test_the_reasons_for_a_backward_that_raises() -> None:
         frozen(x).sum().backward()
     with pytest.raises(RuntimeError, match="scalar outputs") as vector:
         model(x).sum(-1).backward()
-    assert outside(detached.value, model, step).help.startswith("compute the loss outside of torch.no_grad()")
-    assert outside(without.value, frozen, step).help.startswith(
+    assert outside(detached.value, model, step, {}).help.startswith(
+        "compute the loss outside of torch.no_grad()"
+    )
+    assert outside(without.value, frozen, step, {}).help.startswith(
         "no parameter of the model requires a gradient"
     )
     with_kernels = replace(
         step, untraced={"the kernels of Int8Tensor weights": "they are traced as dense weights"}
     )
-    assert outside(detached.value, model, with_kernels).help.endswith(
+    assert outside(detached.value, model, with_kernels, {}).help.endswith(
         "; the kernels of Int8Tensor weights may have no backward"
     )
-    assert outside(vector.value, model, step).help == "call backward on a scalar, such as loss.mean()"
+    assert outside(vector.value, model, step, {}).help == "call backward on a scalar, such as loss.mean()"

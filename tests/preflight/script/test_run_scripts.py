@@ -304,6 +304,31 @@ for _ in range({steps}):
     assert ("warning[IST503]: adapters are merged into a bfloat16 weight" in err) == reported
 
 
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("model.merge_and_unload()", "merge_and_unload() at train.py:{} has removed the adapters"),
+        ("net = model.unload()", "unload() at train.py:{} has removed the adapters"),
+        ("net.requires_grad_(False)", ""),
+        ("model.merge_and_unload(); net.requires_grad_(True)", ""),
+    ],
+)
+def test_a_backward_after_the_adapters_were_removed(runs: Runs, code: str, cause: str) -> None:
+    script = f"""
+import peft
+net = nn.Sequential(nn.Linear(8, 8))
+model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0"]))
+model(torch.ones(2, 8)).sum().backward()
+{code}
+net(torch.ones(2, 8)).sum().backward()
+"""
+    status, _, err = runs(script, "--no-preflight")
+    line = next(n for n, text in enumerate((MODEL + script).splitlines(), 1) if text == code)
+    assert status == int("requires_grad_(True)" not in code)
+    assert cause.format(line) in err
+    assert ("has removed" in err) == bool(cause)
+
+
 def test_an_adapter_that_reads_packed_codes_is_predicted_and_named_after_the_crash(runs: Runs) -> None:
     script = """
 import bitsandbytes as bnb

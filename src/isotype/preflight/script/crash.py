@@ -25,7 +25,7 @@ from isotype.preflight.script.ahead import TRIED_AFTER, look_ahead, tried
 from isotype.preflight.script.family import Family
 from isotype.preflight.script.missing_gpu import MissingGpu
 from isotype.preflight.script.output import Output
-from isotype.preflight.script.outside import calls_of, casts_since, outside, stepped_at
+from isotype.preflight.script.outside import Unloads, calls_of, casts_since, outside, stepped_at
 from isotype.ranges.twin import unwrapped
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
@@ -64,6 +64,7 @@ class Crash:
         family: the processes of the run; only one of them explains an error.
         output: prints the explanation.
         gpu: the GPU that the script asked for, and that this machine lacks.
+        unloads: the lines at which PEFT has removed adapters.
         report: the report of the trace before the first step; None without this trace.
         request: builds the request for the last known step from its model; None if no step is known.
         seen: the settings of the last recorded step; None before it has ended.
@@ -76,6 +77,7 @@ class Crash:
     family: Family
     output: Output
     gpu: MissingGpu
+    unloads: Unloads
     report: Report | None
     request: partial[StepRequest] | None
     seen: Setup | None
@@ -186,7 +188,7 @@ class Crash:
             self.output.render(report)
         elif report.errors:
             self.output.say("a trace of the script's last known step shows other errors, but not this one:")
-            self.output.outside(outside(error, model, report.trace))
+            self.output.outside(outside(error, model, report.trace, self.unloads.lines))
             self.output.brief(report.errors)
         elif (end := report.trace.failure) is not None:
             self.output.say(f"a trace of the script's last known step ended in {end.phase}: {end.error}")
@@ -195,7 +197,7 @@ class Crash:
             self.output.say(
                 f"a trace of the script's last known step{without} runs clean: the cause is elsewhere"
             )
-            self.output.outside(outside(error, model, report.trace))
+            self.output.outside(outside(error, model, report.trace, self.unloads.lines))
             for optimizer in stepped_at(error) if NOTHING_UNSCALED in text and recorder is not None else []:
                 self.watch.weigh_gradients(optimizer)
                 findings = judge(self.watch.trace(self.setup() or report.trace.setup))

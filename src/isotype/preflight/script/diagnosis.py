@@ -38,7 +38,7 @@ from isotype.preflight.script.family import Family, Options
 from isotype.preflight.script.missing_gpu import MissingGpu
 from isotype.preflight.script.numbers import Numbers
 from isotype.preflight.script.output import Output, peak_of
-from isotype.preflight.script.outside import cast_by_evaluation
+from isotype.preflight.script.outside import Unloads, cast_by_evaluation
 from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
@@ -100,6 +100,7 @@ class Diagnosis:
         self._returned: SimpleQueue[bool] = SimpleQueue()
 
     def begin(self) -> None:
+        self._unloads = Unloads()
         self.gpu.attach()
         self.watch.attach()
 
@@ -108,6 +109,7 @@ class Diagnosis:
         self.watch.detach()
         self._stale.detach()
         self._averages.detach()
+        self._unloads.close()
         self.gpu.detach()
         for optional in (self._numbers, self._kept, self._idle):
             if optional is not None:
@@ -346,4 +348,13 @@ class Diagnosis:
 
     def _crash(self) -> Crash:
         known = self.report, self._request, self._setup_seen
-        return Crash(self.watch, self._family, self._output, self.gpu, *known, self._request_of, self._setup)
+        return Crash(
+            self.watch,
+            self._family,
+            self._output,
+            self.gpu,
+            self._unloads,
+            *known,
+            self._request_of,
+            self._setup,
+        )

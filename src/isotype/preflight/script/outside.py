@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from isotype.compat.imports import when_imported
+from isotype.compat.replaced import Replacements
+from isotype.compat.standard import frame_above
 from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.core.names import grouped, plural, short
 from isotype.core.optimizers import parameters_of
@@ -22,6 +27,7 @@ from isotype.report.text import short_source
 from isotype.rules.kit.words import and_others
 
 _SHOWN = 6
+_TUNERS = "peft.tuners.tuners_utils"
 
 
 @dataclass(frozen=True)
@@ -52,11 +58,37 @@ class Outside:
             yield f"   = help   {self.help}"
 
 
-def outside(error: BaseException, model: nn.Module, step: Trace) -> Outside:
-    """Describe an error outside of `step`, a training step of `model` that ran without errors."""
+class Unloads(Replacements):
+    """Records the lines at which PEFT removes a model's adapters: `merge_and_unload()` and `unload()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = WeakKeyDictionary[nn.Module, str]()
+        self.callback(when_imported(_TUNERS, self._watch))
+
+    def _watch(self) -> None:
+        for name in ("merge_and_unload", "unload"):
+            self.wrap(sys.modules[_TUNERS].BaseTuner, name, partial(self._unload, name))
+
+    def _unload(self, name: str, unload: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        model, frame = unload(*args, **kwargs), frame_above(2)
+        assert frame is not None
+        self.lines[model] = f"{name}() at {short(f'{frame.f_code.co_filename}:{frame.f_lineno}')}"
+        return model
+
+
+def outside(error: BaseException, model: nn.Module, step: Trace, unloads: Mapping[nn.Module, str]) -> Outside:
+    """Describe an error outside of `step`, a training step of `model` that ran without errors.
+
+    `unloads` has the lines at which PEFT has removed a model's adapters.
+    """
     held = (*model.named_parameters(), *model.named_buffers())
     names = {id(tensor): name for name, tensor in held}
     source, variables = line_of(error), dict(tensors_at_hand(error))
+    removed = next((line for part in model.modules() if (line := unloads.get(part))), "")
+    if removed and NO_GRADIENT in str(error) and not any(p.requires_grad for p in model.parameters()):
+        how = "train before this line, or add new adapters after it (get_peft_model)"
+        return Outside(source, (), how, f"{removed} has removed the adapters; all other weights are frozen")
     if gradientless := _without_gradients(error, model, names):
         kernels = (part for part in step.untraced if part.startswith("the kernels of"))
         advice = [gradientless, *(f"{part} may have no backward" for part in kernels)]
