@@ -273,7 +273,7 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
             PlannedTensor(
                 name,
                 tuple(value.shape),
-                source.headers,
+                tuple(part for tensor, _ in source.tensors for part in tensor.parts),
                 stored,
                 loaded,
                 _conversion(name, source, stored, loaded),

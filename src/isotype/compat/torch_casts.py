@@ -1,4 +1,4 @@
-"""Lets `module.to(dtype)` set the data of fake parameters, as it does for real parameters.
+"""Lets `module.to(dtype)` set the data of fake parameters, as it does for real parameters, and notes casts of weights.
 
 torch's `Module._apply` (torch/nn/modules/module.py, torch 2.13) swaps a fake parameter with the cast tensor. The swap
 fails if a recorded operator or a later backward uses the parameter.
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.replaced import replaced
-from isotype.compat.torch import FakeTensor
+from isotype.compat.replaced import Replacements, replace, replaced
+from isotype.compat.torch import BUFFERS, PARAMETERS, FakeTensor
 
 _SWAP: Any = nn.Module._apply
 
@@ -43,3 +43,49 @@ def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurs
     for name, buffer in module._buffers.items():
         module._buffers[name] = None if buffer is None else fn(buffer)
     return module
+
+
+@contextmanager
+def around_weights(
+    held: Callable[[nn.Module, str, torch.dtype | None], None],
+    assigned: Callable[[torch.Tensor, torch.dtype], None],
+) -> Iterator[None]:
+    """In the `with` block, call functions for weights that modules get and for weights that are cast.
+
+    Args:
+        held: (module, name, dtype before) after a module got or cast a parameter or buffer; without one before, None.
+        assigned: (tensor, dtype before) after an assignment to `tensor.data` has changed the dtype.
+    """
+
+    def registering(original: Any, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
+        before = held_by(module).get(name)
+        original(module, name, *args, **kwargs)
+        if name in held_by(module):
+            held(module, name, None if before is None else before.dtype)
+
+    def applying(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before = {name: tensor.dtype for name, tensor in held_by(module).items()}
+        result = original(module, *args, **kwargs)
+        for name in held_by(module):
+            held(module, name, before.get(name))
+        return result
+
+    def set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
+        before = tensor.dtype
+        data.__set__(tensor, new)
+        if tensor.dtype != before:
+            assigned(tensor, before)
+
+    data: Any = torch.Tensor.data
+    with Replacements() as replaced:
+        replaced.wrap(nn.Module, "register_parameter", registering)
+        replaced.wrap(nn.Module, "register_buffer", registering)
+        replaced.wrap(nn.Module, "_apply", applying)
+        replaced.callback(replace(torch.Tensor, "data", property(data.__get__, set_data, doc=data.__doc__)))
+        yield
+
+
+def held_by(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a module itself by name."""
+    held = {**module.__dict__.get(PARAMETERS, {}), **module.__dict__.get(BUFFERS, {})}
+    return {name: tensor for name, tensor in held.items() if tensor is not None}

@@ -29,6 +29,7 @@ from isotype.preflight.run import run
 from isotype.records.finding import in_library
 from isotype.records.request import LossOf, StepRequest
 from isotype.report.check.report import Report
+from isotype.trace.dtype_history import remembered
 
 
 class Options(TypedDict, total=False):
@@ -189,7 +190,8 @@ def function_arguments(text: str) -> dict[str, Any]:
         fix = "give the parameters defaults, or name a function that calls this function"
         raise UsageError.of("the function cannot be called", what, "no required parameters", fix) from error
     try:
-        result = function()
+        with remembered():
+            result = function()
     except Exception as error:
         raise _failed(text, "calling it", error) from error
     return _arguments(text, result)

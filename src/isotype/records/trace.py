@@ -263,6 +263,7 @@ class Weight:
         reader: class of another module whose code reads the weight without calling the weight's layer; else "".
         set_on: name and value of an attribute that code set without effect, such as (`encoder.requires_grad`, False);
             else None.
+        set_at: how a script's line set the dtype: `cast at train.py:12`; "" if unknown.
     """
 
     name: str
@@ -286,6 +287,17 @@ class Weight:
     was: torch.dtype | None = None
     reader: str = ""
     set_on: tuple[str, bool] | None = None
+    set_at: str = ""
+
+    @property
+    def dtype_text(self) -> str:
+        """`NAME is DTYPE`, with the reason or the line that set the dtype."""
+        how = (
+            ", which the model's author keeps in float32"
+            if self.pinned
+            else self.set_at and f", {self.set_at}"
+        )
+        return f"{self.name} is {dtype_name(self.dtype)}{how}"
 
     @property
     def bytes(self) -> int:

@@ -20,13 +20,15 @@ weight was cast, but not the bias.
 **How safe is the fix?** Safe: the norm computes in its input's dtype, and its kernel still adds up in float32. Unsafe:
 a cast of the norm's stored weight or bias that may round its values.
 
-**Seen in** tloen/alpaca-lora #313; unslothai/unsloth-zoo #680; huggingface/transformers #30945; GVCLab/PersonaLive #57.
+**Seen in** tloen/alpaca-lora #313; unslothai/unsloth-zoo #680; huggingface/transformers #30945.
 """
 
 from __future__ import annotations
 
+from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Claim
 
 _NORMS = ("layer_norm", "group_norm", "batch_norm", "rms_norm", "instance_norm")
-_HEADLINE = "{given} instead of {expected} in a norm"
-CLAIMS = (Claim("operator", lambda broken: broken.runs(*_NORMS), _HEADLINE),)
+CLAIMS = (Claim("operator", lambda broken: broken.runs(*_NORMS)),)
+
+find = contract_rule(__name__, "{given} instead of {expected} in a norm")

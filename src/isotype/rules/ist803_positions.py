@@ -43,7 +43,7 @@ from isotype.rules.kit.weight_sets import counted, names
 from isotype.rules.kit.words import cause_text, device_error
 
 _ONLY_COMPLEX = re.compile("only supported for complex tensors|non-complex dtypes")
-CLAIMS = (Claim("step", lambda broken: bool(_ONLY_COMPLEX.search(broken.call.refusal))),)
+CLAIMS = (Claim("step", lambda broken: bool(_ONLY_COMPLEX.search(broken.call.refusal)), grouped=False),)
 
 _BUFFERS = re.compile(r"inv_freq|rotary|rope|freqs", re.IGNORECASE)
 _TABLE = re.compile(r"freqs[^.]*$|cis$", re.IGNORECASE)
@@ -63,9 +63,8 @@ def find(trace: Trace) -> Findings:
         used = {operand.origin.name for call in trace.calls for operand in call.operands}
         rounded = [weight for weight in rounded if not used.isdisjoint((weight.name, *weight.tied))]
     if rounded:
-        dtype = dtype_name(rounded[0].dtype)
-        message = f"{counted(rounded, 'rotary buffer', 'are')} rounded to {dtype}"
-        cause = f"the buffer {rounded[0].name} is {dtype}"
+        message = f"{counted(rounded, 'rotary buffer', 'are')} rounded to {dtype_name(rounded[0].dtype)}"
+        cause = f"the buffer {rounded[0].dtype_text}"
         yield finding_of("warning", message, rounded, cause=cause, fixes=_fixes(rounded))
         return
     products = [call for call in trace.calls if _is_rounded_product(call, trace)]
@@ -132,7 +131,7 @@ def _angles(trace: Trace, reported: Collection[str]) -> Findings:
             cause = f"numbers are rounded to 16 bits at {short(at)}"
             keep = fix(f"keep this number in float32 at {short(at)}", "line", (at,), "float32")
         elif at in trace.owners:
-            cause = f"the buffer {at} is {dtype_name(trace.owners[at].dtype)}"
+            cause = f"the buffer {trace.owners[at].dtype_text}"
             keep = _recomputed(trace.owners[at])
         else:
             cause = f"the input {at} has 16 bits"

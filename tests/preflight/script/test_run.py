@@ -879,6 +879,33 @@ def test_the_model_can_be_copied_and_compiled_after_a_step(
     assert _run(capsys, "--no-preflight", script)[0] == 0
 
 
+def test_a_function_between_the_steps_is_compiled_later(
+    capsys: pytest.CaptureFixture[str], loop: Loop
+) -> None:
+    before = "graphs = []; f = torch.compile(lambda t: t + 1, backend=lambda graph, _: graphs.append(graph) or graph)"
+    script = loop(before, f"{_PLAIN_STEP}; f(x); print(len(graphs))")
+    status, out, err = _run(capsys, "--no-preflight", script)
+    assert (status, out.split()) == (0, ["0", "1", "1"])
+    assert "Dynamo" not in err
+
+
+@pytest.mark.parametrize(
+    ("before", "verb"),
+    [
+        ("model.to(torch.bfloat16)", "cast"),
+        ("for p in model.parameters(): p.data = p.data.bfloat16()", "cast"),
+        ("model = torch.nn.Linear(8, 1, dtype=torch.bfloat16)", "created"),
+    ],
+)
+def test_the_line_that_set_a_weight_s_dtype_is_named(
+    capsys: pytest.CaptureFixture[str], loop: Loop, before: str, verb: str
+) -> None:
+    script = loop(before, _PLAIN_STEP)
+    line = Path(script).read_text(encoding="utf-8").splitlines().index(before) + 1
+    _, _, err = _run(capsys, script)
+    assert re.search(rf"note   (0\.)?bias is bfloat16, {verb} at loop\.py:{line}\n", err)
+
+
 @pytest.mark.parametrize(
     ("backward", "word"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -58,6 +59,7 @@ from isotype.rules import (
     ist909_stale_casts,
     judge,
 )
+from isotype.trace.dtype_history import remembered
 from isotype.trace.fake.recorder import TimeSpentError
 from isotype.trace.live.forward import Averages, Beginning, StaleCasts
 from isotype.trace.live.gradients import IdleSteps, KeptGraphs
@@ -88,6 +90,7 @@ class Diagnosis:
         self._averages = Averages(lambda call: self._between(ist503_rounded_updates, (call,)))
         self._kept: KeptGraphs | None = None
         self._idle: IdleSteps | None = None
+        self._dtypes = ExitStack()
         self.gpu = MissingGpu(None if options.device is None else device_profile(options.device))
         self._family = family
         self._speaker: int | None = None
@@ -101,16 +104,18 @@ class Diagnosis:
 
     def begin(self) -> None:
         self._unloads = Unloads()
+        self._dtypes.enter_context(remembered())
         self.gpu.attach()
         self.watch.attach()
 
     def stop(self) -> None:
         """Remove all hooks from the script; the recorded data stay."""
+        self._averages.detach()
         self.watch.detach()
         self._stale.detach()
-        self._averages.detach()
         self._unloads.close()
         self.gpu.detach()
+        self._dtypes.close()
         for optional in (self._numbers, self._kept, self._idle):
             if optional is not None:
                 optional.detach()
@@ -234,7 +239,7 @@ class Diagnosis:
         if (model := self.watch.model) is not None:
             self._stale.stepped(torch.device(device_of(model)).type)
         if self._setup_seen is not None and self._speaks:
-            self._averages.stepped(self.watch.roots)
+            self._averages.stepped(self.watch.roots, recording=self.watch.state != "over")
 
     def _trace(self, setup: Setup) -> Trace:
         """Return the trace of the last step. `no_autocast` says why a step without autocast is unexpected."""

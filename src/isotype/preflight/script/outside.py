@@ -159,10 +159,10 @@ def calls_of(error: BaseException) -> list[tuple[nn.Module, str, tuple[Any, ...]
 def casts_since(before: Trace, after: Trace) -> Iterator[str]:
     """Yield a text for each cast (float dtype to float dtype) of weights between the traces `before` and `after`."""
     earlier = {weight.name: weight.dtype for weight in before.weights}
-    dtypes = ((w.name, earlier.get(w.name, w.dtype), w.dtype) for w in after.weights)
-    cast = [(name, was, now) for name, was, now in dtypes if was != now and {was, now} <= FLOATS]
-    for (was, now), rows in grouped(cast, lambda row: row[1:]).items():
-        why = f": {how}" if (how := cast_by_evaluation(now)) else ""
+    dtypes = ((w.name, earlier.get(w.name, w.dtype), w.dtype, w.set_at) for w in after.weights)
+    cast = [row for row in dtypes if row[1] != row[2] and {row[1], row[2]} <= FLOATS]
+    for (was, now, line), rows in grouped(cast, lambda row: row[1:]).items():
+        why = f": {how}" if (how := cast_by_evaluation(now) or line) else ""
         yield f"{and_others(name for name, *_ in rows)} from {dtype_name(was)} to {dtype_name(now)}{why}"
 
 

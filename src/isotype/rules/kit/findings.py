@@ -35,7 +35,7 @@ def finding_of(
     """Return a finding about weights. The first weight determines its module and its default cause."""
     names = distinct_names(weight.name for weight in weights)
     first, dtype = weights[0], dtype_name(weights[0].dtype)
-    cause = cause or f"{first.name} is {dtype}"
+    cause = cause or first.dtype_text
     lines = (f"{names[0]}: {dtype} {list(first.shape)}", *(f"also {name}" for name in names[1:4]))
     return Finding(
         severity, message, first.module, cause=cause, evidence=lines, places=places(weights), **more

@@ -18,9 +18,10 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
     dtype, where = dtype_name(cause.dtype), at(cause.source)
     inside = f" in {cause.module}" if cause.module else ""
     weight = (owners or {}).get(cause.name)
+    if weight is not None and weight.dtype == cause.dtype and cause.kind in ("parameter", "buffer"):
+        return f"{'the buffer ' if weight.buffer else ''}{weight.dtype_text}"
     if cause.kind == "parameter":
-        pinned = ", which the model's author keeps in float32" if weight is not None and weight.pinned else ""
-        return f"{cause.name} is {dtype}{pinned}"
+        return f"{cause.name} is {dtype}"
     if cause.name == FROM_NUMPY:
         return f"{cause.name} is {dtype}, first used{where}{inside}"
     texts = {

@@ -16,7 +16,7 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils.weak import WeakIdKeyDictionary
 
-from isotype.compat.torch import UncompiledMode, put_under, storage_of, take_out
+from isotype.compat.torch import UncompiledMode, has_compiler, put_under, storage_of, take_out
 from isotype.core.dtypes import HALVES
 from isotype.core.operators import ADDS_IN_PLACE, operator_name, tensors_of
 from isotype.core.source import asking_line, is_called_by, shown
@@ -117,15 +117,19 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
     def __init__(self, report: Callable[[Call], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._report, self._reported, self._copied = report, False, False
-        self.later = 0
+        self._compiles, self.later = False, 0
         self._merge: Call | None = None
         self._weights: list[torch.Tensor] = []
         # Computed tensor -> kinds of the tensors that it was computed from.
         self._terms: Any = WeakIdKeyDictionary()
         self._hooks, self._after_step = ExitStack(), ExitStack()
 
-    def stepped(self, models: Sequence[nn.Module]) -> None:
-        """After an optimizer step of these models, watch until the next forward or another optimizer's step."""
+    def stepped(self, models: Sequence[nn.Module], recording: bool) -> None:
+        """After an optimizer step of these models, watch until the next forward or another optimizer's step.
+
+        `recording` says if the next step is recorded. Then the compiler is off already.
+        """
+        self._compiles = not recording
         self._stop()  # torch is iterating over the hooks after a step, so `_after_step` stays
         if not self._reported:
             self._watch(models)
@@ -134,6 +138,10 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         self._weights = [weight for model in models for weight in model.parameters()]
         put_under(self)
         self._hooks.callback(take_out, self)
+        if (
+            self._compiles and has_compiler()
+        ):  # else the compiler would trace this mode, and never compile the function again
+            self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
         # torch is iterating over the hooks of a step, so none may be removed now. Without weights, no copy is reported.
         forget = optimizers.register_optimizer_step_pre_hook(lambda *_: self._weights.clear())
         self._hooks.enter_context(forget)

@@ -444,13 +444,14 @@ class Watch:
         self._leave_modes()
         self.gradients |= after_step(optimizer, self._samples)
         self._samples = []
-        self._after()
-        self._last = LastStep(optimizer)
         if len(self.seen) == 1:
             new = sum(1 for other in optimizers_here() if other not in self._other_optimizers)
             self._steps = max(self._steps, min(new, _OPTIMIZERS))
         if len(self.seen) == self._steps:
             self.detach()
+        self._after()
+        self._last = LastStep(optimizer)
+        if self.state == "over":
             self.forget()
             return
         recorder.begin_step()

@@ -1,0 +1,84 @@
+"""Remembers which line of a script created each parameter and buffer in its dtype, or cast it to this dtype."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from traceback import walk_stack
+
+import torch
+from torch import nn
+
+from isotype.compat.standard import frame_above
+from isotype.compat.torch_casts import around_weights, held_by
+from isotype.core.dtypes import FLOATS
+from isotype.core.names import short
+from isotype.core.source import is_library
+from isotype.records.finding import in_library
+from isotype.records.trace import CAST_FUNCTIONS
+
+_UNNAMED = re.compile(r"<|.*wrap|inner$|_fn$|(cuda|cpu|xpu|apply|_apply)$")
+"""Names of functions that say nothing to a reader: wrappers of decorators, and methods that a script calls itself."""
+_installed = cache(in_library)
+
+# No weak reference to a tensor is kept, because torch.utils.swap_tensors refuses tensors with one.
+_history: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.dtype, str]]] = (
+    weakref.WeakKeyDictionary()
+)
+_holders: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
+"""Id of a parameter or buffer -> modules that got it. An entry is valid as long as the module holds this tensor."""
+
+
+@contextmanager
+def remembered() -> Iterator[None]:
+    """In the `with` block, remember the lines for the modules that this process builds and casts."""
+    with around_weights(_held, _assigned):
+        yield
+
+
+def set_at(module: nn.Module, name: str) -> str:
+    """Return how a module's weight got its dtype: `cast by prepare_model at train.py:12`; "" if this is unknown."""
+    dtype, text = _history.get(module, {}).get(name, (None, ""))
+    return text if dtype == held_by(module)[name].dtype else ""
+
+
+def _held(module: nn.Module, name: str, before: torch.dtype | None) -> None:
+    tensor, known = held_by(module)[name], _history.setdefault(module, {})
+    holders = _holders_of(tensor)
+    if tensor.dtype not in FLOATS or (tensor.dtype == before and name in known):
+        pass
+    elif before is None and holders:  # a tied weight
+        known[name] = _history[holders[0][0]][holders[0][1]]
+    elif before is None or tensor.dtype != before:
+        known[name] = tensor.dtype, _running_line("created" if before is None else "cast")
+    if (module, name) not in holders and name in known:
+        _holders[id(tensor)] = [(weakref.ref(holder), held) for holder, held in (*holders, (module, name))]
+
+
+def _assigned(tensor: torch.Tensor, before: torch.dtype) -> None:
+    for module, name in _holders_of(tensor):
+        _held(module, name, before)
+
+
+def _holders_of(tensor: torch.Tensor) -> list[tuple[nn.Module, str]]:
+    holders = ((ref(), name) for ref, name in _holders.get(id(tensor), ()))
+    return [(m, name) for m, name in holders if m is not None and held_by(m).get(name) is tensor]
+
+
+def _running_line(verb: str) -> str:
+    """Return a text with the innermost running line of the script, and the library's function that this line calls."""
+    function = ""
+    for frame, _ in walk_stack(frame_above(2)):
+        code = frame.f_code
+        if is_library(code.co_filename):
+            continue
+        if not _installed(f"{code.co_filename}:0"):
+            by = f" by {function}" if function else ""
+            return f"{'loaded' if function == 'from_pretrained' else verb}{by} at {short(f'{code.co_filename}:{frame.f_lineno}')}"
+        name = code.co_qualname.split(".")[-2] if code.co_name == "__init__" else code.co_name
+        if name not in CAST_FUNCTIONS and not _UNNAMED.match(name):
+            function = name
+    return ""

@@ -1,0 +1,132 @@
+"""How a weight got its dtype: the line that created or cast it, in every way that a script can do this."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from isotype.trace.dtype_history import remembered, set_at
+
+_DATA = torch.Tensor.data
+
+
+@pytest.fixture(autouse=True)
+def _remembering() -> Iterator[None]:
+    with remembered():
+        yield
+    assert torch.Tensor.data is _DATA
+
+
+def _line(function: Callable[..., object], code: str) -> str:
+    """`test_dtype_history.py:LINE` of the line with `code` in a function."""
+    lines, first = inspect.getsourcelines(function)
+    return f"test_dtype_history.py:{first + next(i for i, line in enumerate(lines) if code in line)}"
+
+
+def _cast_module(net: nn.Module) -> None:
+    net.half()
+
+
+def _cast_to(net: nn.Module) -> None:
+    net.to(device="cpu", dtype=torch.float16)
+
+
+def _cast_data(net: nn.Module) -> None:
+    for parameter in (*net.parameters(), *net.buffers()):
+        parameter.data = parameter.data.half()
+
+
+def _new_tensors(net: nn.Module) -> None:
+    for name, parameter in list(net.named_parameters()):
+        setattr(net, name, nn.Parameter(parameter.detach().half()))
+    for name in ("running_mean", "running_var"):
+        net.register_buffer(name, net.get_buffer(name).half())
+
+
+@pytest.mark.parametrize(
+    ("cast", "code"),
+    [(_cast_module, "net.half"), (_cast_to, "net.to"), (_cast_data, "parameter.data = "), (_new_tensors, "")],
+)
+def test_a_cast_names_its_line(cast: Callable[[nn.Module], None], code: str) -> None:
+    net = nn.BatchNorm1d(3)  # parameters, float buffers and a buffer of integers
+    created = _line(test_a_cast_names_its_line, "nn.BatchNorm1d")
+    assert {set_at(net, name) for name, _ in net.named_parameters()} == {f"created at {created}"}
+    cast(net)
+    texts = {set_at(net, name) for name in ("weight", "bias", "running_mean", "running_var")}
+    if code:
+        assert texts == {f"cast at {_line(cast, code)}"}
+    else:
+        assert {text.rpartition(":")[0] for text in texts} == {"cast at test_dtype_history.py"}
+    assert set_at(net, "num_batches_tracked") == ""
+
+
+def test_a_weight_that_moves_without_a_cast_keeps_its_line() -> None:
+    net = nn.Linear(2, 2)
+    text = set_at(net, "weight")
+    net.to("cpu")
+    net.weight = nn.Parameter(net.weight.detach().clone())
+    net.weight.data = net.weight.data * 2
+    assert (
+        set_at(net, "weight")
+        == text
+        == f"created at {_line(test_a_weight_that_moves_without_a_cast_keeps_its_line, 'nn.Linear')}"
+    )
+
+
+def test_both_names_of_a_tied_weight_have_the_line_of_its_last_cast() -> None:
+    net = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+    net["head"].weight = net["embed"].weight
+    created = _line(test_both_names_of_a_tied_weight_have_the_line_of_its_last_cast, "nn.Embedding")
+    assert {set_at(part, "weight") for part in net.values()} == {f"created at {created}"}
+    net["embed"].weight.data = net["embed"].weight.data.half()
+    cast = _line(test_both_names_of_a_tied_weight_have_the_line_of_its_last_cast, ".data.half")
+    assert {set_at(part, "weight") for part in net.values()} == {f"cast at {cast}"}
+
+
+def test_tensors_can_be_swapped() -> None:
+    # torch swaps tensors that have no weak reference; it casts sharded and torchao's weights so.
+    net = nn.Linear(2, 2)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        net.half()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert set_at(net, "weight") == f"cast at {_line(test_tensors_can_be_swapped, 'net.half')}"
+
+
+def test_without_a_known_line_nothing_is_said() -> None:
+    net = nn.Linear(2, 2)
+    assert set_at(copy.deepcopy(net), "weight") == ""
+    torch.utils.swap_tensors(net.weight, nn.Parameter(net.weight.detach().half()))
+    assert net.weight.dtype == torch.float16
+    assert set_at(net, "weight") == ""
+
+
+def test_a_library_s_function_is_named_with_the_line_that_calls_it(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
+    )
+    model = LlamaForCausalLM(config)
+    line = _line(test_a_library_s_function_is_named_with_the_line_that_calls_it, "LlamaForCausalLM(config)")
+    assert set_at(model.lm_head, "weight") == f"created by LlamaForCausalLM at {line}"
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    line = _line(test_a_library_s_function_is_named_with_the_line_that_calls_it, "from_pretrained(tmp_path)")
+    assert set_at(model.lm_head, "weight") == f"loaded by from_pretrained at {line}"
+    prepare_model_for_kbit_training(model)
+    line = _line(
+        test_a_library_s_function_is_named_with_the_line_that_calls_it, "prepare_model_for_kbit_training("
+    )
+    assert set_at(model.lm_head, "weight") == f"cast by prepare_model_for_kbit_training at {line}"
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    line = _line(test_a_library_s_function_is_named_with_the_line_that_calls_it, "get_peft_model(")
+    adapter = adapted.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default")
+    assert set_at(adapter, "weight") == f"created by get_peft_model at {line}"
