@@ -145,27 +145,29 @@ def test_rows_are_labelled_where_trl_finds_nothing() -> None:
     data = DatasetDict(
         {"train": Dataset.from_list([{"messages": SINGLE, "id": 1}, {"messages": SYSTEM, "id": 2}])}
     )
-    rows = labelled_rows(settings_of(), tokenizer_of(CHATML), data)
+    rows = labelled_rows(settings_of(), tokenizer_of(CHATML), data, print)
     assert rows["train"].column_names == ["input_ids", "labels"]
     assert len(rows["train"]) == 2
     marked = tokenizer_of((TEMPLATES / "llama3_training.jinja").read_text())
-    assert labelled_rows(settings_of(), marked, data) is data
+    assert labelled_rows(settings_of(), marked, data, print) is data
     known = tokenizer_of((TEMPLATES / "qwen3.jinja").read_text())
-    assert labelled_rows(settings_of(), known, data) is data
-    assert labelled_rows(settings_of(assistant_only_loss=False), tokenizer_of(CHATML), data) is data
+    assert labelled_rows(settings_of(), known, data, print) is data
+    assert labelled_rows(settings_of(assistant_only_loss=False), tokenizer_of(CHATML), data, print) is data
 
 
 def test_a_template_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "marked.jinja"
     path.write_text((TEMPLATES / "llama3_training.jinja").read_text())
     data = {"train": Dataset.from_list([{"messages": LONGER}])}
-    assert labelled_rows(settings_of(chat_template_path=str(path)), tokenizer_of(FORGETFUL), data) is data
+    assert (
+        labelled_rows(settings_of(chat_template_path=str(path)), tokenizer_of(FORGETFUL), data, print) is data
+    )
 
 
 @pytest.mark.parametrize("row", [{"text": "a"}, {"prompt": "a", "completion": "b"}])
 def test_rows_without_turns(row: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
-        labelled_rows(settings_of(), tokenizer_of(CHATML), {"train": Dataset.from_list([row])})
+        labelled_rows(settings_of(), tokenizer_of(CHATML), {"train": Dataset.from_list([row])}, print)
     (problem,) = caught.value.problems
     assert problem.given.startswith("--assistant_only_loss with the columns ")
     assert problem.fix.startswith("leave --assistant_only_loss out")
@@ -206,8 +208,8 @@ def test_marks_are_honoured_without_the_assistant_only_loss_and_said() -> None:
     data = DatasetDict({"train": Dataset.from_list([{"messages": LEFT}, {"messages": SINGLE}])})
     settings = settings_of(assistant_only_loss=False)
     plain = DatasetDict({"train": Dataset.from_list([{"messages": SINGLE}])})
-    assert labelled_rows(settings, tokenizer_of(CHATML), plain, say=said.append) is plain
-    rows = labelled_rows(settings, tokenizer_of(CHATML), data, say=said.append)["train"]
+    assert labelled_rows(settings, tokenizer_of(CHATML), plain, said.append) is plain
+    rows = labelled_rows(settings, tokenizer_of(CHATML), data, said.append)["train"]
     assert rows.column_names == ["input_ids", "labels"]
     assert -100 in rows[0]["labels"]
     assert rows[1]["labels"] == rows[1]["input_ids"]

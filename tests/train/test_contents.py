@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from isotype.core.errors import DataError
 from isotype.data.methods import METHODS
 from isotype.train.rows.data import check_pictures, pictures_named, plain_contents
-from isotype.train.rows.lengths import lengths_of
+from isotype.train.rows.lengths import RowTokens
 from tests.data.loading import lines, load, refusal, write
 from tests.refusals import refused
 from tests.train.tiny import save_chat_model
@@ -153,12 +153,12 @@ def test_a_text_that_begins_as_the_tokenizer_begins_it_is_counted(tokenizer):
     from tokenizers.processors import TemplateProcessing
 
     rows = [{"text": "<s> w1"}, {"text": "w1"}]
-    lengths = lengths_of("sft", tokenizer, rows)
+    lengths = RowTokens("sft", tokenizer).lengths(rows)
     assert lengths is not None
     assert lengths.begun_twice() is None
     adds = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     adds.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
-    lengths = lengths_of("sft", adds, rows)
+    lengths = RowTokens("sft", adds).lengths(rows)
     assert lengths is not None
     assert lengths.begun_twice() == (
         "1 of 2 rows begin with the beginning-of-text token, which the tokenizer adds again; "

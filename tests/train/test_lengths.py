@@ -14,7 +14,7 @@ from isotype.core.errors import DataError
 from isotype.train.models import processing_class
 from isotype.train.preflight.step import check_plan
 from isotype.train.preflight.step_plan import parse_options, plan_of
-from isotype.train.rows.lengths import Lengths, lengths_of
+from isotype.train.rows.lengths import Lengths, RowTokens
 from tests.checkpoint.test_gguf_export import byte_level, tiny, write_gguf
 from tests.train.tiny import rows, save_chat_model, save_rows
 
@@ -49,7 +49,7 @@ def turn(role: str, words: int) -> list[dict[str, str]]:
     ],
 )
 def test_the_length_of_a_row(model, method, row, length, prompt):
-    lengths = lengths_of(method, processing_class(model), [row])
+    lengths = RowTokens(method, processing_class(model)).lengths([row])
     assert lengths == Lengths((length,), 1, prompt=prompt, answers=lengths.answers)
     assert [max(answers) for answers in lengths.answers] == [length]
     assert [len(answers) for answers in lengths.answers] == [2 if "chosen" in row else 1]
@@ -57,7 +57,7 @@ def test_the_length_of_a_row(model, method, row, length, prompt):
 
 def test_as_many_tokens_are_asked_as_in_the_shortest_prompt(model):
     rows = [{"prompt": "w1 " * words, "chosen": "w2", "rejected": "w3"} for words in (5, 2, 9)]
-    assert lengths_of("dpo", processing_class(model), rows).prompt == 2
+    assert RowTokens("dpo", processing_class(model)).lengths(rows).prompt == 2
 
 
 @pytest.mark.parametrize(("argv", "prompt"), [([], 2), (["--completion_only_loss", "False"], 0)])
@@ -81,12 +81,12 @@ def test_a_row_that_the_template_refuses(model):
     tokenizer = processing_class(model)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match="row 1: roles must alternate"):
-        lengths_of("sft", tokenizer, [{"messages": turn("user", 2)}])
+        RowTokens("sft", tokenizer).lengths([{"messages": turn("user", 2)}])
 
 
 def test_of_streams_and_images_nothing_is_known(model):
-    assert lengths_of("sft", None, iter([])) is None
-    assert lengths_of("sft", None, [{"messages": [], "images": []}]) is None
+    assert RowTokens("sft", None).lengths(iter([])) is None
+    assert RowTokens("sft", None).lengths([{"messages": [], "images": []}]) is None
 
 
 def check(capsys, model: Path, data: object, *argv: object) -> tuple[int, str, str]:
@@ -193,6 +193,6 @@ def test_the_row_that_a_template_fails_on_is_named(tmp_path) -> None:
     tokenizer.chat_template = TEMPLATE.replace("m['content']", "m['content'] ~ (1 / m['content']|length)")
     sound = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
     rows = [{"messages": sound}, {"messages": [{"role": "user", "content": ""}, sound[1]]}]
-    assert refused(DataError, lengths_of, "sft", tokenizer, rows, source="d.jsonl").startswith(
+    assert refused(DataError, RowTokens("sft", tokenizer, source="d.jsonl").lengths, rows).startswith(
         "the model's chat template refuses a row\n  - d.jsonl, row 2: ZeroDivisionError: division by zero\n"
     )

@@ -16,7 +16,7 @@ from isotype.core.errors import DataError, UsageError
 from isotype.data.methods import METHODS
 from isotype.train.rows.collators import Pictured
 from isotype.train.rows.data import fitting
-from isotype.train.rows.lengths import lengths_of
+from isotype.train.rows.lengths import RowTokens
 from tests.parsed import parse_settings
 from tests.refusals import refused
 from tests.zoo.processors import FAMILIES, picture, save_vision_model, tiny_processor
@@ -147,12 +147,12 @@ def test_tokens_are_counted_by_headers_alone(name, tmp_path):
     rows = Dataset.from_list(
         [{"messages": CHAT, "images": paths}, {"messages": CHAT[3:], "images": []}], features=features
     )
-    lengths = lengths_of("sft", processor, rows)
+    lengths = RowTokens("sft", processor).lengths(rows)
     assert lengths is not None
     real = [Pictured(processor)([rows[at]])["input_ids"].shape[1] for at in range(2)]
     assert lengths.tokens == tuple(real)
     (tmp_path / "0.png").write_bytes((tmp_path / "0.png").read_bytes()[:60])  # its header, and no more
-    assert lengths_of("sft", processor, rows) == lengths
+    assert RowTokens("sft", processor).lengths(rows) == lengths
 
 
 def test_a_size_goes_through_the_processor_once(monkeypatch):
@@ -166,7 +166,7 @@ def test_a_size_goes_through_the_processor_once(monkeypatch):
         return real(*args, **kwargs)
 
     monkeypatch.setattr(type(processor), "__call__", counted)
-    lengths = lengths_of("sft", processor, rows)
+    lengths = RowTokens("sft", processor).lengths(rows)
     assert lengths is not None
     assert len(lengths.tokens) == 19
     assert len(calls) == 1

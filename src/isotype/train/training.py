@@ -178,7 +178,7 @@ def _built(run: Run, console: Console) -> Run:
     train_split, test_split = settings.dataset_train_split, settings.dataset_test_split
     counted = "max_length" in settings.command.specs
     lengths = lengths_in(settings, tokenizer, data[train_split]) if counted else None
-    rows = labelled_rows(settings, tokenizer, data, say=notes.append)
+    rows = labelled_rows(settings, tokenizer, data, notes.append)
     notes += plain_turns(settings, tokenizer, data)
     notes += adapter_notes(settings, tokenizer, data[train_split])
     choice = choice_of_run(run, tokenizer, lengths)

@@ -245,7 +245,7 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     check_tokenizer(settings, source, tokenizer, data)
     settings, data = fitting(settings, tokenizer, data, notes.append)
     rows = data[settings.dataset_train_split]
-    labelled_rows(settings, tokenizer, data, COUNTED_ROWS, notes.append)
+    labelled_rows(settings, tokenizer, data, notes.append, COUNTED_ROWS)
     notes += plain_turns(settings, tokenizer, data)
     lengths = lengths_in(settings, tokenizer, rows)
     if options.length is None:

@@ -114,19 +114,15 @@ _FIX = "--chat_template_path FILE.jinja with such a template, or leave --assista
 
 
 def labelled_rows(
-    settings: Settings,
-    tokenizer: Any,
-    data: Any,
-    limit: int | None = None,
-    say: Callable[[str], object] = lambda line: None,
+    settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], object], limit: int | None = None
 ) -> Any:
     """Convert all splits to `input_ids` and `labels` if TRL cannot find the tokens with loss; else return `data` unchanged.
 
     TRL needs a chat template with markers, and ignores keys of a message that exclude the message from the loss.
 
     Args:
-        limit: number of rows to label in each split, or None for all rows.
         say: prints a line about excluded turns.
+        limit: number of rows to label in each split, or None for all rows.
 
     Raises:
         UsageError: the assistant's text cannot be found in these columns or with this chat template.

@@ -78,48 +78,15 @@ def sampled(rows: Any) -> range:
     return range(0, len(rows), max(1, -(-len(rows) // COUNTED_ROWS)))
 
 
-def lengths_of(
-    method: str,
-    tokenizer: Any,
-    rows: Any,
-    text_field: str = "text",
-    *,
-    source: str = "",
-    every: bool = False,
-    only_assistant: bool = False,
-) -> Lengths | None:
-    """Tokenize a data set's rows like the method's trainer, and return their lengths, or None if the lengths are unknown.
-
-    Lengths are unknown for a stream, and for images if `tokenizer` is no processor. SFT reads texts from `text_field`.
-    With `only_assistant`, the prompt of a conversation ends before the first turn of the assistant that has loss.
-    """
-    if not hasattr(rows, "__len__") or not len(rows):
-        return None
-    tried = range(len(rows)) if every else sampled(rows)
-    if {"image", "images"} & {*(getattr(rows, "column_names", None) or rows[0])}:
-        if not hasattr(tokenizer, "tokenizer"):
-            return None
-        pictured, rows = Pictured(tokenizer), undecoded(rows)  # it caches the tokens of an image by its size
-        counts = [pictured.count(rows[at]) for at in tried]
-        return Lengths(tuple(n for n, _ in counts), len(rows), prompt=min(prompt for _, prompt in counts))
-    reader = RowTokens(method, getattr(tokenizer, "tokenizer", tokenizer), text_field)
-    tokens, prompts, doubled = [], [], 0
-    for at in tried:
-        try:
-            tokens.append(tuple(map(len, reader.ids(rows[at], ends=True))))
-            prompts.append(reader.prompt(rows[at], only_assistant))
-        except TemplateError as error:
-            raise refused_row(source, at, error) from error
-        doubled += reader.begins_twice(rows[at])
-    return Lengths(tuple(map(max, tokens)), len(rows), doubled, min(prompts), tuple(tokens))
-
-
 def lengths_in(settings: Settings, tokenizer: Any, rows: Any, *, every: bool = False) -> Lengths | None:
-    """Return the lengths (see `lengths_of`) of a sample of the training rows, or of all rows if `every` is True."""
-    field, source = settings.dataset_text_field or "text", settings.data_name
-    only = bool(settings.assistant_only_loss)
-    name = settings.method.name
-    return lengths_of(name, tokenizer, rows, field, source=source, every=every, only_assistant=only)
+    """Return the lengths of a sample of the training rows, or of all rows if `every` is True."""
+    only_assistant = bool(settings.assistant_only_loss)
+    return _reader(settings, tokenizer).lengths(rows, every=every, only_assistant=only_assistant)
+
+
+def _reader(settings: Settings, tokenizer: Any) -> RowTokens:
+    field = settings.dataset_text_field or "text"
+    return RowTokens(settings.method.name, tokenizer, field, settings.data_name)
 
 
 def adapter_notes(settings: Settings, tokenizer: Any, rows: Any) -> list[str]:
@@ -135,10 +102,9 @@ def adapter_notes(settings: Settings, tokenizer: Any, rows: Any) -> list[str]:
     unknown = not hasattr(rows, "__len__") or picture_columns(rows) or settings.chat_template_path
     if not wanted or unknown:
         return []
-    words, field = getattr(tokenizer, "tokenizer", tokenizer), settings.dataset_text_field or "text"
-    sequence = wanted.get("alora_invocation_tokens")
-    shown = words.decode(sequence or wanted["token_indices"])
-    tried, lacking, reader = sampled(rows), 0, RowTokens(settings.method.name, words, field)
+    reader, sequence = _reader(settings, tokenizer), wanted.get("alora_invocation_tokens")
+    shown = reader.tokenizer.decode(sequence or wanted["token_indices"])
+    tried, lacking = sampled(rows), 0
     for at in tried:
         ids = [token for part in reader.ids(rows[at]) for token in part]
         if sequence is None:
@@ -264,11 +230,44 @@ def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class RowTokens:
-    """Tokenizes rows as the trainer of `method` does. SFT reads texts from the column `text_field`."""
+    """Tokenizes rows as the trainer of `method` does. SFT reads texts from `text_field`. Messages name the data `source`."""
 
     method: str
-    tokenizer: Any
+    processor: Any
     text_field: str = "text"
+    source: str = ""
+
+    @property
+    def tokenizer(self) -> Any:
+        return getattr(self.processor, "tokenizer", self.processor)
+
+    def lengths(self, rows: Any, every: bool = False, only_assistant: bool = False) -> Lengths | None:
+        """Return the lengths of a sample of the rows (of all rows if `every` is True), or None if they are unknown.
+
+        Lengths are unknown for a stream, and for images without a processor. With `only_assistant`, the prompt of a
+        conversation ends before the first turn of the assistant that has loss.
+        """
+        if not hasattr(rows, "__len__") or not len(rows):
+            return None
+        tried = range(len(rows)) if every else sampled(rows)
+        if {"image", "images"} & {*(getattr(rows, "column_names", None) or rows[0])}:
+            if not hasattr(self.processor, "tokenizer"):
+                return None
+            pictured, rows = (
+                Pictured(self.processor),
+                undecoded(rows),
+            )  # it caches the tokens of an image by its size
+            counts = [pictured.count(rows[at]) for at in tried]
+            return Lengths(tuple(n for n, _ in counts), len(rows), prompt=min(prompt for _, prompt in counts))
+        tokens, prompts, doubled = [], [], 0
+        for at in tried:
+            try:
+                tokens.append(tuple(map(len, self.ids(rows[at], ends=True))))
+                prompts.append(self.prompt(rows[at], only_assistant))
+            except TemplateError as error:
+                raise refused_row(self.source, at, error) from error
+            doubled += self._begins_twice(rows[at])
+        return Lengths(tuple(map(max, tokens)), len(rows), doubled, min(prompts), tuple(tokens))
 
     def ids(self, row: Mapping[str, Any], ends: bool = False) -> list[Sequence[int]]:
         """Return the token ids of each answer of a row, with the prompt before the answer.
@@ -290,7 +289,7 @@ class RowTokens:
             return alike_at_start(ids, self._ids(row["chosen"], None, None))
         return len(ids)
 
-    def begins_twice(self, row: Mapping[str, Any]) -> bool:
+    def _begins_twice(self, row: Mapping[str, Any]) -> bool:
         """Return True if the row's text begins with the beginning-of-text token, which the tokenizer adds again."""
         text, bos = row.get("prompt", row.get(self.text_field)), getattr(self.tokenizer, "bos_token", None)
         begins = bos and isinstance(text, str) and text.startswith(bos) and row.get("input_ids") is None

@@ -46,7 +46,7 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
         what, expected = f"{model} without a tokenizer on this machine", "the tokenizer of the model"
         fix = "download the model first, or leave --data out"
         raise CheckpointError.of("no tokenizer for the data", what, expected, fix)
-    reader = RowTokens("sft", getattr(tokenizer, "tokenizer", tokenizer))
+    reader = RowTokens("sft", tokenizer)
     length = min(_LENGTH, positions(blank_model(open_model(model, revision).model_config)) or _LENGTH)
     script, reading = ScriptArguments(dataset_name=name), Reading("sft", lines=True)
     rows = load_training_data(script, None, reading, need_test=False, say=lambda line: None)["train"]
@@ -91,12 +91,11 @@ def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
         return None, f"the rows of the training were not read again: {first_line(error)}"
     if tokenizer is None or not len(rows):
         return None, None
-    words = getattr(tokenizer, "tokenizer", tokenizer)
     days = map(template_date, (adapter, *reversed(all_checkpoints(folder))))
     day = next(filter(None, days), None)
     try:
         with nullcontext() if day is None else day_held(day):
-            texts = _texts(RowTokens("sft", words, settings.dataset_text_field or "text"), rows)
+            texts = _texts(RowTokens("sft", tokenizer, settings.dataset_text_field or "text"), rows)
     except (TemplateError, KeyError, TypeError) as error:
         return None, f"the rows of the training were not tokenized again: {first_line(error)}"
     if not texts:
