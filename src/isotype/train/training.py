@@ -315,17 +315,12 @@ def _named_by_path(model: Any, source: Path | str, revision: str | None) -> Iter
 def _first_answers(run: Run, model: Any, tokenizer: Any, console: Console) -> list[tuple[Sample, Prompt]]:
     """Return the sample questions with the answers before the training. A resumed run takes the answers from the report."""
     questions = describe.sample_questions(run.settings, run.data) if run.settings.method.answers else []
-    if not questions:
-        return []
-    if run.resume is not None:
-        samples = () if run.earlier is None else run.earlier.samples
-        before = {(sample.question, sample.pictures): sample.before for sample in samples}
-        answers = [before.get((sample.question, sample.pictures)) for sample, _ in questions]
-    else:
+    if questions and run.resume is None:
         with console.status("answering sample questions before training …"):
-            answers = [answer(model, tokenizer, prompt) for _, prompt in questions]
-    pairs = zip(questions, answers, strict=True)
-    return [(replace(sample, before=text), prompt) for (sample, prompt), text in pairs]
+            return [(replace(s, before=answer(model, tokenizer, prompt)), prompt) for s, prompt in questions]
+    samples = () if run.earlier is None else run.earlier.samples
+    before = {(sample.question, sample.pictures): sample.before for sample in samples}
+    return [(replace(s, before=before.get((s.question, s.pictures))), prompt) for s, prompt in questions]
 
 
 def _train(run: Run, console: Console) -> Outcome:

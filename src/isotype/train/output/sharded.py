@@ -95,11 +95,17 @@ def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
         load(state, storage_reader=reader, no_dist=not distributed.is_initialized())
 
 
-def put_weights(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
-    """Copy whole tensors into sharded parameters. Every process must have all of the tensors."""
-    for name, parameter in _trained(model).items():
+def load_whole_weights(checkpoint: Path, model: nn.Module) -> None:
+    """Read the trained weights of an unsharded run into sharded parameters. Every process must read all of them."""
+    from safetensors.torch import load_file
+
+    files, trained = sorted(checkpoint.glob("*model*.safetensors")), _trained(model)
+    weights = {base_name(name): value for file in files for name, value in load_file(file).items()}
+    _require(checkpoint, [name for name in trained if base_name(name) not in weights])
+    for name, parameter in trained.items():
         target: Any = parameter.detach()
-        target.to_local().copy_(_sharded_like(target, whole[name].to(target.dtype)).to_local())
+        whole = weights[base_name(name)].to(target.dtype)
+        target.to_local().copy_(_sharded_like(target, whole).to_local())
 
 
 def shard_optimizer(optimizer: Any) -> None:
@@ -159,7 +165,7 @@ class Sharded(TrainerSteps):
         if (checkpoint / SHARDS).is_dir():
             load_weights(checkpoint / SHARDS, self.model)
         elif has_shards(self.model):
-            put_weights(self.model, saved_weights(checkpoint, self.model))
+            load_whole_weights(checkpoint, self.model)
         else:
             super().read_weights(resume_from_checkpoint, model)
 
@@ -193,18 +199,6 @@ class Sharded(TrainerSteps):
             yield
         finally:
             self.model.set_requires_gradient_sync(True)
-
-
-def saved_weights(checkpoint: Path, model: Any) -> dict[str, torch.Tensor]:
-    """Return the trained weights from a checkpoint of an unsharded run, by the names of `model`'s parameters."""
-    from safetensors.torch import load_file
-
-    files = sorted(checkpoint.glob("*model*.safetensors"))
-    weights = {name: value for file in files for name, value in load_file(file).items()}
-    by_base = {base_name(name): value for name, value in weights.items()}
-    names = {name: base_name(name) for name in _trained(model)}
-    _require(checkpoint, [name for name, base in names.items() if base not in by_base])
-    return {name: by_base[base] for name, base in names.items()}
 
 
 def _require(checkpoint: Path, missing: list[str]) -> None:
