@@ -325,6 +325,16 @@ def test_a_sharded_checkpoint_goes_on_in_one_process(together, tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_a_checkpoint_of_one_process_goes_on_in_two_with_shards(every, tmp_path):
+    options = ("--quantization", "nf4", "--dtype", "float32", "--save_steps", 2)
+    alone(argv(every.model, every.data, tmp_path / "one", 1, *STEPS, *options))
+    resumed = [*STEPS, *options, *SHARDED, "--resume_from_checkpoint", tmp_path / "one" / "checkpoint-2"]
+    words = ["sft", *argv(every.model, every.data, tmp_path / "two", 2, *resumed)]
+    in_processes(2, [{"job": "train", "argv": words}], tmp_path)
+    assert losses(tmp_path / "two")[-2:] == pytest.approx(losses(tmp_path / "one")[-2:], abs=2e-5)
+
+
+@pytest.mark.exhaustive
 def test_a_sharded_dora_goes_on_in_one_process_and_in_two(every, tmp_path):
     out = every.root / "DoRA"
     options = [*TRAININGS["DoRA"][:-2], "--resume_from_checkpoint", out / "checkpoint-2"]

@@ -333,12 +333,6 @@ def _is_moment(name: str, tensor: Any) -> bool:
     return torch.is_tensor(tensor) and tensor.is_floating_point() and name != "step"
 
 
-_SCALED = (
-    "build the trainer with fp16=True and call isotype.enforce(trainer, policy) before trainer.train() "
-    "(on a CPU, accelerate makes no GradScaler by itself)"
-)
-
-
 def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | None:
     scaler = getattr(optimizer, "scaler", None)
     active = scaler is not None and scaler.is_enabled()
@@ -346,7 +340,9 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
         return None
     what, fix = "a GradScaler", "build the trainer with fp16=False"
     if policy.loss_scaling:
-        what, fix = "no GradScaler", _SCALED
+        what, enforced = "no GradScaler", "isotype.enforce(trainer, policy) before trainer.train()"
+        why = "on a CPU, accelerate makes no GradScaler by itself"
+        fix = f"build the trainer with fp16=True and call {enforced} ({why})"
     headline = "the trainer and the policy disagree about loss scaling"
     expected = "a GradScaler if the compute dtype is float16, and none otherwise"
     what = f"{what} with compute dtype {dtype_name(policy.compute)}"
