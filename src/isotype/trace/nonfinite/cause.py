@@ -36,7 +36,7 @@ def fresh_elements(call: TensorCall, result: torch.Tensor, by_code: Sequence[boo
     if values is None:
         return None
     aligned = _aligned(call, values)
-    tensors = aligned or [x for operand in call.operands if (x := _as_tensor(operand, values)) is not None]
+    tensors = aligned or _read(call, values.device)
 
     def anywhere(conditions: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return a mask of elements that meet a condition; a single value for an operator that is not element-wise."""
@@ -57,17 +57,17 @@ def fresh_elements(call: TensorCall, result: torch.Tensor, by_code: Sequence[boo
     return fresh if bool(fresh.any()) else None
 
 
-def _as_tensor(operand: TensorOperand, like: torch.Tensor) -> torch.Tensor | None:
-    if operand.tensor is not None:
-        return readable(operand.tensor)
-    return torch.tensor(operand.number, dtype=torch.float64, device=like.device)
+def _read(call: TensorCall, device: torch.device) -> list[torch.Tensor]:
+    """Return the operands that can be read."""
+    operands = (readable(operand.tensor) for operand in call.operands)
+    return [operand.to(device) for operand in operands if operand is not None]
 
 
 def _aligned(call: TensorCall, values: torch.Tensor) -> list[torch.Tensor]:
     """Return the operands expanded to the result's shape; an empty list if the operator is not element-wise."""
     if torch.Tag.pointwise not in call.func.tags and not call.name.startswith(_BY_ELEMENT):
         return []
-    tensors = [x for operand in call.operands if (x := _as_tensor(operand, values)) is not None]
+    tensors = _read(call, values.device)
     complete = len(tensors) == len(call.operands)
     try:
         return [tensor.expand(values.shape) for tensor in tensors] if complete else []
@@ -107,13 +107,13 @@ def cause_of(call: TensorCall, result: torch.Tensor, exact: float | None, entrie
         return "row"
     if call.name.startswith("aten.nll_loss"):
         return "labels"
-    if any(operand.tensor is not None and not operand.tensor.numel() for operand in call.operands):
+    if any(not operand.tensor.numel() for operand in call.operands):
         return "empty"
     return "domain" if entries else "unknown"
 
 
 def _masked_row(operand: TensorOperand) -> bool:
-    if operand.tensor is None or operand.role not in _MASKS or not operand.tensor.dim():
+    if operand.role not in _MASKS or not operand.tensor.dim():
         return False
     return bool((operand.tensor == -math.inf).all(-1).any())
 
@@ -164,15 +164,13 @@ class TensorOperand:
 
     Attributes:
         role: name of the operator's argument.
-        tensor: the operand with its values before the operator ran; None for a number.
-        original: the tensor in the code, which the operator may overwrite.
-        number: value of a number; None for a tensor.
+        tensor: the operand with its values before the operator ran; for a number, a tensor in float64.
+        original: the tensor in the code, which the operator may overwrite; None for a number.
     """
 
     role: str
-    tensor: torch.Tensor | None
+    tensor: torch.Tensor
     original: torch.Tensor | None
-    number: float | None = None
 
 
 class TensorCall(OperatorCall):
@@ -195,18 +193,18 @@ def _operands_of(call: OperatorCall) -> list[TensorOperand]:
         written = argument in schema.written
         counts = not (tensor.dim() or tensor.is_floating_point() or tensor.is_complex())
         if counts and tensor.dtype != torch.bool and argument in _NUMBERS and not written:
-            operands.append(TensorOperand(role, None, None, float(tensor)))
+            operands.append(TensorOperand(role, tensor.double(), None))
         if not tensor.is_floating_point() or (written and (overwrites or argument not in positional)):
             continue
         # torch makes a 0-dim float64 tensor from 2.0 in `x * 2.0`.
         number = not tensor.dim() and tensor.dtype == torch.float64 and tensor.device.type == "cpu"
-        if not written and number:
-            operands.append(TensorOperand(role, None, None, float(tensor)))
-        else:
-            operands.append(TensorOperand(role, tensor.clone() if written else tensor, tensor))
+        before, original = tensor.clone() if written else tensor, None if number and not written else tensor
+        operands.append(TensorOperand(role, before, original))
     for role, value in [*zip(schema.roles, call.args, strict=False), *call.kwargs.items()]:
         if role in _NUMBERS and isinstance(value, (int, float)) and not isinstance(value, bool):
-            operands.append(TensorOperand(role, None, None, float(value)))
+            operands.append(
+                TensorOperand(role, torch.tensor(float(value), dtype=torch.float64, device="cpu"), None)
+            )
     return operands
 
 

@@ -7,7 +7,6 @@ reported. The operands are checked only if the result is not finite, so a finite
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -151,20 +150,18 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
             finding = self._finding(call, result, cause_of(call, result, exact, entries))
             return replace(finding, rows=self._rows(fresh), exact=exact, entries=entries)
         for operand in call.operands:
-            if operand.tensor is None:
-                if not math.isfinite(operand.number or 0.0):
-                    self._suspect(self._finding(call, result, "constant"))
-            elif not is_finite(operand.tensor):
-                judged = self._judge_operand(call, result, operand)
-                if judged is not None:
-                    return judged
+            if is_finite(operand.tensor):
+                continue
+            if operand.original is None:
+                self._suspect(self._finding(call, result, "constant"))
+            elif (judged := self._judge_operand(call, result, operand)) is not None:
+                return judged
         return None
 
     def _judge_operand(
         self, call: TensorCall, result: torch.Tensor, operand: TensorOperand
     ) -> NonFinite | None:
         """Return a finding if a non-finite operand has to be reported; else None."""
-        assert operand.tensor is not None
         address, nan = _address(operand.original), bool(operand.tensor.isnan().any())
         if address in self._weights:
             is_mask = address in self._constant and not nan
@@ -197,7 +194,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
             module=call.place.module,
             phase=self.phase,
             source=shown(call.place.source),
-            operands=tuple(self._value(operand) for operand in call.operands if operand.tensor is not None),
+            operands=tuple(self._value(operand) for operand in call.operands if operand.original is not None),
             result=value_of("result", result),
             cause=cause,
             batch=self._shape[0],
@@ -205,7 +202,6 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         )
 
     def _value(self, operand: TensorOperand) -> Value:
-        assert operand.tensor is not None
         address = _address(operand.original)
         name = self._weights.get(address) or self._inputs.get(address, "")
         return value_of(operand.role, operand.tensor, name)
