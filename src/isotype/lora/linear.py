@@ -312,16 +312,14 @@ def _output(
 
 def _write(spec: Spec, products: Sequence[_Product]) -> None:
     """Compute the outputs in `products`, in one call of the compiled loops if the outputs need no cast."""
-    if not spec.keep:
-        others = []
-        for product in products:
-            if spec.weights.in_4_bits(product.layer.spec.base, product.x):
-                _write_few(product)
-            else:
-                others.append(product)
-        products = others
+    others = []
+    for product in products:
+        if not spec.keep and spec.weights.in_4_bits(product.layer.spec.base, product.x):
+            _write_few(product)
+        else:
+            others.append(product)
     cast = spec.result not in (spec.working, torch.float32)
-    for group in [products] if spec.compiled and not cast else [[product] for product in products]:
+    for group in [others] if spec.compiled and not cast else [[product] for product in others]:
         outs = [torch.empty_like(p.out, dtype=spec.working) if cast else p.out for p in group]
         sums = (
             p.written_to(out, spec.weights.matrix(p.layer.spec.base, spec.working))

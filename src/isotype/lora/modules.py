@@ -51,6 +51,10 @@ def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
     return base.weight.dtype, base.weight.dtype
 
 
+_NOTHING: Any = (None, None, {})
+"""No outputs are ready: (input, its version and the modes of the forward, outputs by layer)."""
+
+
 class Siblings:
     """Layers that their module calls one after another with the same tensor, and that one function computes together.
 
@@ -73,20 +77,20 @@ class Siblings:
 
     def output(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
         """Return a layer's output for the input X, or None if only PEFT's forward can compute the output now."""
-        ready: _Ready | None = getattr(self._local, "ready", None)
-        if ready is not None and ready.fits(x) and layer in ready.outputs:
-            output = ready.outputs.pop(layer)
-            if not ready.outputs:
-                self._local.ready = None
+        now = version_of(x), torch.is_grad_enabled(), autocast_dtype(x.device.type)
+        of, when, ready = getattr(self._local, "ready", _NOTHING)
+        if of is x and when == now and layer in ready:
+            output: torch.Tensor = ready.pop(layer)
+            if not ready:
+                self._local.ready = _NOTHING
             return output
-        version = version_of(x)
-        leads = layer is self.layers[0] and version is not None
+        leads = layer is self.layers[0] and now[0] is not None
         outputs = self._together(self.layers if leads else (layer,), (x,))
         if outputs is None:
             return None
         output = outputs.pop(layer)
         if leads:
-            self._local.ready = _Ready(x, version, _modes(x), outputs) if outputs else None
+            self._local.ready = (x, now, outputs) if outputs else _NOTHING
         return output
 
     def gated_output(
@@ -126,21 +130,6 @@ class Siblings:
         elif reading is not former:
             self._readings[layer] = reading
         return None if reading is None or reading.device != x.device else reading
-
-
-@dataclass
-class _Ready:
-    x: torch.Tensor
-    version: int | None
-    modes: tuple[Any, ...]
-    outputs: dict[nn.Module, torch.Tensor]
-
-    def fits(self, x: torch.Tensor) -> bool:
-        return self.x is x and self.version == version_of(x) and self.modes == _modes(x)
-
-
-def _modes(x: torch.Tensor) -> tuple[Any, ...]:
-    return torch.is_grad_enabled(), autocast_dtype(x.device.type)
 
 
 class Fused(Swapped):

@@ -115,7 +115,6 @@ def repeated_attention_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention by transformers' `sdpa`, with keys and values repeated for each query head.
@@ -132,6 +131,6 @@ def repeated_attention_forward(
         # Without `num_key_value_groups`.
         layer = SimpleNamespace(is_causal=bool(getattr(module, "is_causal", True)))
     result: tuple[torch.Tensor, None] = sdpa_attention_forward(
-        layer, query, key, value, attention_mask, is_causal=is_causal, **kwargs
+        layer, query, key, value, attention_mask, **kwargs
     )
     return result
