@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -175,16 +175,13 @@ def _own_dtypes(
     return wanted
 
 
-def _parameters(place: Place, wanted: dict[nn.Parameter, torch.dtype]) -> list[Change]:
-    changes = []
+def _parameters(place: Place, wanted: dict[nn.Parameter, torch.dtype]) -> Iterator[Change]:
     for name, parameter in own_float_parameters(place.module).items():
         dtype = wanted[parameter]
         if parameter.dtype == dtype:
             continue
-        what = f"{dtype_name(parameter.dtype)} -> {dtype_name(dtype)}"
-        changes.append(Change(place.full_name(name), what))
+        yield Change(place.full_name(name), f"{dtype_name(parameter.dtype)} -> {dtype_name(dtype)}")
         exchange(parameter, "data", parameter.data.to(dtype), dtype)
-    return changes
 
 
 def exchange(parameter: Any, name: str, value: Any, dtype: torch.dtype) -> Callable[[], None]:
@@ -212,12 +209,11 @@ def _quantization(place: Place, policy: PrecisionPolicy, by_ranges: BoundarySett
     return [Change(place.name, what) for what in changes]
 
 
-def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
+def _buffers(place: Place, policy: PrecisionPolicy) -> Iterator[Change]:
     """Cast rotary frequencies and pinned buffers from 16 bits to float32. Rotary frequencies get exact values."""
     rounded = {n: b for n, b in place.module.named_buffers(recurse=False) if b.dtype in HALVES}
     rotary = {name for name in rounded if "inv_freq" in name}
     fresh = dict(fresh_rotary(place.name, place.module).named_buffers(recurse=False)) if rotary else {}
-    changes = []
     for name, buffer in rounded.items():
         full_name = place.full_name(name)
         if name in rotary:
@@ -227,8 +223,7 @@ def _buffers(place: Place, policy: PrecisionPolicy) -> list[Change]:
         else:
             continue
         setattr(place.module, name, restored)
-        changes.append(Change(full_name, f"{dtype_name(buffer.dtype)} -> {how}"))
-    return changes
+        yield Change(full_name, f"{dtype_name(buffer.dtype)} -> {how}")
 
 
 def fresh_rotary(name: str, module: nn.Module) -> nn.Module:
