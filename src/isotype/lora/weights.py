@@ -15,7 +15,7 @@ from isotype.compat.bitsandbytes import multiplies, with_float32_constants
 from isotype.compat.torch import FakeTensor, copy_each, has_kernel, multiply_each, storage_of, version_of
 from isotype.core.dtypes import COMPUTE_DTYPES
 from isotype.model.quantized import codes_of, dense_weight, quantization_state
-from isotype.model.walk import kind_of
+from isotype.model.walk import derives_from, kind_of
 
 FEW = 64
 """Up to this number of rows (generated tokens), bitsandbytes multiplies by a 4-bit weight without dequantizing it."""
@@ -25,13 +25,9 @@ _SHARE = 64  # a GPU's memory over the memory for float32 block constants
 
 def shape_of(layer: Any) -> tuple[int, int]:
     """Return (out_features, in_features) of a base layer."""
-    cls: Any = type(layer)
-    return tuple(layer.weight.shape[::-1]) if _transposed(cls) else (layer.out_features, layer.in_features)
-
-
-@cache
-def _transposed(cls: Any) -> bool:
-    return any(base.__name__ == "Conv1D" for base in cls.__mro__)
+    if derives_from(type(layer), "Conv1D"):
+        return tuple(layer.weight.shape[::-1])
+    return layer.out_features, layer.in_features
 
 
 def dense(layer: Any, dtype: torch.dtype, state: Any = None) -> torch.Tensor:
@@ -145,8 +141,7 @@ def _memory_of(weight: torch.Tensor, dtype: torch.dtype) -> _Identity | None:
 
 def _oriented(layer: Any) -> torch.Tensor:
     weight: torch.Tensor = layer.weight.detach()
-    cls: Any = type(layer)
-    return weight.t() if _transposed(cls) else weight
+    return weight.t() if derives_from(type(layer), "Conv1D") else weight
 
 
 @cache

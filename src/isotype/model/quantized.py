@@ -16,7 +16,7 @@ from isotype.core.errors import PrecisionError
 from isotype.core.formats import FORMATS
 from isotype.core.names import listed
 from isotype.model.experts.stack import QuantizedStack, held_stack
-from isotype.model.walk import kind_of
+from isotype.model.walk import derives_from, kind_of
 from isotype.precision.policy import PrecisionPolicy
 
 
@@ -90,8 +90,7 @@ def is_int8(weight: torch.Tensor) -> bool:
 
 def replaces_conv1d(layer: Any) -> bool:
     """Return whether a bitsandbytes layer has replaced a Conv1D. Files have the weights of Conv1D as `[in, out]`."""
-    source = getattr(layer, "source_cls", None)
-    return any(cls.__name__ == "Conv1D" for cls in getattr(source, "__mro__", ()))
+    return derives_from(getattr(layer, "source_cls", object), "Conv1D")
 
 
 def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:

@@ -79,9 +79,14 @@ def _kind_of(cls: Any) -> str:
     return "norm" if "norm" in plain.__name__.lower() else "other"
 
 
+def derives_from(cls: Any, name: str) -> bool:
+    """Return whether a class or one of its bases has this name. The class's library is not imported."""
+    return any(base.__name__ == name for base in cls.__mro__)
+
+
 def is_tuner_layer(module: nn.Module) -> bool:
     """Return whether a module is a tuner layer of PEFT: it wraps a layer of the model."""
-    return any(cls.__name__ == _TUNER for cls in type(module).__mro__)
+    return derives_from(type(module), _TUNER)
 
 
 _ROUTER = re.compile(r"Top_?[kK]Router$")

@@ -26,10 +26,11 @@ from isotype.model.boundary import Boundary
 from isotype.model.experts.compute import Adapter, Experts, Product, experts_output
 from isotype.model.experts.stack import QuantizedStack, codes_of, quantized_stack, shape_of
 from isotype.model.shard import is_sharded
-from isotype.model.walk import must_be_called
+from isotype.model.walk import derives_from, must_be_called
 from isotype.precision.devices.simulated import working_dtype
 
 _GATED, _UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
+_WRAPPER = "ParamWrapper"  # PEFT's class of wrappers around a module whose parameter is adapted
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Layout:
 
 def layout_of(module: nn.Module) -> Layout | None:
     """Return the layout of a transformers (5.23) experts module, including Llama 4's; None for another module."""
-    if any(cls.__name__ == "Llama4TextExperts" for cls in type(module).__mro__):
+    if derives_from(type(module), "Llama4TextExperts"):
         return Layout(_GATED, inputs_first=True, biases=False, normed=False, routed=False)
     if gate_of(module) is None or not hasattr(module, "has_gate") or has_parallel_experts(module):
         return None
@@ -61,20 +62,15 @@ def layout_of(module: nn.Module) -> Layout | None:
     return Layout(up, bool(module.is_transposed), bool(module.has_bias), bool(module.has_post_expert_norm))
 
 
-def _wraps(cls: Any) -> bool:
-    """Return whether a class or one of its bases is named `ParamWrapper`, as in PEFT. PEFT is not imported."""
-    return any(base.__name__ == "ParamWrapper" for base in cls.__mro__)
-
-
 def is_experts_wrapper(module: nn.Module) -> bool:
     """Return whether a module is PEFT's `ParamWrapper` around an experts module."""
-    return _wraps(type(module)) and layout_of(module.get_base_layer()) is not None  # type: ignore[operator]
+    return derives_from(type(module), _WRAPPER) and layout_of(module.get_base_layer()) is not None  # type: ignore[operator]
 
 
 def _with_wrappers(outer: Any) -> list[Any]:
     """Return an experts module's wrappers, the outermost first, and then the module itself."""
     modules = [outer]
-    while _wraps(type(modules[-1])):
+    while derives_from(type(modules[-1]), _WRAPPER):
         modules.append(modules[-1].base_layer)
     return modules
 
@@ -168,7 +164,7 @@ def _merge(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _swapped(base: Any) -> Any:
-    wraps = _wraps(base)
+    wraps = derives_from(base, _WRAPPER)
     # A compiled block calls this forward uncompiled: PEFT's forward, which can be compiled, has no dropout.
     forward = torch.compiler.disable(_forward_adapted if wraps else _forward_base)  # type: ignore[no-untyped-call]
     members = {"forward": forward, **({"merge": _merge, **PARAMETER_WRAPPER_REPAIRS} if wraps else {})}
@@ -200,7 +196,7 @@ def use_where_needed(model: nn.Module) -> None:
     for module in model.modules():
         cls: Any = type(module)
         # The swap also repairs PEFT's wrapper of a quantized stack whose experts keep their own forward.
-        wraps = _wraps(cls) and not isinstance(module, FusedExperts)
+        wraps = derives_from(cls, _WRAPPER) and not isinstance(module, FusedExperts)
         if wraps and quantized_stack(module.get_base_layer(), module.parameter_name) is not None:  # type: ignore[operator, arg-type]
             swap(module, _swapped(cls))
 
