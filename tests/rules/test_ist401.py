@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from isotype.records.finding import Action
 from isotype.rules.ist401_state_dtype import find
 from tests.rules.samples import BF16, FP16, FP32, operand, packed, refused, trace
@@ -10,6 +12,12 @@ def test_a_stale_state_costs() -> None:
     assert finding.severity == "warning"
     assert finding.message == "1 4-bit weight dequantizes to float16, but the layers compute in bfloat16"
     assert finding.fixes[0].actions == (Action("state", "model.layers.*.self_attn.q_proj", "bfloat16"),)
+
+
+def test_the_cause_names_the_line_that_loaded_the_weight() -> None:
+    weight = replace(packed(BF16, FP16), set_at="loaded by from_pretrained at train.py:12")
+    (finding,) = find(trace([weight]))
+    assert finding.cause.endswith(" has the dtype float16, loaded by from_pretrained at train.py:12")
 
 
 def test_a_stale_state_crashes_who_dequantizes() -> None:

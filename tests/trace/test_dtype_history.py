@@ -7,11 +7,12 @@ import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import bitsandbytes
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from isotype.trace.dtype_history import remembered, set_at
 
@@ -65,7 +66,6 @@ def test_a_cast_names_its_line(cast: Callable[[nn.Module], None], code: str) -> 
         assert texts == {f"cast at {_line(cast, code)}"}
     else:
         assert {text.rpartition(":")[0] for text in texts} == {"cast at test_dtype_history.py"}
-    assert set_at(net, "num_batches_tracked") == ""
 
 
 def test_a_weight_that_moves_without_a_cast_keeps_its_line() -> None:
@@ -100,6 +100,25 @@ def test_tensors_can_be_swapped() -> None:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert set_at(net, "weight") == f"cast at {_line(test_tensors_can_be_swapped, 'net.half')}"
+
+
+def test_a_weight_that_is_quantized_names_the_line_of_its_load(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True)
+    )
+    line = _line(test_a_weight_that_is_quantized_names_the_line_of_its_load, "AutoModelForCausalLM")
+    assert (
+        set_at(model.get_submodule("model.layers.0.mlp.up_proj"), "weight")
+        == f"loaded by from_pretrained at {line}"
+    )
+    layer = bitsandbytes.nn.Linear4bit(64, 64)
+    layer.to("cpu")
+    line = _line(test_a_weight_that_is_quantized_names_the_line_of_its_load, 'layer.to("cpu")')
+    assert set_at(layer, "weight") == f"quantized at {line}"
 
 
 def test_without_a_known_line_nothing_is_said() -> None:

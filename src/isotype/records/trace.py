@@ -292,12 +292,13 @@ class Weight:
     @property
     def dtype_text(self) -> str:
         """`NAME is DTYPE`, with the reason or the line that set the dtype."""
-        how = (
-            ", which the model's author keeps in float32"
-            if self.pinned
-            else self.set_at and f", {self.set_at}"
-        )
+        how = ", which the model's author keeps in float32" if self.pinned else self.by_line
         return f"{self.name} is {dtype_name(self.dtype)}{how}"
+
+    @property
+    def by_line(self) -> str:
+        """`set_at` after a comma; "" if it is unknown."""
+        return self.set_at and f", {self.set_at}"
 
     @property
     def bytes(self) -> int:

@@ -59,7 +59,7 @@ def _finding(trace: Trace, state: torch.dtype, compute: torch.dtype, weights: li
         "error" if crashes else "warning",
         f"{counted(weights, '4-bit weight', 'dequantize')} to {was}, but the layers compute in {wanted}",
         weights,
-        cause=f"the quantization state of {named(weights[0].module)} has the dtype {was}",
+        cause=f"the quantization state of {named(weights[0].module)} has the dtype {was}{weights[0].by_line}",
         notes=(effect,),
         fixes=(fix(to_compute, "state", modules(weights), wanted),),
     )

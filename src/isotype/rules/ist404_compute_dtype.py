@@ -53,7 +53,7 @@ def find(trace: Trace) -> Findings:
         "warning",
         f"{counted(layers, '4-bit layer', 'compute')} in {name}, but the model runs in {target}",
         layers,
-        cause=f"{named(layers[0].module)}: the compute dtype is {set_to}",
+        cause=f"{named(layers[0].module)}: the compute dtype is {set_to}{layers[0].by_line}",
         notes=("without loss scaling, gradients below 6e-8 become zero in float16",) if narrow else (),
         cost=Cost(flops_share=costs.flops_share(trace, wide)),
         fixes=(Fix(f"set the 4-bit layers' compute dtype to {target}", "safe", actions=changes),),

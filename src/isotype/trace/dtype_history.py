@@ -48,12 +48,11 @@ def set_at(module: nn.Module, name: str) -> str:
 def _held(module: nn.Module, name: str, before: torch.dtype | None) -> None:
     tensor, known = held_by(module)[name], _history.setdefault(module, {})
     holders = _holders_of(tensor)
-    if tensor.dtype not in FLOATS or (tensor.dtype == before and name in known):
-        pass
-    elif before is None and holders:  # a tied weight
+    if before is None and holders:  # a tied weight
         known[name] = _history[holders[0][0]][holders[0][1]]
-    elif before is None or tensor.dtype != before:
-        known[name] = tensor.dtype, _running_line("created" if before is None else "cast")
+    elif tensor.dtype != before or name not in known:
+        verb = "cast" if tensor.dtype in FLOATS else "quantized"
+        known[name] = tensor.dtype, _running_line("created" if before is None else verb)
     if (module, name) not in holders and name in known:
         _holders[id(tensor)] = [(weakref.ref(holder), held) for holder, held in (*holders, (module, name))]
 

@@ -105,9 +105,9 @@ def _cause(trace: Trace, dtype: torch.dtype, calls: Sequence[Call]) -> str:
         return f"autocast is set to {name}"
     computing = next((weight for weight, state in quantized(trace) if state.compute == dtype), None)
     if computing is not None:
-        return f"the quantized layer {named(computing.module)} computes in {name}"
+        return f"the quantized layer {named(computing.module)} computes in {name}{computing.by_line}"
     if plain := _plain(trace, dtype):
-        return f"{plain[0].name} is {name}"
+        return plain[0].dtype_text
     causes = (operand.origin.cause for call in calls for operand in call.floats if operand.dtype == dtype)
     cast = next((cause for cause in causes if cause.kind == "cast" and cause.source), None)
     return f"the step computes in {name}" if cast is None else cause_text(cast)

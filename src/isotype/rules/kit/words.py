@@ -18,6 +18,10 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
     dtype, where = dtype_name(cause.dtype), at(cause.source)
     inside = f" in {cause.module}" if cause.module else ""
     weight = (owners or {}).get(cause.name)
+    if cause.kind == "state":
+        packed = (owners or {}).get(f"{cause.name}.weight")
+        line = "" if packed is None else packed.by_line
+        return f"the quantization state of {cause.name} dequantizes to {dtype}{line}"
     if weight is not None and weight.dtype == cause.dtype and cause.kind in ("parameter", "buffer"):
         return f"{'the buffer ' if weight.buffer else ''}{weight.dtype_text}"
     if cause.kind == "parameter":
@@ -31,7 +35,6 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
         "scratch": f"the scratch tensor that {cause.name} allocated is {dtype}{where}",
         "attribute": f"{cause.name}, an unregistered tensor that no .to() of the model reaches, is {dtype}",
         "data": f"{cause.name or 'a tensor'} in the loss function is {dtype}{where}",
-        "state": f"the quantization state of {cause.name} dequantizes to {dtype}",
         "cast": f"a cast to {dtype}{where}{inside}",
         "autocast": f"autocast returns {dtype} from {cause.name}{where}{inside}",
         "gradient": f"the gradient of {cause.name} is {dtype}",
