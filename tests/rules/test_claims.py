@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from isotype.rules import all_rules
-from isotype.rules.kit import groups
-from isotype.rules.kit.contract_rule import contract_rule
+from isotype.rules.kit import contract_rule, groups
 from isotype.rules.kit.groups import Claim, Stage
 from tests.rules.traces import BF16, found, traced
 
@@ -23,14 +22,12 @@ def test_a_new_rule_is_given_what_it_claims_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, layer: nn.Linear | nn.LayerNorm, code: str
 ) -> None:
     before = groups.all_claims()
-    claim = Claim("step", lambda broken: broken.runs("layer_norm"))
+    headline = "{given} instead of {expected} in a norm of the test's own"
+    claim = Claim("step", lambda broken: broken.runs("layer_norm"), headline)
     monkeypatch.setattr(groups, "all_claims", lambda: (("IST199", claim), *before))
     layer.to(BF16).bias.data = torch.ones(8)
     trace = traced(layer, X, phases=("forward",))
-    new = contract_rule(
-        "isotype.rules.ist199_new", "{given} instead of {expected} in a norm of the test's own"
-    )
-    messages = [finding.message for finding in new(trace)]
+    messages = [finding.message for finding in contract_rule.find("isotype.rules.ist199_new", trace)]
     assert messages == (
         ["float32 instead of bfloat16 in a norm of the test's own"] if code == "IST110" else []
     )
@@ -51,5 +48,5 @@ def test_each_rule_that_claims_has_a_page() -> None:
 
 def test_findings_that_no_later_phase_changes() -> None:
     """Those of a training's first step are told before the step has ended."""
-    settled = {code for code, claim in groups.all_claims() if claim.grouped and claim.settled}
+    settled = {code for code, claim in groups.all_claims() if claim.headline and claim.settled}
     assert settled == {"IST101", "IST102", "IST103", "IST104", "IST105", "IST106", "IST110"}

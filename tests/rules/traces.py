@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,8 @@ from isotype.records.finding import Finding
 from isotype.records.memory import Phase
 from isotype.records.request import Setup, StepRequest
 from isotype.records.trace import Trace
+from isotype.rules import all_rules
+from isotype.rules.kit.groups import code_of
 from isotype.trace.fake.step import trace_step
 from tests import cpus
 from tests.models import one_layer, tiny_batch, tiny_model
@@ -68,7 +69,7 @@ def on(trace: Trace, device: str, **setup: Any) -> Trace:
 
 def found(name: str, trace: Trace) -> list[Finding]:
     """What the rule in the file `name` finds."""
-    return list(importlib.import_module(f"isotype.rules.{name}").find(trace))
+    return list(next(rule for rule in all_rules() if rule.code == code_of(name)).find(trace))
 
 
 def llama(dtype: torch.dtype = BF16, lora: bool = True, layers: int = 1, **settings: Any) -> Any:

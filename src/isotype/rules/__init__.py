@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from isotype.core.errors import error_line
 from isotype.core.source import line_of
 from isotype.records.finding import SEVERITIES, Finding, Kind, by_preference
 from isotype.records.trace import Trace
+from isotype.rules.kit import contract_rule
 from isotype.rules.kit.groups import rule_modules
 
 FAMILIES: Mapping[str, str] = {
@@ -28,8 +29,9 @@ FAMILIES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule. Its file, such as `rules/ist101_….py`, defines `find`. The docstring is the rule's title and page.
+    """A rule. The docstring of its file, such as `rules/ist101_….py`, is the rule's title and page.
 
+    The file defines `find`, or only `CLAIMS`, if all findings are about broken contracts.
     If the file defines `KIND`, its findings have this kind; otherwise their kind is `"step"`.
 
     Attributes:
@@ -52,7 +54,9 @@ def all_rules() -> tuple[Rule, ...]:
     rules = []
     for code, module in rule_modules().items():
         title, _, text = (module.__doc__ or "").partition("\n\n")
-        rules.append(Rule(code, title, text.strip(), module.find, getattr(module, "KIND", "step")))
+        of_claims = partial(contract_rule.find, module.__name__)
+        find = getattr(module, "find", of_claims) if hasattr(module, "CLAIMS") else module.find
+        rules.append(Rule(code, title, text.strip(), find, getattr(module, "KIND", "step")))
     return tuple(rules)
 
 

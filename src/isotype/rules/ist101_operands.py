@@ -27,9 +27,7 @@ cast of a stored weight that may round its values. `isotype.repair` makes an uns
 
 from __future__ import annotations
 
-from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Claim
 
-CLAIMS = (Claim("rest", lambda broken: True),)
-
-find = contract_rule(__name__, "{given} instead of {expected} in an operator that requires equal dtypes")
+_HEADLINE = "{given} instead of {expected} in an operator that requires equal dtypes"
+CLAIMS = (Claim("rest", lambda broken: True, _HEADLINE),)

@@ -31,7 +31,6 @@ import math
 
 from isotype.core.names import in_module
 from isotype.records.trace import Operand
-from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Broken, Claim
 from isotype.trace.sides import is_adapter
 
@@ -54,6 +53,5 @@ def _is_of_adapter(operand: Operand, broken: Broken) -> bool:
     return in_module(broken.call.module, owner.module) or math.prod(operand.shape) == math.prod(owner.shape)
 
 
-CLAIMS = (Claim("operand", _takes_an_adapter),)
-
-find = contract_rule(__name__, "{given} instead of {expected} in an adapter")
+_HEADLINE = "{given} instead of {expected} in an adapter"
+CLAIMS = (Claim("operand", _takes_an_adapter, _HEADLINE),)

@@ -25,9 +25,7 @@ rows, `isotype.repair` casts its outputs. Otherwise edit the line that the repor
 
 from __future__ import annotations
 
-from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import SCATTERS, Claim
 
-CLAIMS = (Claim("operator", lambda broken: broken.runs(*SCATTERS)),)
-
-find = contract_rule(__name__, "{given} instead of {expected} in a scatter, which requires equal dtypes")
+_HEADLINE = "{given} instead of {expected} in a scatter, which requires equal dtypes"
+CLAIMS = (Claim("operator", lambda broken: broken.runs(*SCATTERS), _HEADLINE),)

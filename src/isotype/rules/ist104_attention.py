@@ -24,9 +24,7 @@ stored value, nor does a new cache in the query's dtype. Unsafe: a cast of a sto
 from __future__ import annotations
 
 from isotype.core.operators import ATTENTION_KERNELS
-from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Claim
 
-CLAIMS = (Claim("operator", lambda broken: broken.runs(*ATTENTION_KERNELS)),)
-
-find = contract_rule(__name__, "{given} instead of {expected} in attention")
+_HEADLINE = "{given} instead of {expected} in attention"
+CLAIMS = (Claim("operator", lambda broken: broken.runs(*ATTENTION_KERNELS), _HEADLINE),)

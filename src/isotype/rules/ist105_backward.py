@@ -27,19 +27,26 @@ pytorch/ao #4616; unslothai/unsloth #320; NVIDIA-NeMo/Automodel #3652.
 
 from __future__ import annotations
 
-from isotype.records.finding import Finding, Fix
-from isotype.rules.kit.contract_rule import contract_rule
-from isotype.rules.kit.findings import advice
-from isotype.rules.kit.groups import Claim
+from dataclasses import replace
 
-CLAIMS = (Claim("phase", lambda broken: broken.call.phase == "backward" and not broken.call.recomputed),)
+from isotype.records.trace import Trace
+from isotype.rules.kit import contract_rule
+from isotype.rules.kit.findings import Findings, advice
+from isotype.rules.kit.groups import Broken, Claim
 
+_HEADLINE = "{given} instead of {expected} in the backward"
 _HOW = "bring the operands to one dtype in the Function's backward (torch.amp.custom_fwd and custom_bwd), and return each gradient in its parameter's dtype"
 
 
-def _in_function(finding: Finding) -> tuple[Fix, ...]:
-    # A Function calls no operator like `huber_loss_backward`: autograd does.
-    return () if "_backward" in finding.op else (advice(finding.source, _HOW, "custom_bwd"),)
+def _is_backward(broken: Broken) -> bool:
+    return broken.call.phase == "backward" and not broken.call.recomputed
 
 
-find = contract_rule(__name__, "{given} instead of {expected} in the backward", _in_function)
+CLAIMS = (Claim("phase", _is_backward, _HEADLINE),)
+
+
+def find(trace: Trace) -> Findings:
+    for finding in contract_rule.find(__name__, trace):
+        # A Function calls no operator like `huber_loss_backward`: autograd does.
+        in_function = [] if "_backward" in finding.op else [advice(finding.source, _HOW, "custom_bwd")]
+        yield replace(finding, fixes=(*finding.fixes, *in_function))

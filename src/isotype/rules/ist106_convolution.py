@@ -24,9 +24,7 @@ float32 is exact. Unsafe: a cast of the convolution's weight that may round its 
 
 from __future__ import annotations
 
-from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Claim
 
-CLAIMS = (Claim("operator", lambda broken: broken.runs("conv")),)
-
-find = contract_rule(__name__, "{given} instead of {expected} in a convolution")
+_HEADLINE = "{given} instead of {expected} in a convolution"
+CLAIMS = (Claim("operator", lambda broken: broken.runs("conv"), _HEADLINE),)

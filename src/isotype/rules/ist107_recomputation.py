@@ -32,23 +32,20 @@ from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.core.names import grouped, short
 from isotype.records.finding import Fix
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit.contract_rule import contract_rule
+from isotype.rules.kit import contract_rule
 from isotype.rules.kit.findings import Findings, advice, finding_after, finding_at, setting
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import repacked
 from isotype.rules.kit.words import device_error
 
-CLAIMS = (Claim("phase", lambda broken: broken.call.recomputed, settled=False),)
+_HEADLINE = "{given} instead of {expected} while gradient checkpointing recomputes the forward"
+CLAIMS = (Claim("phase", lambda broken: broken.call.recomputed, _HEADLINE, settled=False),)
 
 _SAME_CODE = "let the forward and its recomputation run the same code: flags, adapters and random branches must not change before the backward ends"
 
-_mismatches = contract_rule(
-    __name__, "{given} instead of {expected} while gradient checkpointing recomputes the forward"
-)
-
 
 def find(trace: Trace) -> Findings:
-    yield from _mismatches(trace)
+    yield from contract_rule.find(__name__, trace)
     failure, difference = trace.failure, _difference(trace)
     if failure is None and difference is not None and difference[2]:
         call, cause, how = difference

@@ -25,7 +25,6 @@ unslothai/unsloth #3723.
 
 from __future__ import annotations
 
-from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Broken, Claim
 
 
@@ -34,8 +33,5 @@ def _lacks_autocast(broken: Broken) -> bool:
     return call.phase == "generate" and broken.trace.setup.autocast is not None and call.autocast is None
 
 
-CLAIMS = (Claim("phase", _lacks_autocast, settled=False),)
-
-find = contract_rule(
-    __name__, "{given} instead of {expected} in evaluation or generation, where autocast is off"
-)
+_HEADLINE = "{given} instead of {expected} in evaluation or generation, where autocast is off"
+CLAIMS = (Claim("phase", _lacks_autocast, _HEADLINE, settled=False),)

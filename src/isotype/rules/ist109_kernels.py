@@ -33,7 +33,7 @@ from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.core.names import short
 from isotype.records.finding import Finding
 from isotype.records.trace import UNSAFE, Call, Trace
-from isotype.rules.kit.contract_rule import contract_rule
+from isotype.rules.kit import contract_rule
 from isotype.rules.kit.findings import Findings, advice, finding_at, fix
 from isotype.rules.kit.groups import Broken, Claim
 from isotype.rules.kit.words import device_error
@@ -50,17 +50,15 @@ def _has_no_kernel(broken: Broken) -> bool:
     return any(dtype.itemsize == 1 for dtype in broken.floats) or (broken.lacks_kernel and not broken.packed)
 
 
+_HEADLINE = "{op} has no kernel for {given} on this device"
 CLAIMS = (
-    Claim("step", lambda broken: _is_unsafe(broken.call), grouped=False),
-    Claim("dtype", _has_no_kernel, refused="dtype", settled=False),
+    Claim("step", lambda broken: _is_unsafe(broken.call)),
+    Claim("dtype", _has_no_kernel, _HEADLINE, refused="dtype", settled=False),
 )
 
 
-_without_kernel = contract_rule(__name__, "{op} has no kernel for {given} on this device")
-
-
 def find(trace: Trace) -> Findings:
-    for finding in _without_kernel(trace):
+    for finding in contract_rule.find(__name__, trace):
         floats = [operand for operand in finding.operands if operand.dtype in FLOATS]
         if any(operand.dtype.itemsize == 1 for operand in floats):
             yield finding  # its cause already names the float8 tensor

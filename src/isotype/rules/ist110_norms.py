@@ -25,10 +25,8 @@ a cast of the norm's stored weight or bias that may round its values.
 
 from __future__ import annotations
 
-from isotype.rules.kit.contract_rule import contract_rule
 from isotype.rules.kit.groups import Claim
 
 _NORMS = ("layer_norm", "group_norm", "batch_norm", "rms_norm", "instance_norm")
-CLAIMS = (Claim("operator", lambda broken: broken.runs(*_NORMS)),)
-
-find = contract_rule(__name__, "{given} instead of {expected} in a norm")
+_HEADLINE = "{given} instead of {expected} in a norm"
+CLAIMS = (Claim("operator", lambda broken: broken.runs(*_NORMS), _HEADLINE),)

@@ -55,7 +55,7 @@ def _refused(call: Call) -> Operand | None:
     return next((operand for operand in call.operands if operand.dtype == dtype), None)
 
 
-CLAIMS = (Claim("step", lambda broken: _refused(broken.call) is not None, grouped=False),)
+CLAIMS = (Claim("step", lambda broken: _refused(broken.call) is not None),)
 
 
 def find(trace: Trace) -> Findings:

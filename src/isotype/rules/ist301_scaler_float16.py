@@ -45,7 +45,7 @@ from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, counted, float32_masters, modules, trained
 from isotype.rules.kit.words import device_error
 
-CLAIMS = (Claim("step", lambda broken: broken.call.phase == "unscale", grouped=False),)
+CLAIMS = (Claim("step", lambda broken: broken.call.phase == "unscale"),)
 
 _UNSCALES = {"phase": "unscale", "op": "GradScaler.unscale_"}
 

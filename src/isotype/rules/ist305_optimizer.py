@@ -38,7 +38,7 @@ from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, counted, float32_masters, trained
 from isotype.rules.kit.words import cause_text, device_error, evidence
 
-CLAIMS = (Claim("step", lambda broken: broken.call.phase == "optimizer", grouped=False),)
+CLAIMS = (Claim("step", lambda broken: broken.call.phase == "optimizer"),)
 
 
 def find(trace: Trace) -> Findings:

@@ -62,7 +62,7 @@ from isotype.rules.kit.weight_sets import count, counted, layer_of, names, quant
 from isotype.rules.kit.words import and_others, at, device_error
 
 _READS = ("aten._local_scalar_dense.default", "aten.argmax.default")
-CLAIMS = (Claim("step", lambda broken: broken.call.op in GRADIENTLESS, grouped=False),)
+CLAIMS = (Claim("step", lambda broken: broken.call.op in GRADIENTLESS),)
 
 
 def find(trace: Trace) -> Findings:

@@ -42,7 +42,7 @@ from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import counted, quantized
 from isotype.rules.kit.words import device_error, more, op_name
 
-CLAIMS = (Claim("dtype", lambda broken: broken.lacks_kernel and broken.packed, grouped=False),)
+CLAIMS = (Claim("dtype", lambda broken: broken.lacks_kernel and broken.packed),)
 
 _CODES = (torch.uint8, torch.int8, torch.int32)
 _PRODUCTS = ("mm", "addmm", "bmm", "matmul", "linear", "baddbmm")

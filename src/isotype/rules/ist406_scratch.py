@@ -27,10 +27,11 @@ its dtype. A new buffer for each call is safe too, but slower. You have to edit 
 
 from __future__ import annotations
 
-from isotype.records.finding import Finding, Fix
-from isotype.records.trace import SHARED
-from isotype.rules.kit.contract_rule import contract_rule
-from isotype.rules.kit.findings import advice
+from dataclasses import replace
+
+from isotype.records.trace import SHARED, Trace
+from isotype.rules.kit import contract_rule
+from isotype.rules.kit.findings import Findings, advice
 from isotype.rules.kit.groups import Broken, Claim
 
 
@@ -39,15 +40,13 @@ def _is_shared(broken: Broken) -> bool:
     return broken.mismatched.origin.cause.kind in SHARED and broken.call.phase != "optimizer"
 
 
-CLAIMS = (Claim("tensor", _is_shared, settled=False),)
+_HEADLINE = "a tensor outside of the model is {given}, but the other operands are {expected}"
+CLAIMS = (Claim("tensor", _is_shared, _HEADLINE, settled=False),)
 
 
-def _own_tensor(finding: Finding) -> tuple[Fix, ...]:
-    expected = finding.message.rpartition(" ")[2]
-    how = f"allocate that tensor in the dtype of the model that uses it ({expected}): keep one for each device, stream and dtype"
-    return (advice(finding.source, how, "key the buffer by dtype"),)
-
-
-find = contract_rule(
-    __name__, "a tensor outside of the model is {given}, but the other operands are {expected}", _own_tensor
-)
+def find(trace: Trace) -> Findings:
+    for finding in contract_rule.find(__name__, trace):
+        expected = finding.message.rpartition(" ")[2]
+        how = f"allocate that tensor in the dtype of the model that uses it ({expected}): keep one for each device, stream and dtype"
+        one_each = advice(finding.source, how, "key the buffer by dtype")
+        yield replace(finding, fixes=(*finding.fixes, one_each))

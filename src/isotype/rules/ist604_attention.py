@@ -45,7 +45,7 @@ from isotype.rules.kit.words import cause_text, device_error, evidence, place
 
 KIND: Kind = "device"
 _NEEDS = "FlashAttention needs an NVIDIA GPU of compute capability 8.0 or later, or an AMD CDNA GPU"
-CLAIMS = (Claim("step", lambda broken: broken.call.refusal == NO_ATTENTION_KERNEL, grouped=False),)
+CLAIMS = (Claim("step", lambda broken: broken.call.refusal == NO_ATTENTION_KERNEL),)
 
 
 def find(trace: Trace) -> Findings:

@@ -37,20 +37,19 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.names import grouped, plural, short
 from isotype.precision.ranges import FLOAT16_LARGEST
 from isotype.records.trace import Trace, Weight
-from isotype.rules.kit.contract_rule import group_findings
+from isotype.rules.kit.contract_rule import with_groups
 from isotype.rules.kit.findings import Findings, advice, finding_at, finding_of, fix
-from isotype.rules.kit.groups import Claim, code_of
+from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import counted
 from isotype.rules.kit.words import at
 
-CLAIMS = (Claim("value", lambda broken: "without overflow" in broken.call.refusal, settled=False),)
-
 _HEADLINE = "a number beyond {given}'s range is written into a {given} tensor"
+CLAIMS = (Claim("value", lambda broken: "without overflow" in broken.call.refusal, _HEADLINE, settled=False),)
 _FINITE = "write torch.finfo(tensor.dtype).min, where `tensor` is the filled tensor"
 
 
 def find(trace: Trace) -> Findings:
-    for group, finding in group_findings(trace, code_of(__name__), _HEADLINE):
+    for group, finding in with_groups(__name__, trace):
         source, dtype = finding.source, group.mismatched.dtype
         number = max((value for _, value in group.calls[0].numbers), key=abs)
         where = at(source)

@@ -43,7 +43,7 @@ from isotype.rules.kit.weight_sets import counted, names
 from isotype.rules.kit.words import cause_text, device_error
 
 _ONLY_COMPLEX = re.compile("only supported for complex tensors|non-complex dtypes")
-CLAIMS = (Claim("step", lambda broken: bool(_ONLY_COMPLEX.search(broken.call.refusal)), grouped=False),)
+CLAIMS = (Claim("step", lambda broken: bool(_ONLY_COMPLEX.search(broken.call.refusal))),)
 
 _BUFFERS = re.compile(r"inv_freq|rotary|rope|freqs", re.IGNORECASE)
 _TABLE = re.compile(r"freqs[^.]*$|cis$", re.IGNORECASE)

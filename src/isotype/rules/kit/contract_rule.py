@@ -1,46 +1,35 @@
-"""The `find` functions of rules on broken contracts (IST1xx). One finding contains all operators that fail for one cause."""
+"""The findings of rules on broken contracts (IST1xx). One finding contains all operators that fail for one cause."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 
 from isotype.core.dtypes import dtype_name
-from isotype.records.finding import Finding, Fix
+from isotype.records.finding import Finding
 from isotype.records.trace import ATTENTION, Breach, Call, Failure, Origin, Trace, Weight
 from isotype.rules.kit.contract_fixes import candidates
-from isotype.rules.kit.findings import finding_at, places
+from isotype.rules.kit.findings import Findings, finding_at, places
 from isotype.rules.kit.groups import Group, all_claims, code_of, distinct, dtypes_in, groups, sides_in
 from isotype.rules.kit.words import cause_text, device_error, evidence, more
 
 
-def contract_rule(
-    module: str, headline: str, advise: Callable[[Finding], tuple[Fix, ...]] = lambda _: ()
-) -> Callable[[Trace], Iterator[Finding]]:
-    """Return a `find` function for the rule in `module`: it yields a finding for each group of broken contracts.
-
-    `headline` is the message of the findings. {given} and {expected} in it stand for dtypes, and {op} for the operator.
-    `advise` returns further fixes of a finding, which come last.
-    """
-    code = code_of(module)
-
-    def find(trace: Trace) -> Iterator[Finding]:
-        for _, finding in group_findings(trace, code, headline):
-            yield replace(finding, fixes=(*finding.fixes, *advise(finding)))
-
-    return find
+def find(module: str, trace: Trace) -> Findings:
+    """Yield a finding for each group of broken contracts that the rule in `module` claims."""
+    return (finding for _, finding in with_groups(module, trace))
 
 
-def group_findings(trace: Trace, code: str, headline: str) -> Iterator[tuple[Group, Finding]]:
-    return ((group, _finding(trace, group, headline)) for group in groups(trace) if group.code == code)
+def with_groups(module: str, trace: Trace) -> Iterator[tuple[Group, Finding]]:
+    """Yield the groups of broken contracts that the rule in `module` claims, with their findings."""
+    return ((group, _finding(trace, group)) for group in groups(trace) if group.code == code_of(module))
 
 
 def settled(trace: Trace) -> frozenset[tuple[str, str]]:
     """Return (code, cause) of the errors in an unfinished trace that a trace of the full step also contains."""
-    codes = {code for code, claim in all_claims() if claim.grouped and claim.settled}
+    codes = {code for code, claim in all_claims() if claim.headline and claim.settled}
     return frozenset(
         (group.code, cause_text(group.cause, trace.owners)) for group in groups(trace) if group.code in codes
     )
@@ -67,8 +56,9 @@ def of_failure(trace: Trace, failure: Failure) -> Finding | None:
     narrowest = min(accepted, key=lambda dtype: (dtype.itemsize, str(dtype)), default=compute)
     expected = compute if compute in accepted else narrowest
     causes = distinct(origin for o in mismatched for origin in _alike(o.origin.cause, trace.owners))
-    group = Group((call,), mismatched[0], causes, expected, compute, "by the model")
-    return _finding(trace, group, "the model's own code refuses {given}")
+    headline = "the model's own code refuses {given}"
+    group = Group((call,), mismatched[0], causes, expected, compute, "by the model", headline=headline)
+    return _finding(trace, group)
 
 
 def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
@@ -95,7 +85,7 @@ _REFUSES = re.compile(
 """The part of an error that names the refused dtype: "Unsupported dtype BFloat16"."""
 
 
-def _finding(trace: Trace, group: Group, headline: str) -> Finding:
+def _finding(trace: Trace, group: Group) -> Finding:
     first = group.calls[0]
     others = [dtype_name(o.dtype) for o in first.floats if o.dtype != group.mismatched.dtype]
     # On fake tensors, attention has another kernel than on the simulated device.
@@ -103,7 +93,7 @@ def _finding(trace: Trace, group: Group, headline: str) -> Finding:
     dtype, expected = dtype_name(group.mismatched.dtype), (others or [dtype_name(group.expected)])[0]
     return finding_at(
         "error",
-        headline.format(given=dtype, expected=expected, op=op),
+        group.headline.format(given=dtype, expected=expected, op=op),
         (replace(first, op=op), *group.calls),
         cause=cause_text(group.cause, trace.owners),
         evidence=evidence(group.mismatched.origin),

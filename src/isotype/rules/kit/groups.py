@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, wraps
 from importlib import import_module
@@ -73,15 +73,16 @@ class Claim:
     Attributes:
         stage: the criterion of `takes`, such as the kind of operator. Claims of earlier stages are checked first.
         takes: function that returns whether the rule reports a broken contract.
+        headline: message of the findings, in which {given} and {expected} stand for dtypes, and {op} for the operator.
+            "" if the rule's `find` alone creates the findings.
         refused: the kind of refusal, which decides the possible fixes.
-        grouped: True if `contract_rule` creates the findings, False if the rule's `find` creates them.
         settled: True if the finding depends only on the first call of a group, not on later calls.
     """
 
     stage: Stage
     takes: Callable[[Broken], bool]
+    headline: str = ""
     refused: Refused = "mixture"
-    grouped: bool = True
     settled: bool = True
 
 
@@ -138,6 +139,7 @@ class Group:
         side: the dtype of the part of the model that contains the first call.
         refused: the kind of refusal of the first call.
         code: code of the rule that claims the first call; "" for a group that a rule's `find` created.
+        headline: the claim's headline.
     """
 
     calls: tuple[Call, ...]
@@ -147,6 +149,7 @@ class Group:
     side: torch.dtype
     refused: Refused = "mixture"
     code: str = ""
+    headline: str = ""
 
     @property
     def cause(self) -> Origin:
@@ -160,7 +163,7 @@ class Group:
 def groups(trace: Trace) -> tuple[Group, ...]:
     """Return the broken contracts of a trace, grouped by cause, in order of appearance."""
     owners, sides = trace.owners, sides_in(trace)
-    by_cause: dict[tuple[str, ...], list[tuple[str, Refused, Call, Operand]]] = {}
+    by_cause: dict[tuple[str, ...], list[tuple[str, Claim, Broken]]] = {}
     forward: set[tuple[str, str, str]] = set()
     for call in trace.breaches():
         if call.breach is None or call.breach.consequence:
@@ -173,24 +176,19 @@ def groups(trace: Trace) -> tuple[Group, ...]:
         mismatched = mismatched_operand(call, side_at(call, sides), owners)
         broken = Broken(call, mismatched, trace)
         code, claim = next((code, claim) for code, claim in all_claims() if claim.takes(broken))
-        if claim.grouped:
-            row = (code, claim.refused, call, mismatched)
+        if claim.headline:
             # A number that is too large has to be changed in its line, so the tensor's origin does not matter.
             key = (call.source,) if claim.stage == "value" else _key(mismatched.origin.cause, owners)
-            by_cause.setdefault(key, []).append(row)
-    return tuple(
-        Group(
-            tuple(call for _, _, call, _ in rows),
-            mismatched,
-            distinct(operand.origin.cause for *_, operand in rows),
-            _expected(first, trace.setup.compute),
-            side_at(first, sides),
-            refused,
-            code,
-        )
-        for rows in by_cause.values()
-        for code, refused, first, mismatched in rows[:1]
-    )
+            by_cause.setdefault(key, []).append((code, claim, broken))
+    return tuple(_group(trace, rows) for rows in by_cause.values())
+
+
+def _group(trace: Trace, rows: Sequence[tuple[str, Claim, Broken]]) -> Group:
+    code, claim, first = rows[0]
+    calls = tuple(broken.call for _, _, broken in rows)
+    causes = distinct(broken.mismatched.origin.cause for _, _, broken in rows)
+    expected, side = _expected(calls[0], trace.setup.compute), side_at(calls[0], sides_in(trace))
+    return Group(calls, first.mismatched, causes, expected, side, claim.refused, code, claim.headline)
 
 
 @per_trace
