@@ -13,18 +13,18 @@ from isotype.records.trace import Trace
 from isotype.rules.kit import contract_rule
 from isotype.rules.kit.groups import rule_modules
 
-FAMILIES: Mapping[str, str] = {
-    "IST1": "operators that raise errors",
-    "IST2": "dtypes that cost time or memory",
-    "IST3": "trainable parameters, optimizer, loss scaling",
-    "IST4": "quantization state",
-    "IST5": "checkpoint, merge, export, resume",
-    "IST6": "hardware and versions",
-    "IST7": "distributed",
-    "IST8": "range and precision of values",
-    "IST9": "inputs and weights that change the wrong outputs, or none",
+FAMILIES: Mapping[str, tuple[str, Kind]] = {
+    "IST1": ("operators that raise errors", "step"),
+    "IST2": ("dtypes that cost time or memory", "step"),
+    "IST3": ("trainable parameters, optimizer, loss scaling", "step"),
+    "IST4": ("quantization state", "step"),
+    "IST5": ("checkpoint, merge, export, resume", "step"),
+    "IST6": ("hardware and versions", "device"),
+    "IST7": ("distributed", "step"),
+    "IST8": ("range and precision of values", "step"),
+    "IST9": ("inputs and weights that change the wrong outputs, or none", "wiring"),
 }
-"""The topic of each family of rules. The rules of a family have codes that start with the same prefix."""
+"""The topic of each family of rules, and the kind of its findings. The codes of a family start with the same prefix."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Rule:
     """A rule. The docstring of its file, such as `rules/ist101_….py`, is the rule's title and page.
 
     The file defines `find`, or only `CLAIMS`, if all findings are about broken contracts.
-    If the file defines `KIND`, its findings have this kind; otherwise their kind is `"step"`.
+    If the file defines `KIND`, its findings have this kind; otherwise they have the kind of the rule's family.
 
     Attributes:
         code: code of the rule, `IST###`; the file's name contains it.
@@ -56,13 +56,13 @@ def all_rules() -> tuple[Rule, ...]:
         title, _, text = (module.__doc__ or "").partition("\n\n")
         of_claims = partial(contract_rule.find, module.__name__)
         find = getattr(module, "find", of_claims) if hasattr(module, "CLAIMS") else module.find
-        rules.append(Rule(code, title, text.strip(), find, getattr(module, "KIND", "step")))
+        rules.append(Rule(code, title, text.strip(), find, getattr(module, "KIND", FAMILIES[code[:4]][1])))
     return tuple(rules)
 
 
 def by_family(rules: Sequence[Rule]) -> Iterator[tuple[str, str, list[Rule]]]:
     """Yield (code prefix, topic, rules of the family) for each family in `rules`."""
-    for family, about in FAMILIES.items():
+    for family, (about, _) in FAMILIES.items():
         some = [rule for rule in rules if rule.code.startswith(family)]
         if some:
             yield family, about, some

@@ -36,14 +36,14 @@ import re
 
 from isotype.core.dtypes import named_integer
 from isotype.core.names import plural, short
-from isotype.records.finding import Finding, Kind, Severity
+from isotype.records.finding import Finding, Severity
 from isotype.records.trace import Failure, Trace
 from isotype.rules import ist403_packed_raw
 from isotype.rules.kit import contract_rule
 from isotype.rules.kit.findings import Findings, advice, finding_after
 from isotype.rules.kit.weight_sets import quantized
 
-KIND: Kind = "untraced"
+KIND = "untraced"
 
 _DTYPES = re.compile(
     r"\bd?type\b.*\b(same|but|expected|got|found)\b|scalar type|\b(b?float([ -]?\d+)?|half|double)\b|"

@@ -30,13 +30,10 @@ from __future__ import annotations
 import torch
 
 from isotype.core.names import grouped, short
-from isotype.records.finding import Kind
 from isotype.records.trace import Trace
 from isotype.rules.kit import slow_dtype
 from isotype.rules.kit.findings import Findings, finding_at
 from isotype.rules.kit.words import place
-
-KIND: Kind = "device"
 
 # Overloads with a result dtype.
 _WIDE_RESULTS = ("aten.mm.dtype", "aten.bmm.dtype", "aten.addmm.dtype", "aten.baddbmm.dtype")

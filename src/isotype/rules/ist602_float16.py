@@ -28,12 +28,9 @@ from __future__ import annotations
 
 import torch
 
-from isotype.records.finding import Kind
 from isotype.records.trace import Trace
 from isotype.rules.kit import slow_dtype
 from isotype.rules.kit.findings import Findings
-
-KIND: Kind = "device"
 
 
 def find(trace: Trace) -> Findings:

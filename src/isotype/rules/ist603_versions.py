@@ -26,11 +26,11 @@ of another machine, because that machine's libraries are unknown. `isotype docto
 
 from __future__ import annotations
 
-from isotype.records.finding import Finding, Kind
+from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice
 
-KIND: Kind = "versions"
+KIND = "versions"
 
 
 def find(trace: Trace) -> Findings:

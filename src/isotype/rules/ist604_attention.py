@@ -35,7 +35,7 @@ import torch
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import grouped, plural, short
 from isotype.core.operators import ATTENTION_KERNELS
-from isotype.records.finding import Finding, Kind
+from isotype.records.finding import Finding
 from isotype.records.trace import NO_ATTENTION_KERNEL, Call, Trace
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
@@ -43,7 +43,6 @@ from isotype.rules.kit.findings import Findings, advice, finding_at, fix
 from isotype.rules.kit.groups import Claim, Group
 from isotype.rules.kit.words import cause_text, device_error, evidence, place
 
-KIND: Kind = "device"
 _NEEDS = "FlashAttention needs an NVIDIA GPU of compute capability 8.0 or later, or an AMD CDNA GPU"
 CLAIMS = (Claim("step", lambda broken: broken.call.refusal == NO_ATTENTION_KERNEL),)
 

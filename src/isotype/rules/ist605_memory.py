@@ -53,7 +53,7 @@ import torch
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.formats import why_kept
 from isotype.core.names import format_bytes, grouped, stacked
-from isotype.records.finding import Cost, Finding, Kind
+from isotype.records.finding import Cost, Finding
 from isotype.records.memory import BETWEEN_STEPS, Phase
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
@@ -61,7 +61,7 @@ from isotype.rules.kit.findings import Findings, Fixes, fix
 from isotype.rules.kit.routers import router_products
 from isotype.rules.kit.weight_sets import count, counted, is_frozen_base, quantized
 
-KIND: Kind = "memory"
+KIND = "memory"
 
 _NF4_BYTES = 0.5 + 4 / 64
 _NUMBERS = re.compile(r"\.\d+\.")

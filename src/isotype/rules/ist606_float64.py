@@ -34,13 +34,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from isotype.core.names import distinct_names, short, starred
-from isotype.records.finding import ActionKind, Finding, Kind
+from isotype.records.finding import ActionKind, Finding
 from isotype.records.trace import FROM_NUMPY, Call, Origin, Trace
 from isotype.rules.kit.findings import Findings, Fixes, advice, finding_at, fix
 from isotype.rules.kit.slow_dtype import step_in
 from isotype.rules.kit.words import LIBRARIES, and_others, cause_text, device_error, more
-
-KIND: Kind = "device"
 
 _GIVEN = ("input", "parameter", "buffer", "attribute", "outside", "data")
 _STORED: dict[str, ActionKind] = {"parameter": "parameter", "buffer": "buffer", "attribute": "buffer"}

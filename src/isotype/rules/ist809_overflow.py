@@ -42,13 +42,13 @@ from isotype.core.names import named, plural, short
 from isotype.precision.by_ranges import decide_by_ranges, number
 from isotype.precision.facts import ModelFacts
 from isotype.precision.ranges import FLOAT16_LARGEST, OperatorRange, Ranges
-from isotype.records.finding import Finding, Fix, Kind, RangeBoundaries
+from isotype.records.finding import Finding, Fix, RangeBoundaries
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.findings import Findings, Fixes, advice, finding_at
 from isotype.rules.kit.slow_dtype import step_in
 from isotype.rules.kit.value_ranges import Held, held
 
-KIND: Kind = "values"
+KIND = "values"
 
 _GUARDS = "call log_softmax or logsigmoid in place of two functions, or add an epsilon to a divisor or to the argument of sqrt or log"
 

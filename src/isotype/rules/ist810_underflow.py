@@ -28,12 +28,12 @@ from __future__ import annotations
 import math
 
 from isotype.precision.ranges import first_loss_scale
-from isotype.records.finding import Finding, Kind
+from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice
 from isotype.rules.kit.value_ranges import flushed
 
-KIND: Kind = "values"
+KIND = "values"
 
 _FIRST_SCALE = 2.0**16
 _MOST = 0.5

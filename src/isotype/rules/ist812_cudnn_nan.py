@@ -29,11 +29,10 @@ from __future__ import annotations
 
 from isotype.core.names import plural
 from isotype.precision.devices.attention import CUDNN_TILE, AttentionCall, enabled_attention, may_return_nan
-from isotype.records.finding import Kind
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.findings import Findings, advice, finding_at
 
-KIND: Kind = "device"
+KIND = "device"
 
 _KERNELS = ("cudnn_attention", "flash_attention_for_cpu")
 """Names of cuDNN's attention, and of the CPU's attention that a trace on fake tensors records instead."""

@@ -34,8 +34,6 @@ from isotype.records.finding import Action, Fix
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of_leak, reach_of
 
-KIND = "wiring"
-
 
 def find(trace: Trace) -> Findings:
     reach = reach_of(trace)

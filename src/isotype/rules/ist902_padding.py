@@ -29,8 +29,6 @@ from __future__ import annotations
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of_leak, reach_of
 
-KIND = "wiring"
-
 
 def find(trace: Trace) -> Findings:
     reach = reach_of(trace)

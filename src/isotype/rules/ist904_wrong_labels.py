@@ -29,8 +29,6 @@ from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, reach_of
 
-KIND = "wiring"
-
 _IGNORED = {
     "padding": ("at padding, where attention_mask is 0", "labels.masked_fill(attention_mask == 0, -100)"),
     "images": ("at image or audio tokens", "labels[labels == image_token_id] = -100"),

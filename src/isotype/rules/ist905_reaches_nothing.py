@@ -30,8 +30,6 @@ from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, reach_of
 
-KIND = "wiring"
-
 _PICTURES = ("pixel", "features", "audio", "image")
 
 

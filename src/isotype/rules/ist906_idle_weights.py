@@ -36,8 +36,6 @@ from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, reach_of
 from isotype.rules.kit.words import and_others
 
-KIND = "wiring"
-
 
 def find(trace: Trace) -> Findings:
     reach = reach_of(trace)

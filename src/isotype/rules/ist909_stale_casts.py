@@ -37,8 +37,6 @@ from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice
 
-KIND = "wiring"
-
 
 def find(trace: Trace) -> Findings:
     if trace.stale_casts:
