@@ -84,7 +84,9 @@ def test_a_norm_without_a_bias_keeps_its_statistics_in_float32() -> None:
         ("cuda", "aten.native_group_norm.default", (B, F, F), "expected scalar type BFloat16 but found Float"),
         ("cuda", "aten.native_group_norm_backward.default", (F, B, F, F, F), "Expected scalar types of X and dY are same."),
         ("cuda", "aten.native_batch_norm.default", (F, B, B, B, B), "expected scalar type Float but found BFloat16"),
-        ("cuda", "aten.native_batch_norm.default", (D, F, F, F, F), "expected scalar type Double but found Float"),
+        ("rocm", "aten.native_batch_norm.default", (D, F, F, F, F), "expected scalar type Double but found Float"),
+        ("cuda", "aten.native_batch_norm.default", (D, F, F, F, F), "Expected tensor for argument #1 'input' to have the same type as tensor for argument #2 'weight'"),
+        ("cuda", "aten.native_batch_norm.default", (H, F, F, H, H), "Expected tensor for argument #2 'weight' to have the same type as tensor for argument #4 'running_mean'"),
         ("cuda", "aten.native_batch_norm.default", (B, H, H, H, H), "expected scalar type Float but found Half"),
         ("cpu", "aten.native_batch_norm.default", (D, F, F, F, F), "mixed dtype (CPU): all inputs must share same datatype."),
         ("cpu", "aten.native_layer_norm.default", (B, D, D), "mixed dtype (CPU): expect parameter to have scalar type of Float"),
@@ -148,6 +150,9 @@ def test_products_of_bools_on_a_cpu(name: str) -> None:
         ("aten._fused_rms_norm_backward.default", (B, B, F, B)),
         ("aten.native_group_norm.default", (B, B, B)),
         ("aten.native_batch_norm.default", (B, F, F, F, F)),
+        ("aten.native_batch_norm.default", (H, F, F, F, F)),
+        ("aten.native_batch_norm.default", (H, F, F)),
+        ("aten.native_batch_norm.default", (B, F, F, B, B)),
         ("aten._scaled_dot_product_efficient_attention.default", (F, F, F)),
         ("aten._scaled_dot_product_cudnn_attention.default", (B, B, B, F)),
     ],
@@ -475,6 +480,10 @@ def test_index_put_through_a_mask_with_one_value_is_a_fill() -> None:
     assert is_exempt(norm, (x, None, None, wide, wide), "cuda")
     assert not is_exempt(norm, (x, None, None, wide, wide), "cpu")
     assert not is_exempt(norm, (x, wide, wide, wide, wide), "cuda")
+    rows, weight = torch.ones(2, 3, dtype=B), torch.ones(3)
+    assert is_exempt(norm, (rows, weight, weight, wide, wide), "cuda")  # cuDNN takes no matrices
+    assert not is_exempt(norm, (rows[..., None], weight, weight, wide, wide), "cuda")
+    assert not is_exempt(norm, (rows, wide, wide, wide, wide), "cuda")
 
 
 def test_a_lerp_whose_weight_has_no_dimensions_and_a_rrelu_outside_of_training() -> None:

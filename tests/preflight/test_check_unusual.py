@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_map
 
 from isotype.core.errors import UsageError
 from isotype.preflight.check import check
+from isotype.report.check.record import repair_outlook
 from isotype.rules import Rule, all_rules
 from isotype.train.callback import before_first_step
-from tests.small import BF16, WIDTH, ids, net, wide_norms
+from tests.small import BF16, FP16, WIDTH, ids, net, wide_norms
 
 X = {"x": torch.ones(2, WIDTH)}
 
@@ -273,3 +274,27 @@ def test_a_fix_is_verified_only_if_the_whole_step_was_traced() -> None:
         fixes = [finding.fixes[0] for finding in report.findings if finding.code == "IST101"]
         assert [(fix.verified, fix.works) for fix in fixes] == [(whole, True)]
         assert fixes[0].outcome.endswith("traced to its end") != whole
+
+
+class Recurrent(nn.Module):
+    """Adds a float16 adapter's embeddings to bfloat16 ones: a GRU in bfloat16 refuses the float32 sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Embedding(9, WIDTH, dtype=BF16), nn.Embedding(9, WIDTH, dtype=FP16)
+        self.recurrent = nn.GRU(WIDTH, WIDTH, dtype=BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.recurrent(self.base(x) + self.adapter(x))[0]
+        return made
+
+
+@pytest.mark.exhaustive
+def test_a_finding_without_a_fix_gets_the_fix_of_another_finding_that_resolves_both() -> None:
+    """A cast of the GRU's input alone lets the step reach Adam's 0 / 0 in unused float16 embeddings."""
+    report = check(Recurrent(), {"x": torch.ones(3, 2, dtype=torch.int64)}, device="cpu")
+    refusal, scaling = report.errors[0], next(f for f in report.findings if f.code == "IST303")
+    assert refusal.code == "IST199"
+    assert refusal.fixes == scaling.fixes[:1]
+    assert refusal.fixes[0].outcome == "the step then runs clean"
+    assert refusal not in repair_outlook(report)["left"]

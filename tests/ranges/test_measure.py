@@ -212,6 +212,25 @@ def test_what_a_checkpoint_may_lack_is_said(tmp_path: Path, monkeypatch: pytest.
     assert ranges.by_module["model.layers.1"].gradient > 0
 
 
+class Speech(torch.nn.Module):
+    """A head with the CTC loss, whose second result contains log(0)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores, lengths = self.head(x).log_softmax(-1), torch.tensor([8, 8])
+        return torch.nn.functional.ctc_loss(scores, torch.tensor([[1, 2], [3, 1]]), lengths, lengths // 4)
+
+
+def test_the_ctc_loss_keeps_logarithms_of_zero() -> None:
+    ranges = isotype.measure_ranges(Speech(), {"x": torch.randn(8, 2, 4)})
+    assert "not finite" not in " ".join(ranges.notes)
+    (loss,) = (operator for operator in ranges.operators if operator.op == "aten._ctc_loss.Tensor")
+    assert 0 < loss.output < 100
+
+
 def test_token_ids_are_drawn_where_the_tokenizer_knows_no_word() -> None:
     """Rows of such texts would never be long enough."""
     model = tiny_model("llama")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import isotype
 from tests.reality import real_step
 from tests.rules.traces import BF16, found, traced, verified
 
@@ -33,3 +34,37 @@ def test_a_bias_in_another_dtype() -> None:
 
 def test_weight_and_bias_in_the_inputs_dtype() -> None:
     assert found(RULE, traced(model(wide_bias=False), {"input": X})) == []
+
+
+def convolved() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).half()
+
+
+PICTURES = torch.ones(2, 3, 8, 8)
+
+
+@pytest.mark.parametrize(("device", "errors"), [("t4", ["IST110"]), ("a100", ["IST110"]), ("mi300x", [])])
+def test_running_statistics_of_another_dtype_than_the_weights(device: str, errors: list[str]) -> None:
+    """cuDNN refuses them: a loop over the parameters casts no buffers."""
+    model = convolved()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    report = isotype.check(model, {"input": PICTURES}, device=device, autocast="float16", scaler=True)
+    assert [finding.code for finding in report.errors] == errors
+    plain = isotype.check(model, {"input": PICTURES}, device="t4")
+    assert ("cast the buffers 1.running_mean, 1.running_var to float32", "safe") in [
+        (fix.description, fix.safety) for fix in plain.errors[0].fixes
+    ]
+
+
+@pytest.mark.real_cpu
+def test_a_cast_of_a_batch_norm_includes_its_statistics() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).to(BF16))
+
+    broken, inputs = model(), {"input": PICTURES}
+    assert real_step(model(), inputs).error is not None
+    (finding,) = verified(broken, inputs, "IST110")
+    assert "cast 1.weight, 1.bias and 2 more to float32" in [fix.description for fix in finding.fixes]
+    isotype.repair(broken, isotype.check(broken, inputs, device="cpu"), unsafe=True)
+    assert real_step(broken, inputs).error is None

@@ -107,3 +107,13 @@ def test_a_forward_that_runs_under_autocast_gets_no_advice_to_turn_it_on() -> No
         masters,
         "keep the adapters in float32 and run the step under autocast to float16",
     ]
+
+
+def test_the_statistics_of_a_batch_norm_become_float32_with_its_weights() -> None:
+    model, pictures = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).half(), torch.ones(2, 3, 8, 8)
+    options = {"device": "t4", "autocast": FP16, "scaler": True}
+    report = check(model, {"input": pictures}, **options)
+    assert [finding.code for finding in report.errors] == ["IST301"]
+    repair(model, report)
+    assert model.get_buffer("1.running_var").dtype == model.get_parameter("1.weight").dtype == FP32
+    assert not check(model, {"input": pictures}, **options).errors

@@ -271,6 +271,19 @@ def test_what_is_no_number_in_any_dtype(make: Any, op: str, entries: tuple[float
     assert first.cause == ("domain" if entries else "empty")
 
 
+def test_the_ctc_loss_keeps_logarithms_of_zero():
+    model, lengths = nn.Linear(4, 5), torch.tensor([8, 8])
+
+    def run() -> Iterator[torch.Tensor]:
+        scores = model(torch.ones(8, 2, 4)).log_softmax(-1)
+        loss = torch.nn.functional.ctc_loss(scores, torch.tensor([[1, 2], [3, 1]]), lengths, lengths // 4)
+        yield (loss * 1e30) * 1e30
+
+    first = first_nonfinite(model, run)
+    assert first is not None
+    assert first.op == "aten.mul.Tensor"
+
+
 def test_a_constant_is_named_where_it_reached_the_loss_and_nothing_else_did():
     model = nn.Linear(2, 2)
 

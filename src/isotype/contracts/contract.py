@@ -24,6 +24,7 @@ from isotype.contracts.pattern import (
     letters_in,
     patterns_of,
 )
+from isotype.core.dtypes import HALVES
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 
 TABLES = Path(__file__).parent / "tables"
@@ -67,14 +68,17 @@ def is_exempt(op: str, args: Sequence[Any], kind: str = "cpu") -> bool:
     Contracts ignore shapes and missing operands, which decide these cases:
 
     - cuFFT transforms float16, and complex numbers of float16, if each size is a power of two.
-    - Without a weight, the batch norm of an NVIDIA or AMD GPU accepts running statistics of any dtype
+    - Without a weight, or for a matrix, the batch norm of an NVIDIA or AMD GPU accepts running statistics of any dtype
       (`batch_norm_update_stats` in Normalization.cu).
     - `index_put` with bool masks accepts a single value of any dtype, because torch runs it as `masked_fill`.
     - `rrelu` outside of training is a leaky ReLU, which has kernels for every float dtype.
     - `lerp` accepts a 0-dim weight of any dtype (like `index_put`, measured on a CPU, torch 2.13).
     """
     if op == "aten.native_batch_norm.default":
-        return kind in ("cuda", "rocm") and args[1] is None
+        matrix, weight = args[:2]
+        narrow = matrix.dtype in HALVES and weight is not None and weight.dtype == torch.float32
+        plain = weight is None or (matrix.dim() < 3 and (narrow or weight.dtype == matrix.dtype))
+        return kind in ("cuda", "rocm") and plain
     if op.startswith("aten._fft_"):
         halves = (torch.float16, torch.complex32)
         return args[0].dtype in halves and are_powers_of_two(transformed_sizes(op, args))

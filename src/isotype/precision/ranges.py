@@ -95,6 +95,11 @@ def is_attention(op: str) -> bool:
     return op.removeprefix("aten.").removeprefix("torch_attn.").startswith(ATTENTION)
 
 
+def has_statistics(op: str) -> bool:
+    """Return whether all results but the first are logarithms of sums, in which minus infinity is log(0)."""
+    return is_attention(op) or op.startswith("aten._ctc_loss")
+
+
 def is_fill(value: float) -> bool:
     """Return whether a measured magnitude is a mask's fill value."""
     return _FILL < value < math.inf

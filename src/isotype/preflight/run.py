@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -148,8 +149,16 @@ class _Step:
             self.whole.add(actions)
 
     def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-        """Return the findings, each with its advice and the fixes that work. `_roots` joins errors of one cause."""
+        """Return the findings, each with its advice and the fixes that work. `_roots` joins errors of one cause.
+
+        A finding without a fix that works gets a fix of another finding that resolves both.
+        """
         fixed = [replace(f, fixes=self._working(f, findings)) for f in findings]
+        working = [fix for finding in fixed for fix in finding.fixes if fix.works]
+        for at, finding in enumerate(fixed):
+            if finding.severity != "note" and not any(fix.works for fix in finding.fixes):
+                both = (fix for fix in working if resolves(finding, findings, self.tried[fix.actions] or ()))
+                fixed[at] = replace(finding, fixes=(*islice(both, 1), *finding.fixes))
         order = {place: at for at, place in enumerate(dict.fromkeys(map(_place, trace.breaches())))}
         return _roots(fixed, self.tried, order)
 

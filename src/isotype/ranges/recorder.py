@@ -27,7 +27,7 @@ from isotype.core.names import named
 from isotype.core.operators import is_view, leaves, operator_name, tensors_in, tensors_of
 from isotype.core.source import asking_line, shown
 from isotype.model.walk import kind_of
-from isotype.precision.ranges import ModuleRange, OperatorRange, is_attention
+from isotype.precision.ranges import ModuleRange, OperatorRange, has_statistics
 from isotype.ranges.weights import (
     FILL,
     Magnitude,
@@ -172,8 +172,8 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor) and _is_float(leaf)]
         if not outputs:
             return
-        if is_attention(short):
-            outputs = outputs[:1]  # other outputs are statistics
+        if has_statistics(short):
+            outputs = outputs[:1]
         sources = [tensor for _, tensor in tensors_in(func, args, kwargs) if _is_float(tensor)]
         if short in _SAME_VALUES or (is_view(func) and sources and sources[0].numel() <= outputs[0].numel()):
             if len(sources) == len(outputs) == 1 and outputs[0].itemsize >= sources[0].itemsize:

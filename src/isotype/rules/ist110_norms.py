@@ -20,7 +20,7 @@ weight was cast, but not the bias.
 **How safe is the fix?** Safe: the norm computes in its input's dtype, and its kernel still adds up in float32. Unsafe:
 a cast of the norm's stored weight or bias that may round its values.
 
-**Seen in** tloen/alpaca-lora #313; unslothai/unsloth-zoo #680; huggingface/transformers #30945.
+**Seen in** tloen/alpaca-lora #313; unslothai/unsloth-zoo #680; huggingface/transformers #30945; GVCLab/PersonaLive #57.
 """
 
 from __future__ import annotations

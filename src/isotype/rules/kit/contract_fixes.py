@@ -12,7 +12,7 @@ from isotype.records.finding import Fix, in_library
 from isotype.records.trace import Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit.findings import actions, advice, fix
 from isotype.rules.kit.groups import SCATTERS, Group, per_trace
-from isotype.rules.kit.weight_sets import count, main_dtype, quantized, trained
+from isotype.rules.kit.weight_sets import count, main_dtype, quantized, statistics_of, trained
 
 
 def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
@@ -32,7 +32,8 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
         together = tuple(dict.fromkeys((*names, *_neighbours(trace, group))))
         if len(together) > len(names):
             text = f"cast {what}s {listed(together, 2)} to {expected}"
-            yield fix(text, "buffer", together, expected, safe=False)
+            widens = expected == "float32" and group.cause.dtype in HALVES
+            yield fix(text, "buffer", together, expected, safe=widens)
     if group.cause.kind == "state":
         stale = [starred(w.module) for w, state in quantized(trace) if state.state == group.cause.dtype]
         yield fix(f"set the quantization states' dtype to {expected}", "state", stale or names, expected)
@@ -131,8 +132,15 @@ def _parameter_fixes(trace: Trace, group: Group, blamed: Sequence[Weight], expec
     names = weights_meant(trace, (weight.name for weight in weights))
     modules = tuple(dict.fromkeys(name.rpartition(".")[0] for name in names))
     first = weights[0]
-    lossless = all(_keeps_digits(weight, expected) for weight in weights)
-    cast = fix(f"cast {listed(names, 2)} to {expected}", "parameter", names, expected, lossless)
+    statistics = [s for s in statistics_of(trace, weights) if dtype_name(s.dtype) != expected]
+    lossless = all(_keeps_digits(weight, expected) for weight in (*weights, *statistics))
+    buffers = weights_meant(trace, (weight.name for weight in statistics))
+    changes = *actions("parameter", names, expected), *actions("buffer", buffers, expected)
+    cast = Fix(
+        f"cast {listed((*names, *buffers), 2)} to {expected}",
+        "safe" if lossless else "unsafe",
+        actions=changes,
+    )
     if lossless:
         yield cast
     if all(weight.kind == "norm" for weight in weights):

@@ -114,13 +114,15 @@ def elements(weights: Sequence[Weight]) -> int:
 
 
 def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
-    """Return fixes that cast trainable `weights` to float32.
+    """Return fixes that cast trainable `weights`, and the running statistics of norms among them, to float32.
 
     Without autocast in the step, one of two fixes also turns autocast on.
     """
     float32 = casts(weights, torch.float32)
     if not float32:
         return ()
+    statistics = [s for s in statistics_of(trace, weights) if s.dtype in HALVES]
+    float32 += actions("buffer", names(statistics), "float32")
     adapters = all(weight.adapter for weight in weights)
     what = "adapters" if adapters else "trainable parameters"
     alone = Fix(f"keep the {what} in float32, as masters that the optimizer updates", "safe", actions=float32)
@@ -134,6 +136,12 @@ def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
     mixed = Fix(text, "safe", actions=(*float32, Action("setting", "autocast", compute)))
     # Without autocast, a model whose weights are all trained would compute in float32.
     return (alone, mixed) if adapters else (mixed, alone)
+
+
+def statistics_of(trace: Trace, weights: Iterable[Weight]) -> list[Weight]:
+    """Return the float buffers of the norms that own `weights`: a batch norm needs them in its weight's dtype."""
+    norms = {weight.module for weight in weights if weight.kind == "norm"}
+    return [w for w in trace.weights if w.buffer and w.module in norms and w.dtype.is_floating_point]
 
 
 def spacing(value: float, dtype: torch.dtype) -> float:

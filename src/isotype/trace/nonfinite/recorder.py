@@ -19,7 +19,7 @@ from isotype.compat.torch import OpOverload, current_node, storage_key
 from isotype.core.operators import is_view, leaves
 from isotype.core.source import shown
 from isotype.model.shard import local
-from isotype.precision.ranges import is_attention
+from isotype.precision.ranges import has_statistics
 from isotype.records.nonfinite import Cause, NonFinite, Value
 from isotype.trace.nonfinite.cause import (
     TensorCall,
@@ -125,7 +125,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
             for operand in call.operands
         ]
         constant = all(by_code) and not gradient
-        statistics = outputs[1:] if is_attention(name) and "backward" not in name else []
+        statistics = outputs[1:] if has_statistics(name) and "backward" not in name else []
         for tensor in statistics:
             _add(self._passed, tensor)
         for tensor in outputs:
