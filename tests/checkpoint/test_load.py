@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes
@@ -21,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import isotype
-from isotype.checkpoint.fill import Placement
+from isotype.checkpoint.fill import Filler
 from isotype.checkpoint.opened import open_model
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.compat.bitsandbytes import dequantize_4bit
@@ -206,10 +207,10 @@ def test_an_int8_weight_is_converted_to_float32_piece_by_piece(saved: Saved) -> 
     layer: Any = bitsandbytes.nn.Linear8bitLt(1024, 1024, bias=False, has_fp16_weights=False)
     weight = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
     policy = isotype.resolve_precision(saved("llama"), "bfloat16", "int8", device="cpu")
-    model = torch.nn.Sequential(layer)
-    placement = Placement(model, policy, {"0.weight"}, (), {}, lambda _: "cpu")
+    stored: Any = SimpleNamespace(model=torch.nn.Sequential(layer))
+    filler = Filler(stored, policy, {"0.weight"}, (), {}, lambda _: "cpu")
     with _LargestFloat32() as largest:
-        placement.place("0.weight", weight)
+        filler.place("0.weight", weight)
     assert largest.elements == 1 << 19
     assert torch.equal(layer.weight.CB, quantize_int8(weight.float())[0])
 

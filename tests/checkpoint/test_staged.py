@@ -178,7 +178,8 @@ def test_a_model_has_the_same_bits_as_from_mapped_files(
     monkeypatch.setattr(staging, "_buffer", buffer)
     monkeypatch.setattr(filling, "staged", partial(staged, size=1 << 14))
     # A device map may leave the quantized weights on the CPU.
-    monkeypatch.setattr(filling, "_on_gpu", lambda source, _: source.target == "model.embed_tokens.weight")
+    on_gpu = lambda _, source: source.target == "model.embed_tokens.weight"  # noqa: E731
+    monkeypatch.setattr(filling.Filler, "_on_gpu", on_gpu)
     read = isotype.load(path, policy)
     assert [buffer.nbytes for buffer in buffers] == [(1 << 14) + 1] * 2
     assert read.state_dict().keys() == mapped.keys()
@@ -200,4 +201,4 @@ def test_buffers_are_used_where_weights_go_to_a_gpu() -> None:
         target = "weight"
 
     for device, gpu in (("cpu", False), (torch.device("cuda", 1), True), ("xpu:0", True)):
-        assert filling._on_gpu(Source(), To(device)) == gpu  # type: ignore[arg-type]
+        assert filling.Filler._on_gpu(To(device), Source()) == gpu  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.checkpoint.fill import Placement, fill
+from isotype.checkpoint.fill import Filler
 from isotype.checkpoint.mapping.weight_map import Source
 from isotype.checkpoint.stored_weights import StoredWeights
 from isotype.checkpoint.values import DenseWeight, dequantize
@@ -59,44 +59,45 @@ class DeferredBlocks:
     """
 
     stored: StoredWeights
+    _filler: Filler
 
     def __init__(self, wait: bool = True, at_once: Collection[str] = ()) -> None:
         self.blocks: tuple[Block, ...] = ()
         self.other_dtypes: dict[str, torch.dtype] = {}
         self._wait, self._at_once = wait, frozenset(at_once)
-        self._placement: Placement | None = None
         self._used: Block | None = None
 
-    def take(self, stored: StoredWeights, placement: Placement) -> dict[str, Source]:
+    def take(self, filler: Filler) -> dict[str, Source]:
         """Defer the matrices in the blocks of a model on the meta device. Return the sources of the weights to read now."""
-        self.stored, self._placement, model = stored, placement, stored.model
-        blocks = {name: Block(name, module) for name, module in outermost_blocks(model)}
-        waiting = set(self._deferrable(model, placement)) if self._wait else set()
+        self._filler, self.stored, sources = filler, filler.stored, filler.stored.sources
+        blocks = {name: Block(name, module) for name, module in outermost_blocks(self.stored.model)}
+        waiting = set(self._deferrable(filler)) if self._wait else set()
         now: dict[str, Source] = {}
-        names = grouped(stored.sources, lambda name: id(stored.sources[name]))
-        for name, origin in stored.sources.items():
+        names = grouped(sources, lambda name: id(sources[name]))
+        for name, origin in sources.items():
             together = names[id(origin)]
             owner = _block_of(name, blocks)
             if owner is None or not all(n in waiting and _block_of(n, blocks) is owner for n in together):
                 now[name] = origin
                 continue
-            module, _ = placement.owner(name)
+            module, _ = filler.owner(name)
             owner.sources[name], owner.owners[name] = origin, module
-            if name in placement.quantized:
-                quantize_blank(module, placement.dtypes[name])
+            if name in filler.quantized:
+                quantize_blank(module, filler.dtypes[name])
                 # bitsandbytes' `state_dict`, which PEFT calls, reads the value of a double-quantized weight's offset.
                 state = getattr(module.weight, "quant_state", None)
                 if state is not None and state.nested:
                     state.offset = torch.zeros(())
         self.blocks = tuple(blocks.values())
-        self.other_dtypes = stored.in_other_dtypes(placement.quantized)
+        self.other_dtypes = self.stored.in_other_dtypes(filler.quantized)
         return now
 
     @property
     def names(self) -> set[str]:
         return {name for block in self.blocks for name in block.sources}
 
-    def _deferrable(self, model: Any, placement: Placement) -> Iterator[str]:
+    def _deferrable(self, filler: Filler) -> Iterator[str]:
+        model = filler.stored.model
         named = dict(model.named_parameters(remove_duplicate=False))
         uses = Counter(map(id, named.values()))
         tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
@@ -104,7 +105,7 @@ class DeferredBlocks:
         for held, parameter in named.items():
             name = unparametrized(held)
             matrix = parameter.is_meta and parameter.ndim > 1 and uses[id(parameter)] == 1
-            if matrix and name not in excluded and torch.device(placement.device(name)).type == "cpu":
+            if matrix and name not in excluded and torch.device(filler.device(name)).type == "cpu":
                 yield name
 
     def dequantize(self, model: Any, dtype: torch.dtype) -> None:
@@ -125,9 +126,8 @@ class DeferredBlocks:
         # The dtypes are taken first, because the codes of stacked experts are read into the place of the dense weights.
         dtypes = [weight.dtype for weight in block.dense]
         if block.sources:
-            assert self._placement is not None
             block._blank = {name: _held(block, name) for name in block.sources}
-            _, broken = fill(self.stored, block.sources, self._placement, shown=False)
+            _, broken = self._filler.fill(block.sources, shown=False)
             refuse(self.stored.path, broken)
         for name, (blank, former) in block._blank.items():
             _convert_like(name, block.owners[name], _held(block, name)[0], blank, former)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.formats.mapped import MappedFiles, Tensors, staged
-from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.match import aliases
 from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.mapping.weight_map import Source
@@ -28,14 +27,18 @@ from isotype.model.quantized import replaces_conv1d
 from isotype.model.walk import places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
+Reading = Generator[tuple[Source, Tensors], None, None]
+"""Yields the sources, each with a reader of its tensors."""
 
-class Placement:
-    """Stores the tensors of a model in the dtypes and formats of a policy.
+
+class Filler:
+    """Fills a model's tensors from a checkpoint, in the dtypes and formats of a policy.
 
     Stacked experts become blank codes at once, in the model's order, because names in an adapter's file depend on it.
     `fill` has another order.
 
     Args:
+        stored: the weights of a model on the meta device whose quantized layers are bitsandbytes layers.
         quantized: names of the weights of bitsandbytes layers.
         pinned: patterns of the names of tensors that stay in float32.
         stacks: name of a quantized, stacked expert weight -> its quantization format.
@@ -47,43 +50,116 @@ class Placement:
 
     def __init__(
         self,
-        model: nn.Module,
+        stored: StoredWeights,
         policy: PrecisionPolicy,
         quantized: Collection[str],
         pinned: Sequence[str],
         stacks: Mapping[str, str],
         device: Callable[[str], Any],
     ) -> None:
-        self.quantized, self.stacks, self.device = quantized, stacks, device
-        self.dtypes = dtypes_of(model, policy, quantized, pinned)
+        self.stored, self.quantized, self.stacks, self.device = stored, quantized, stacks, device
+        self.dtypes = dtypes_of(stored.model, policy, quantized, pinned)
         self._policy = policy
-        store_blank(model, stacks, policy)
+        store_blank(stored.model, stacks, policy)
         # PEFT may rename modules before a deferred weight is read.
-        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._modules = dict(stored.model.named_modules(remove_duplicate=False))
 
     def owner(self, name: str) -> tuple[Any, str]:
         """Return the module that has the tensor `name`, and the tensor's name in this module."""
         path, _, leaf = name.rpartition(".")
         return self._modules[path], leaf
 
+    def fill(self, sources: Mapping[str, Source], shown: bool = True) -> tuple[set[str], dict[str, str]]:
+        """Fill tensors from `sources`, a part of `stored.sources`; other tensors stay unchanged.
+
+        Peak memory is the filled model plus the largest tensor. Stacked experts are read one by one if they are
+        quantized. A tensor that needs no conversion stays memory-mapped. For weights on a GPU, a thread reads ahead into
+        two additional buffers in pinned memory.
+
+        Returns:
+            The names of the filled tensors, and name -> problem for each parameter that is not finite.
+        """
+        files = MappedFiles()
+        work = list({id(source): source for source in sources.values()}.values())
+        filled: set[str] = set()
+        broken: dict[str, str] = {}
+        bar = Bar("loading", shown)
+        bar.total = len(work)
+        read = self._staged(work, files) if any(map(self._on_gpu, work)) else _mapped(work, files)
+        with closing(bar), closing(read):
+            for source, tensors in read:
+                placed = self._read(source, tensors)
+                filled.update(placed)
+                broken |= not_finite(self._values_to_check(placed))
+                if tensors is files and not any(files.holds(value) for value in placed.values()):
+                    files.release(source.headers)
+                bar.advance()
+        return filled, broken
+
     def place(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Cast or quantize a dense tensor, set the result as the model's tensor `name`, and return the result."""
         if name in self.stacks:
-            return self.place_stack(name, [value])
-        return self.put(name, self._stored(name, value))
+            return self._place_stack(name, [value])
+        device = self.device(name)
+        if name in self.quantized:
+            moments = self._policy.moments_of(name.removesuffix(".weight"))
+            layer, _ = self.owner(name)
+            return self._put(name, _quantized(layer, value.to(device), self.dtypes[name], moments))
+        dtype = self.dtypes.get(name, value.dtype) if value.is_floating_point() else value.dtype
+        value = value.to(device, dtype)
+        # Copy a part of a split tensor, so that it can be saved alone and the rest of the storage is freed.
+        return self._put(name, value if value.untyped_storage().nbytes() == value.nbytes else value.clone())
 
-    def place_stack(self, name: str, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    def _on_gpu(self, source: Source) -> bool:
+        return torch.device(self.device(source.target)).type in ("cuda", "xpu")
+
+    def _staged(self, sources: Sequence[Source], files: MappedFiles) -> Reading:
+        """Yield (source, buffer with all tensors of the source); without such a buffer, yield (source, mapped files)."""
+        # On the CPU, a weight that is saved quantized is used without a copy, and a reused buffer would overwrite it.
+        kept = {id(source) for source in sources if self._is_saved(source) and not self._on_gpu(source)}
+        work = [(source, () if id(source) in kept else source.headers) for source in sources]
+        with closing(staged(work)) as read:
+            for source, tensors in read:
+                buffered = tensors is not None and tensors.at.keys() >= {*source.headers}
+                yield source, tensors if tensors is not None and buffered else files
+
+    def _is_saved(self, source: Source) -> bool:
+        first, _ = source.tensors[0]
+        if first.form == MXFP4:
+            return self.stacks.get(source.target) == MXFP4 and first.problem is None
+        saved = first.form in FORMATS and bool(first.constants) and first.scheme is None
+        return saved and (source.target in self.quantized or source.target in self.stacks)
+
+    def _read(self, source: Source, files: Tensors) -> dict[str, torch.Tensor]:
+        target = source.target
+        if self._is_saved(source):
+            return {target: self._place_saved(target, source.tensors[0][0], files)}
+        if target in self.stacks and set(source.shapes) <= {target}:
+            return {target: self._place_stack(target, self._parts(source, files))}
+        tensors = self.stored.read_source(source, files, self.dtypes.get(target, torch.float32))
+        return {name: self.place(name, value) for name, value in tensors.items()}
+
+    def _parts(self, source: Source, files: Tensors) -> Iterator[torch.Tensor]:
+        """Yield a stacked weight expert by expert, or the whole weight if it cannot be divided.
+
+        The memory of an expert is freed before the next expert is read.
+        """
+        name = source.target
+        shape, dtype = shape_of(*self.owner(name)), self.dtypes[name]
+        for row in range(shape[0]):
+            values, part = self.stored.read_part(source, name, shape, range(row, row + 1), files, dtype)
+            yield values
+            if isinstance(files, MappedFiles):
+                files.release(part.headers)
+            if part is source:
+                return
+
+    def _place_stack(self, name: str, parts: Iterable[torch.Tensor]) -> torch.Tensor:
         """Quantize the experts of a stacked weight, set the weight `name`, and return its codes."""
-        return place_quantized(
-            *self.owner(name),
-            parts,
-            self.stacks[name],
-            self.dtypes[name],
-            double_quant=self._policy.double_quant,
-            device=self.device(name),
-        )
+        options = {"double_quant": self._policy.double_quant, "device": self.device(name)}
+        return place_quantized(*self.owner(name), parts, self.stacks[name], self.dtypes[name], **options)
 
-    def place_saved(self, name: str, tensor: StoredTensor, files: Tensors) -> torch.Tensor:
+    def _place_saved(self, name: str, tensor: StoredTensor, files: Tensors) -> torch.Tensor:
         """Set a weight that the files store in the format of the model's weight `name`, and return it."""
         layer, leaf = self.owner(name)
         device, weight = self.device(name), files.tensor(tensor.weight)
@@ -99,9 +175,9 @@ class Placement:
             parameter = type(old).from_prequantized(
                 data=weight, quantized_stats=constants, requires_grad=False, device=device, module=layer
             )
-        return self.put(name, parameter)
+        return self._put(name, parameter)
 
-    def put(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    def _put(self, name: str, value: torch.Tensor) -> torch.Tensor:
         module, leaf = self.owner(name)
         if leaf == EXTRA_STATE:
             module.set_extra_state(value)
@@ -111,151 +187,23 @@ class Placement:
         setattr(module, leaf, value)
         return value
 
-    def _stored(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        device = self.device(name)
-        if name in self.quantized:
-            moments = self._policy.moments_of(name.removesuffix(".weight"))
-            return _quantized_parameter(self.owner(name)[0], value.to(device), self.dtypes[name], moments)
-        dtype = self.dtypes.get(name, value.dtype) if value.is_floating_point() else value.dtype
-        value = value.to(device, dtype)
-        # Copy a part of a split tensor, so that it can be saved alone and the rest of the storage is freed.
-        return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+    def _values_to_check(self, placed: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in placed.items():
+            stack = quantized_stack(*self.owner(name))
+            if stack is not None:
+                yield from ((name, constants) for constants in stack.factors())
+            elif isinstance(value, nn.Parameter):
+                yield name, value
 
 
-def dtypes_of(
-    model: nn.Module, policy: PrecisionPolicy, quantized: Collection[str], pinned: Sequence[str]
-) -> dict[str, torch.dtype]:
-    """Return `Placement.dtypes` of a model under a policy; tensors that match a `pinned` pattern stay in float32."""
-    wanted = dtypes_to_load(model, tuple(places(model)), policy)
-    dtypes = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            dtype = torch.float32 if is_pinned(name, pinned) else value.dtype
-            dtypes[name] = dtype if policy.keep_frozen else wanted.get(value, dtype)  # type: ignore[call-overload]
-    # int8 has a float32 scale for each row, so it keeps the digits of weights that are small for float16.
-    int8 = {name for name in quantized if policy.storage_of(name.removesuffix(".weight")) == "int8"}
-    wide = float32_by_ranges(model, policy) | int8
-    dtypes |= {name: torch.float32 if name in wide else policy.plain for name in quantized}
-    # transformers ties weights after the load, so the values that are loaded must be exact for all their modules.
-    tied = (name for name, others in aliases(model).items() if torch.float32 in map(dtypes.get, others))
-    return dtypes | dict.fromkeys(tuple(tied), torch.float32)
-
-
-def fill(
-    stored: StoredWeights, sources: Mapping[str, Source], placement: Placement, *, shown: bool = True
-) -> tuple[set[str], dict[str, str]]:
-    """Fill a model's tensors from a checkpoint; tensors that the checkpoint lacks stay unchanged.
-
-    Peak memory is the filled model plus the largest tensor. Stacked experts are read one by one if they are quantized. A
-    tensor that needs no conversion stays memory-mapped. For weights on a GPU, a thread reads ahead into two additional
-    buffers in pinned memory.
-
-    Args:
-        stored: the weights of a model on the meta device whose quantized layers are bitsandbytes layers.
-        sources: those of `stored.sources` from which the model is filled now.
-
-    Returns:
-        The names of the filled tensors, and name -> problem for each parameter that is not finite.
-    """
-    files = MappedFiles()
-    work = list({id(source): source for source in sources.values()}.values())
-    filled: set[str] = set()
-    broken: dict[str, str] = {}
-    bar = Bar("loading", shown)
-    bar.total = len(work)
-    to_gpu = any(_on_gpu(source, placement) for source in work)
-    read = _staged(work, files, placement) if to_gpu else _mapped(work, files)
-    with closing(bar), closing(read):
-        for source, tensors in read:
-            placed = _place(stored, source, tensors, placement)
-            filled.update(placed)
-            broken |= not_finite(_values_to_check(placed, placement))
-            if tensors is files and not any(files.holds(value) for value in placed.values()):
-                files.release(_headers(source))
-            bar.advance()
-    return filled, broken
-
-
-def _on_gpu(source: Source, placement: Placement) -> bool:
-    return torch.device(placement.device(source.target)).type in ("cuda", "xpu")
-
-
-def _mapped(sources: Sequence[Source], files: MappedFiles) -> Generator[tuple[Source, Tensors], None, None]:
+def _mapped(sources: Sequence[Source], files: MappedFiles) -> Reading:
     for source, after in zip(sources, [*sources[1:], None], strict=True):
         if after is not None:
-            files.ahead(_headers(after))
+            files.ahead(after.headers)
         yield source, files
 
 
-def _staged(
-    sources: Sequence[Source], files: MappedFiles, placement: Placement
-) -> Generator[tuple[Source, Tensors], None, None]:
-    """Yield (source, buffer with all tensors of the source); without such a buffer, yield (source, mapped files)."""
-    # On the CPU, a weight that is saved quantized is used without a copy, and a reused buffer would overwrite it.
-    kept = {id(s) for s in sources if _is_saved(s, placement) and not _on_gpu(s, placement)}
-    work = [(source, () if id(source) in kept else tuple(_headers(source))) for source in sources]
-    with closing(staged(work)) as read:
-        for source, tensors in read:
-            buffered = tensors is not None and tensors.at.keys() >= {*_headers(source)}
-            yield source, tensors if tensors is not None and buffered else files
-
-
-def _is_saved(source: Source, placement: Placement) -> bool:
-    first, _ = source.tensors[0]
-    if first.form == MXFP4:
-        return placement.stacks.get(source.target) == MXFP4 and first.problem is None
-    saved = first.form in FORMATS and bool(first.constants) and first.scheme is None
-    return saved and (source.target in placement.quantized or source.target in placement.stacks)
-
-
-def _headers(source: Source) -> Iterator[TensorHeader]:
-    for tensor, _ in source.tensors:
-        yield from tensor.parts
-
-
-def _place(
-    stored: StoredWeights, source: Source, files: Tensors, placement: Placement
-) -> dict[str, torch.Tensor]:
-    target = source.target
-    if _is_saved(source, placement):
-        return {target: placement.place_saved(target, source.tensors[0][0], files)}
-    if target in placement.stacks and set(source.shapes) <= {target}:
-        return {target: placement.place_stack(target, _parts(stored, source, files, placement))}
-    tensors = stored.read_source(source, files, placement.dtypes.get(target, torch.float32))
-    return {name: placement.place(name, value) for name, value in tensors.items()}
-
-
-def _parts(
-    stored: StoredWeights, source: Source, files: Tensors, placement: Placement
-) -> Iterator[torch.Tensor]:
-    """Yield a stacked weight expert by expert, or the whole weight if it cannot be divided.
-
-    The memory of an expert is freed before the next expert is read.
-    """
-    name = source.target
-    shape = shape_of(*placement.owner(name))
-    for row in range(shape[0]):
-        rows, dtype = range(row, row + 1), placement.dtypes[name]
-        values, part = stored.read_part(source, name, shape, rows, files, dtype)
-        yield values
-        if isinstance(files, MappedFiles):
-            files.release(_headers(part))
-        if part is source:
-            return
-
-
-def _values_to_check(
-    placed: Mapping[str, torch.Tensor], placement: Placement
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in placed.items():
-        stack = quantized_stack(*placement.owner(name))
-        if stack is not None:
-            yield from ((name, constants) for constants in stack.factors())
-        elif isinstance(value, nn.Parameter):
-            yield name, value
-
-
-def _quantized_parameter(
+def _quantized(
     layer: Any, value: torch.Tensor, dtype: torch.dtype, moments: torch.Tensor | None
 ) -> torch.Tensor:
     if replaces_conv1d(layer):
@@ -278,3 +226,22 @@ def _quantized_parameter(
         layer.quant_state = state
     parameter: torch.Tensor = type(old)(codes, requires_grad=False, **settings)
     return parameter
+
+
+def dtypes_of(
+    model: nn.Module, policy: PrecisionPolicy, quantized: Collection[str], pinned: Sequence[str]
+) -> dict[str, torch.dtype]:
+    """Return `Filler.dtypes` of a model under a policy; tensors that match a `pinned` pattern stay in float32."""
+    wanted = dtypes_to_load(model, tuple(places(model)), policy)
+    dtypes = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            dtype = torch.float32 if is_pinned(name, pinned) else value.dtype
+            dtypes[name] = dtype if policy.keep_frozen else wanted.get(value, dtype)  # type: ignore[call-overload]
+    # int8 has a float32 scale for each row, so it keeps the digits of weights that are small for float16.
+    int8 = {name for name in quantized if policy.storage_of(name.removesuffix(".weight")) == "int8"}
+    wide = float32_by_ranges(model, policy) | int8
+    dtypes |= {name: torch.float32 if name in wide else policy.plain for name in quantized}
+    # transformers ties weights after the load, so the values that are loaded must be exact for all their modules.
+    tied = (name for name, others in aliases(model).items() if torch.float32 in map(dtypes.get, others))
+    return dtypes | dict.fromkeys(tuple(tied), torch.float32)

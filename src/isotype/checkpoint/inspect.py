@@ -273,7 +273,7 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
             PlannedTensor(
                 name,
                 tuple(value.shape),
-                tuple(part for tensor, _ in source.tensors for part in tensor.parts),
+                source.headers,
                 stored,
                 loaded,
                 _conversion(name, source, stored, loaded),

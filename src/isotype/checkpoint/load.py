@@ -18,7 +18,7 @@ from torch import nn
 
 from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.facts import quantization_options
-from isotype.checkpoint.fill import Placement, fill
+from isotype.checkpoint.fill import Filler
 from isotype.checkpoint.formats.headers import (
     CheckpointHeaders,
     Format,
@@ -221,20 +221,21 @@ def stream(
     matched.require_complete()
     leave_dense(model, matched.initialised, policy.plain)
     expected = set(model.state_dict())  # before quantized layers add their constants
-    stored, placement = StoredWeights(model, headers, matched.weights), _placement(model, settings, policy)
-    sources = stored.sources if deferred is None else deferred.take(stored, placement)
-    filled, broken = fill(stored, sources, placement)
+    stored = StoredWeights(model, headers, matched.weights)
+    filler = _filler(stored, settings, policy)
+    filled, broken = filler.fill(stored.sources if deferred is None else deferred.take(filler))
     filled |= set() if deferred is None else deferred.names
     for name in filled:
         # transformers would draw new values for parameters without this mark.
-        stacked = name in placement.stacks
-        mark_as_loaded(placement.owner(name)[0] if stacked else model.get_parameter_or_buffer(name))
+        stacked = name in filler.stacks
+        mark_as_loaded(filler.owner(name)[0] if stacked else model.get_parameter_or_buffer(name))
     return _loading_info(expected - filled, matched), broken
 
 
-def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
+def _filler(stored: StoredWeights, settings: Any, policy: PrecisionPolicy) -> Filler:
     from transformers.integrations.accelerate import get_device
 
+    model: Any = stored.model
     quantizer, device_map = settings.hf_quantizer, settings.device_map or {"": "cpu"}
     other = {f"{layer.module}.weight" for layer in policy.layers if layer.storage in QUANTIZATIONS}
     names = () if quantizer is None else model.state_dict()
@@ -242,7 +243,7 @@ def _placement(model: Any, settings: Any, policy: PrecisionPolicy) -> Placement:
     skipped = () if quantizer is None else quantizer.modules_to_not_convert or ()
     stacks = {} if quantizer is None and policy.quantized else formats_of_stacks(model, policy, skipped)
     device = partial(get_device, device_map, valid_torch_device=True)
-    return Placement(model, policy, quantized, tuple(settings.dtype_plan), stacks, device)
+    return Filler(stored, policy, quantized, tuple(settings.dtype_plan), stacks, device)
 
 
 def _save_stacks_whole(model: Any) -> None:
@@ -327,15 +328,15 @@ def load_module(
     kinds = ("linear4bit", "linear8bit")
     quantized = frozenset(f"{place.name}.weight" for place in places(model) if place.kind in kinds)
     stacks = formats_of_stacks(model, policy)
-    placement = Placement(model, policy, quantized, policy.pinned, stacks, lambda _: device)
+    stored = StoredWeights(model, headers, matched.weights)
+    filler = Filler(stored, policy, quantized, policy.pinned, stacks, lambda _: device)
     if adapter is None:
-        stored = StoredWeights(model, headers, matched.weights)
-        _, broken = fill(stored, stored.sources, placement)
+        _, broken = filler.fill(stored.sources)
     else:
         files = MappedFiles()
         held = stored_tensors(headers.tensors, headers.quantization)
         state = {tensor.name: dense(tensor, files.tensor, policy.plain) for tensor in held}
-        tensors = {name: placement.place(name, value) for name, value in adapter.from_hf(state).items()}
+        tensors = {name: filler.place(name, value) for name, value in adapter.from_hf(state).items()}
         broken = not_finite((n, value) for n, value in tensors.items() if isinstance(value, nn.Parameter))
     refuse(path, broken)
     for name, source in matched.tied.items():

@@ -103,7 +103,7 @@ class StoredWeights:
             rows, part = self.read_source(source, files, torch.float32)[name], source
         else:
             rows, part = self.read_part(source, name, shape, range(start, stop), files, torch.float32)
-        self.bytes_read += sum(header.bytes for tensor, _ in part.tensors for header in tensor.parts)
+        self.bytes_read += sum(header.bytes for header in part.headers)
         return rows[where].clone() if part is source else rows
 
     def read_packed(self, name: str, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from isotype.checkpoint.formats.headers import CheckpointHeaders
+from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.stored import (
     StoredTensor,
     blank_tensors,
@@ -44,6 +45,11 @@ class Source:
     conversion: Any = None
     shapes: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
     failure: str = ""
+
+    @property
+    def headers(self) -> tuple[TensorHeader, ...]:
+        """The headers of all tensors and of their quantization constants."""
+        return tuple(part for tensor, _ in self.tensors for part in tensor.parts)
 
 
 @dataclass(frozen=True)
