@@ -14,11 +14,14 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import isotype
 from isotype.contracts.contract import autocast_lists, contracts_for
+from isotype.precision.devices.profile import device_profile
 from isotype.trace.fake import functions
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.twin import fake_inputs, fake_mode
 from tests.small import BF16, FP16, FP32
+
+NAMES = {"cuda": "h100", "rocm": "mi300x"}
 
 
 def under(kind: str, act: Callable[..., Any], autocast: torch.dtype | None, **inputs: torch.Tensor) -> Any:
@@ -30,7 +33,7 @@ def under(kind: str, act: Callable[..., Any], autocast: torch.dtype | None, **in
     with (
         mode,
         recorder,
-        Functions(recorder, kind),
+        Functions(recorder, device_profile(NAMES.get(kind, kind))),
         torch.autocast("cpu", dtype=autocast or BF16, enabled=enabled),
     ):
         return act(**fakes)
@@ -166,7 +169,7 @@ def test_a_function_that_autocast_refuses_is_a_breach() -> None:
     mode = fake_mode()
     recorder = FakeRecorder(contracts_for("cuda"), BF16, mode)
     fakes = fake_inputs({"p": torch.full((4,), 0.5)}, mode)
-    with mode, recorder, Functions(recorder, "cuda"), torch.autocast("cpu", dtype=BF16):
+    with mode, recorder, Functions(recorder, device_profile("t4")), torch.autocast("cpu", dtype=BF16):
         nnf.binary_cross_entropy(fakes["p"], fakes["p"])
     (broken,) = [call.breach for call in recorder.calls if call.breach is not None]
     assert "unsafe to autocast" in broken.message
@@ -217,7 +220,7 @@ def test_the_name_of_the_function_is_told_and_taken_back() -> None:
             return made
 
     fakes = fake_inputs({"x": low()}, mode)
-    with mode, recorder, Functions(recorder, "cpu"):
+    with mode, recorder, Functions(recorder, device_profile("cpu")):
         Listening()(fakes["x"])
     assert names == [""]
     assert [call.op for call in recorder.calls] == ["aten.relu.default"]

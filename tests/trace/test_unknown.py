@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from isotype.contracts.contract import contracts_for
+from isotype.precision.devices.profile import device_profile
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.twin import fake_inputs, fake_mode
@@ -162,7 +163,7 @@ def test_a_loop_that_ends_by_unknown_values_ends(program: Program, rounds: int) 
     mode = fake_mode()
     recorder = FakeRecorder(contracts_for("cpu"), torch.float32, mode)
     fakes = fake_inputs({"x": SMALL}, mode)
-    with mode, recorder, Functions(recorder, "cpu"):
+    with mode, recorder, Functions(recorder, device_profile("cpu")):
         assert program(**fakes) == rounds
         program(**fakes)
     line = program.__code__.co_firstlineno + 2

@@ -14,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from isotype.compat.torch import FakeTensor
 from isotype.contracts.contract import contracts_for
+from isotype.precision.devices.profile import device_profile
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.twin import fake_inputs, fake_mode
@@ -30,7 +31,7 @@ def followed(program: Program, inputs: dict[str, torch.Tensor], known: bool = Tr
     if known:
         for name, value in inputs.items():
             recorder.values.give(fakes[name], value.clone())
-    with mode, recorder, Functions(recorder, "cpu"):
+    with mode, recorder, Functions(recorder, device_profile("cpu")):
         return program(**fakes)
 
 
@@ -401,7 +402,7 @@ def test_pictures_that_fill_a_batch_up_are_told_from_others() -> None:
     for program in (real_ones, written_to):
         fakes = fake_inputs({"pixel_values": pictures}, mode)
         recorder.values.give(fakes["pixel_values"], pictures, counted=True)
-        with mode, recorder, Functions(recorder, "cpu"):
+        with mode, recorder, Functions(recorder, device_profile("cpu")):
             shapes.append(program(**fakes))
     assert shapes == [(4, 3, 64, 64), (6, 3, 64, 64)]
 

@@ -67,12 +67,12 @@ def device_type(kind: str) -> str:
 
 
 @contextlib.contextmanager
-def cpu_stands_for(kind: str, profile: Any = None) -> Iterator[None]:
+def cpu_stands_for(profile: Any) -> Iterator[None]:
     """Let the simulated device's autocast cast CPU tensors, by default to the device's default dtype.
 
-    If there is a `profile` (a `DeviceProfile`), torch's functions about the device return its properties.
+    torch's functions about the device return the properties of `profile`, a `DeviceProfile`.
     """
-    simulated = device_type(kind)
+    simulated = device_type(profile.kind)
     if simulated == "cpu":
         yield
         return
@@ -97,7 +97,7 @@ def written_for(profile: Any, named: Callable[[], None] = lambda: None) -> Itera
     with contextlib.ExitStack() as stack:
         if simulated != "cpu":
             default = torch.get_autocast_dtype("cpu")
-            stack.enter_context(cpu_stands_for(profile.kind, profile))
+            stack.enter_context(cpu_stands_for(profile))
             torch.set_autocast_dtype("cpu", default)  # for code that names the CPU
             replaced = stack.enter_context(Replacements())
             _answer(replaced, simulated, named)
@@ -221,8 +221,6 @@ def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
 
 def _facts(simulated: str, profile: Any) -> Iterator[tuple[Any, str, Any]]:
     """Yield (owner, attribute name, new function) for each torch function about a property in `profile`."""
-    if profile is None:
-        return
     backend, memory = getattr(torch, simulated), profile.memory_bytes
     if hasattr(backend, "is_bf16_supported"):
         rate = profile.supports(torch.bfloat16)

@@ -55,22 +55,21 @@ _HALVES = {torch.float32: torch.float16, torch.complex64: torch.complex32}
 class Functions(TorchFunctionMode):
     """A function mode that records the name of the running function, and applies a device's autocast lists.
 
-    `kind` is the kind of the simulated device (`cpu`, `cuda`, …). Without a device profile, attention and functions
-    that return facts about the device run as on this machine.
+    `profile` is the profile of the simulated device.
     """
 
-    def __init__(self, recorder: FakeRecorder, kind: str, profile: DeviceProfile | None = None) -> None:
+    def __init__(self, recorder: FakeRecorder, profile: DeviceProfile) -> None:
         super().__init__()
         self._recorder = recorder
-        self._kind, self._foreign, self._profile = kind, kind != "cpu", profile
-        self._names = names_of(kind)
+        self._kind, self._foreign, self._profile = profile.kind, profile.kind != "cpu", profile
+        self._names = names_of(profile.kind)
         self._stand_in = contextlib.ExitStack()
-        self.attention = None if profile is None else Attention(profile)
+        self.attention = Attention(profile)
         if self._foreign:
-            self._lists, self._cpu = autocast_lists(kind), autocast_lists("cpu")
+            self._lists, self._cpu = autocast_lists(profile.kind), autocast_lists("cpu")
 
     def __enter__(self) -> Functions:
-        self._stand_in.enter_context(cpu_stands_for(self._kind, self._profile))
+        self._stand_in.enter_context(cpu_stands_for(self._profile))
         self._stand_in.enter_context(without_kernels(self._recorder.launched, FakeTensor))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -141,7 +140,7 @@ class Functions(TorchFunctionMode):
         """Call a function as the device would. If its operands' dtypes cause an error, convert them and call it again."""
         recorder, run = self._recorder, func
         kernel: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if self.attention is not None and func is scaled_dot_product_attention:
+        if func is scaled_dot_product_attention:
             run, kernel = self.attention.as_on_device(args, kwargs, recorder)
         if recorder.function in _PACKED and getattr(args[1], "dtype", None) == torch.int64:
             run = partial(self._of_packed, func)

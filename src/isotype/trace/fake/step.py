@@ -201,7 +201,7 @@ class _Step:
         self.weights = tensors_and_weights(twin)
         self.repeats = {id(parameter): weight.repeats for parameter, weight in self.weights}
         self.process = ProcessMemory(twin, setup, recorder.ledger, self.repeats)
-        self.functions = Functions(recorder, setup.profile.kind, setup.profile)
+        self.functions = Functions(recorder, setup.profile)
 
     def run(self) -> Failure | None:
         """Run the phases in order; return the error that ended the step early, or None."""
@@ -240,7 +240,7 @@ class _Step:
     def trace(self) -> Trace:
         """Return the trace of the step so far."""
         model, before = self.request.model, {weight.name: weight.dtype for _, weight in self.weights}
-        recorder, attention = self.recorder, self.functions.attention
+        recorder = self.recorder
         partial = getattr(self.loss_of, "partial", False)
         cuts = {} if partial else recorder.cuts
         memory = recorder.ledger.record(self.states_bytes, self.gradient_bytes)
@@ -251,7 +251,7 @@ class _Step:
             weights=_with_history(weights_of(self.twin), self.real, before),
             modules={name: type(module).__name__ for name, module in model.named_modules()},
             memory=memory,
-            notes=(*self.notes, *(attention.notes(memory.peak) if attention else ())),
+            notes=(*self.notes, *self.functions.attention.notes(memory.peak)),
             untraced={**self.untraced, **recorder.values.numbers.untraced()},
             model=type(model).__name__,
             input_dtypes=dict(recorder.inputs),
