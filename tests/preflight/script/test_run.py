@@ -635,6 +635,22 @@ def test_an_evaluation_with_gradients_names_what_it_holds(
     assert "activations" in err.partition("no backward: peak ")[2]
 
 
+@pytest.mark.parametrize("around", ["", "with torch.no_grad(): "])
+def test_the_forward_that_creates_lazy_parameters_is_no_step(
+    capsys: pytest.CaptureFixture[str], loop: Loop, around: str
+) -> None:
+    lines = (
+        "model[0] = torch.nn.LazyLinear(8)",
+        f"{around}model(x)",
+        "optimizer = torch.optim.SGD(model.parameters())",
+    )
+    script = loop("\n".join(lines), _PLAIN_STEP)
+    status, _, err = _run(capsys, "--no-preflight", script)
+    assert status == 0
+    assert "steps 1-2 watched" in err  # the loop's optimizer and this one
+    assert "stopped early" not in err
+
+
 def test_the_step_after_an_attack_by_grad_is_recorded(capsys: pytest.CaptureFixture[str], loop: Loop) -> None:
     attack = "x.requires_grad_(); torch.autograd.grad(mse_loss(model(x), y), x); "
     _, _, err = _run(capsys, "--no-preflight", loop("", attack + _PLAIN_STEP))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as modules
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import optimizer as optimizers
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -27,9 +28,14 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 def trains(module: nn.Module) -> bool:
     """Return whether a forward of `module` may start a training step. The forward of a parametrization does not."""
-    if not torch.is_grad_enabled() or is_called_by("torch.nn.utils.parametrize"):
+    if not torch.is_grad_enabled() or is_called_by("torch.nn.utils.parametrize") or is_lazy(module):
         return False
     return any(p.requires_grad and not p.is_meta for p in module.parameters())
+
+
+def is_lazy(module: nn.Module) -> bool:
+    """Return whether a forward of `module` will create parameters (`LazyLinear`)."""
+    return any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters())
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from isotype.model.recompute import idle_checkpoints
 from isotype.records.memory import Memory, Phase
 from isotype.records.request import Setup
 from isotype.records.trace import Call, Failure, Origin, Trace
-from isotype.trace.live.forward import Beginning, autocast_of, named_inputs, trains
+from isotype.trace.live.forward import Beginning, autocast_of, is_lazy, named_inputs, trains
 from isotype.trace.live.gradients import (
     LastStep,
     Sample,
@@ -304,7 +304,8 @@ class Watch:
         if full or self._evaluations.get(module) == _EVALUATIONS or self._evaluated == _EVALUATIONS_IN_ALL:
             return False
         # Transforms and metrics are modules, too, but have no parameters.
-        return not is_compiled(module) and any(not p.is_meta for p in module.parameters())
+        parameters = any(not parameter.is_meta for parameter in module.parameters())
+        return parameters and not is_compiled(module) and not is_lazy(module)
 
     def _evaluate(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         self._evaluations[module] = self._evaluations.get(module, 0) + 1
