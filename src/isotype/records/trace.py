@@ -390,6 +390,7 @@ class Trace:
             if an optimizer holds a parameter of the model.
         idle_step: (number of parameters of an optimizer that had gradients before, line of its step without gradients).
         unmatched: names in PEFT's `target_modules` and `modules_to_save` that match no module.
+        reasons: dtype -> why weights have it, if other code than the model's chose it.
         misspelt: arguments in the script's code that are misspelt, but raise no error.
         idle_checkpoints: trained modules with gradient checkpointing that recompute nothing, because they are in eval mode.
         no_autocast: why this step should run under autocast, if it does not; else "".
@@ -424,6 +425,7 @@ class Trace:
     orphans: int = 0
     idle_step: tuple[int, str] | None = None
     unmatched: tuple[str, ...] = ()
+    reasons: Mapping[torch.dtype, str] = field(default_factory=dict)
     misspelt: tuple[Misspelt, ...] = ()
     idle_checkpoints: tuple[str, ...] = ()
     no_autocast: str = ""

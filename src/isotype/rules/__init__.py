@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+from isotype.core.dtypes import dtype_name
 from isotype.core.errors import error_line
 from isotype.core.source import line_of
 from isotype.records.finding import SEVERITIES, Finding, Kind, by_preference
@@ -75,6 +77,12 @@ def page(rule: Rule) -> str:
 def judge(trace: Trace) -> tuple[Finding, ...]:
     """Return the findings of all rules, sorted by severity (errors first) and then by code. Preferred fixes come first."""
     findings = [finding for rule in all_rules() for finding in _findings(rule, trace)]
+    for dtype, reason in trace.reasons.items():
+        about = re.compile(rf"\b(is|are|instead of) {dtype_name(dtype)}\b")
+        findings = [
+            replace(f, cause=f"{f.cause} ({reason})") if about.search(f"{f.message} {f.cause}") else f
+            for f in findings
+        ]
     findings = [replace(finding, fixes=by_preference(finding.fixes)) for finding in findings]
     return tuple(sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.code)))
 

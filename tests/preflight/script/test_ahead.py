@@ -13,7 +13,7 @@ from isotype.preflight import run
 from isotype.preflight.script import ahead
 from isotype.preflight.script.ahead import TRIED_AFTER, look_ahead
 from isotype.records.request import LossOf, StepRequest
-from isotype.trace import misspelt
+from isotype.trace import script
 
 
 def test_a_step_is_traced_once_before_its_fixes_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_a_gradscaler_that_the_script_never_calls(
     path = tmp_path / "train.py"
     path.write_text(f"scaler = torch.amp.GradScaler('cuda')\n{step}\n", encoding="utf-8")
     of_script = SimpleNamespace(modules={"__main__": SimpleNamespace(__file__=str(path))})
-    monkeypatch.setattr(misspelt, "sys", of_script)
+    monkeypatch.setattr(script, "sys", of_script)
     scaler, model = torch.amp.GradScaler("cpu"), nn.Linear(2, 2).half()
     optimizer = torch.optim.SGD(model.parameters())
     request = ahead.request_of_script(ahead.Beginning(model, {}, (), {}), None, "t4")

@@ -329,6 +329,23 @@ net(torch.ones(2, 8)).sum().backward()
     assert ("has removed" in err) == bool(cause)
 
 
+def test_the_default_dtype_is_named_before_the_step_and_after_the_crash(runs: Runs) -> None:
+    script = """
+torch.set_default_dtype(torch.bfloat16)
+net = nn.Sequential(nn.Linear(8, 8))
+torch.set_default_dtype(torch.float32)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net(torch.ones(2, 8)).sum().backward()
+"""
+    line = len(MODEL.splitlines()) + 2
+    status, _, err = runs(script)
+    assert status == 1
+    cause = f"is float32 (train.py:{line} sets torch's default dtype, so later weights are bfloat16)"
+    before, _, after = err.partition("isotype: predicted before the step:")
+    assert cause in " ".join(before.split())
+    assert cause in " ".join(after.split())
+
+
 def test_an_adapter_that_reads_packed_codes_is_predicted_and_named_after_the_crash(runs: Runs) -> None:
     script = """
 import bitsandbytes as bnb

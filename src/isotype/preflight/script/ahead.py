@@ -31,7 +31,7 @@ from isotype.trace.fake.code import LossOfOutput
 from isotype.trace.fake.twin import fake_mode
 from isotype.trace.live.forward import Beginning
 from isotype.trace.live.recorder import device_of
-from isotype.trace.misspelt import script_files
+from isotype.trace.script import script_files
 
 TRIED_BEFORE = 2.0
 """Fixes are tried before the first step if the estimated time of all trials is at most this many seconds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -39,7 +40,7 @@ from isotype.preflight.script.family import Family, Options
 from isotype.preflight.script.missing_gpu import MissingGpu
 from isotype.preflight.script.numbers import Numbers
 from isotype.preflight.script.output import Output, peak_of
-from isotype.preflight.script.outside import Unloads, cast_by_evaluation
+from isotype.preflight.script.outside import Unloads
 from isotype.preflight.setup import compute_dtype
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
@@ -65,6 +66,7 @@ from isotype.trace.live.forward import Averages, Beginning, StaleCasts
 from isotype.trace.live.gradients import IdleSteps, KeptGraphs
 from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import MANY_SKIPPED, Watch
+from isotype.trace.script import cast_by_evaluation
 
 MENTIONED_FROM = 5.0
 """If the trace before the first step takes this many seconds, a line is printed even without findings."""
@@ -94,6 +96,7 @@ class Diagnosis:
         self.gpu = MissingGpu(None if options.device is None else device_profile(options.device))
         self._family = family
         self._speaker: int | None = None
+        self._main: ModuleType | None = None
         self._request: partial[StepRequest] | None = None
         self._live: tuple[Finding, ...] = ()
         self._late: tuple[Finding, ...] = ()
@@ -129,6 +132,7 @@ class Diagnosis:
 
     def _before(self, beginning: Beginning) -> None:
         self._family.claim("seen")
+        self._main = sys.modules["__main__"]
         if rank() == 0 and self._family.claim("speaks"):
             self._speaker = os.getpid()
         if self.gpu.sentence and self._speaks:
@@ -347,9 +351,13 @@ class Diagnosis:
 
     def crashed(self, error: BaseException) -> bool:
         """Explain the exception that ended the script, and return whether there was an explanation. Call `stop` first."""
-        explained = self._crash().explain(error)
-        self.watch.forget()
-        return explained
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = self._main or main  # another trace reads the script's code again
+        try:
+            return self._crash().explain(error)
+        finally:
+            sys.modules["__main__"] = main
+            self.watch.forget()
 
     def _crash(self) -> Crash:
         known = self.report, self._request, self._setup_seen

@@ -20,11 +20,12 @@ from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.core.names import grouped, plural, short
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import line_of, tensors_at_hand
-from isotype.model.walk import living, name_in_process
+from isotype.model.walk import name_in_process
 from isotype.records.finding import in_library
 from isotype.records.trace import NO_GRADIENT, NOT_SCALAR, NOTHING_UNSCALED, Trace
 from isotype.report.text import short_source
 from isotype.rules.kit.words import and_others
+from isotype.trace.script import cast_by_evaluation
 
 _SHOWN = 6
 _TUNERS = "peft.tuners.tuners_utils"
@@ -164,14 +165,6 @@ def casts_since(before: Trace, after: Trace) -> Iterator[str]:
     for (was, now, line), rows in grouped(cast, lambda row: row[1:]).items():
         why = f": {how}" if (how := cast_by_evaluation(now) or line) else ""
         yield f"{and_others(name for name, *_ in rows)} from {dtype_name(was)} to {dtype_name(now)}{why}"
-
-
-def cast_by_evaluation(dtype: torch.dtype) -> str:
-    """Return a text if a `TrainingArguments` of this process casts models to `dtype` in an evaluation; else ""."""
-    flag = {torch.bfloat16: "bf16_full_eval", torch.float16: "fp16_full_eval"}.get(dtype, "")
-    library = sys.modules.get("transformers.training_args")
-    settings = living(library.TrainingArguments) if library is not None and flag else ()
-    return f"{flag}=True casts the model in evaluate()" if any(getattr(s, flag) for s in settings) else ""
 
 
 def _owners(error: BaseException, method: str = "") -> Iterator[object]:

@@ -70,7 +70,7 @@ from isotype.trace.fake.sharded import ProcessMemory
 from isotype.trace.fake.twin import fake_inputs, fake_mode, restore_sharded, twin_of
 from isotype.trace.fake.untouched import Untouched
 from isotype.trace.fake.values import LIMIT
-from isotype.trace.misspelt import misspelt_arguments
+from isotype.trace.script import dtype_reasons, misspelt_arguments
 from isotype.trace.sides import sides_of
 from isotype.trace.weights import memory_kind, packed_bytes, state_tensors, tensors_and_weights, weights_of
 
@@ -263,6 +263,7 @@ class _Step:
             without_effect=self.without_effect,
             unmatched=unmatched(model),
             misspelt=misspelt_arguments(),
+            reasons=dtype_reasons(model),
             by_ranges={base_name(name): exponent for name, exponent in exponents if exponent is not None},
         )
 

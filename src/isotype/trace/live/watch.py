@@ -54,7 +54,7 @@ from isotype.trace.live.gradients import (
     samples_of,
 )
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder, device_of, in_dtypes, warnings_at_callers
-from isotype.trace.misspelt import misspelt_arguments
+from isotype.trace.script import dtype_reasons, misspelt_arguments
 
 State = Literal["waiting", "evaluating", "looking", "watching", "paused", "over"]
 
@@ -486,6 +486,7 @@ class Watch:
             input_dtypes=dict(recorder.inputs),
             unmatched=tuple(name for root in self.roots for name in unmatched(root)),
             misspelt=misspelt_arguments(),
+            reasons=dtype_reasons(next(iter(self.roots), nn.Module())),
             idle_checkpoints=tuple(idle),
             no_autocast=no_autocast,
             lost_terms=tuple(dict.fromkeys(recorder.terms.lost)),

@@ -1,4 +1,4 @@
-"""Finds misspelt arguments of configs in the script's code: the configs of transformers accept any name."""
+"""Reads the script's code for misspelt arguments, and for reasons of dtypes that no traced operator shows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import ast
 import inspect
 import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch import nn
+
+from isotype.core.dtypes import dtype_name
+from isotype.core.names import short
+from isotype.model.walk import living
 from isotype.records.finding import in_library
 from isotype.records.trace import Misspelt
 
@@ -31,30 +37,58 @@ def misspelt_arguments() -> tuple[Misspelt, ...]:
     """Return the arguments of configs in the script's code that have no effect because they are misspelt."""
     library, misspelt = sys.modules.get("transformers"), []
     for module, code in script_files():
-        for name, words in _calls(code):
+        for name, call in _calls(code):
             of_library = getattr(library, name, None) if name.endswith("Config") else None
             config = vars(module).get(name, of_library)
             if isinstance(config, type) and not _ACCEPT_ANY_NAME.isdisjoint(_bases(config)):
+                words = {word.arg: f"{module.__file__}:{word.lineno}" for word in call.keywords if word.arg}
                 meant = {argument: _meant(config, argument, words) for argument in words}
-                lines = ((argument, f"{module.__file__}:{words[argument]}") for argument in words)
-                misspelt += [Misspelt(name, a, meant[a], line) for a, line in lines if meant[a]]
+                misspelt += [Misspelt(name, a, meant[a], line) for a, line in words.items() if meant[a]]
     return tuple(dict.fromkeys(misspelt))
 
 
+def dtype_reasons(model: nn.Module) -> dict[torch.dtype, str]:
+    """Return dtype -> why weights of the model have it, for dtypes that code chooses elsewhere than at the weights."""
+    reasons = {}
+    for module, code in script_files():
+        for name, call in _calls(code):
+            dtype = getattr(torch, getattr(call.args[0], "attr", ""), None) if call.args else None
+            if name != "set_default_dtype" or not isinstance(dtype, torch.dtype) or dtype == torch.float32:
+                continue
+            # A function of another module may never have run.
+            if module.__name__ == "__main__" or dtype == torch.get_default_dtype():
+                where = short(f"{module.__file__}:{call.lineno}")
+                reasons[dtype] = (
+                    f"{where} sets torch's default dtype, so later weights are {dtype_name(dtype)}"
+                )
+    trained = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
+    stored = getattr(getattr(model, "config", None), "dtype", None)
+    if isinstance(stored, torch.dtype) and trained != stored and (how := cast_by_evaluation(trained)):
+        reasons[trained] = how
+    return reasons
+
+
+def cast_by_evaluation(dtype: torch.dtype) -> str:
+    """Return a text if a `TrainingArguments` of this process casts models to `dtype` in an evaluation; else ""."""
+    flag = {torch.bfloat16: "bf16_full_eval", torch.float16: "fp16_full_eval"}.get(dtype, "")
+    library = sys.modules.get("transformers.training_args")
+    settings = living(library.TrainingArguments) if library is not None and flag else ()
+    return f"{flag}=True casts the model in evaluate()" if any(getattr(s, flag) for s in settings) else ""
+
+
 @cache
-def _calls(code: str) -> tuple[tuple[str, dict[str, int]], ...]:
-    """Return, for each call, the name of the called function, and the names of its arguments with their lines."""
-    if "transformers" not in code and "diffusers" not in code:
+def _calls(code: str) -> tuple[tuple[str, ast.Call], ...]:
+    """Return each call in the code with the name of the called function."""
+    if not any(name in code for name in ("transformers", "diffusers", "set_default_dtype")):
         return ()
     try:
         calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     except SyntaxError:
         return ()  # a notebook
-    named = ((getattr(call.func, "id", getattr(call.func, "attr", "")), call.keywords) for call in calls)
-    return tuple((name, {word.arg: word.lineno for word in words if word.arg}) for name, words in named)
+    return tuple((getattr(call.func, "id", getattr(call.func, "attr", "")), call) for call in calls)
 
 
-def _meant(config: type, argument: str, words: dict[str, int]) -> str:
+def _meant(config: type, argument: str, words: Container[str]) -> str:
     """Return the argument of `config` that was misspelt as `argument`; "" if `argument` may be intended."""
     parameters = [*inspect.signature(config).parameters]
     if argument in parameters or hasattr(config, argument) or argument in _words(config):
