@@ -19,7 +19,7 @@ from isotype.core import console
 from isotype.core.errors import UsageError
 from isotype.model.boundary import Boundary, BoundarySettings, set_boundary
 from isotype.ranges import measure as ranges_measure
-from isotype.ranges.weights import magnitude
+from isotype.ranges.weights import Magnitude
 from tests.models import quiet, save_tiny, tiny_batch, tiny_model
 from tests.pairwise import few, pairwise
 from tests.ranges.test_measure import agrees, reference
@@ -244,5 +244,5 @@ def test_a_bar_comes_when_it_takes_long(
 def test_what_was_written_to_under_inference_mode_is_measured_again() -> None:
     with torch.inference_mode():
         x = torch.ones(3)
-        assert magnitude(x).value == 1
-        assert magnitude(x.mul_(5)).value == 5
+        assert Magnitude.of(x).value == 1
+        assert Magnitude.of(x.mul_(5)).value == 5

@@ -17,7 +17,7 @@ from isotype.checkpoint.mapping.schemes import EXPECTED, config_problem, method_
 from isotype.checkpoint.mapping.stored import stored_tensors
 from isotype.compat.peft import without_peft
 from isotype.compat.transformers import has_own_adapters, pinned, pinned_strictly
-from isotype.core.errors import CheckpointError
+from isotype.core.errors import CheckpointError, PrecisionError
 from isotype.core.formats import MXFP4
 from isotype.model.experts.stack import held_stack
 from isotype.model.parts import Parts
@@ -38,14 +38,25 @@ _GGUF_MODEL_TYPES = {
 }
 
 
-def is_config(value: object) -> bool:
+def facts_in_memory(model: Any) -> ModelFacts:
+    """Return the facts about a module or a transformers config; raise PrecisionError for another object."""
+    if isinstance(model, nn.Module):
+        return facts_of_module(model)
+    if _is_config(model):
+        return facts_of_config(type(model).__name__, model)
+    expected = "an nn.Module, a transformers config, a path, embedded:NAME or a hub id"
+    fix = "give one of these"
+    raise PrecisionError.of("neither a model nor a config", f"a {type(model).__name__}", expected, fix)
+
+
+def _is_config(value: object) -> bool:
     return hasattr(value, "model_type") and hasattr(value, "to_dict")
 
 
 def facts_of_module(model: Any) -> ModelFacts:
     base = without_peft(model)
     config = getattr(base, "config", None)
-    if not is_config(config):  # a config of another library
+    if not _is_config(config):  # a config of another library
         config = None
     named = quantization_of(config)  # may describe layers that were replaced
     quantization = _layers_quantization(base) or named

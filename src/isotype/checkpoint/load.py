@@ -19,13 +19,7 @@ from torch import nn
 from isotype.checkpoint.deferred import DeferredBlocks
 from isotype.checkpoint.facts import quantization_options
 from isotype.checkpoint.fill import Filler
-from isotype.checkpoint.formats.headers import (
-    CheckpointHeaders,
-    Format,
-    quantization_beside,
-    read_file_headers,
-    read_headers,
-)
+from isotype.checkpoint.formats.headers import CheckpointHeaders, headers_of_files, read_headers
 from isotype.checkpoint.formats.hub import commit_of
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.formats.tensor import TensorHeader
@@ -147,7 +141,7 @@ class _Reading:
         self, model: Any, state_dict: Any, files: Any, settings: Any, load: Callable[[], Any]
     ) -> Any:
         if self.headers is not None or can_stream(state_dict, files, settings):
-            headers = self.headers or _headers_of(self.source, files)
+            headers = self.headers or headers_of_files(self.source, files)
             info, self.broken = stream(model, headers, settings, self.policy, self.deferred)
             self.lacking = info.missing_keys
             return info, None
@@ -159,10 +153,10 @@ class _Reading:
         return loaded
 
 
-def _quantized(source: object, files: Sequence[str] | None) -> bool:
+def _quantized(source: str, files: Sequence[str] | None) -> bool:
     """Return True if a weight is stored in a quantized format that isotype, not transformers, dequantizes."""
     readable = [file for file in files or () if str(file).endswith((".safetensors", ".bin"))]
-    headers = _headers_of(source, readable) if readable else None
+    headers = headers_of_files(source, readable) if readable else None
     stored = stored_tensors(headers.tensors, headers.quantization) if headers else ()
     return any(tensor.scheme is not None or tensor.problem is not None for tensor in stored)
 
@@ -195,13 +189,6 @@ def can_stream(state_dict: object, files: Sequence[str] | None, settings: Any) -
         and not (elsewhere or foreign or settings.ignore_mismatched_sizes or settings.disable_mmap)
         and not (is_deepspeed_zero3_enabled() or is_fsdp_enabled())
     )
-
-
-def _headers_of(source: object, files: Sequence[str]) -> CheckpointHeaders:
-    tensors = tuple(tensor for file in files for tensor in read_file_headers(Path(file)))
-    form: Format = "torch" if str(files[0]).endswith(".bin") else "safetensors"
-    quantization = quantization_beside(Path(files[0]))
-    return CheckpointHeaders(Path(str(source)), form, "model", tensors, {}, quantization)
 
 
 def stream(

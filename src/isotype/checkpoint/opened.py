@@ -15,15 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from isotype.checkpoint.facts import (
-    facts_of_config,
-    facts_of_gguf,
-    facts_of_module,
-    is_config,
-    quantization_options,
-)
+from isotype.checkpoint.facts import facts_in_memory, facts_of_config, facts_of_gguf, quantization_options
 from isotype.checkpoint.formats.config import build_on_meta, gguf_config, read_config
 from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
 from isotype.checkpoint.formats.hub import download, hub_config, local_snapshot, remote_headers
@@ -32,7 +24,7 @@ from isotype.checkpoint.mapping.match import match
 from isotype.checkpoint.mapping.stored import stored_tensors
 from isotype.checkpoint.tokenizer import tokenizer_copy, tokenizer_of
 from isotype.core.arguments import did_you_mean
-from isotype.core.errors import CheckpointError, PrecisionError, Problem, SaveError
+from isotype.core.errors import CheckpointError, Problem, SaveError
 from isotype.precision.facts import ModelFacts, unreadable
 
 _SAMPLE = 256
@@ -230,15 +222,9 @@ def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
     Raises CheckpointError if the checkpoint does not exist, is damaged or is incomplete, and PrecisionError if `model`
     is none of the three.
     """
-    if isinstance(model, nn.Module):
-        return facts_of_module(model)
     if isinstance(model, (str, Path)):
         return open_checkpoint(model, revision).facts
-    if is_config(model):
-        return facts_of_config(type(model).__name__, model)
-    expected = "an nn.Module, a transformers config, a path, embedded:NAME or a hub id"
-    fix = "give one of these"
-    raise PrecisionError.of("neither a model nor a config", f"a {type(model).__name__}", expected, fix)
+    return facts_in_memory(model)
 
 
 def _without_weights(checkpoint: Checkpoint) -> CheckpointError:

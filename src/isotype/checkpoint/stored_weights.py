@@ -13,15 +13,8 @@ from torch import nn
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.mapped import MappedFiles, Tensors
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.mapping.stored import StoredTensor, blank_tensors, main_form
-from isotype.checkpoint.mapping.weight_map import (
-    CONVERSION_ERRORS,
-    FROM_GGUF,
-    Source,
-    WeightMap,
-    converted,
-    weight_map,
-)
+from isotype.checkpoint.mapping.stored import StoredTensor, main_form
+from isotype.checkpoint.mapping.weight_map import FROM_GGUF, Source, WeightMap, converted, shaped, weight_map
 from isotype.checkpoint.values import dense, gguf_conversion
 from isotype.checkpoint.weightless import skeleton
 from isotype.core.errors import CheckpointError
@@ -165,11 +158,8 @@ class StoredWeights:
     def _makes(self, source: Source, name: str) -> bool:
         if source.conversion is FROM_GGUF:  # the shape is checked after the conversion
             return True
-        blank = blank_tensors(tensor for tensor, _ in source.tensors)
-        try:
-            return converted(self.model, source, blank)[name].shape == source.shapes[name]
-        except CONVERSION_ERRORS:
-            return False
+        made = shaped(self.model, source)
+        return not made.failure and made.shapes.get(name) == source.shapes[name]
 
 
 def _sliced(source: Source, height: int, rows: range) -> Source | None:

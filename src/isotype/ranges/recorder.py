@@ -28,17 +28,7 @@ from isotype.core.operators import is_view, leaves, operator_name, tensors_in, t
 from isotype.core.source import asking_line, shown
 from isotype.model.walk import kind_of
 from isotype.precision.ranges import ModuleRange, OperatorRange, has_statistics
-from isotype.ranges.weights import (
-    FILL,
-    Magnitude,
-    flushed_shares,
-    give_gradient,
-    largest_rows,
-    magnitude,
-    pass_on,
-    remember,
-    with_values,
-)
+from isotype.ranges.weights import FILL, Magnitude, flushed_shares, give_gradient, largest_rows, with_values
 
 # Operators that move or create values without rounding.
 _MOVES = frozenset(
@@ -176,12 +166,13 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
             outputs = outputs[:1]
         sources = [tensor for _, tensor in tensors_in(func, args, kwargs) if _is_float(tensor)]
         if short in _SAME_VALUES or (is_view(func) and sources and sources[0].numel() <= outputs[0].numel()):
-            if len(sources) == len(outputs) == 1 and outputs[0].itemsize >= sources[0].itemsize:
-                pass_on(sources[0], outputs[0])
+            exact = len(sources) == len(outputs) == 1 and outputs[0].itemsize >= sources[0].itemsize
+            if exact and (known := Magnitude.cached(sources[0])):
+                known.remember(outputs[0])
             return
         if is_view(func) or short in _MOVES:
             return
-        operands = [magnitude(tensor) for tensor in sources]
+        operands = [Magnitude.of(tensor) for tensor in sources]
         # An infinity in the result is intended if it is an argument of the operator or log(0).
         numbers = (abs(value) for value in (*args, *kwargs.values()) if type(value) is float)
         fills = (
@@ -209,9 +200,9 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self, output: torch.Tensor, operands: Sequence[Magnitude], fills: bool, func: Any
     ) -> Magnitude:
         """Return a result's magnitude: infinity if the result is as large as masks' fill values, and no operand is."""
-        size = magnitude(output)
+        size = Magnitude.of(output)
         if size.filled and not fills:
-            size = remember(output, Magnitude(math.inf))
+            size = Magnitude(math.inf).remember(output)
         if not math.isfinite(size.value) and not self.first:
             module, source = self._place()
             sizes = ", ".join(f"{operand.value:.4g}" for operand in operands)
@@ -259,7 +250,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
 def _undispatched(tensor: torch.Tensor) -> float:
     with without_dispatch():
-        return magnitude(tensor).value
+        return Magnitude.of(tensor).value
 
 
 def _note_gradient(sizes: _Module, gradient: torch.Tensor) -> None:

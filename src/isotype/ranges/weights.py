@@ -29,31 +29,22 @@ class Magnitude:
     value: float
     filled: bool = False
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Magnitude:
+        """Return the magnitude of a float tensor. Values above 1e38 count as fill values."""
+        return cls.cached(tensor) or _measured(tensor).remember(tensor)
 
-def magnitude(tensor: torch.Tensor) -> Magnitude:
-    """Return the largest magnitude of a float tensor. Values above 1e38 count as fill values."""
-    cached = _cached(tensor)
-    return remember(tensor, _measured(tensor)) if cached is None else cached
+    @staticmethod
+    def cached(tensor: torch.Tensor) -> Magnitude | None:
+        version, measured = getattr(tensor, _KNOWN, (None, None))
+        return measured if version is not None and version == version_of(tensor) else None
 
-
-def _cached(tensor: torch.Tensor) -> Magnitude | None:
-    version, measured = getattr(tensor, _KNOWN, (None, None))
-    return measured if version is not None and version == version_of(tensor) else None
-
-
-def remember(tensor: torch.Tensor, measured: Magnitude) -> Magnitude:
-    """Cache the magnitude of `tensor` until the next write to it. Magnitudes of inference tensors are not cached."""
-    version = version_of(tensor)
-    if version is not None:
-        setattr(tensor, _KNOWN, (version, measured))
-    return measured
-
-
-def pass_on(source: torch.Tensor, copy: torch.Tensor) -> None:
-    """Copy the cached magnitude of `source` to `copy`, which has the same values."""
-    cached = _cached(source)
-    if cached is not None:
-        remember(copy, cached)
+    def remember(self, tensor: torch.Tensor) -> Magnitude:
+        """Cache this magnitude of `tensor` until the next write to it. Magnitudes of inference tensors are not cached."""
+        version = version_of(tensor)
+        if version is not None:
+            setattr(tensor, _KNOWN, (version, self))
+        return self
 
 
 def _measured(tensor: torch.Tensor) -> Magnitude:
@@ -168,7 +159,7 @@ class Weights:
             self._note(weight, value, value)
         if self.records and weight.trainable and torch.is_grad_enabled():
             value = attached(value, lambda gradient: self._add(weight.key, gradient))
-            remember(value, Magnitude(self._sizes[weight.key][0]))
+            Magnitude(self._sizes[weight.key][0]).remember(value)
         return value
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,8 +175,8 @@ class Weights:
         """Record the magnitudes of a weight at its first use. The largest also counts for `value`, a part of `stored`."""
         if self.records:
             if weight.key not in self._sizes:
-                self._sizes[weight.key] = (magnitude(stored).value, median(stored))
-            remember(value, Magnitude(self._sizes[weight.key][0]))
+                self._sizes[weight.key] = (Magnitude.of(stored).value, median(stored))
+            Magnitude(self._sizes[weight.key][0]).remember(value)
 
     def stand_in(self, weight: Weight) -> torch.Tensor:
         """Return a placeholder in the weight's shape that takes no memory."""
@@ -200,7 +191,7 @@ class Weights:
     def end_step(self) -> None:
         """Record the gradients after a backward."""
         for key, gradient in self._gradients.items():
-            largest = magnitude(gradient).value
+            largest = Magnitude.of(gradient).value
             self._largest_gradient[key] = max(self._largest_gradient.get(key, 0.0), largest)
         self._gradients.clear()
 

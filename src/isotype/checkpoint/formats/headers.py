@@ -119,6 +119,13 @@ def read_file_headers(file: Path) -> tuple[TensorHeader, ...]:
     return read_torch_header(file) if file.name.endswith(_TORCH_SUFFIXES) else read_safetensors(file)[0]
 
 
+def headers_of_files(source: str, files: Sequence[str]) -> CheckpointHeaders:
+    """Return the headers of .safetensors or torch files that belong to one model, which errors call `source`."""
+    tensors = tuple(tensor for file in files for tensor in read_file_headers(Path(file)))
+    form: Format = "torch" if str(files[0]).endswith(".bin") else "safetensors"
+    return CheckpointHeaders(Path(source), form, "model", tensors, {}, quantization_beside(Path(files[0])))
+
+
 def _file_of(path: Path) -> tuple[Path, Kind]:
     """Return (weights file or index of shards, kind of the weights) for a directory or a file."""
     if not path.is_dir():

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from isotype.checkpoint.formats.config import names_in_other_classes, without_prefix
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.mapping.schemes import EXPECTED, READABLE
-from isotype.checkpoint.mapping.stored import StoredTensor, dense_shape
+from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.mapping.weight_map import WeightMap, weight_map
 from isotype.compat.transformers import may_be_missing, may_be_surplus
 from isotype.core.errors import CheckpointError, Problem
@@ -334,7 +334,7 @@ def _shape_problems(match: Match) -> Iterator[Problem]:
             what = f"{_named(names)} of {wrong.stored[0]:,} values, {of}"
         else:
             what = f"{_named(names)} of shape {list(wrong.stored)}, {of}"
-        near = _near(wrong.sources[0].name, dense_shape(wrong.sources[0]), match.surplus)
+        near = _near(wrong.sources[0].name, wrong.sources[0].dense_shape, match.surplus)
         if len(wrong.sources) > 1 and near is not None:
             fix = f"{near.weight.file.name} has {near.weight.name}, which the model does not use: rename it"
         else:
@@ -365,7 +365,7 @@ def _grouped_by_pattern(names: Iterable[str], alike: Any) -> Iterable[list[str]]
 
 def _near(name: str, shape: tuple[int, ...] | None, surplus: Sequence[StoredTensor]) -> StoredTensor | None:
     """Return the surplus tensor of this shape whose name is similar, or the only tensor of this shape; else None."""
-    alike = {tensor.name: tensor for tensor in surplus if dense_shape(tensor) == shape}
+    alike = {tensor.name: tensor for tensor in surplus if tensor.dense_shape == shape}
     close = difflib.get_close_matches(name, alike, n=1, cutoff=0.6)
     if close:
         return alike[close[0]]

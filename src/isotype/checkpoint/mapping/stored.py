@@ -88,6 +88,15 @@ class StoredTensor:
         return bool(self.constants) or self.weight.dtype_name not in STORED
 
     @property
+    def dense_shape(self) -> tuple[int, ...] | None:
+        """The shape after dequantization, or None if the headers do not contain it."""
+        if self.scheme is not None:
+            return self.scheme.shape
+        if self.form in FOUR_BITS:
+            return None
+        return written_shape(self.constants) if self.form == "packed" else self.weight.shape
+
+    @property
     def values(self) -> int:
         """Number of weights, after unpacking if the format is packed."""
         if self.scheme is not None:
@@ -153,15 +162,6 @@ def with_scheme(
     return replace(tensor, scheme=scheme, problem=None)
 
 
-def dense_shape(tensor: StoredTensor) -> tuple[int, ...] | None:
-    """Return the shape of a stored tensor after dequantization, or None if the headers do not contain it."""
-    if tensor.scheme is not None:
-        return tensor.scheme.shape
-    if tensor.form in FOUR_BITS:
-        return None
-    return written_shape(tensor.constants) if tensor.form == "packed" else tensor.weight.shape
-
-
 def main_form(tensors: Iterable[StoredTensor]) -> str | None:
     """Return the dtype or format in which most values are stored; None if there are no tensors."""
     counts: Counter[str] = Counter()
@@ -177,5 +177,5 @@ def blank_tensors(tensors: Iterable[StoredTensor]) -> dict[str, torch.Tensor]:
     blank = {}
     for tensor in tensors:
         dtype = (None if tensor.quantized else tensor.weight.dtype) or torch.bfloat16
-        blank[tensor.name] = torch.empty(dense_shape(tensor) or (), dtype=dtype, device="meta")
+        blank[tensor.name] = torch.empty(tensor.dense_shape or (), dtype=dtype, device="meta")
     return blank

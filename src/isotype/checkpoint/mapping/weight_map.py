@@ -12,18 +12,12 @@ from torch import nn
 
 from isotype.checkpoint.formats.headers import CheckpointHeaders
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.mapping.stored import (
-    StoredTensor,
-    blank_tensors,
-    dense_shape,
-    stored_tensors,
-    with_scheme,
-)
+from isotype.checkpoint.mapping.stored import StoredTensor, blank_tensors, stored_tensors, with_scheme
 from isotype.model.experts.stack import shape_of
 
 FROM_GGUF = "by transformers' `TensorProcessor` for GGUF files"
 """Name of the conversion of a GGUF file's tensor. The conversion may change the order of the values, but not their number."""
-CONVERSION_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+_CONVERSION_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 """Exceptions that transformers' conversions raise if the shapes or the number of tensors are unexpected."""
 
 
@@ -96,8 +90,8 @@ def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
             gathered[target].append((tensor, pattern))
     sources: dict[str, Source] = {}
     for target, tensors in gathered.items():
-        shaped = _shaped(model, Source(target, tuple(tensors), conversions[target]))
-        sources.update(dict.fromkeys(shaped.shapes or (shaped.target,), shaped))
+        source = shaped(model, Source(target, tuple(tensors), conversions[target]))
+        sources.update(dict.fromkeys(source.shapes or (source.target,), source))
     return WeightMap(sources, tuple(surplus), tuple(doubled))
 
 
@@ -177,15 +171,16 @@ def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
     return {key: target for key, (_, target) in names.items()}
 
 
-def _shaped(model: nn.Module, source: Source) -> Source:
+def shaped(model: nn.Module, source: Source) -> Source:
+    """Return a source with `shapes` or `failure` of its conversion, which is run on the meta device."""
     if source.conversion is FROM_GGUF:
         return replace(source, shapes={source.target: None})
-    shapes = [dense_shape(tensor) for tensor, _ in source.tensors]
+    shapes = [tensor.dense_shape for tensor, _ in source.tensors]
     if None in shapes or source.conversion is None:
         return replace(source, shapes={source.target: shapes[0]})
     try:
         tensors = converted(model, source, blank_tensors(tensor for tensor, _ in source.tensors))
-    except CONVERSION_ERRORS as error:
+    except _CONVERSION_ERRORS as error:
         return replace(source, failure=str(error).strip() or type(error).__name__)
     return replace(source, shapes={name: tuple(value.shape) for name, value in tensors.items()})
 
