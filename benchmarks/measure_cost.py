@@ -77,11 +77,11 @@ def plain(path: str) -> None:
     from transformers import AutoModelForCausalLM
 
     from isotype.checkpoint.tokenizer import tokenizer_of
-    from isotype.ranges.measure import made_batches
+    from isotype.ranges.measure import Batches
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
     model.enable_input_require_grads()
-    run = made_batches(model, tokenizer_of(Path(path)), _TOKENS)
+    run = Batches.for_model(model, tokenizer_of(Path(path)), _TOKENS)
     model(**run.batches[0], use_cache=False).loss.backward()
 
 

@@ -15,7 +15,7 @@ import isotype
 from isotype.checkpoint.resolve import read_measurement
 from isotype.core.names import base_name
 from isotype.precision.ranges import Ranges
-from isotype.ranges.measure import made_batches
+from isotype.ranges.measure import Batches
 from tests.checkpoint.test_load import mxfp4_checkpoint
 from tests.models import quiet, save_tiny, tiny_batch, tiny_model
 from tests.pairwise import few
@@ -234,7 +234,7 @@ def test_the_ctc_loss_keeps_logarithms_of_zero() -> None:
 def test_token_ids_are_drawn_where_the_tokenizer_knows_no_word() -> None:
     """Rows of such texts would never be long enough."""
     model = tiny_model("llama")
-    (batch,) = made_batches(model, lambda text: {"input_ids": []}, 100).batches
+    (batch,) = Batches.for_model(model, lambda text: {"input_ids": []}, 100).batches
     assert batch["input_ids"].shape == (2, 64)
 
 

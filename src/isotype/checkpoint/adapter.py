@@ -86,6 +86,17 @@ class Adapter:
         tokenizer = tokenizer_of(self.directory)
         return self.open_base().tokenizer() if tokenizer is None else tokenizer
 
+    def require_usable(self) -> None:
+        """Raise UsageError if isotype cannot use the adapter's kind or initialisation (`UNUSABLE`)."""
+        kind, start = kind_of_adapter(self.config), str(getattr(self.config, "init_lora_weights", None))
+        for name in (kind, start):
+            if name in UNUSABLE:
+                what = f"{self.directory}: a {name} adapter, {UNUSABLE[name]}"
+                fix = "use it in a script with PEFT"
+                if name == start:
+                    fix = "save it again in the training script: save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+                raise UsageError.of("isotype cannot use this adapter", what, "an adapter such as LoRA", fix)
+
 
 def is_adapter(path: str | Path) -> bool:
     """Return True if `path` is a directory that holds an adapter but no whole model."""
@@ -165,23 +176,11 @@ UNUSABLE: Mapping[str, str] = {
 """Kinds and initialisations of adapters that isotype cannot use, with the reasons."""
 
 
-def require_usable(adapter: Adapter) -> None:
-    """Raise UsageError if isotype cannot use the adapter's kind or initialisation (`UNUSABLE`)."""
-    kind, start = kind_of_adapter(adapter.config), str(getattr(adapter.config, "init_lora_weights", None))
-    for name in (kind, start):
-        if name in UNUSABLE:
-            what = f"{adapter.directory}: a {name} adapter, {UNUSABLE[name]}"
-            fix = "use it in a script with PEFT"
-            if name == start:
-                fix = "save it again in the training script: save_pretrained(…, path_initial_model_for_weight_conversion=…)"
-            raise UsageError.of("isotype cannot use this adapter", what, "an adapter such as LoRA", fix)
-
-
 def base_policy(
     adapter: Adapter, dtype: str = "auto", quantization: str | None = None, device: str = "auto"
 ) -> PrecisionPolicy:
     """Return the policy for inference with an adapter's base (see `inference_policy`)."""
-    require_usable(adapter)
+    adapter.require_usable()
     path = adapter.directory / ADAPTER_CONFIG
     fix = "correct base_model_name_or_path in that file (isotype merge also takes --base)"
     expected = "the model that the adapter was trained on"

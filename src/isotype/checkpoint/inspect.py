@@ -22,7 +22,7 @@ from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.match import Match, match, unknown_quantization
 from isotype.checkpoint.mapping.stored import StoredTensor, main_form, stored_tensors
-from isotype.checkpoint.mapping.weight_map import Source, steps
+from isotype.checkpoint.mapping.weight_map import Source
 from isotype.checkpoint.opened import facts_of, local_path, open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import left_dense, quantized_weights, skeleton, store
@@ -296,12 +296,12 @@ def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
 
 def _conversion(name: str, source: Source, stored: str, storage: str) -> tuple[str, ...]:
     words = []
-    if not steps(source) and source.tensors[0][0].name != name:
+    if not source.steps and source.tensors[0][0].name != name:
         words.append("renamed")
     dense = not any(tensor.quantized for tensor, _ in source.tensors)
     if stored != storage and not dense:
         words.append("dequantized")
-    words += [_WORDS.get(step, f"converted by {step}") for step in steps(source)]
+    words += [_WORDS.get(step, f"converted by {step}") for step in source.steps]
     if stored != storage and storage in QUANTIZATIONS:
         words.append("quantized")
     elif stored != storage and dense:

@@ -19,15 +19,7 @@ from isotype.compat.peft import without_peft
 from isotype.core.errors import CheckpointError
 from isotype.precision.decide import PrecisionRequest
 from isotype.precision.ranges import Ranges
-from isotype.ranges.measure import (
-    Batches,
-    Measured,
-    given_batches,
-    made_batches,
-    measure,
-    of_module,
-    require_positions,
-)
+from isotype.ranges.measure import Batches, Measured, measure
 from isotype.ranges.weights import Weight
 
 TOKENS = 256
@@ -87,12 +79,12 @@ def measured_and_kept(
 
 def to_measure(source: Checkpoint | nn.Module, batch: Any, tokens: int) -> tuple[Measured, Batches]:
     """Return the model to measure and the batches (isotype's texts if `batch` is None); a checkpoint must be local."""
-    measured = of_module(source) if isinstance(source, nn.Module) else of_checkpoint(source)
+    measured = Measured.of(source) if isinstance(source, nn.Module) else of_checkpoint(source)
     if batch is not None:
-        return measured, require_positions(measured.model, given_batches(batch))
+        return measured, Batches.of(batch).require_positions(measured.model)
     if isinstance(source, nn.Module):
-        return measured, made_batches(measured.model, _tokenizer_of_module(measured.model), tokens)
-    return measured, made_batches(measured.model, source.tokenizer(), tokens)
+        return measured, Batches.for_model(measured.model, _tokenizer_of_module(measured.model), tokens)
+    return measured, Batches.for_model(measured.model, source.tokenizer(), tokens)
 
 
 def _tokenizer_of_module(model: nn.Module) -> Any:

@@ -158,8 +158,8 @@ class StoredWeights:
     def _makes(self, source: Source, name: str) -> bool:
         if source.conversion is FROM_GGUF:  # the shape is checked after the conversion
             return True
-        made = shaped(self.model, source)
-        return not made.failure and made.shapes.get(name) == source.shapes[name]
+        result = shaped(self.model, source)
+        return not result.failure and result.shapes.get(name) == source.shapes[name]
 
 
 def _sliced(source: Source, height: int, rows: range) -> Source | None:

@@ -25,7 +25,7 @@ from isotype.preflight.apply import apply_actions
 from isotype.preflight.repair import faults, needs_the_caller
 from isotype.preflight.setup import setup_of
 from isotype.ranges import measure as ranges_measure
-from isotype.ranges.measure import given_batches, of_module
+from isotype.ranges.measure import Batches, Measured
 from isotype.records.finding import Action, Finding, Fix, Severity
 from isotype.records.reach import Reach
 from isotype.records.request import Setup, StepRequest, named_inputs
@@ -345,7 +345,7 @@ def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[s
     logger.info("measuring value ranges, for about %.0f s at most", seconds)
     try:
         with surroundings():
-            ranges = ranges_measure.measure(of_module(model), given_batches(dict(inputs)))
+            ranges = ranges_measure.measure(Measured.of(model), Batches.of(dict(inputs)))
         return ranges, tuple(f"value ranges: {note}" for note in ranges.notes)
     except Exception as error:  # noqa: BLE001 - a check never ends a script: the report says what was not measured
         raised = error_line(error)

@@ -61,17 +61,59 @@ class Batches:
     tokens: int
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, batch: Any) -> Batches:
+        """Return the user's batch or batches. Raise UsageError if they are not mappings of tensors."""
+        several = [batch] if isinstance(batch, Mapping) else batch
+        batches = list(several) if isinstance(several, Sequence) else []
+        if not batches or not all(isinstance(item, Mapping) for item in batches):
+            kind = f"a {type(batch).__name__}"
+            expected = "a dict of the tensors that the model is called with, or a list of such dicts"
+            fix = "give one batch of the training data loader"
+            raise UsageError.of("no batch to measure", kind, expected, fix)
+        text = "the batch given" if len(batches) == 1 else f"the {len(batches)} batches given"
+        return cls(tuple(map(dict, batches)), 0, text, sum(map(_tokens_in, batches)))
 
-def given_batches(batch: Any) -> Batches:
-    """Return the user's batch or batches. Raise UsageError if they are not mappings of tensors."""
-    batches = [batch] if isinstance(batch, Mapping) else list(batch) if isinstance(batch, Sequence) else []
-    if not batches or not all(isinstance(item, Mapping) for item in batches):
-        kind = f"a {type(batch).__name__}"
-        expected = "a dict of the tensors that the model is called with, or a list of such dicts"
-        fix = "give one batch of the training data loader"
-        raise UsageError.of("no batch to measure", kind, expected, fix)
-    text = "the batch given" if len(batches) == 1 else f"the {len(batches)} batches given"
-    return Batches(tuple(map(dict, batches)), 0, text, sum(map(_tokens_in, batches)))
+    @classmethod
+    def for_model(cls, model: Any, tokenizer: Any | None, tokens: int) -> Batches:
+        """Return a batch of isotype's texts, or of random token ids, with the other inputs of the model.
+
+        Args:
+            model: a transformers model, with or without PEFT adapters, on any device, including the meta device.
+            tokenizer: the checkpoint's tokenizer or processor; None for random token ids.
+            tokens: total number of tokens, rounded up to whole texts; a text has 64 tokens, or `tokens` if that is less.
+
+        Raises:
+            UsageError: the model takes no token ids.
+        """
+        base = without_peft(model)
+        config: Any = getattr(base, "config", None)
+        if not hasattr(config, "to_dict") or getattr(base, "main_input_name", "input_ids") != "input_ids":
+            named = getattr(base, "main_input_name", "arguments of its own")
+            what = f"{type(base).__name__}, which takes {named}"
+            fix = "give batch=, the arguments of the model's forward"
+            raise UsageError.of("isotype cannot create a batch for this model", what, "a batch", fix)
+        length = min(LENGTH, max(2, tokens), positions(base) or LENGTH)
+        rows = -(-tokens // length)
+        words = None if tokenizer is None else getattr(tokenizer, "tokenizer", tokenizer)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        size = int(getattr(text, "vocab_size", 0) or getattr(config, "vocab_size", 0))
+        ids, source = token_rows(words, size, rows, length)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        pictures, notes = _add_pictures(batch, base, tokenizer, size)
+        batch["labels"] = _labels(base, batch["input_ids"], pictures)
+        return cls((batch,), rows, source, ids.numel(), notes)
+
+    def require_positions(self, model: nn.Module) -> Batches:
+        """Return the batches. Raise UsageError if a row is longer than the model's position table."""
+        limit = min(_learned(model), default=None)
+        ids = (batch.get("input_ids") for batch in self.batches)
+        longest = max((rows.shape[-1] for rows in ids if isinstance(rows, torch.Tensor)), default=0)
+        if limit is not None and longest > limit:
+            headline, row = "a row is longer than the model's position table", f"a row of {longest} tokens"
+            expected = f"at most {limit} tokens, the number of positions of {type(model).__name__}"
+            raise UsageError.of(headline, row, expected, "cut the rows")
+        return self
 
 
 _LEARNED = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed\w*)$")
@@ -97,18 +139,6 @@ def _learned(model: nn.Module) -> list[int]:
     return limits
 
 
-def require_positions(model: nn.Module, batches: Batches) -> Batches:
-    """Return the batches. Raise UsageError if a row is longer than the model's position table."""
-    limit = min(_learned(model), default=None)
-    ids = (batch.get("input_ids") for batch in batches.batches)
-    longest = max((rows.shape[-1] for rows in ids if isinstance(rows, torch.Tensor)), default=0)
-    if limit is not None and longest > limit:
-        row = f"a row of {longest} tokens"
-        expected = f"at most {limit} tokens, the number of positions of {type(model).__name__}"
-        raise UsageError.of("a row is longer than the model's position table", row, expected, "cut the rows")
-    return batches
-
-
 def _tokens_in(batch: Mapping[str, Any]) -> int:
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
     named = [batch[name] for name in ("input_ids", "decoder_input_ids") if name in batch]
@@ -123,36 +153,6 @@ def passages() -> tuple[str, ...]:
     """Return the texts that come with this package."""
     path = resources.files("isotype.data") / "passages" / "passages.txt"
     return tuple(path.read_text(encoding="utf-8").strip().split("\n\f\n"))
-
-
-def made_batches(model: Any, tokenizer: Any | None, tokens: int) -> Batches:
-    """Return a batch of isotype's texts, or of random token ids, with the other inputs of the model.
-
-    Args:
-        model: a transformers model, with or without PEFT adapters, on any device, including the meta device.
-        tokenizer: the checkpoint's tokenizer or processor; None for random token ids.
-        tokens: total number of tokens, rounded up to whole texts; a text has 64 tokens, or `tokens` if that is less.
-
-    Raises:
-        UsageError: the model takes no token ids.
-    """
-    base = without_peft(model)
-    config: Any = getattr(base, "config", None)
-    if not hasattr(config, "to_dict") or getattr(base, "main_input_name", "input_ids") != "input_ids":
-        named = getattr(base, "main_input_name", "arguments of its own")
-        what = f"{type(base).__name__}, which takes {named}"
-        fix = "give batch=, the arguments of the model's forward"
-        raise UsageError.of("isotype cannot create a batch for this model", what, "a batch", fix)
-    length = min(LENGTH, max(2, tokens), positions(base) or LENGTH)
-    rows = -(-tokens // length)
-    words = None if tokenizer is None else getattr(tokenizer, "tokenizer", tokenizer)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = int(getattr(text, "vocab_size", 0) or getattr(config, "vocab_size", 0))
-    ids, source = token_rows(words, size, rows, length)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    pictures, notes = _add_pictures(batch, base, tokenizer, size)
-    batch["labels"] = _labels(base, batch["input_ids"], pictures)
-    return Batches((batch,), rows, source, ids.numel(), notes)
 
 
 def token_rows(tokenizer: Any | None, vocabulary: int, rows: int, length: int) -> tuple[torch.Tensor, str]:
@@ -243,6 +243,20 @@ class Measured:
         needed = _ROOM * 4 * max(parts(self.model), default=0)
         return torch.bfloat16 if free is not None and needed > free else torch.float32
 
+    @classmethod
+    def of(cls, model: nn.Module) -> Measured:
+        """Return a `Measured` for a model in memory. Raise UsageError if this process does not have the weights' values."""
+        model = unwrapped(model)
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta or hasattr(parameter, "full_tensor"):
+                what = f"{name} {'on the meta device' if parameter.is_meta else 'sharded over processes'}"
+                fix = "give the checkpoint, by its path or hub id"
+                raise UsageError.of(
+                    "this model cannot be measured in memory", what, "weights with values", fix
+                )
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        return cls(model, type(without_peft(model)).__name__, device)
+
 
 def parts(model: nn.Module) -> list[int]:
     """Return the number of weights of each block and each other module. Only one of these parts is in memory at a time."""
@@ -252,18 +266,6 @@ def parts(model: nn.Module) -> list[int]:
     # An embedding is not a part, because only the looked-up rows are read.
     outside = [m for m in model.modules() if id(m) not in inside and kind_of(m) != "embedding"]
     return parts + [sum(w.numel() for w in module.parameters(recurse=False)) for module in outside]
-
-
-def of_module(model: nn.Module) -> Measured:
-    """Return a `Measured` for a model in memory. Raise UsageError if this process does not have the weights' values."""
-    model = unwrapped(model)
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta or hasattr(parameter, "full_tensor"):
-            what = f"{name} {'on the meta device' if parameter.is_meta else 'sharded over processes'}"
-            fix = "give the checkpoint, by its path or hub id"
-            raise UsageError.of("this model cannot be measured in memory", what, "weights with values", fix)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return Measured(model, type(without_peft(model)).__name__, device)
 
 
 def measure(

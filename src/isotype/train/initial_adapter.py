@@ -7,14 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.adapter import (
-    ADAPTER_CONFIG,
-    UNUSABLE,
-    Adapter,
-    is_adapter,
-    read_adapter,
-    require_usable,
-)
+from isotype.checkpoint.adapter import ADAPTER_CONFIG, UNUSABLE, Adapter, is_adapter, read_adapter
 from isotype.compat.peft import kind_of_adapter
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import CheckpointError, PrecisionError, Problem, UsageError
@@ -63,7 +56,7 @@ def start_of(settings: Settings) -> Settings:
     ]
     if problems:
         raise UsageError(f"the run cannot start from the adapter {name}", problems)
-    require_usable(adapter)
+    adapter.require_usable()
     base = {"model_name_or_path": adapter.base}
     if adapter.revision and "model_revision" not in settings.command:
         base["model_revision"] = adapter.revision

@@ -45,6 +45,11 @@ class Source:
         """The headers of all tensors and of their quantization constants."""
         return tuple(part for tensor, _ in self.tensors for part in tensor.parts)
 
+    @property
+    def steps(self) -> list[str]:
+        """The class names of the conversion's operations (`MergeModulelist`, `Chunk`, …)."""
+        return [type(step).__name__ for step in getattr(self.conversion, "operations", ())]
+
 
 @dataclass(frozen=True)
 class WeightMap:
@@ -212,8 +217,3 @@ class _Shapes:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
-
-
-def steps(source: Source) -> Sequence[str]:
-    """Return the class names of a conversion's operations (`MergeModulelist`, `Chunk`, …)."""
-    return [type(step).__name__ for step in getattr(source.conversion, "operations", ())]

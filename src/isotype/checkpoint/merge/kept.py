@@ -37,7 +37,7 @@ from isotype.checkpoint.resolve import resolve_precision
 from isotype.model.enforce import enforce_model
 from isotype.model.walk import outermost_blocks
 from isotype.precision.policy import PrecisionPolicy
-from isotype.ranges.measure import LENGTH, Rows, made_batches, positions, token_rows
+from isotype.ranges.measure import LENGTH, Batches, Rows, positions, token_rows
 
 TOKENS, _LENGTH = 512, 256  # approximate number of compared tokens, and maximum number in a row
 _STORED = 1 << 28  # maximum bytes of stored logits; more logits are stored for every n-th token only
@@ -154,7 +154,7 @@ def _pictured(model: Any, tokenizer: Any) -> dict[str, Any] | None:
     """Return the inputs for `Learned.pictured`. `logits_to_keep` makes the model return only the text's logits."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return None
-    (batch,) = made_batches(model, tokenizer, LENGTH).batches
+    (batch,) = Batches.for_model(model, tokenizer, LENGTH).batches
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     return {**inputs, "logits_to_keep": LENGTH - 1} if "pixel_values" in batch else None
 

@@ -11,20 +11,12 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.adapter import Adapter, base_policy, inference_policy, read_adapter, require_usable
+from isotype.checkpoint.adapter import Adapter, base_policy, inference_policy, read_adapter
 from isotype.checkpoint.export import check_exportable, exportable_tokenizer, is_exportable, require_program
 from isotype.checkpoint.merge.kept import Candidate, Learned, cheapest, learned, merged_in_float32
 from isotype.checkpoint.merge.layers import Merging, WrittenModel
 from isotype.checkpoint.merge.report import ENOUGH, MergeReport, share, wider
-from isotype.checkpoint.merge.write import (
-    FORMATS,
-    check_output,
-    disk_errors,
-    is_file,
-    staged,
-    write_merged,
-    written_path,
-)
+from isotype.checkpoint.merge.write import FORMATS, Output, write_merged
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.stored_weights import blank_model
 from isotype.checkpoint.tokenizer import tokenizer_of
@@ -93,11 +85,11 @@ def merge_adapter(
         UsageError: `output` exists, or PEFT cannot merge this kind of adapter.
         SaveError: the disk is full or cannot be written; no file is left behind.
     """
-    final = Path(output)
-    check_output(final)
+    final = Output(Path(output))
+    final.check()
     _check_stored(stored, dtype, final)
     if stored is not None:
-        require_program(stored, Path(adapter), final)
+        require_program(stored, Path(adapter), final.path)
     saved = read_adapter(adapter, revision if base is None else None)
     _check_mergeable(saved)
     onto = saved if base is None else replace(saved, base=str(base), revision=revision)
@@ -105,7 +97,7 @@ def merge_adapter(
     target, reason = _target(dtype, saved, facts)
     config = onto.open_base().model_config
     _check_parts(onto, stored, config)
-    if stored is None and is_file(final):
+    if stored is None and final.file:
         stored = "f16" if target == torch.float16 else "bf16"
     if stored in GGUF_TYPES:
         check_exportable(config)
@@ -119,10 +111,10 @@ def merge_adapter(
     if base is not None and outputs is not None:  # the base of the training was readable
         check_same_base(saved, onto)
     model_class = original_class(merging.model)
-    with staged(final) as built:
+    with final.staged() as built:
         tokenizer = tokenizer or onto.tokenizer()
-        path = written_path(final, built, stored)
-        with disk_errors(final):
+        path = final.model_in(built, stored)
+        with final.disk_errors():
             notes += write_merged(merging, tokenizer, path, target, stored)
         weights, changes = merging.weights, merging.notes
         size = sum(file.stat().st_size for file in built.rglob("*") if file.is_file())
@@ -141,7 +133,7 @@ def merge_adapter(
                 cheap = cheapest(outputs, saved, _formats_to_try(saved, trained, target, tokenizer))
         report = MergeReport(
             adapter=saved.directory,
-            output=final,
+            output=final.path,
             base=str(onto.base),
             storage=policy.quantization or policy.storage,
             dtype=target,
@@ -150,7 +142,7 @@ def merge_adapter(
             logits=difference,
             bytes=size,
             stored=stored,
-            model=final if is_file(final) else written_path(final, final, stored),
+            model=final.path if final.file else final.model_in(final.path, stored),
             notes=(*notes, *changes, *_cautions(saved, policy, base is None, outputs is not None)),
             passed=_passed(saved.policy, target, stored),
             cheapest=cheap,
@@ -162,7 +154,7 @@ def merge_adapter(
 
 
 def _check_mergeable(adapter: Adapter) -> None:
-    require_usable(adapter)
+    adapter.require_usable()
     config = adapter.config
     why = None
     if config.is_prompt_learning:
@@ -253,12 +245,12 @@ def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tu
     return compute, "the compute dtype of the training"
 
 
-def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Path) -> None:
+def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Output) -> None:
     problem, name = None, str(dtype).removeprefix("torch.")
-    if is_file(output) and (stored in QUANTIZATIONS or (stored is None and dtype != "auto")):
+    if output.file and (stored in QUANTIZATIONS or (stored is None and dtype != "auto")):
         flags = f"--dtype {name}" if stored is None else f"--quantization {stored}"
         fix = "give --gguf f16, bf16, q8_0, …; or an --output without .gguf, for a directory"
-        problem = Problem(f"--output {output} and {flags}", "a GGUF type for a GGUF file", fix)
+        problem = Problem(f"--output {output.path} and {flags}", "a GGUF type for a GGUF file", fix)
     elif stored is not None and stored not in FORMATS:
         problem = Problem(f"stored as {stored}", f"one of {', '.join(FORMATS)}", "give one of these")
     elif stored in GGUF_TYPES and dtype != "auto":

@@ -8,7 +8,7 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -46,60 +46,82 @@ FORMATS = (*QUANTIZATIONS, *GGUF_TYPES)
 """Storage formats of a merged model besides dense safetensors."""
 
 
-def check_output(output: Path) -> None:
-    """Raise UsageError if a file would be overwritten or no folder can be created, or SaveError if the disk is full."""
-    file = is_file(output)
-    if why := why_unusable(output.parent):
-        if why in map(os.strerror, NO_ROOM):
-            raise _no_room(output, why, "a writable directory on a disk with free space")
-        what, expected = f"--output {output}: {why}", "a directory that can be created"
-        raise UsageError.of("cannot write to the output directory", what, expected, "give another one")
-    if output.is_dir() and not file and not any(output.iterdir()):
-        return
-    if output.exists():
-        kind = "a file" if not output.is_dir() else "a directory" if file else "a directory with files in it"
-        what = "file" if file else "directory"
-        expected = f"a {what} that does not exist yet" + ("" if file else ", or an empty one")
-        fix = f"give another {what}, or remove this one first"
-        raise UsageError.of(f"the output {what} already exists", f"--output {output}: {kind}", expected, fix)
-
-
-def is_file(output: Path) -> bool:
-    return output.suffix == ".gguf"
-
-
-def written_path(output: Path, directory: Path, stored: str | None) -> Path:
-    """Return `directory`, or the path of a GGUF file in `directory` if `stored` is a GGUF type."""
-    if stored not in GGUF_TYPES:
-        return directory
-    return directory / (output.name if is_file(output) else f"model-{stored}.gguf")
-
-
 _BUILDING = ".isotype-merging"
+_WRITABLE = "a writable directory on a disk with free space"
 
 
-@contextmanager
-def staged(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder; then rename it to `output`, or remove it after an error. Also remove folders of killed merges."""
-    fresh = output.parent / f".{output.name}.{uuid.uuid4().hex}"
-    built = fresh.with_name(fresh.name + _BUILDING)
-    try:
-        with disk_errors(output):
-            remove_abandoned(output.parent.glob(f".*{_BUILDING}"))
-            fresh.mkdir(parents=True)
-        with held(fresh):
-            fresh.rename(built)  # after `held`: another merge would remove a folder that no process holds
-            yield built
-        check_output(output)  # again: another program may have created it in the meantime
-        with disk_errors(output):
-            require_readable(built)
-            fsync_tree(built)
-            if is_file(output):
-                publish_file(built / output.name, output)
-            else:
-                publish_directory(built, output)
-    finally:
-        shutil.rmtree(built, ignore_errors=True)
+@dataclass(frozen=True)
+class Output:
+    """The directory in which a merge writes a model, or the GGUF file if the name ends in `.gguf`."""
+
+    path: Path
+
+    @property
+    def file(self) -> bool:
+        return self.path.suffix == ".gguf"
+
+    def check(self) -> None:
+        """Raise UsageError if a file would be overwritten or no folder can be created, or SaveError if the disk is full."""
+        output, file = self.path, self.file
+        if why := why_unusable(output.parent):
+            if why in map(os.strerror, NO_ROOM):
+                raise _no_room(output, why, _WRITABLE)
+            what, expected = f"--output {output}: {why}", "a directory that can be created"
+            raise UsageError.of("cannot write to the output directory", what, expected, "give another one")
+        if output.is_dir() and not file and not any(output.iterdir()):
+            return
+        if output.exists():
+            kind = "a directory" if file else "a directory with files in it"
+            given = f"--output {output}: {kind if output.is_dir() else 'a file'}"
+            what = "file" if file else "directory"
+            expected = f"a {what} that does not exist yet" + ("" if file else ", or an empty one")
+            fix = f"give another {what}, or remove this one first"
+            raise UsageError.of(f"the output {what} already exists", given, expected, fix)
+
+    def model_in(self, directory: Path, stored: str | None) -> Path:
+        """Return `directory`, or the path of a GGUF file in `directory` if `stored` is a GGUF type."""
+        if stored not in GGUF_TYPES:
+            return directory
+        return directory / (self.path.name if self.file else f"model-{stored}.gguf")
+
+    @contextmanager
+    def staged(self) -> Iterator[Path]:
+        """Yield a temporary folder; then rename it to `path`, or remove it after an error. Remove killed merges' folders, too."""
+        output = self.path
+        fresh = output.parent / f".{output.name}.{uuid.uuid4().hex}"
+        built = fresh.with_name(fresh.name + _BUILDING)
+        try:
+            with self.disk_errors():
+                remove_abandoned(output.parent.glob(f".*{_BUILDING}"))
+                fresh.mkdir(parents=True)
+            with held(fresh):
+                fresh.rename(built)  # after `held`: another merge would remove a folder that no process holds
+                yield built
+            self.check()  # again: another program may have created it in the meantime
+            with self.disk_errors():
+                require_readable(built)
+                fsync_tree(built)
+                if self.file:
+                    publish_file(built / output.name, output)
+                else:
+                    publish_directory(built, output)
+        finally:
+            shutil.rmtree(built, ignore_errors=True)
+
+    @contextmanager
+    def disk_errors(self) -> Iterator[None]:
+        """Replace an error of the disk by a SaveError that names `path`."""
+        try:
+            yield
+        except SaveError:
+            raise
+        except Exception as error:
+            failure = write_failure(error, self.path.parent)
+            if failure is None:
+                raise
+            number, reason = failure
+            full = "the disk is full: " if number in NO_ROOM else ""
+            raise _no_room(self.path, f"{full}{reason}", _WRITABLE) from error
 
 
 def write_merged(
@@ -213,22 +235,6 @@ def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, 
 
     reverted: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
     return reverted
-
-
-@contextmanager
-def disk_errors(output: Path) -> Iterator[None]:
-    """Replace an error of the disk by a SaveError that names `output`."""
-    try:
-        yield
-    except SaveError:
-        raise
-    except Exception as error:
-        failure = write_failure(error, output.parent)
-        if failure is None:
-            raise
-        number, reason = failure
-        full = "the disk is full: " if number in NO_ROOM else ""
-        raise _no_room(output, f"{full}{reason}", "a writable directory on a disk with free space") from error
 
 
 def _no_room(place: Path, what: str, expected: str) -> SaveError:
