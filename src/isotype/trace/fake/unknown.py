@@ -215,15 +215,13 @@ def _around(node: ast.AST, parents: dict[ast.AST, ast.AST], kinds: tuple[type[as
     return parent
 
 
-def _while_around(frame: FrameType | None) -> int | None:
+def _while_around(frame: FrameType) -> int | None:
     """Return the line of the innermost `while` loop that runs in `frame` or its callers in the model's code."""
-    while frame is not None and not is_library(frame.f_code.co_filename):
-        parents, line = _parents(frame.f_code.co_filename), frame.f_lineno
-        loops = (node for node in parents if isinstance(node, ast.While))
+    for caller, line in takewhile(lambda step: not is_library(step[0].f_code.co_filename), walk_stack(frame)):
+        loops = (node for node in _parents(caller.f_code.co_filename) if isinstance(node, ast.While))
         lines = (loop.lineno for loop in loops if loop.lineno <= line <= (loop.end_lineno or 0))
         if (loop := max(lines, default=None)) is not None:
             return loop
-        frame = frame.f_back
     return None
 
 

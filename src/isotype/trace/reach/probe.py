@@ -70,6 +70,7 @@ class Probe:
             raise UndecidedError("the model returns no loss")
         if logits.dim() == 2 and batch.labelled and batch.inputs["labels"].shape == batch.ids.shape:
             raise UndecidedError("the model returns no logits of its tokens")
+        self.of_rows = logits.dim() == 2  # one prediction per row, as of a classifier
         self.learned = _next_tokens(logits, batch) if loss is None else _learned(logits, loss, batch)
         self.base = self.logits(batch.inputs)  # without gradients, as in `changes`: the same kernels run
         if not bool(self.base.isfinite().all()):
@@ -78,11 +79,6 @@ class Probe:
             raise UndecidedError("two runs of the model with the same inputs give different logits")
         if not len(self.learned):
             raise UndecidedError("no label of the batch counts in the loss")
-
-    @property
-    def of_rows(self) -> bool:
-        """True if the model makes a single prediction per row, as a classifier does."""
-        return self.base.dim() == 2
 
     @property
     def late(self) -> bool:
@@ -106,10 +102,11 @@ class Probe:
         return -logits.log_softmax(-1)[learned.rows, learned.columns, learned.targets].sum()
 
     def logits(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Return the copy's logits, `[rows, predictions, …]`."""
         with torch.no_grad():
             logits = logits_of(self.run(inputs), inputs["input_ids"])
         assert logits is not None
-        return logits
+        return logits[:, None] if self.of_rows else logits
 
     def changes(
         self, inputs: Mapping[str, Any], at: torch.Tensor | None = None, base: torch.Tensor | None = None
@@ -123,8 +120,7 @@ class Probe:
         rows, columns = self.learned.rows[index], self.learned.columns[index]
         if after.shape != before.shape or not len(rows):
             return torch.zeros(0)
-        where = (rows,) if self.of_rows else (rows, columns)
-        change = (after[where] - before[where]).abs().amax(-1)
+        change = (after[rows, columns] - before[rows, columns]).abs().amax(-1)
         return torch.nan_to_num(change, nan=float("inf")) / before.abs().max()
 
     def other_tokens(self, where: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
@@ -219,10 +215,8 @@ def _learned(logits: torch.Tensor, loss: torch.Tensor, batch: Batch) -> Predicti
     gradient = None
     if loss.requires_grad and logits.requires_grad:
         (gradient,) = torch.autograd.grad(loss.sum(), logits, allow_unused=True)
-    if gradient is not None and gradient.dim() == 2:
-        rows = gradient.abs().amax(-1).nonzero()[:, 0]
-        return Predictions(rows, torch.zeros_like(rows), gradient[rows].argmin(-1))
     if gradient is not None:
+        gradient = gradient[:, None] if gradient.dim() == 2 else gradient
         rows, columns = gradient.abs().amax(-1).nonzero(as_tuple=True)
         return Predictions(rows, columns, gradient[rows, columns].argmin(-1))
     if batch.inputs["labels"].shape != batch.ids.shape:
