@@ -123,7 +123,10 @@ def test_a_weight_that_is_quantized_names_the_line_of_its_load(tmp_path: Path) -
 
 def test_without_a_known_line_nothing_is_said() -> None:
     net = nn.Linear(2, 2)
-    assert set_at(copy.deepcopy(net), "weight") == ""
+    vars(net)["_parameters"]["bias"] = nn.Parameter(torch.zeros(2))
+    assert set_at(net, "bias") == ""
+    copied = copy.deepcopy(net).float()
+    assert set_at(copied, "weight") == ""
     torch.utils.swap_tensors(net.weight, nn.Parameter(net.weight.detach().half()))
     assert net.weight.dtype == torch.float16
     assert set_at(net, "weight") == ""

@@ -6,6 +6,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from traceback import walk_stack
 
@@ -24,10 +25,18 @@ _UNNAMED = re.compile(r"<|.*wrap|inner$|_fn$|(cuda|cpu|xpu|apply|_apply)$")
 """Names of functions that say nothing to a reader: wrappers of decorators, and methods that a script calls itself."""
 _installed = cache(in_library)
 
+
+@dataclass(frozen=True)
+class _Line:
+    """The line that set a weight's dtype. `tensor` is the weight's id, because code may replace the weight unseen."""
+
+    tensor: int
+    dtype: torch.dtype
+    text: str
+
+
 # No weak reference to a tensor is kept, because torch.utils.swap_tensors refuses tensors with one.
-_history: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.dtype, str]]] = (
-    weakref.WeakKeyDictionary()
-)
+_history: weakref.WeakKeyDictionary[nn.Module, dict[str, _Line]] = weakref.WeakKeyDictionary()
 _holders: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
 """Id of a parameter or buffer -> modules that got it. An entry is valid as long as the module holds this tensor."""
 
@@ -41,8 +50,8 @@ def remembered() -> Iterator[None]:
 
 def set_at(module: nn.Module, name: str) -> str:
     """Return how a module's weight got its dtype: `cast by prepare_model at train.py:12`; "" if this is unknown."""
-    dtype, text = _history.get(module, {}).get(name, (None, ""))
-    return text if dtype == held_by(module)[name].dtype else ""
+    line, tensor = _history.get(module, {}).get(name), held_by(module)[name]
+    return line.text if line is not None and (line.tensor, line.dtype) == (id(tensor), tensor.dtype) else ""
 
 
 def _held(module: nn.Module, name: str, before: torch.dtype | None) -> None:
@@ -50,9 +59,11 @@ def _held(module: nn.Module, name: str, before: torch.dtype | None) -> None:
     holders = _holders_of(tensor)
     if before is None and holders:  # a tied weight
         known[name] = _history[holders[0][0]][holders[0][1]]
-    elif tensor.dtype != before or name not in known:
+    elif tensor.dtype != before:
         verb = "cast" if tensor.dtype in FLOATS else "quantized"
-        known[name] = tensor.dtype, _running_line("created" if before is None else verb)
+        known[name] = _Line(id(tensor), tensor.dtype, _running_line("created" if before is None else verb))
+    elif name in known:
+        known[name] = replace(known[name], tensor=id(tensor))
     if (module, name) not in holders and name in known:
         _holders[id(tensor)] = [(weakref.ref(holder), held) for holder, held in (*holders, (module, name))]
 
