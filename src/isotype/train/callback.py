@@ -6,7 +6,7 @@ import gc
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -304,33 +304,31 @@ def _elements_by_dtype(model: Any) -> Counter[torch.dtype]:
 
 
 def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | None:
-    problems = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            tensors = {"parameter": parameter, **optimizer.state.get(parameter, {})}
-            for name, tensor in tensors.items():
-                if _is_moment(name, tensor) and tensor.dtype != master:
-                    problems.append((name, dtype_name(tensor.dtype), tuple(parameter.shape)))
-    if not problems:
+    others = list(_not_in(optimizer, master))
+    if not others:
         return None
-    name, dtype, shape = problems[0]
-    headline = f"{len(problems)} optimizer tensors are not in {dtype_name(master)}"
-    what = f"{name} of a parameter of shape {shape} is {dtype}"
+    parameter, name, tensor = others[0]
+    headline = f"{len(others)} optimizer tensors are not in {dtype_name(master)}"
+    what = f"{name} of a parameter of shape {tuple(parameter.shape)} is {dtype_name(tensor.dtype)}"
     fix = "build the optimizer after isotype.enforce(model, policy)"
     return PrecisionError.of(headline, what, f"{dtype_name(master)}, the policy's master dtype", fix)
 
 
 def raise_optimizer_state(optimizer: Any, master: torch.dtype) -> None:
     """Cast the state of parameters in the dtype `master` to `master`: `optimizer.step` requires equal dtypes."""
-    for parameter, state in optimizer.state.items():
-        for name, tensor in state.items():
-            if _is_moment(name, tensor) and tensor.dtype != master and parameter.dtype == master:
-                state[name] = tensor.to(master)
+    for parameter, name, tensor in _not_in(optimizer, master):
+        if parameter.dtype == master:
+            optimizer.state[parameter][name] = tensor.to(master)
 
 
-def _is_moment(name: str, tensor: Any) -> bool:
-    # The counter `step` is float32. A quantized optimizer has uint8 state with its own constants.
-    return torch.is_tensor(tensor) and tensor.is_floating_point() and name != "step"
+def _not_in(optimizer: Any, master: torch.dtype) -> Iterator[tuple[Any, str, Any]]:
+    """Yield (parameter, name, tensor) for parameters and moments in other dtypes than `master`."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for name, tensor in {"parameter": parameter, **optimizer.state.get(parameter, {})}.items():
+            # The counter `step` is float32. A quantized optimizer has uint8 state with its own constants.
+            moment = torch.is_tensor(tensor) and tensor.is_floating_point() and name != "step"
+            if moment and tensor.dtype != master:
+                yield parameter, name, tensor
 
 
 def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | None:

@@ -189,8 +189,7 @@ def repaired_command(
     """
     repaired, by_hand = command, []
     for fix in fixes:
-        for action in fix.actions:
-            repaired = _with_action(repaired, action)
+        repaired = reduce(_with_action, fix.actions, repaired)
         if not any(_argument(action) for action in fix.actions):
             by_hand.append(fix.description)
     final = without_absent_device(repaired, present)
