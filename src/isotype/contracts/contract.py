@@ -76,9 +76,8 @@ def is_exempt(op: str, args: Sequence[Any], kind: str = "cpu") -> bool:
     """
     if op == "aten.native_batch_norm.default":
         matrix, weight = args[:2]
-        narrow = matrix.dtype in HALVES and weight is not None and weight.dtype == torch.float32
-        plain = weight is None or (matrix.dim() < 3 and (narrow or weight.dtype == matrix.dtype))
-        return kind in ("cuda", "rocm") and plain
+        wide = torch.float32 if matrix.dtype in HALVES else matrix.dtype
+        return kind in ("cuda", "rocm") and (weight is None or (matrix.dim() < 3 and weight.dtype == wide))
     if op.startswith("aten._fft_"):
         halves = (torch.float16, torch.complex32)
         return args[0].dtype in halves and are_powers_of_two(transformed_sizes(op, args))

@@ -126,7 +126,12 @@ _MASKED_SCATTER = (
     "masked_scatter_: expected self and source to have same dtypes but got {0:name} and {1:name}"
 )
 _FLOAT = "expected scalar type Float but found {1:name}"
-_SAME_TYPE = "Expected tensor for argument {} to have the same type as tensor for argument {}"
+_CUDNN_WEIGHT = (
+    "Expected tensor for argument #1 'input' to have the same type as tensor for argument #2 'weight'"
+)
+_CUDNN_STATISTICS = _CUDNN_WEIGHT.replace("#2 'weight'", "#4 'running_mean'").replace(
+    "#1 'input'", "#2 'weight'"
+)
 _FLOAT_WEIGHTS = "mixed dtype (CPU): expect parameter to have scalar type of Float"
 _SHARED = "mixed dtype (CPU): all inputs must share same datatype."
 _FLASH_16_BITS = "FlashAttention only support fp16 and bf16 data type"
@@ -218,20 +223,8 @@ FAMILIES: tuple[Family, ...] = (
     Family(_ops("native_layer_norm native_group_norm _fused_rms_norm"), _SCALAR_TYPE, devices=GPUS),
     # A GPU's batch norm takes 16-bit activations with float32 weights. Without bfloat16, cuDNN computes it, which needs
     # statistics in the weight's dtype (`_select_batch_norm_backend` in Normalization.cpp, cudnn/BatchNorm.cpp).
-    Family(
-        _BATCH_NORM,
-        _SAME_TYPE.format("#1 'input'", "#2 'weight'"),
-        (0, 1),
-        devices=_NVIDIA,
-        matches="d[fh]|f[dh]",
-    ),
-    Family(
-        _BATCH_NORM,
-        _SAME_TYPE.format("#2 'weight'", "#4 'running_mean'"),
-        (0, 1, 3, 4),
-        devices=_NVIDIA,
-        matches="[fh]f(?!ff).|dd(?!dd).",
-    ),
+    Family(_BATCH_NORM, _CUDNN_WEIGHT, (0, 1), devices=_NVIDIA, matches="d[fh]|f[dh]"),
+    Family(_BATCH_NORM, _CUDNN_STATISTICS, (0, 1, 3, 4), devices=_NVIDIA, matches="[fh]f(?!ff).|dd(?!dd)."),
     Family(_BATCH_NORM, _SCALAR_TYPE, (0, 1, 2), devices=_CUDA, matches="[df]"),
     Family(_BATCH_NORM, _FLOAT, (0, 1, 2), devices=_CUDA, matches="bh|hb|[bh]d"),
     # A CPU's norms were not measured with float64, and its batch norm was not measured with three dtypes. The

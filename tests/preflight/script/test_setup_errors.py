@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from isotype.compat import bitsandbytes
 from isotype.compat.torch_fsdp import fake_process_group
@@ -92,6 +93,22 @@ def test_fsdp1_flattens_neither_several_dtypes_nor_codes() -> None:
     assert "fully_shard" in shard
     assert packed.startswith("1.weight holds uint8 codes of a quantized layer, and FSDP1")
     assert "bnb_4bit_quant_storage" in pack
+
+
+def test_fsdp1_inside_of_another_has_no_wrapped_module_yet() -> None:
+    """eric-mitchell/direct-preference-optimization #90: the policy wraps each layer."""
+
+    class Layer(nn.Sequential):
+        pass
+
+    def wrap(model: nn.Module) -> nn.Module:
+        policy = ModuleWrapPolicy({Layer})
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+
+    with fake_process_group(2):
+        cause, how = _explanation(wrap, Layer(nn.Linear(4, 4).half(), nn.Linear(2, 2))) or ("", "")
+    assert "float32, unlike most weights" in cause
+    assert "fully_shard" in how
 
 
 def test_zero_3_gathers_one_dtype() -> None:

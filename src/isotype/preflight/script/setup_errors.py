@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.torch import own_modules, own_parameters
 from isotype.core.arguments import RENAMED
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import agree, base_name
@@ -145,6 +146,8 @@ def _weight_words(error: BaseException, kind: str) -> dict[str, str] | None:
         return {}
     variables = [value for frame, _ in walk_tb(error.__traceback__) for value in frame.f_locals.values()]
     modules = [value for value in variables if isinstance(value, nn.Module)]
+    # FSDP's constructor has not set its wrapped module yet. Then each missing attribute is an endless recursion.
+    modules = [module for module in modules if own_modules(module) or own_parameters(module)]
     model = max(modules, key=lambda module: sum(1 for _ in module.parameters()), default=nn.Module())
     names = {id(module): name for name, module in model.named_modules()}
     # PEFT's copy of a layer is not in the model yet; the original layer is.
