@@ -51,21 +51,18 @@ class Products:
 
     scales: bool
 
-    def write(self, out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, factor: float = 1.0) -> None:
-        """Write factor · left @ right, a product of 16-bit matrices, into the float32 `out`."""
-        if self.scales and factor != 1:
-            torch.addmm(out, left, right, out_dtype=out.dtype, beta=0, alpha=factor, out=out)
-            return
-        torch.mm(left, right, out_dtype=out.dtype, out=out)
-        if factor != 1:
-            out.mul_(factor)
-
-    def add(self, out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, factor: float = 1.0) -> None:
-        """Add factor · left @ right to the float32 `out`."""
-        if self.scales:
-            torch.addmm(out, left, right, out_dtype=out.dtype, alpha=factor, out=out)
-        else:
+    def write(
+        self, out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, factor: float, *, add: bool = False
+    ) -> None:
+        """Write factor · left @ right, a product of 16-bit matrices, into the float32 `out`, or add it to `out`."""
+        if self.scales and (add or factor != 1):
+            torch.addmm(out, left, right, out_dtype=out.dtype, beta=int(add), alpha=factor, out=out)
+        elif add:
             out.add_(torch.mm(left, right, out_dtype=out.dtype), alpha=factor)
+        else:
+            torch.mm(left, right, out_dtype=out.dtype, out=out)
+            if factor != 1:
+                out.mul_(factor)
 
 
 # Name of a candidate -> (object with its functions, required torch operator, description of the operator).
@@ -206,7 +203,7 @@ def _try_product(functions: Any, device: torch.device, dtype: torch.dtype, _: st
     out = torch.empty(exact.shape, device=device)
     functions.write(out, left, right.t(), 0.3)
     written = out.clone()
-    functions.add(out, left, right.t(), 0.3)
+    functions.write(out, left, right.t(), 0.3, add=True)
     return _errors((written, out), (0.3 * exact, 0.6 * exact))
 
 

@@ -8,7 +8,6 @@ operators, autograd would save four float32 tensors as large as x.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,11 +15,11 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from isotype.compat.torch import PARAMETERS, own_modules, own_parameters
+from isotype.compat.torch import own_modules, own_parameters
 from isotype.core.dtypes import HALVES
 from isotype.lora.kernels import kernel_of
 from isotype.lora.loops import elementwise
-from isotype.model.boundary import boundary_of
+from isotype.model.boundary import boundary_of, sharing
 from isotype.model.boundary_choice import returns_float32
 from isotype.model.modes import is_close, result_of
 from isotype.model.shard import is_sharded
@@ -49,9 +48,8 @@ def norm_parts(module: Any) -> NormParts | None:
         return None
     generator = torch.Generator().manual_seed(0)
     if weight.is_meta or is_sharded(weight):  # random numbers replace the weight
-        module = copy.copy(module)
         weight = torch.rand(weight.shape, dtype=weight.dtype, generator=generator)
-        vars(module)[PARAMETERS] = {"weight": nn.Parameter(weight, requires_grad=False)}
+        module = sharing(module, {"weight": nn.Parameter(weight, requires_grad=False)})
     x = torch.randn(3, weight.shape[0], generator=generator)
     output = result_of(module, x.to(weight.device))
     normed = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()

@@ -54,13 +54,11 @@ class _Fold:
     """The plan to fold a list: the layers that stay, and the layers for which each of them stands.
 
     Attributes:
-        kept: the original numbers of the layers that stay.
-        stands_for: for each layer that stays, the number of layers for which it stands.
+        kept: original number of each layer that stays -> number of layers for which it stands.
         represents: for each original layer, the index (in the folded list) of the layer that stands for it.
     """
 
-    kept: tuple[int, ...]
-    stands_for: tuple[int, ...]
+    kept: dict[int, int]
     represents: tuple[int, ...]
 
 
@@ -183,10 +181,9 @@ def _plan(signatures: Sequence[Any]) -> _Fold:
         counts[group[-1]] = max(1, len(group) - 1)
         counts[group[0]] = 1
         keeper |= dict.fromkeys(group[1:], group[-1]) | {group[0]: group[0]}
-    kept = tuple(sorted(counts))
+    kept = dict(sorted(counts.items()))
     position = {number: place for place, number in enumerate(kept)}
-    represents = tuple(position[keeper[number]] for number in range(count))
-    return _Fold(kept, tuple(counts[number] for number in kept), represents)
+    return _Fold(kept, tuple(position[keeper[number]] for number in range(count)))
 
 
 def _drop(layers: nn.Module, plan: _Fold) -> None:
@@ -195,7 +192,7 @@ def _drop(layers: nn.Module, plan: _Fold) -> None:
             del layers._modules[name]
     if isinstance(layers, nn.ModuleList):
         swap(layers, FoldedList)
-    for layer, count in zip(layers.children(), plan.stands_for, strict=True):
+    for layer, count in zip(layers.children(), plan.kept.values(), strict=True):
         setattr(layer, STANDS_FOR, count)
         for module in layer.modules():
             for name, value in list(vars(module).items()):

@@ -70,7 +70,9 @@ def quantize_4bit(
     if moments is not None:
         packed: tuple[torch.Tensor, torch.Tensor] | None = fitted_codes(flat, form, moments, blocksize, first)
     else:
-        packed = _codes_4bit(flat, form, blocksize) if _on_cpu(weight) else None
+        # Two codes are packed as an int16, which depends on the machine's byte order.
+        on_cpu = weight.device.type == "cpu" and sys.byteorder == "little"
+        packed = _codes_4bit(flat, form, blocksize) if on_cpu else None
     if packed is None:
         return functional.quantize_4bit(  # type: ignore[no-any-return]
             weight,
@@ -128,11 +130,6 @@ def _into_float16(absmax: torch.Tensor) -> torch.Tensor:
     absmax = absmax.float()
     factors = torch.exp2(-torch.frexp(absmax).exponent.clamp(min=-126).float())
     return torch.where((absmax >= 2.0**-6) & (absmax <= 65504) | (absmax == 0), 1.0, factors)
-
-
-def _on_cpu(weight: torch.Tensor) -> bool:
-    # `_codes_4bit` packs two codes as an int16. This depends on the machine's byte order.
-    return weight.device.type == "cpu" and sys.byteorder == "little"
 
 
 def _codes_4bit(flat: torch.Tensor, form: str, blocksize: int) -> tuple[torch.Tensor, torch.Tensor] | None:

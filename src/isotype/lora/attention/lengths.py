@@ -33,11 +33,11 @@ def takes_lengths() -> bool:
 
 
 @cache
-def varlen_attention() -> Any:
-    """Return torch's `varlen_attn`, which exists if `takes_lengths` is true."""
+def varlen_attention() -> tuple[Any, bool]:
+    """Return (torch's `varlen_attn`, which exists if `takes_lengths` is true; True if it has the option `enable_gqa`)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> str | None:
@@ -96,17 +96,13 @@ def by_lengths(
     """Return the result of attention, `[1, tokens, query heads, head]`. `why_not_call` must have returned None for the call."""
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in inputs)
     window = sequences.window if sequences.window is not None and sequences.window < sequences.longest else 0
-    grouped = {"enable_gqa": True} if "enable_gqa" in _parameters() and query.shape[1] != key.shape[1] else {}
+    attend, has_groups = varlen_attention()
+    grouped = {"enable_gqa": True} if has_groups and query.shape[1] != key.shape[1] else {}
     ends, longest, sides = sequences.ends, sequences.longest, (window - 1, 0 if causal else -1)
     sizes = (ends, ends, longest, longest)
     options = {"scale": scale, "window_size": sides, **grouped}
-    result: torch.Tensor = varlen_attention()(query, key, value, *sizes, **options)
+    result: torch.Tensor = attend(query, key, value, *sizes, **options)
     return result[None]
-
-
-@cache
-def _parameters() -> frozenset[str]:
-    return frozenset(inspect.signature(varlen_attention()).parameters)
 
 
 def repeated_attention_forward(

@@ -103,7 +103,7 @@ def _by_torch(item: Sum, terms: _Terms) -> None:
         kernel.write(out, left, right, factor)
         del left, right  # only one weight is in memory at a time
         for left, right in terms:
-            kernel.add(out, left, right, factor)
+            kernel.write(out, left, right, factor, add=True)
             del left, right
         if bias is not None:
             out.add_(bias)

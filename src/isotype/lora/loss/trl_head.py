@@ -190,7 +190,8 @@ def _forward_of(cls: type, request: _HeadRequest) -> Callable[..., Any]:
         documents = self.__dict__.get(_PACKED, False) and kwargs.get("position_ids") is not None
         present = kwargs.pop("attention_mask", None) if documents else None
         if not fused_lm_head:
-            return headless_forward(self)(*args, **_not_none(named), **kwargs)
+            passed = {name: value for name, value in named.items() if value is not None}
+            return headless_forward(self)(*args, **passed, **kwargs)
         with request.autocast():
             return _fused(self, request, named, args, kwargs, present)
 
@@ -208,10 +209,6 @@ def without_its_padding(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) 
 
 
 _NAMED = ("labels", "shift_labels", "num_items_in_batch")
-
-
-def _not_none(named: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in named.items() if value is not None}
 
 
 def _labels(named: dict[str, Any]) -> torch.Tensor:

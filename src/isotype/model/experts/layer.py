@@ -245,7 +245,9 @@ def _computed(outer: Any, x: torch.Tensor, inputs: tuple[Any, ...]) -> torch.Ten
     else:
         numbers = torch.arange(count, device=x.device)
         index, scores = numbers.repeat_interleave(rows.shape[0] // count)[:, None], None
-    compute = autocast_dtype(x.device.type) or _dtype(base, DOWN)
+    stack = quantized_stack(base, DOWN)
+    stored = base.get_parameter(DOWN).dtype if stack is None else stack.dtype
+    compute = autocast_dtype(x.device.type) or stored
     if layout.routed:
         gate = gate_of(base) if layout.up == _GATED else base.act_fn
     else:
@@ -258,11 +260,6 @@ def _computed(outer: Any, x: torch.Tensor, inputs: tuple[Any, ...]) -> torch.Ten
 def _gated(activation: Any, h: torch.Tensor) -> torch.Tensor:
     gate, up = h.chunk(2, dim=-1)
     return up * activation(gate)  # type: ignore[no-any-return]
-
-
-def _dtype(base: nn.Module, name: str) -> torch.dtype:
-    stack = quantized_stack(base, name)
-    return own_parameters(base)[name].dtype if stack is None else stack.dtype  # type: ignore[union-attr]
 
 
 def _product(base: Any, name: str, layout: Layout, adapters: tuple[Adapter, ...]) -> Product:
