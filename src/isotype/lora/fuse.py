@@ -274,11 +274,11 @@ def fuse(
         for layer in siblings.layers:
             put_in(layer, FusedLora, weights, siblings)
     _keep_copies(model, weights, fused)
-    gated = {name: parts.gate.name for name, (parts,) in _put_in_all(model, FusedMlp, _gated_state).items()}
+    gated = {name: parts.gate.name for name, parts in _put_in_all(model, FusedMlp, _gated).items()}
     kernels = {} if on_cpu else _kernels(model, gated.values())
     rotates = elementwise.compiled() if on_cpu else _has(kernels, "rotary positions")
     norms = on_cpu or _has(kernels, "RMSNorm")
-    rotary = tuple(_put_in_all(model, FusedRotary, _rotary_state)) if rotates else ()
+    rotary = tuple(_put_in_all(model, FusedRotary, _rotates)) if rotates else ()
     gpu = device_profile("cuda") if "cuda" in devices else None  # the first NVIDIA or AMD GPU
     # The trials of attention run only the backbone, with the weights that FSDP2 gathered for the whole model.
     attention = use_fast_attention(model, kind, device if isinstance(device, DeviceProfile) else gpu)
@@ -288,7 +288,7 @@ def fuse(
         tuple(fused),
         tuple(names for names in groups if len(names) > 1),
         gated,
-        tuple(_put_in_all(model, FusedNorm, _norm_state)) if norms else (),
+        tuple(_put_in_all(model, FusedNorm, _norm)) if norms else (),
         attention,
         {name: reason for name, reason in reasons.items() if reason is not None},
         unseen,
@@ -346,28 +346,26 @@ def _has(kernels: Mapping[str, Kernel], operation: str) -> bool:
     return operation in kernels and kernels[operation].functions is not None
 
 
-def _put_in_all(
-    model: nn.Module, kind: Any, state_of: Callable[[nn.Module], tuple[Any, ...] | None]
-) -> dict[str, tuple[Any, ...]]:
+def _put_in_all(model: nn.Module, kind: Any, parts_of: Callable[[nn.Module], Any]) -> dict[str, Any]:
+    """Fuse each module for which `parts_of` returns something. Return name -> result of `parts_of`."""
     modules = dict(model.named_modules())
-    states = {name: state for name, module in modules.items() if (state := state_of(module)) is not None}
-    for name, state in states.items():
-        put_in(modules[name], kind, *state)
-    return states
+    found = {name: parts for name, module in modules.items() if (parts := parts_of(module))}
+    for name, parts in found.items():
+        put_in(modules[name], kind, *([parts] if kind.lora_state else []))
+    return found
 
 
-def _gated_state(module: nn.Module) -> tuple[GatedParts] | None:
+def _gated(module: nn.Module) -> GatedParts | None:
     parts = gated_parts(module) if boundary_of(module) is None else None
-    return None if parts is None or not isinstance(module._modules[parts.down], FusedLora) else (parts,)
+    return parts if parts and isinstance(module._modules[parts.down], FusedLora) else None
 
 
-def _norm_state(module: nn.Module) -> tuple[NormParts] | None:
-    parts = norm_parts(module) if is_norm(module) else None
-    return None if parts is None else (parts,)
+def _norm(module: nn.Module) -> NormParts | None:
+    return norm_parts(module) if is_norm(module) else None
 
 
-def _rotary_state(module: nn.Module) -> tuple[()] | None:
-    return () if boundary_of(module) is None and rotates(type(module).forward) else None
+def _rotates(module: nn.Module) -> bool:
+    return boundary_of(module) is None and rotates(type(module).forward)
 
 
 def _keep_copies(model: nn.Module, weights: DenseWeights, fused: Mapping[str, Any]) -> None:
