@@ -80,9 +80,12 @@ def blank_stack(
         scales = torch.empty((experts, 1, columns) if transposed else (experts, rows, 1), device=device)
         constants = {"scales": scales}
     else:
+        from bitsandbytes.functional import get_4bit_type
+
         codes = torch.empty(experts, rows * columns // 2, dtype=torch.uint8, device=device)
         blocks = rows * columns // form.block
-        constants = {"absmax": torch.empty(experts, blocks, device=device), "code": _table(form.code, device)}
+        table = get_4bit_type(form.code, device="cpu").to(device)
+        constants = {"absmax": torch.empty(experts, blocks, device=device), "code": table}
         if double_quant:
             constants["absmax"] = constants["absmax"].to(torch.uint8)
             constants["nested_absmax"] = torch.empty(-(-experts * blocks // NESTED), device=device)
@@ -91,13 +94,6 @@ def blank_stack(
     return codes, QuantizedStack(
         storage, shape, dtype, constants, blocksize=form.block, transposed=transposed
     )
-
-
-def _table(code: str, device: Any) -> torch.Tensor:
-    from bitsandbytes.functional import get_4bit_type
-
-    table: torch.Tensor = get_4bit_type(code, device="cpu")
-    return table.to(device)
 
 
 def quantize_parts(
