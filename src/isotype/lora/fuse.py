@@ -349,10 +349,10 @@ def _has(kernels: Mapping[str, Kernel], operation: str) -> bool:
 def _put_in_all(model: nn.Module, kind: Any, parts_of: Callable[[nn.Module], Any]) -> dict[str, Any]:
     """Fuse each module for which `parts_of` returns something. Return name -> result of `parts_of`."""
     modules = dict(model.named_modules())
-    found = {name: parts for name, module in modules.items() if (parts := parts_of(module))}
-    for name, parts in found.items():
+    all_parts = {name: parts for name, module in modules.items() if (parts := parts_of(module))}
+    for name, parts in all_parts.items():
         put_in(modules[name], kind, *([parts] if kind.lora_state else []))
-    return found
+    return all_parts
 
 
 def _gated(module: nn.Module) -> GatedParts | None:

@@ -65,7 +65,7 @@ def kind_of(module: nn.Module) -> str:
 
 @cache
 def _kind_of(cls: Any) -> str:
-    names = [base.__name__ for base in cls.__mro__]
+    names = _names_of(cls)
     if _TUNER in names:
         return "other"  # PEFT names its wrappers like the layers they wrap
     for name, kind in _BY_CLASS_NAME.items():
@@ -79,9 +79,14 @@ def _kind_of(cls: Any) -> str:
     return "norm" if "norm" in plain.__name__.lower() else "other"
 
 
+@cache
+def _names_of(cls: Any) -> frozenset[str]:
+    return frozenset(base.__name__ for base in cls.__mro__)
+
+
 def derives_from(cls: Any, name: str) -> bool:
     """Return whether a class or one of its bases has this name. The class's library is not imported."""
-    return any(base.__name__ == name for base in cls.__mro__)
+    return name in _names_of(cls)
 
 
 def is_tuner_layer(module: nn.Module) -> bool:
