@@ -260,10 +260,9 @@ def _rollout(trainer: Any, rows: Sequence[Any]) -> LossOf | None:
 
 
 def _generates_under_autocast(trainer: Any) -> bool:
-    """Return whether completions are generated under autocast. accelerate's autocast is in the outermost model's
-    forward.
+    """Return whether completions are generated under autocast, which accelerate adds to the outermost model's forward.
 
-    PEFT generates with the base model, whose forward accelerate does not change.
+    PEFT generates with the base model.
     """
     return not hasattr(trainer.model, "peft_config")
 

@@ -113,8 +113,7 @@ class Crash:
         return self._explain_once(partial(self._explain, recorder.failure_text, "RuntimeError"))
 
     def _explain_once(self, explain: Callable[[], None]) -> bool:
-        """Call `explain`, unless another process of the run has explained the error. Return True if it was
-        explained."""
+        """Call `explain`, unless another process has explained the error. Return True if the error was explained."""
         if self.family.knows("explained"):
             if self.family.is_top:
                 self.output.say("the process that raised this error has explained the error above")

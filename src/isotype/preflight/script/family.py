@@ -124,8 +124,7 @@ def is_python_script(path: Path) -> bool:
 
 
 def _split_python(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Split a command at its script or `-m module`. Return None without a script, or with an option such as `-c` or
-    `-I`."""
+    """Split a command at its script or `-m module`. Return None without these, or with an option such as `-c`."""
     position = 1
     while position < len(words):
         word = words[position]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class MissingGpu:
             replaced.wrap(torch.accelerator, "current_accelerator", self._note_caller)
         elif self._absent and self._profile is not None:
             self._hooks.enter_context(warnings_at_callers())
-            self._hooks.enter_context(written_for(self._profile, self._note_named))
+            self._hooks.enter_context(written_for(self._profile, partial(setattr, self, "_named", True)))
             enter, eager = self._hooks.enter_context, torch.compiler.set_stance
             self._hooks.callback(when_imported(COMPILER, lambda: enter(eager("force_eager"))))
             self._hooks.callback(when_imported(QUANTIZED_LAYERS, lambda: enter(nothing_repacked())))
@@ -107,9 +108,6 @@ class MissingGpu:
         place = line_of(error)
         noticed = isinstance(error, AttributeError) and place in self.questions
         return self._profile is None and (noticed or _ASKING.search(condition_at(place)) is not None)
-
-    def _note_named(self) -> None:
-        self._named = True
 
     def _note_caller(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         caller = frame_above(2)

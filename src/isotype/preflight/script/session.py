@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -28,8 +28,6 @@ from isotype.report.text import say, short_source
 if TYPE_CHECKING:
     from isotype.preflight.script.diagnosis import Diagnosis
 
-
-T = TypeVar("T")
 
 NOTHING_SEEN = "no training step was seen"
 _MAY_TRAIN = re.compile(
@@ -133,7 +131,7 @@ class Session:
             f"no module with parameters that require a gradient was called{ended}{started and f', nor{started}'}"
         )
 
-    def safely(self, act: Callable[[], T]) -> T | None:
+    def safely(self, act: Callable[[], Any]) -> Any:
         """Return the result of `act`. If it raises an error, print a line and return None."""
         try:
             return act()
