@@ -34,8 +34,6 @@ Unsafe if a cast would change a value, or if the check cannot read the values. W
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
@@ -68,7 +66,7 @@ def find(trace: Trace) -> Findings:
             yield _finding(trace, part, wanted, extra, prepared)
 
 
-def _wanted(trace: Trace, narrow: Sequence[Weight]) -> torch.dtype | None:
+def _wanted(trace: Trace, narrow: list[Weight]) -> torch.dtype | None:
     if trace.setup.policy is not None:
         dtype = trace.setup.policy.plain
     else:
@@ -76,9 +74,7 @@ def _wanted(trace: Trace, narrow: Sequence[Weight]) -> torch.dtype | None:
     return dtype if dtype in HALVES else None
 
 
-def _finding(
-    trace: Trace, wide: Sequence[Weight], wanted: torch.dtype, extra: int, prepared: bool
-) -> Finding:
+def _finding(trace: Trace, wide: list[Weight], wanted: torch.dtype, extra: int, prepared: bool) -> Finding:
     target = dtype_name(wanted)
     noun = "trained weight" if wide[0].trainable else "frozen weight"
     more = f"{format_bytes(extra)} more memory"

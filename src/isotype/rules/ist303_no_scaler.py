@@ -50,8 +50,8 @@ def find(trace: Trace) -> Findings:
     weights = trained(trace)
     if setup.scaler or "backward" not in setup.phases or not weights:
         return
-    half = trained(trace, torch.float16)
-    cause, notes, unused = "", list(_measured(trace)), None
+    notes: list[str] = []
+    half, cause, unused = trained(trace, torch.float16), "", None
     if half:
         message = f"{counted(half, 'float16 parameter', 'are')} trained without loss scaling"
         spoiled = [weight for weight in half if weight.name in trace.spoiled]
@@ -59,15 +59,14 @@ def find(trace: Trace) -> Findings:
             unused = spoiled[0]
             amount = counted(spoiled, "parameter")
             message += f": the first update makes values of {amount} NaN or infinite"
-            notes.insert(0, "Adam's epsilon of 1e-8 and the squares of small gradients are zero in float16")
+            notes.append("Adam's epsilon of 1e-8 and the squares of small gradients are zero in float16")
         elif epsilon := _zero_epsilon(trace):
-            zero = f"Adam's epsilon of {epsilon:g} is zero in float16: a zero gradient becomes 0 / 0"
-            notes.insert(0, zero)
+            notes.append(f"Adam's epsilon of {epsilon:g} is zero in float16: a zero gradient becomes 0 / 0")
             unused = next(_unused_rows(trace, half), None)
             if unused is not None:
                 message += f": the first update turns rows of {unused.name} into NaN"
                 rows = f"{unused.name} has more rows than the batch has tokens"
-                notes.insert(1, f"{rows}: unused rows have zero gradients")
+                notes.append(f"{rows}: unused rows have zero gradients")
     elif _backward_in_float16(trace):
         message = "the backward runs in float16 without loss scaling: gradients below 6e-8 become zero"
         how = "autocast to float16" if setup.autocast == torch.float16 else "float16 compute"
@@ -80,7 +79,7 @@ def find(trace: Trace) -> Findings:
         sorted(half or weights, key=lambda weight: weight is not unused),
         cause=cause,
         phase="backward",
-        notes=tuple(notes),
+        notes=(*notes, *_measured(trace)),
         fixes=tuple(_fixes(trace)),
     )
 

@@ -35,8 +35,6 @@ If the earlier cast to the wrong dtype has rounded the weights, load the checkpo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from isotype.core.dtypes import FLOATS, dtype_name
@@ -77,7 +75,7 @@ def find(trace: Trace) -> Findings:
         yield _finding(trace, [weight for weight in plain if weight.dtype == loaded], named, loaded)
 
 
-def _finding(trace: Trace, weights: Sequence[Weight], named: torch.dtype, loaded: torch.dtype) -> Finding:
+def _finding(trace: Trace, weights: list[Weight], named: torch.dtype, loaded: torch.dtype) -> Finding:
     name, wrong = dtype_name(named), dtype_name(loaded)
     extra = extra_bytes(weights, named)
     wide = [call for call in trace.calls if costs.run_dtype(call) == loaded] if extra else []

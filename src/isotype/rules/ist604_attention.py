@@ -76,13 +76,12 @@ def _without_kernel(trace: Trace) -> Findings:
     refused = (call for call in trace.breaches() if call.refusal == NO_ATTENTION_KERNEL)
     for line, calls in grouped(refused, place).items():
         first, query, where = calls[0], calls[0].operands[0], short(line)
-        dtype = first.autocast or query.dtype
-        how = f"also enable SDPBackend.EFFICIENT_ATTENTION and SDPBackend.MATH around {where}"
-        fixes = [advice(line, how)]
+        dtype, casts = first.autocast or query.dtype, []
         if accepted and dtype not in accepted:
             narrow = dtype_name(compute if compute in accepted else min(accepted, key=dtype_name))
             how = f"cast queries, keys and values to {narrow} at {where}, and the result back"
-            fixes.insert(0, fix(how, "line", (line,), narrow))
+            casts = [fix(how, "line", (line,), narrow)]
+        how = f"also enable SDPBackend.EFFICIENT_ATTENTION and SDPBackend.MATH around {where}"
         yield finding_at(
             "error",
             f"no enabled attention kernel takes these {dtype_name(dtype)} queries on {trace.setup.profile.title}",
@@ -90,7 +89,7 @@ def _without_kernel(trace: Trace) -> Findings:
             cause=f"the code disables other kernels around {where} (sdpa_kernel, sdp_kernel)",
             evidence=evidence(query.origin),
             notes=device_error(first.refusal),
-            fixes=tuple(fixes),
+            fixes=(*casts, advice(line, how)),
         )
 
 

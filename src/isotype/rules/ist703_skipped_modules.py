@@ -45,17 +45,17 @@ def find(trace: Trace) -> Findings:
     else:
         what = "the gradients of different batches reach different modules"
         how = "let every batch use all trained modules, or add 0 times their outputs to the loss"
-    notes = ["measured on the first batches of the training data"]
+    notes = []
     if reach.parting is not None:
         first, other = (call or "ends its step" for call in (reach.parting.first, reach.parting.other))
         place = f"in collective {reach.parting.at + 1} of the step"
-        notes.insert(0, f"{place}, one process {first} and another {other} (FSDP2 with a fake process group)")
+        notes.append(f"{place}, one process {first} and another {other} (FSDP2 with a fake process group)")
     yield Finding(
         "error",
         f"{what}: the processes of a sharded model then wait for each other forever",
         module=reach.skipped[0] if reach.skipped else "",
         cause="when a module runs, FSDP gathers the module's weights in all processes together",
-        notes=tuple(notes),
+        notes=(*notes, "measured on the first batches of the training data"),
         fixes=(advice("data_collator", how),),
         places=reach.skipped,
     )

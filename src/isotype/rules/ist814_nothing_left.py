@@ -32,8 +32,6 @@ rows).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from isotype.core.names import grouped, plural, short
 from isotype.records.finding import Finding
 from isotype.records.trace import Call, Trace
@@ -53,7 +51,7 @@ def find(trace: Trace) -> Findings:
         yield _mean(calls)
 
 
-def _empty_means(calls: Sequence[Call]) -> list[Call]:
+def _empty_means(calls: tuple[Call, ...]) -> list[Call]:
     """Return the calls that compute a mean of no values, if no later operator of the forward replaces NaN."""
     means: list[Call] = []
     for call in calls:
