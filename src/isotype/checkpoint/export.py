@@ -301,9 +301,9 @@ def _rounded(name: str, values: torch.Tensor, kind: str) -> Any:
 PROGRAM = "llama-quantize"  # writes the types in LLAMA_CPP_TYPES
 
 
-def require_program(kind: str, adapter: Path, output: Path) -> None:
+def require_program(kind: str | None, adapter: Path, output: Path) -> None:
     """Raise UsageError if only llama.cpp's `llama-quantize` can write `kind`, and it is not on the PATH."""
-    if kind not in LLAMA_CPP_TYPES or shutil.which(PROGRAM):
+    if kind is None or kind not in LLAMA_CPP_TYPES or shutil.which(PROGRAM):
         return
     final = output if output.suffix == ".gguf" else output / f"model-{kind}.gguf"
     dense = final.with_name(f"{final.stem}-f32.gguf")

@@ -286,9 +286,7 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
 def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
     """Return the dtype name or format in which the policy stores each float tensor of a dense model, by name."""
     quantized = quantized_weights(model, policy) if policy.quantized else ()
-    stacks = (
-        formats_of_stacks(model, policy, left_dense(model, policy.unquantized)) if policy.quantization else {}
-    )
+    stacks = formats_of_stacks(model, policy, left_dense(model, policy.unquantized))
     dtypes = dtypes_of(model, policy, quantized, policy.pinned)
     formats = {name: policy.storage_of(name.removesuffix(".weight")) for name in quantized}
     return {name: dtype_name(dtype) for name, dtype in dtypes.items()} | formats | stacks

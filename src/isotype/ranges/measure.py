@@ -251,9 +251,8 @@ class Measured:
             if parameter.is_meta or hasattr(parameter, "full_tensor"):
                 what = f"{name} {'on the meta device' if parameter.is_meta else 'sharded over processes'}"
                 fix = "give the checkpoint, by its path or hub id"
-                raise UsageError.of(
-                    "this model cannot be measured in memory", what, "weights with values", fix
-                )
+                headline, expected = "this model cannot be measured in memory", "weights with values"
+                raise UsageError.of(headline, what, expected, fix)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         return cls(model, type(without_peft(model)).__name__, device)
 

@@ -88,8 +88,7 @@ def merge_adapter(
     final = Output(Path(output))
     final.check()
     _check_stored(stored, dtype, final)
-    if stored is not None:
-        require_program(stored, Path(adapter), final.path)
+    require_program(stored, Path(adapter), final.path)
     saved = read_adapter(adapter, revision if base is None else None)
     _check_mergeable(saved)
     onto = saved if base is None else replace(saved, base=str(base), revision=revision)
