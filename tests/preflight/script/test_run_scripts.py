@@ -346,6 +346,50 @@ net(torch.ones(2, 8)).sum().backward()
     assert cause in " ".join(after.split())
 
 
+def test_a_second_training_in_the_script_is_explained_by_its_own_model(runs: Runs) -> None:
+    """The first training's model is not the one whose gradients the GradScaler refuses."""
+    script = """
+def train(net):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    dtype = net[0].weight.dtype
+    scaler.scale(net(torch.ones(2, 8, dtype=dtype)).float().mean()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    return net
+
+first = train(nn.Sequential(nn.Linear(8, 8)))
+train(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).half())
+"""
+    status, _, err = runs(script)
+    assert status == 1
+    assert "the cause is elsewhere" not in err
+    assert "the script has cast" not in err
+    assert "error[IST301]: GradScaler refuses the float16 gradients of 4 of 4 trainable parameters" in err
+
+
+def test_a_method_that_raises_before_the_first_step_is_explained_by_its_model(runs: Runs) -> None:
+    """`vae.encode` is no forward, so the forward of its convolution was recorded."""
+    script = """
+class Vae(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3).half()
+
+    def encode(self, pixels):
+        return self.conv(pixels)
+
+vae = Vae().requires_grad_(False)
+with torch.no_grad():
+    vae.encode(torch.ones(1, 3, 8, 8))
+"""
+    status, _, err = runs(script)
+    assert status == 1
+    assert "isotype: a trace of another model of the script, Vae, explains the error:" in err
+    assert "  --> conv   torch.conv2d" in err
+    assert "= cause  the input pixels is float32" in err
+
+
 def test_an_adapter_that_reads_packed_codes_is_predicted_and_named_after_the_crash(runs: Runs) -> None:
     script = """
 import bitsandbytes as bnb

@@ -25,7 +25,7 @@ from isotype.preflight.script.ahead import TRIED_AFTER, look_ahead, tried
 from isotype.preflight.script.family import Family
 from isotype.preflight.script.missing_gpu import MissingGpu
 from isotype.preflight.script.output import Output
-from isotype.preflight.script.outside import Unloads, calls_of, casts_since, outside, stepped_at
+from isotype.preflight.script.outside import Unloads, calls_of, casts_since, outside, stepped_at, updated_at
 from isotype.ranges.twin import unwrapped
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
@@ -85,9 +85,14 @@ class Crash:
     setup: Callable[[], Setup | None]
     casts: set[str] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self.model = self.watch.model
+
     def explain(self, error: BaseException) -> bool:
         for link in causes(error):
             text, recorder = str(link), self.watch.recorder
+            if _UNSCALE_REFUSED in text:
+                self.model = updated_at(link) or self.model
             known = setup_errors.explained(link)
             refused = _has(text, ist308_clipped_scaled.REFUSALS)
             if known is not None and (self.request is None or not refused):
@@ -118,18 +123,18 @@ class Crash:
             if self.family.is_top:
                 self.output.say("the process that raised this error has explained the error above")
             return True
-        if self.request is None or self.watch.model is None or not self.family.claim("explained"):
+        if self.request is None or self.model is None or not self.family.claim("explained"):
             return False
         explain()
         return True
 
     def _explain(self, text: str, name: str, error: BaseException | None = None) -> None:
-        if error is not None and self._explain_by_other(error):
-            return
         recorder = self.watch.recorder
         assert recorder is not None
         call = recorder.failed
         assert call is not None
+        if error is not None and self._explain_by_other(error, call.phase == "generate"):
+            return
         refused = recorder.contracts.refusal(call.op, (operand.dtype for operand in call.operands))
         if refused is None and not _ABOUT_DTYPES.search(text):
             foreseen = _matching(self.report, call, ())
@@ -148,7 +153,7 @@ class Crash:
 
     def _explain_elsewhere(self, error: BaseException) -> None:
         """Explain a dtype error that an operator raises after the recorded step, or that other code raises."""
-        text, recorder, model = str(error), self.watch.recorder, self.watch.model
+        text, recorder, model = str(error), self.watch.recorder, self.model
         headline = error_line(error)
         assert model is not None
         assert self.request is not None
@@ -241,27 +246,38 @@ class Crash:
 
     def _traced_again(self, *, trains: bool = False, generates: bool = False) -> Report | None:
         """Trace the step again on fake tensors, and try the fixes. Return the report, or None if this is not possible."""
-        model = self.watch.model
+        model = self.model
         if model is None or self.request is None or uncopied(model):
             return None
         request = self.request(model)
         # The request may be for an evaluation before the training. If a backward raised, a training step is traced.
         phases = DEFAULT_PHASES if trains else request.phases
         report = self._traced(replace(request, phases=(*phases, *(["generate"] if generates else []))))
-        casts = {*casts_since(self.report.trace, report.trace)} if self.report and report else set()
+        casts = (
+            {*casts_since(self.report.trace, report.trace)}
+            if self.report and report and model is self.watch.model
+            else set()
+        )
         for what in sorted(casts - self.casts):
             self.output.say(f"after the step that was checked, the script has cast {what}")
         self.casts |= casts
         return report
 
-    def _explain_by_other(self, error: BaseException) -> bool:
+    def _explain_by_other(self, error: BaseException, evaluates: bool = False) -> bool:
         """Trace the call that raised the error if it is of a model that no recorded step has called.
 
-        Return True if this explained the error.
+        With `evaluates`, no training step was recorded yet, and the forward of a part (`vae.conv`) may have been recorded
+        in place of the method that called it (`vae.encode`). Return True if this explained the error.
         """
-        recorded = [root for root in (*self.watch.roots, self.watch.model) if root is not None]
+        recorded = [root for root in (*self.watch.roots, self.model) if root is not None]
         inside = {id(part) for root in recorded for part in root.modules()}
-        other = [call for call in calls_of(error) if inside.isdisjoint(map(id, unwrapped(call[0]).modules()))]
+        models = ((unwrapped(call[0]), call) for call in calls_of(error))
+        other = [
+            call
+            for model, call in models
+            if inside.isdisjoint(map(id, model.modules()))
+            or (evaluates and call[1] and id(model) not in inside)
+        ]
         return self._explain_by_call(error, other, "another model of the script, {},")
 
     def _explain_by_call(

@@ -20,7 +20,7 @@ from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.core.names import grouped, plural, short
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import line_of, tensors_at_hand
-from isotype.model.walk import name_in_process
+from isotype.model.walk import living, name_in_process
 from isotype.records.finding import in_library
 from isotype.records.trace import NO_GRADIENT, NOT_SCALAR, NOTHING_UNSCALED, Trace
 from isotype.report.text import short_source
@@ -138,6 +138,13 @@ def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     variables = (value for frame in frames for value in frame.f_locals.values())
     return [value for value in variables if isinstance(value, torch.optim.Optimizer)][-1:]
+
+
+def updated_at(error: BaseException) -> nn.Module | None:
+    """Return the outermost module with all parameters of the last optimizer in a traceback; None if there is none."""
+    held = {id(parameter) for optimizer in stepped_at(error) for parameter in parameters_of(optimizer)}
+    models = [m for m in living(nn.Module) if held and held <= {*map(id, m.parameters())}]
+    return max(models, key=lambda model: len([*model.modules()]), default=None)
 
 
 def calls_of(error: BaseException) -> list[tuple[nn.Module, str, tuple[Any, ...], dict[str, Any]]]:
