@@ -16,7 +16,6 @@ from torch import nn
 import isotype
 from isotype.model.adapters import unmatched
 from isotype.model.recompute import idle_checkpoints
-from isotype.records.trace import Misspelt
 from tests.rules.samples import adapter, trace, weight
 from tests.rules.traces import found, llama, traced
 
@@ -51,7 +50,7 @@ def test_requires_grad_of_a_module_and_a_misspelt_attribute() -> None:
 
 
 def test_a_misspelt_argument_of_a_config() -> None:
-    wrong = Misspelt("BitsAndBytesConfig", "bnb_4bit_quant_typ", "bnb_4bit_quant_type", "train.py:5")
+    wrong = "BitsAndBytesConfig", "bnb_4bit_quant_typ", "bnb_4bit_quant_type", "train.py:5"
     (finding,) = found(RULE, replace(trace(), misspelt=(wrong,)))
     assert finding.message == "bnb_4bit_quant_typ, an argument of BitsAndBytesConfig, has no effect"
     assert finding.source == "train.py:5"

@@ -34,8 +34,7 @@ def _meant(
     Path(script.__file__).write_text(CODE.format(imported=imported, call=call), encoding="utf-8")
     vars(script)[imported.split()[-1]] = getattr(transformers, imported.split()[0])
     monkeypatch.setitem(sys.modules, script.__name__, script)
-    found = [wrong for wrong in misspelt_arguments() if wrong.source == f"{script.__file__}:6"]
-    return {wrong.argument: wrong.meant for wrong in found}
+    return {a: meant for _, a, meant, line in misspelt_arguments() if line == f"{script.__file__}:6"}
 
 
 @pytest.mark.parametrize(

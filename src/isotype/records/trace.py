@@ -329,23 +329,6 @@ class Failure:
     condition: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Misspelt:
-    """An argument without effect in a script's code: the function has no such argument, but raises no error.
-
-    Attributes:
-        function: the function that the code calls.
-        argument: the argument's name in the code.
-        meant: the similar argument of the function.
-        source: `file:line` of the call.
-    """
-
-    function: str
-    argument: str
-    meant: str
-    source: str
-
-
 GRADIENTLESS = ("torch.autograd.backward", "GradScaler.step")
 """Calls that raise one of the errors in `GRADIENT_ERRORS`, whatever the dtypes are."""
 NO_GRADIENT = "element 0 of tensors does not require grad and does not have a grad_fn"
@@ -391,7 +374,8 @@ class Trace:
         idle_step: (number of parameters of an optimizer that had gradients before, line of its step without gradients).
         unmatched: names in PEFT's `target_modules` and `modules_to_save` that match no module.
         reasons: dtype -> why weights have it, if other code than the model's chose it.
-        misspelt: arguments in the script's code that are misspelt, but raise no error.
+        misspelt: (config, misspelt argument, argument that was meant, line) for each call in the script's code that gives a
+            config an argument without effect.
         idle_checkpoints: trained modules with gradient checkpointing that recompute nothing, because they are in eval mode.
         no_autocast: why this step should run under autocast, if it does not; else "".
     """
@@ -426,7 +410,7 @@ class Trace:
     idle_step: tuple[int, str] | None = None
     unmatched: tuple[str, ...] = ()
     reasons: Mapping[torch.dtype, str] = field(default_factory=dict)
-    misspelt: tuple[Misspelt, ...] = ()
+    misspelt: tuple[tuple[str, str, str, str], ...] = ()
     idle_checkpoints: tuple[str, ...] = ()
     no_autocast: str = ""
 

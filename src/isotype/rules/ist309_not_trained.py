@@ -78,12 +78,12 @@ def find(trace: Trace) -> Findings:
             cause=f"{attribute} is a plain attribute, which torch never reads",
             fixes=(advice(attribute, how),),
         )
-    for word in trace.misspelt:
+    for config, argument, meant, line in trace.misspelt:
         yield warning(
-            f"{word.argument}, an argument of {word.function}, has no effect",
-            source=word.source,
-            cause=f"{word.function} has no argument of this name and raises no error; {word.meant} keeps its default",
-            fixes=(advice(word.argument, f"write {word.meant} in place of {word.argument}"),),
+            f"{argument}, an argument of {config}, has no effect",
+            source=line,
+            cause=f"{config} has no argument of this name and raises no error; {meant} keeps its default",
+            fixes=(advice(argument, f"write {meant} in place of {argument}"),),
         )
     if trace.unmatched:
         yield warning(

@@ -17,9 +17,8 @@ from torch import nn
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
-from isotype.model.walk import living
+from isotype.model.walk import derives_from, living
 from isotype.records.finding import in_library
-from isotype.records.trace import Misspelt
 
 _QUANTIZATION = "QuantizationConfigMixin"
 _ACCEPT_ANY_NAME = {"PreTrainedConfig", "PretrainedConfig", _QUANTIZATION}
@@ -33,17 +32,17 @@ def script_files() -> Iterator[tuple[ModuleType, str]]:
             yield module, "".join(linecache.getlines(file))
 
 
-def misspelt_arguments() -> tuple[Misspelt, ...]:
-    """Return the arguments of configs in the script's code that have no effect because they are misspelt."""
+def misspelt_arguments() -> tuple[tuple[str, str, str, str], ...]:
+    """Return the misspelt arguments of configs in the script's code, as `Trace.misspelt`."""
     library, misspelt = sys.modules.get("transformers"), []
     for module, code in script_files():
         for name, call in _calls(code):
             of_library = getattr(library, name, None) if name.endswith("Config") else None
             config = vars(module).get(name, of_library)
-            if isinstance(config, type) and not _ACCEPT_ANY_NAME.isdisjoint(_bases(config)):
+            if isinstance(config, type) and any(derives_from(config, base) for base in _ACCEPT_ANY_NAME):
                 words = {word.arg: f"{module.__file__}:{word.lineno}" for word in call.keywords if word.arg}
                 meant = {argument: _meant(config, argument, words) for argument in words}
-                misspelt += [Misspelt(name, a, meant[a], line) for a, line in words.items() if meant[a]]
+                misspelt += [(name, a, meant[a], line) for a, line in words.items() if meant[a]]
     return tuple(dict.fromkeys(misspelt))
 
 
@@ -94,7 +93,7 @@ def _meant(config: type, argument: str, words: Container[str]) -> str:
     if argument in parameters or hasattr(config, argument) or argument in _words(config):
         return ""
     absent = [name for name in parameters if name not in words]
-    if _QUANTIZATION in _bases(config):  # code of users reads no other attributes of such a config
+    if derives_from(config, _QUANTIZATION):  # code of users reads no other attributes of such a config
         near = get_close_matches(argument, absent, 1, 0.85)
         near += [name for name in absent if name.endswith(f"_{argument}")]
     else:
@@ -103,18 +102,9 @@ def _meant(config: type, argument: str, words: Container[str]) -> str:
 
 
 def _is_same(words: list[str], others: list[str]) -> bool:
-    """Return whether the words of two names are equal, except for one or two letters of longer words."""
-    pairs = [*zip(words, others, strict=False)]
-    near = (
-        max(map(len, pair)) > 3 and SequenceMatcher(None, *pair).ratio() > 0.87
-        for pair in pairs
-        if len({*pair}) > 1
-    )
-    return len(words) == len(others) and all(near)
-
-
-def _bases(config: type) -> set[str]:
-    return {base.__name__ for base in config.__mro__}
+    """Return whether the words of two names are equal, except for one letter of longer words."""
+    ratios = (SequenceMatcher(None, *pair).ratio() for pair in zip(words, others, strict=False))
+    return len(words) == len(others) and min(ratios) > 0.87
 
 
 @cache

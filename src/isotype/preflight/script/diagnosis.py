@@ -66,7 +66,6 @@ from isotype.trace.live.forward import Averages, Beginning, StaleCasts
 from isotype.trace.live.gradients import IdleSteps, KeptGraphs
 from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import MANY_SKIPPED, Watch
-from isotype.trace.script import cast_by_evaluation
 
 MENTIONED_FROM = 5.0
 """If the trace before the first step takes this many seconds, a line is printed even without findings."""
@@ -137,12 +136,6 @@ class Diagnosis:
             self._speaker = os.getpid()
         if self.gpu.sentence and self._speaks:
             self._say(self.gpu.sentence)
-        dtype = next((p.dtype for p in beginning.model.parameters() if p.requires_grad), torch.float32)
-        stored = getattr(getattr(beginning.model, "config", None), "dtype", None)
-        how = cast_by_evaluation(dtype) if self._request is not None and dtype != stored else ""
-        if how and self._speaks:
-            fix = "if the model was cast, train first, or cast it back"
-            self._say(f"the weights are {dtype_name(dtype)}, and {how}: {fix}")
         request = self._request_of(beginning)
         if self._seconds and self._speaks:
             self.report = self._looked_ahead(request)
