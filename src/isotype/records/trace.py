@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -445,20 +446,17 @@ def _lines(trace: Trace) -> Iterator[str]:
     setup = trace.setup
     autocast = "off" if setup.autocast is None else dtype_name(setup.autocast)
     yield f"{trace.model or trace.modules.get('', 'a step')} on {setup.profile.title}   autocast {autocast}   scaler {'on' if setup.scaler else 'off'}"
-    phase = ""
-    entered: tuple[str, ...] = ()
-    for call in trace.calls:
-        if call.phase != phase:
-            phase, entered = call.phase, ()
-            yield phase
-        outer = reversed(with_parents(call.module)[:-1])
-        path = tuple(name for name in outer if name in trace.modules)
-        for depth, name in enumerate(path, 1):
-            if path[:depth] != entered[:depth]:
-                times = f"   represents {call.repeats}" if depth == len(path) and call.repeats > 1 else ""
-                yield f"{'  ' * depth}{name} ({trace.modules[name]}){times}"
-        entered = path
-        yield f"{'  ' * (len(path) + 1)}{_words(call)}"
+    for phase, calls in groupby(trace.calls, lambda call: call.phase):
+        yield phase
+        entered: tuple[str, ...] = ()
+        for call in calls:
+            path = tuple(filter(trace.modules.__contains__, reversed(with_parents(call.module)[:-1])))
+            for depth, name in enumerate(path, 1):
+                if path[:depth] != entered[:depth]:
+                    times = f"   represents {call.repeats}" if depth == len(path) and call.repeats > 1 else ""
+                    yield f"{'  ' * depth}{name} ({trace.modules[name]}){times}"
+            entered = path
+            yield f"{'  ' * (len(path) + 1)}{_words(call)}"
     if trace.failure is not None:
         yield f"ended in {trace.failure.phase} at {trace.failure.module or 'the model'}: {trace.failure.error}"
     yield from (f"not traced: {part}" for part in trace.untraced_parts())
@@ -470,8 +468,7 @@ def _words(call: Call) -> str:
     results = ", ".join(_tensor(*result) for result in call.results)
     remarks = [short(call.source)] if call.source else []
     if call.breach is not None:
-        dtype = call.breach.converted
-        converted = "" if dtype is None else f", converted to {dtype_name(dtype)}"
+        converted = f", converted to {dtype_name(dtype)}" if (dtype := call.breach.converted) else ""
         remarks.append(f"refused{converted}: {call.breach.message}")
     elif call.is_cast:
         remarks.append("cast" if call.autocast is None else f"cast, autocast to {dtype_name(call.autocast)}")

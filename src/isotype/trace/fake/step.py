@@ -398,8 +398,7 @@ class _Step:
                 self._refuse("GradScaler.step", NOTHING_UNSCALED, [("parameter", self._trainable()[0])])
             return
         request: Any = self.request.optimizer
-        if isinstance(request, str):
-            request = self.setup.optimizer  # a fix may name another optimizer
+        request = self.setup.optimizer if isinstance(request, str) else request  # a fix may name another one
         optimizers = optimizers_in(request)
         copies = [names_instead(optimizer, self.request.model) for optimizer in optimizers]
         # A script's optimizers, which have names instead of parameters, may not be all.

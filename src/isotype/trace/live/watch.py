@@ -278,11 +278,10 @@ class Watch:
         return mine and not is_simulated() and not is_traced()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        inner = original(module)
         if any(map(is_compiled, (module, *module.modules()))):
             self._note("torch.compile is off in the recorded steps: compiled code has no operators to record")
         self.state = "looking"
-        self._before(self._beginning(inner, args, kwargs))
+        self._before(self._beginning(original(module), args, kwargs))
         self._record(LiveRecorder(device_of(module), seconds=WATCH_SECONDS, kind=self.kind), "forward")
         self.state = "watching"
 
@@ -311,10 +310,8 @@ class Watch:
         self._evaluations[module] = self._evaluations.get(module, 0) + 1
         self._evaluated += 1
         beginning = self._beginning(module, args, kwargs)
-        if self.state == "evaluating":
-            self._without_modes(lambda: self._evaluates(beginning))
-        else:
-            self._evaluates(beginning)
+        self._without_modes(lambda: self._evaluates(beginning))
+        if self.state != "evaluating":
             self._record(LiveRecorder(device_of(module), _EVALUATION_CALLS), "generate")
             self.state = "evaluating"
 
