@@ -106,7 +106,7 @@ def _unknown_argument(error: BaseException) -> Outside | None:
     ]
     words = {word for f in passed for word in (*f.co_varnames, *f.co_consts) if isinstance(word, str)}
     known = {*words, *(() if code is None else code.co_varnames)} - {name}
-    new = next(iter([*RENAMED.get(name, ()), *get_close_matches(name, known, 1, 0.8)]), "")
+    new = next(iter([*RENAMED.get(name, ()), *get_close_matches(name, sorted(known), 1, 0.8)]), "")
     # TRL's trainers have the arguments of a training in a class of the same name: SFTConfig for SFTTrainer.
     config = getattr(sys.modules[called.__module__], called.__name__.replace("Trainer", "Config"), None)
     fields = getattr(config, "__dataclass_fields__", {}) if config is not called else {}
