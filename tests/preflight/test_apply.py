@@ -15,6 +15,7 @@ from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.boundary import Boundary
 from isotype.model.experts.quantize import quantize_parts
 from isotype.model.experts.stack import place_stack
+from isotype.model.walk import plain_tensors
 from isotype.preflight.apply import apply_actions, take_back
 from isotype.records.finding import Action
 from tests.refusals import refused
@@ -302,3 +303,16 @@ def test_a_gradient_is_accumulated_in_another_dtype_and_back() -> None:
     take_back(undos)
     assert model.weight.grad is before
     assert model.weight.grad_dtype == torch.bfloat16
+
+
+def test_a_tensor_in_a_tuple_of_a_module_is_cast_and_put_back() -> None:
+    """A table of cosines and sines, which `.to()` does not move."""
+    model: Any = nn.Sequential(nn.Linear(2, 2))
+    cos, sin = torch.ones(2), torch.zeros(2)
+    model[0].tables = before = ((cos, sin), "kept")
+    assert [name for name, _ in plain_tensors(model[0])] == ["tables.0.0", "tables.0.1"]
+    undos = apply_actions(model, [Action("buffer", "0.tables.0.1", "bfloat16")])
+    assert [table.dtype for table in model[0].tables[0]] == [torch.float32, torch.bfloat16]
+    assert model[0].tables[0][0] is cos
+    take_back(undos)
+    assert model[0].tables is before

@@ -207,7 +207,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of float tensors in plain attributes of `module`, which `.to()` does not move.
 
-    In a dict or list, the name is the attribute and the key (`meta.scale`, `blocks.0.weight`). If an attribute is the
+    In a dict, list or tuple, the name is the attribute and the key (`meta.scale`, `blocks.0.weight`). If an attribute is the
     parent of `module`, the parent's weights are yielded, too.
     """
     visited = {id(module)}
@@ -223,14 +223,14 @@ def _floats_in(value: Any, name: str, visited: set[int]) -> Iterator[tuple[str, 
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
             yield name, value
-    elif isinstance(value, (dict, list, nn.Module)) and id(value) not in visited:
+    elif isinstance(value, (dict, list, tuple, nn.Module)) and id(value) not in visited:
         visited.add(id(value))
         for key, held in _items(value):
             yield from _floats_in(held, f"{name}.{key}", visited)
 
 
-def _items(holder: dict[Any, Any] | list[Any] | nn.Module) -> Iterator[tuple[str, Any]]:
-    if isinstance(holder, list):
+def _items(holder: dict[Any, Any] | list[Any] | tuple[Any, ...] | nn.Module) -> Iterator[tuple[str, Any]]:
+    if isinstance(holder, (list, tuple)):
         yield from ((str(position), value) for position, value in enumerate(holder))
     elif isinstance(holder, nn.Module):
         for registered in (own_parameters(holder), own_buffers(holder), own_modules(holder)):

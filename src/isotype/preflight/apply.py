@@ -81,8 +81,8 @@ def _targets(model: nn.Module, action: Action) -> Iterator[Any]:
                 yield target
 
 
-def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
-    """Return the dictionary or list that contains the tensor `name` of `module`, and the tensor's key."""
+def _holder(module: nn.Module, name: str) -> tuple[Any, Any]:
+    """Return the dictionary, list or tuple that contains the tensor `name` of `module`, and the tensor's key."""
     first, *rest = name.split(".")
     holder, key = _entry(module, first)
     for step in rest:
@@ -91,8 +91,8 @@ def _holder(module: nn.Module, name: str) -> tuple[Any, str]:
 
 
 def _entry(holder: Any, step: str) -> tuple[Any, Any]:
-    """Return the dictionary or list in which `holder` stores its item or attribute `step`, and the key there."""
-    if isinstance(holder, list):
+    """Return the dictionary, list or tuple in which `holder` stores its item or attribute `step`, and the key there."""
+    if isinstance(holder, (list, tuple)):
         return holder, int(step)
     if not isinstance(holder, nn.Module):
         return holder, step
@@ -128,8 +128,18 @@ def _cast_buffer(target: Any, value: str) -> list[Undo]:
         raise UsageError.of("a cast does not restore rounded frequencies", what, expected, fix)
     fresh = fresh_rotary(name, module) if rounded and not isinstance(before, FakeTensor) else None
     source = before if fresh is None else getattr(fresh, name).to(before.device)
-    holder[key] = source.to(parse_dtype(value))
-    return [partial(holder.__setitem__, key, before)]
+    return [_put(module, name, source.to(parse_dtype(value)))]
+
+
+def _put(module: nn.Module, name: str, value: Any) -> Undo:
+    """Store a value in place of the tensor or tuple `name` of `module`. A tuple is replaced by a changed copy."""
+    holder, key = _holder(module, name)
+    if isinstance(holder, tuple):
+        items = [value if position == key else item for position, item in enumerate(holder)]
+        return _put(module, name.rpartition(".")[0], tuple.__new__(type(holder), items))
+    undo = partial(holder.__setitem__, key, holder[key])
+    holder[key] = value
+    return undo
 
 
 # Hooks are module-level functions, so that a model with hooks can be pickled.
