@@ -22,6 +22,11 @@ class Net(nn.Module):
         self.base = finegrained_fp8.FP8Linear(32, 16, (16, 16), has_bias=True).requires_grad_(False)
         self.base.bias.data = self.base.bias.data.to(BF16)
         self.experts = finegrained_fp8.FP8GroupedLinear(16, 32, 2, (16, 16)).requires_grad_(False)
+        for weight in (
+            *self.base.parameters(),
+            *self.experts.parameters(),
+        ):  # uninitialized memory may hold NaN
+            weight.data = torch.ones(weight.shape).to(weight.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.base(self.adapter(x))
