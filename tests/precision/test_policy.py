@@ -227,7 +227,7 @@ def test_every_conflict_at_once_with_the_nearest_policy_that_works():
         "  - quantization int8, but llama-nf4 is saved in nf4\n"
         "    expected  nf4, or an unquantized checkpoint\n"
         "    fix       leave the quantization out (the checkpoint's nf4 is kept) or give the 16-bit original\n"
-        "  - compute float16 with bfloat16 masters\n"
+        "  - float16 compute with bfloat16 masters\n"
         "    expected  float32 masters: float16 compute needs a GradScaler, which cannot unscale bfloat16 gradients\n"
         "    fix       leave the master dtype out, or compute in bfloat16\n"
         "  = nearest policy that works: compute bfloat16, storage nf4, masters float32, trainable lora"
@@ -244,7 +244,7 @@ def test_every_conflict_at_once_with_the_nearest_policy_that_works():
             PrecisionRequest(quantization="int8", double_quant=True, quant_storage="bfloat16"),
             "double_quant and quant_storage with int8 quantization",
         ),
-        (PrecisionRequest(dtype="float32", master="bf16"), "compute float32 with bfloat16 masters"),
+        (PrecisionRequest(dtype="float32", master="bf16"), "float32 compute with bfloat16 masters"),
         (PrecisionRequest(dtype="float64"), "compute dtype float64"),
         (PrecisionRequest(master="float64"), "master dtype float64"),
     ],

@@ -78,7 +78,7 @@ def with_float32_constants(state: Any) -> Any:
 
 
 def multiplies(state: Any) -> bool:
-    """Return whether `gemm_4bit` can multiply weights with this quantization state without dequantizing them."""
+    """Return whether `gemm_4bit` can multiply by a packed weight that has the quantization state `state`."""
     return state.shape[1] % state.blocksize == 0 and (not state.nested or state.state2.blocksize == 256)
 
 

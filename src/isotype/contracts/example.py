@@ -143,7 +143,7 @@ REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError
 """The exceptions of torch for operands of unsupported dtypes."""
 
 FAR = 0.25
-"""Largest relative error of correct results. Rounding to 16 bits causes 0.004, misread bytes far more."""
+"""Results with a larger relative error count as wrong. Rounding to 16 bits causes 0.004, misread bytes far more."""
 
 _FLOATS = frozenset(FLOAT_DTYPES.values())
 
@@ -165,7 +165,7 @@ def corrupted(
 ) -> bool:
     """Return whether the results of a call are wrong: far from the results of every trusted run.
 
-    The call's operands have the dtypes `letters`. A trusted run has the same input values in float64 on the CPU, or in
+    `letters` has a letter for each operand's dtype. A trusted run has the same input values in float64 on the CPU, or in
     the recorded dtypes on the device or the CPU. Return False without a trusted run, and for results that cannot be
     compared: random numbers, uninitialized memory, reinterpreted bytes.
     """

@@ -338,7 +338,7 @@ def main() -> None:
 
 
 def templates(messages: Mapping[str, str]) -> dict[str, str]:
-    """Return a message template for each pattern. Few templates cover all patterns.
+    """Return a message template for each pattern. As few different templates as possible are used.
 
     If several operands have the dtype in a message, several templates are possible. The template that fits the most
     messages is chosen. `fill(template, letters_in(pattern))` returns each message exactly.

@@ -208,7 +208,7 @@ class _LayerTensors:
     """The tensors of one layer, and their gradients.
 
     Attributes:
-        first_column: first column of the layer's adapters in X Aᵀ.
+        first_column: index of the first column that the layer's adapters have in the matrix X Aᵀ.
         gradients: gradients of the biases, of A and B of each adapter, and of DoRA's magnitude.
         scaled_up: s B of all adapters, concatenated to `[out, rank]` in the working dtype; None without adapters.
     """

@@ -116,7 +116,7 @@ def _source(forward: Callable[..., Any]) -> str:
 
 
 def stands_for(model: nn.Module) -> dict[str, int]:
-    """Return the number of layers for which each layer in a folded list stands, by the layer's full name."""
+    """Return full name -> number of equal layers, for each layer that represents these layers in a folded list."""
     return {n: getattr(m, STANDS_FOR) for n, m in model.named_modules() if hasattr(m, STANDS_FOR)}
 
 

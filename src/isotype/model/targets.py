@@ -108,7 +108,7 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
 
 
 def _module_of(model: Any, name: str, drawn: set[str]) -> str:
-    """Return the name of the largest module with the parameter `name` whose parameters are all in `drawn`; else ""."""
+    """Return the name of the largest module that has the parameter `name` and no parameter outside of `drawn`; else ""."""
     path, best = name.rpartition(".")[0], ""
     while path:
         module = model.get_submodule(path)

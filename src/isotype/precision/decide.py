@@ -219,12 +219,12 @@ class _Draft:
             fix = "leave it out: float32 is right"
             self._refuse(f"master dtype {name}", "float32, bfloat16 or float16", fix)
         elif compute == torch.float32 and master != torch.float32:
-            what = f"compute float32 with {name} masters"
+            what = f"float32 compute with {name} masters"
             expected = "masters with at least the precision of the compute dtype"
             self._refuse(what, expected, f"leave the master dtype out, or compute in {name}")
         elif compute == torch.float16 and master != torch.float32:
             self._refuse(
-                f"compute float16 with {name} masters",
+                f"float16 compute with {name} masters",
                 f"float32 masters: float16 compute needs a GradScaler, which cannot unscale {name} gradients",
                 "leave the master dtype out, or compute in bfloat16",
             )

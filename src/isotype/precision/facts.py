@@ -84,5 +84,5 @@ def unreadable(facts: ModelFacts) -> Problem | None:
     if facts.saved_format is None or facts.saved_format in QUANTIZATIONS:
         return None
     expected = f"float weights, {', '.join(DEQUANTIZED)}, or bitsandbytes {alternatives(QUANTIZATIONS)}"
-    fix = f"give the unquantized original and a quantization of {', '.join(QUANTIZATIONS)}"
+    fix = f"give the unquantized original, and choose a quantization: {', '.join(QUANTIZATIONS)}"
     return Problem(f"{facts.source} is quantized with {facts.saved_format}", expected, fix)

@@ -79,7 +79,7 @@ def request_of_trainer(trainer: Any, inputs: Any = None, device: Any = None) -> 
 
 
 def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch. If the trainer passes `num_items_in_batch` to the model, add the number for two such batches.
+    """Return the batch. If the trainer passes `num_items_in_batch` to the model, add twice the number of labels of the batch.
 
     If TRL's fused head computes the loss, add `fused_lm_head`.
     """

@@ -56,7 +56,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The first operator with a non-finite result whose operands are finite or come from outside of the step.
+    """The first operator that got only finite operands, or operands from outside of the step, and returned NaN or infinity.
 
     Attributes:
         op: name of the operator, such as `aten.mm.default`.

@@ -37,7 +37,7 @@ from isotype.rules.kit.findings import Findings, advice
 def find(trace: Trace) -> Findings:
     setup = trace.setup
     if trace.no_autocast:
-        how = "call the prepared model (unwrap_model with keep_fp32_wrapper=True), or open accelerator.autocast() or torch.autocast around the forward"
+        how = "call the model that accelerator.prepare() returned, unwrap it with keep_fp32_wrapper=True, or open accelerator.autocast() or torch.autocast around the forward"
         if trace.no_autocast.endswith("on a CPU"):
             how = "use bf16 on a CPU, or train on a GPU"
         message = "the step runs without autocast"

@@ -2,7 +2,7 @@
 
 **What it means.** On a CPU with AVX512-BF16, bitsandbytes repacks every 4-bit weight in place (changes the order of its
 codes) during the first forward in eval mode. For some shapes, the repacking raises an error. A repacked layer passes no
-gradient to its input, so training after an evaluation is wrong.
+gradient to its input, so the steps after an evaluation train with wrong gradients.
 
 **Why it is bad.** The repacking raises an error if the number of rows is not a multiple of 32, or if the number of
 columns is not a multiple of the quantization block (64 weights by default). For example, `generate` fails with a weight

@@ -21,7 +21,7 @@ class Ledger:
     """Counts every storage once, from its first use until its last tensor is freed.
 
     A traced module can represent several equal modules (`multiply`). The activations that its forward saves are then
-    counted for each of these modules. The bytes of the modules that are not traced are called surplus. A storage and
+    counted for each of these modules. The bytes that are counted for the modules that are not traced are the surplus. A storage and
     its surplus are usually freed together. But if the traced module's backward frees a storage, its surplus is freed at
     the end of this backward, because the backwards of the other modules follow.
 

@@ -314,7 +314,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def cast_origin(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
         """Return the origin of the tensor from which the function `name` takes a dtype (`x` in `y.to(x.dtype)`).
 
-        Return None if the code names the dtype itself. Call this method when Python code calls the function.
+        Return None if the code names the dtype itself. Call this method while the function `name` runs.
         """
         if name in _TAKE_FROM:
             like = kwargs.get("other", next(iter(args[_TAKE_FROM[name] :]), None))

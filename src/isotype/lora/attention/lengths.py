@@ -87,7 +87,7 @@ def why_not_call(
     if kwargs.get("dropout"):
         return "the call has dropout"
     changes = [name for name in (*CHANGES, "position_bias") if kwargs.get(name) is not None]
-    return f"the call has {', '.join(changes)}" if changes else None
+    return f"the call has the arguments {', '.join(changes)}" if changes else None
 
 
 def by_lengths(

@@ -41,7 +41,7 @@ def profile_names() -> tuple[str, ...]:
 
 @cache
 def names() -> dict[str, str]:
-    """Return name or alias, without separators (`rtx4090`) -> key of the record."""
+    """Return a dict from each name and alias, written without separators (`rtx4090`), to the key of its record."""
     entries = records().items()
     return {"".join(words_of(name)): key for key, record in entries for name in (key, *record["aliases"])}
 

@@ -30,7 +30,7 @@ class Held:
 
     Attributes:
         call: the traced call. It may represent the same operator in several layers.
-        operator: the measured ranges of the operator, in one of these layers.
+        operator: the measured ranges of the operator, in one of the layers that `call` represents.
         at: position of the measured operator in the program; 0.5 more for a cast of its result, the next operator.
         value: the largest magnitude of the call's float16 operands or results.
         takes: True if an operand has this magnitude, False if a result has it.

@@ -133,7 +133,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     def register_named(self, kind: OriginKind, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Before the step, register (name, tensor) of real tensors outside of the model that its code may use.
 
-        They are the data that the loss function can read, such as a class weight, and the tensors in the inputs.
+        These tensors are the inputs, and data that the loss function can read, such as a class weight.
         """
         for name, tensor in tensors:
             self._named[id(tensor)] = tensor, Origin(kind, tensor.dtype, name)

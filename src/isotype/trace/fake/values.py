@@ -88,7 +88,7 @@ class Values:
         self.numbers = Numbers()
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor, counted: bool = False) -> None:
-        """Store the value of a fake tensor. A value with more than `LIMIT` elements needs `counted=True`, or is an expanded mask."""
+        """Store the value of a fake tensor. More than `LIMIT` elements are stored only with `counted=True`, or of an expanded mask."""
         if value.layout != torch.strided or value.device.type != "cpu":
             return
         if value.numel() <= (_MOST_ANGLES if hasattr(value, _EXACT) else LIMIT):

@@ -23,7 +23,7 @@ Read = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Limit:
-    """The range of valid numbers for an argument. `above` excludes `least` itself; `below` excludes `most` itself."""
+    """The valid numbers of an argument, from `least` to `most`. With `above`, `least` is not valid; with `below`, `most` is not."""
 
     least: float
     most: float = math.inf

@@ -163,7 +163,7 @@ def labelled_rows(
 
 
 def _count_left_out(rows: Any, names: Sequence[str]) -> int:
-    """Count the turns in the columns `names` that are excluded from the loss (in a stream, in the first 1000 rows)."""
+    """Count the turns in the columns `names` that are excluded from the loss. Of a stream, only the first 1000 rows are counted."""
     features = getattr(rows, "features", None)
     if features is not None:
         names = lists_in(features, names, lambda message: not message.keys().isdisjoint(MARKS))
