@@ -147,12 +147,13 @@ def stored(base: Path, name: str, storage: str | None, compute: torch.dtype = to
     """Return the weight that a layer with this storage computes with, by bitsandbytes' functions."""
     from bitsandbytes import functional as bnb
 
-    weight = load_file(base / "model.safetensors")[f"{name}.weight"].to(compute)
-    if storage is None:
-        return weight
-    if storage == "int8":
+    weight = load_file(base / "model.safetensors")[f"{name}.weight"]
+    if storage == "int8":  # the codes come from the checkpoint's values
         codes, constants, _ = bnb.int8_vectorwise_quant(weight.half())
         return codes.double() * constants.double()[:, None] / 127
+    weight = weight.to(compute)
+    if storage is None:
+        return weight
     return bnb.dequantize_4bit(*bnb.quantize_4bit(weight, quant_type=storage))
 
 
