@@ -152,3 +152,34 @@ def test_a_library_s_function_is_named_with_the_line_that_calls_it(tmp_path: Pat
     line = _line(test_a_library_s_function_is_named_with_the_line_that_calls_it, "get_peft_model(")
     adapter = adapted.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default")
     assert set_at(adapter, "weight") == f"created by get_peft_model at {line}"
+
+
+class _Named(nn.Module):
+    """A module whose hash needs an attribute that the constructor sets after the weight."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.name = name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Named) and self.name == other.name
+
+
+def test_modules_with_equal_names_have_lines_of_their_own() -> None:
+    first, second = _Named("a"), _Named("a").half()
+    second.half()
+    assert "created" in set_at(first, "weight")
+    assert "cast" in set_at(second, "weight")
+
+
+def test_a_constructor_may_be_a_function_outside_of_its_class() -> None:
+    namespace = {"nn": nn, "torch": torch}
+    code = "def __init__(self):\n nn.Module.__init__(self)\n self.weight = nn.Parameter(torch.zeros(2))"
+    exec(compile(code, bitsandbytes.__file__, "exec"), namespace)
+    module = type("Made", (nn.Module,), {"__init__": namespace["__init__"]})()
+    line = _line(test_a_constructor_may_be_a_function_outside_of_its_class, "module = type")
+    assert set_at(module, "weight").endswith(f" at {line}")

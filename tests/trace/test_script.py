@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 from isotype.rules import judge
+from isotype.trace.dtype_history import remembered
 from isotype.trace.script import dtype_reasons, misspelt_arguments
 from tests.rules.samples import trace, weight
 
@@ -87,7 +88,8 @@ def test_a_default_dtype_is_a_reason(
     script.__file__ = str(tmp_path / "default.py")
     Path(script.__file__).write_text(f"import torch\n{line}\n", encoding="utf-8")
     monkeypatch.setitem(sys.modules, "a_script", script)
-    reasons = dtype_reasons(nn.Linear(2, 2))
+    assert dtype_reasons(nn.Linear(2, 2)) == {}  # the model has no weights in this dtype
+    reasons = dtype_reasons(nn.Linear(2, 2, dtype=dtype))
     assert [*reasons] == ([] if dtype is None else [dtype])
     assert all("default.py:2 sets torch's default dtype" in reason for reason in reasons.values())
 
@@ -103,6 +105,21 @@ def test_an_evaluation_that_cast_the_model_is_a_reason(
     reasons = dtype_reasons(model)
     named = "bf16_full_eval=True casts the model in evaluate()" in reasons.get(torch.bfloat16, "")
     assert named == (bool(flags) and stored == torch.float32)
+    del arguments
+
+
+def test_weights_that_the_script_cast_have_no_other_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = transformers.TrainingArguments("out", use_cpu=True, report_to=[], bf16_full_eval=True)
+    script = ModuleType("__main__")
+    script.__file__ = str(tmp_path / "default.py")
+    Path(script.__file__).write_text("def low(): torch.set_default_dtype(torch.bfloat16)\n", encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "a_script", script)
+    with remembered():
+        model = nn.Linear(2, 2).to(torch.bfloat16)
+    model.config = SimpleNamespace(dtype=torch.float32)  # type: ignore[assignment]
+    assert dtype_reasons(model) == {}
     del arguments
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,6 +12,7 @@ from traceback import walk_stack
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from isotype.compat.standard import frame_above
 from isotype.compat.torch_casts import around_weights, held_by
@@ -36,7 +37,8 @@ class _Line:
 
 
 # No weak reference to a tensor is kept, because torch.utils.swap_tensors refuses tensors with one.
-_history: weakref.WeakKeyDictionary[nn.Module, dict[str, _Line]] = weakref.WeakKeyDictionary()
+# A module is a key by its id, because a class's `__hash__` may read attributes that its constructor has not set yet.
+_history: MutableMapping[nn.Module, dict[str, _Line]] = WeakIdKeyDictionary()
 _holders: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
 """Id of a parameter or buffer -> modules that got it. An entry is valid as long as the module holds this tensor."""
 
@@ -64,7 +66,7 @@ def _held(module: nn.Module, name: str, before: torch.dtype | None) -> None:
         known[name] = _Line(id(tensor), tensor.dtype, _running_line("created" if before is None else verb))
     elif name in known:
         known[name] = replace(known[name], tensor=id(tensor))
-    if (module, name) not in holders and name in known:
+    if name in known and not any(holder is module and held == name for holder, held in holders):
         _holders[id(tensor)] = [(weakref.ref(holder), held) for holder, held in (*holders, (module, name))]
 
 
@@ -88,7 +90,7 @@ def _running_line(verb: str) -> str:
         if not _installed(f"{code.co_filename}:0"):
             by = f" by {function}" if function else ""
             return f"{'loaded' if function == 'from_pretrained' else verb}{by} at {short(f'{code.co_filename}:{frame.f_lineno}')}"
-        name = code.co_qualname.split(".")[-2] if code.co_name == "__init__" else code.co_name
+        name = code.co_qualname.split(".")[-2:][0] if code.co_name == "__init__" else code.co_name
         if name not in CAST_FUNCTIONS and not _UNNAMED.match(name):
             function = name
     return ""

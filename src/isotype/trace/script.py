@@ -6,7 +6,7 @@ import ast
 import inspect
 import linecache
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from types import ModuleType
@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.torch_casts import held_by
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
 from isotype.model.walk import derives_from, living
 from isotype.records.finding import in_library
+from isotype.trace.dtype_history import set_at
 
 _QUANTIZATION = "QuantizationConfigMixin"
 _ACCEPT_ANY_NAME = {"PreTrainedConfig", "PretrainedConfig", _QUANTIZATION}
@@ -48,11 +50,16 @@ def misspelt_arguments() -> tuple[tuple[str, str, str, str], ...]:
 
 def dtype_reasons(model: nn.Module) -> dict[torch.dtype, str]:
     """Return dtype -> why weights of the model have it, for dtypes that code chooses elsewhere than at the weights."""
+    lines: dict[torch.dtype, set[str]] = {}
+    for part in model.modules():
+        for name, tensor in held_by(part).items():
+            lines.setdefault(tensor.dtype, set()).add(set_at(part, name))
+    created = [dtype for dtype in lines if any(how.startswith("created") or not how for how in lines[dtype])]
     reasons = {}
     for module, code in script_files():
         for name, call in _calls(code):
             dtype = getattr(torch, getattr(call.args[0], "attr", ""), None) if call.args else None
-            if name != "set_default_dtype" or not isinstance(dtype, torch.dtype) or dtype == torch.float32:
+            if name != "set_default_dtype" or dtype not in created or dtype == torch.float32:
                 continue
             # A function of another module may never have run.
             if module.__name__ == "__main__" or dtype == torch.get_default_dtype():
@@ -62,14 +69,20 @@ def dtype_reasons(model: nn.Module) -> dict[torch.dtype, str]:
                 )
     trained = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
     stored = getattr(getattr(model, "config", None), "dtype", None)
-    if isinstance(stored, torch.dtype) and trained != stored and (how := cast_by_evaluation(trained)):
+    differs = isinstance(stored, torch.dtype) and trained != stored
+    if differs and (how := cast_by_evaluation(trained, lines.get(trained, ()))):
         reasons[trained] = how
     return reasons
 
 
-def cast_by_evaluation(dtype: torch.dtype) -> str:
-    """Return a text if a `TrainingArguments` of this process casts models to `dtype` in an evaluation; else ""."""
+def cast_by_evaluation(dtype: torch.dtype, lines: Iterable[str]) -> str:
+    """Return a text if an evaluation may have cast weights to `dtype`, as `TrainingArguments` of this process say; else "".
+
+    `lines` are the texts of `set_at` for these weights.
+    """
     flag = {torch.bfloat16: "bf16_full_eval", torch.float16: "fp16_full_eval"}.get(dtype, "")
+    if all(how and " by evaluate at " not in how and " by predict at " not in how for how in lines):
+        return ""
     library = sys.modules.get("transformers.training_args")
     settings = living(library.TrainingArguments) if library is not None and flag else ()
     return f"{flag}=True casts the model in evaluate()" if any(getattr(s, flag) for s in settings) else ""

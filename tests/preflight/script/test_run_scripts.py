@@ -911,13 +911,15 @@ for _ in range(3): step()
 def test_a_cast_in_an_evaluation_is_named(runs: Runs, flag: str, first: str) -> None:
     dtype = {"b": "bfloat16", "f": "float16"}[flag[0]]
     script = f"""
-import types
+import transformers, types
 from transformers import TrainingArguments
 arguments = TrainingArguments("out", {flag}=True, use_cpu=True, report_to=[])
 
 def evaluate():
     with torch.no_grad(): model.to(torch.{dtype})(ids)
 
+# As if this were the method of a Trainer.
+evaluate.__code__ = evaluate.__code__.replace(co_filename=transformers.__file__)
 model = Net().float()
 model.config = types.SimpleNamespace(dtype=torch.float32)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -170,7 +170,7 @@ def casts_since(before: Trace, after: Trace) -> Iterator[str]:
     dtypes = ((w.name, earlier.get(w.name, w.dtype), w.dtype, w.set_at) for w in after.weights)
     cast = [row for row in dtypes if row[1] != row[2] and {row[1], row[2]} <= FLOATS]
     for (was, now, line), rows in grouped(cast, lambda row: row[1:]).items():
-        why = f": {how}" if (how := cast_by_evaluation(now) or line) else ""
+        why = f": {how}" if (how := cast_by_evaluation(now, [line]) or line) else ""
         yield f"{and_others(name for name, *_ in rows)} from {dtype_name(was)} to {dtype_name(now)}{why}"
 
 
