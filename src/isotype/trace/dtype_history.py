@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 from traceback import walk_stack
@@ -43,11 +43,9 @@ _holders: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
 """Id of a parameter or buffer -> modules that got it. An entry is valid as long as the module holds this tensor."""
 
 
-@contextmanager
-def remembered() -> Iterator[None]:
+def remembered() -> AbstractContextManager[None]:
     """In the `with` block, remember the lines for the modules that this process builds and casts."""
-    with around_weights(_held, _assigned):
-        yield
+    return around_weights(_held, _assigned)
 
 
 def set_at(module: nn.Module, name: str) -> str:

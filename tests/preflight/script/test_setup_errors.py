@@ -218,7 +218,13 @@ def test_a_misspelt_argument() -> None:
             None, config=LlamaConfig(num_hidden_layers=1), state_dict={}, torch_dtpye="auto"
         )  # type: ignore[arg-type]
 
-    for act, name in ((lambda model: LoraConfig(lora_alfa=8), "lora_alpha"), (load, "torch_dtype")):  # type: ignore[call-arg]
+    acts: dict[str, Any] = {
+        "lora_alpha": lambda model: LoraConfig(lora_alfa=8),  # type: ignore[call-arg]
+        "torch_dtype": load,
+        # `encoder_layer` is a variable of this constructor, not an argument.
+        "num_encoder_layers": lambda model: nn.Transformer(8, 1, encoder_layers=1),  # type: ignore[call-arg]
+    }
+    for name, act in acts.items():
         _, how = _explanation(act) or ("", "")
         assert how.startswith(f"write {name} in its place, or")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from importlib.metadata import packages_distributions, version
 from traceback import walk_tb
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -104,8 +104,9 @@ def _unknown_argument(error: BaseException) -> Outside | None:
     passed = [
         f.f_code for f, line in walk_tb(error.__traceback__) if in_library(f"{f.f_code.co_filename}:{line}")
     ]
-    words = {word for f in passed for word in (*f.co_varnames, *f.co_consts) if isinstance(word, str)}
-    known = {*words, *(() if code is None else code.co_varnames)} - {name}
+    codes = [code, *passed] if isinstance(code, CodeType) else passed
+    known = {word for c in codes for word in c.co_varnames[: c.co_argcount + c.co_kwonlyargcount]} - {name}
+    known |= {word for c in passed for word in c.co_consts if isinstance(word, str) and word != name}
     new = next(iter([*RENAMED.get(name, ()), *get_close_matches(name, sorted(known), 1, 0.8)]), "")
     # TRL's trainers have the arguments of a training in a class of the same name: SFTConfig for SFTTrainer.
     config = getattr(sys.modules[called.__module__], called.__name__.replace("Trainer", "Config"), None)
