@@ -183,3 +183,18 @@ def test_a_constructor_may_be_a_function_outside_of_its_class() -> None:
     module = type("Made", (nn.Module,), {"__init__": namespace["__init__"]})()
     line = _line(test_a_constructor_may_be_a_function_outside_of_its_class, "module = type")
     assert set_at(module, "weight").endswith(f" at {line}")
+
+
+@pytest.mark.parametrize(
+    ("values", "to", "verb"),
+    [
+        (torch.ones(2), torch.complex64, "cast"),
+        (torch.ones(2, dtype=torch.int64), torch.int32, "cast"),
+        (torch.ones(2), torch.int8, "quantized"),
+    ],
+)
+def test_only_codes_of_floats_are_quantized(values: torch.Tensor, to: torch.dtype, verb: str) -> None:
+    module = nn.Module()
+    module.register_buffer("values", values)
+    module.register_buffer("values", values.to(to))
+    assert set_at(module, "values").startswith(f"{verb} at ")

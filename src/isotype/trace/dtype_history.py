@@ -60,8 +60,9 @@ def _held(module: nn.Module, name: str, before: torch.dtype | None) -> None:
     if before is None and holders:  # a tied weight
         known[name] = _history[holders[0][0]][holders[0][1]]
     elif tensor.dtype != before:
-        verb = "cast" if tensor.dtype in FLOATS else "quantized"
-        known[name] = _Line(id(tensor), tensor.dtype, _running_line("created" if before is None else verb))
+        quantized = before in FLOATS and not (tensor.dtype in FLOATS or tensor.dtype.is_complex)
+        verb = "created" if before is None else "quantized" if quantized else "cast"
+        known[name] = _Line(id(tensor), tensor.dtype, _running_line(verb))
     elif name in known:
         known[name] = replace(known[name], tensor=id(tensor))
     if name in known and not any(holder is module and held == name for holder, held in holders):
