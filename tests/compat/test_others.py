@@ -17,9 +17,16 @@ from transformers.utils import import_utils
 
 from isotype.compat.accelerate import FORWARD_BEFORE, HOOK, is_prepared, mark_as_skipped, mixed_precision
 from isotype.compat.bitsandbytes import REPACK, quantized_on
+from isotype.compat.peft import takes_outputs_first
 from isotype.compat.standard import ValueParser, actions_of, frame_above, is_being_imported, source_of
-from isotype.compat.torch import FakeTensorMode
+from isotype.compat.torch import FakeTensorMode, operator_packet, state_dict_hooks
 from isotype.compat.transformers import fakes_taken_for_real
+
+
+@pytest.mark.parametrize("read", [takes_outputs_first, operator_packet, state_dict_hooks])
+def test_an_attribute_that_a_library_has_renamed_is_an_error(read: Any) -> None:
+    with pytest.raises(AttributeError, match="has no attribute '_"):
+        read(object())
 
 
 def test_what_accelerate_leaves() -> None:

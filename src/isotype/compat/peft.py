@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from isotype.compat.replaced import reads, replaced
+from isotype.compat.replaced import replaced
 from isotype.compat.torch import forget_parametrized
 
 DORA_CACHE: Final = "_dora_cache"
@@ -56,7 +57,7 @@ def why_whole_rows(model: Any) -> str:
     return ""
 
 
-takes_outputs_first = reads("_did_swap_in_out_features", False)
+takes_outputs_first = attrgetter("_did_swap_in_out_features")
 """Return whether a `ParamWrapper` reads the shape of its weight as `[experts, outputs, inputs]`."""
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -115,7 +116,7 @@ def has_values(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is plain and not tensor.is_meta
 
 
-operator_packet = reads("_overloadpacket")
+operator_packet = attrgetter("_overloadpacket")
 """Return `torch.ops.aten.add` for `torch.ops.aten.add.Tensor`."""
 operator_schema = reads("_schema")
 """Return an operator's `torch._C.FunctionSchema`; None for a higher-order operator."""
@@ -340,7 +341,7 @@ class UncastBuffers(nn.Module):
         return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
 
 
-state_dict_hooks = reads("_state_dict_hooks")
+state_dict_hooks = attrgetter("_state_dict_hooks")
 
 
 def own_state(module: nn.Module, into: dict[str, Any], prefix: str) -> None:

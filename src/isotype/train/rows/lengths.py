@@ -253,10 +253,8 @@ class RowTokens:
         if {"image", "images"} & {*(getattr(rows, "column_names", None) or rows[0])}:
             if not hasattr(self.processor, "tokenizer"):
                 return None
-            pictured, rows = (
-                Pictured(self.processor),
-                undecoded(rows),
-            )  # it caches the tokens of an image by its size
+            pictured = Pictured(self.processor)  # it caches the tokens of an image by its size
+            rows = undecoded(rows)
             counts = [pictured.count(rows[at]) for at in tried]
             return Lengths(tuple(n for n, _ in counts), len(rows), prompt=min(prompt for _, prompt in counts))
         tokens, prompts, doubled = [], [], 0
