@@ -5,7 +5,9 @@ from tests.rules.samples import BF16, FP16, FP32, trace, weight
 
 
 def test_a_rounded_pin() -> None:
-    (finding,) = find(trace([weight("encoder.block.0.wo.weight", FP16, pinned=True)], compute=FP16))
+    cast = weight("encoder.block.0.wo.weight", FP16, pinned=True, set_at="cast at train.py:3")
+    (finding,) = find(trace([cast], compute=FP16))
+    assert finding.cause == "encoder.block.0.wo.weight is float16, cast at train.py:3"
     assert finding.severity == "warning"
     assert finding.message == "1 parameter is float16; the model's author requires float32"
     assert [action.kind for action in finding.fixes[1].actions] == ["parameter", "boundary"]

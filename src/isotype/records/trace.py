@@ -293,7 +293,8 @@ class Weight:
     @property
     def dtype_text(self) -> str:
         """`NAME is DTYPE`, with the reason or the line that set the dtype."""
-        how = ", which the model's author keeps in float32" if self.pinned else self.by_line
+        kept = self.pinned and self.dtype == torch.float32
+        how = ", which the model's author keeps in float32" if kept else self.by_line
         return f"{self.name} is {dtype_name(self.dtype)}{how}"
 
     @property
