@@ -50,11 +50,8 @@ def misspelt_arguments() -> tuple[tuple[str, str, str, str], ...]:
 
 def dtype_reasons(model: nn.Module) -> dict[torch.dtype, str]:
     """Return dtype -> why weights of the model have it, for dtypes that code chooses elsewhere than at the weights."""
-    lines: dict[torch.dtype, set[str]] = {}
-    for part in model.modules():
-        for name, tensor in held_by(part).items():
-            lines.setdefault(tensor.dtype, set()).add(set_at(part, name))
-    created = [dtype for dtype in lines if any(how.startswith("created") or not how for how in lines[dtype])]
+    weights = [(w.dtype, set_at(part, name)) for part in model.modules() for name, w in held_by(part).items()]
+    created = {dtype for dtype, line in weights if not line or line.startswith("created")}
     reasons = {}
     for module, code in script_files():
         for name, call in _calls(code):
@@ -69,8 +66,9 @@ def dtype_reasons(model: nn.Module) -> dict[torch.dtype, str]:
                 )
     trained = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
     stored = getattr(getattr(model, "config", None), "dtype", None)
+    lines = [line for dtype, line in weights if dtype == trained]
     differs = isinstance(stored, torch.dtype) and trained != stored
-    if differs and (how := cast_by_evaluation(trained, lines.get(trained, ()))):
+    if differs and (how := cast_by_evaluation(trained, lines)):
         reasons[trained] = how
     return reasons
 
