@@ -84,9 +84,8 @@ def mismatch_lines(inspection: Inspection) -> list[str]:
         for group in inspection.groups
         for dtype, tensors in grouped(group.mismatched, lambda tensor: tensor.dtype).items()
     ]
-    for group in inspection.groups:
-        if group.unlike is not None:
-            lines.append(f"mismatched: {group.name} is {group.dtype} in a {group.unlike} checkpoint")
+    unlike = (group for group in inspection.groups if group.unlike is not None)
+    lines += [f"mismatched: {group.name} is {group.dtype} in a {group.unlike} checkpoint" for group in unlike]
     return [*lines, *(f"note: {note}" for note in inspection.notes)]
 
 

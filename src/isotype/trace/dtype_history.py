@@ -6,7 +6,6 @@ import re
 import weakref
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from functools import cache
 from traceback import walk_stack
 
@@ -27,15 +26,8 @@ _UNNAMED = re.compile(r"<|.*wrap|inner$|_fn$|(cuda|cpu|xpu|apply|_apply)$")
 _installed = cache(in_library)
 
 
-@dataclass(frozen=True)
-class _Line:
-    """The line that set a weight's dtype. `tensor` is the weight's id, because code may replace the weight unseen."""
-
-    tensor: int
-    dtype: torch.dtype
-    text: str
-
-
+_Line = tuple[int, torch.dtype, str]
+"""The line that set a weight's dtype: (the weight's id, its dtype, the line's text). Code may replace the weight unseen."""
 # No weak reference to a tensor is kept, because torch.utils.swap_tensors refuses tensors with one.
 # A module is a key by its id, because a class's `__hash__` may read attributes that its constructor has not set yet.
 _history: MutableMapping[nn.Module, dict[str, _Line]] = WeakIdKeyDictionary()
@@ -50,8 +42,8 @@ def remembered() -> AbstractContextManager[None]:
 
 def set_at(module: nn.Module, name: str) -> str:
     """Return how a module's weight got its dtype: `cast by prepare_model at train.py:12`; "" if this is unknown."""
-    line, tensor = _history.get(module, {}).get(name), held_by(module)[name]
-    return line.text if line is not None and (line.tensor, line.dtype) == (id(tensor), tensor.dtype) else ""
+    tensor, (at, dtype, text) = held_by(module)[name], _history.get(module, {}).get(name, (0, None, ""))
+    return text if (at, dtype) == (id(tensor), tensor.dtype) else ""
 
 
 def _held(module: nn.Module, name: str, before: torch.dtype | None) -> None:
@@ -62,9 +54,9 @@ def _held(module: nn.Module, name: str, before: torch.dtype | None) -> None:
     elif tensor.dtype != before:
         quantized = before in FLOATS and not (tensor.dtype in FLOATS or tensor.dtype.is_complex)
         verb = "created" if before is None else "quantized" if quantized else "cast"
-        known[name] = _Line(id(tensor), tensor.dtype, _running_line(verb))
+        known[name] = id(tensor), tensor.dtype, _running_line(verb)
     elif name in known:
-        known[name] = replace(known[name], tensor=id(tensor))
+        known[name] = id(tensor), *known[name][1:]
     if name in known and not any(holder is module and held == name for holder, held in holders):
         _holders[id(tensor)] = [(weakref.ref(holder), held) for holder, held in (*holders, (module, name))]
 

@@ -253,14 +253,11 @@ class Crash:
         # The request may be for an evaluation before the training. If a backward raised, a training step is traced.
         phases = DEFAULT_PHASES if trains else request.phases
         report = self._traced(replace(request, phases=(*phases, *(["generate"] if generates else []))))
-        casts = (
-            {*casts_since(self.report.trace, report.trace)}
-            if self.report and report and model is self.watch.model
-            else set()
-        )
-        for what in sorted(casts - self.casts):
-            self.output.say(f"after the step that was checked, the script has cast {what}")
-        self.casts |= casts
+        if self.report and report and model is self.watch.model:
+            casts = {*casts_since(self.report.trace, report.trace)}
+            for what in sorted(casts - self.casts):
+                self.output.say(f"after the step that was checked, the script has cast {what}")
+            self.casts |= casts
         return report
 
     def _explain_by_other(self, error: BaseException, evaluates: bool = False) -> bool:

@@ -101,9 +101,8 @@ def _unknown_argument(error: BaseException) -> Outside | None:
         return None
     code = getattr(vars(called).get("__init__", called), "__code__", None)
     # `from_pretrained` takes its arguments from **kwargs, and gives those that it does not know to the model.
-    passed = [
-        f.f_code for f, line in walk_tb(error.__traceback__) if in_library(f"{f.f_code.co_filename}:{line}")
-    ]
+    running = (frame.f_code for frame, _ in walk_tb(error.__traceback__))
+    passed = [c for c in running if in_library(f"{c.co_filename}:0")]
     codes = [code, *passed] if isinstance(code, CodeType) else passed
     known = {word for c in codes for word in c.co_varnames[: c.co_argcount + c.co_kwonlyargcount]} - {name}
     known |= {word for c in passed for word in c.co_consts if isinstance(word, str) and word != name}

@@ -144,9 +144,8 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         self._weights = [weight for model in models for weight in model.parameters()]
         put_under(self)
         self._hooks.callback(take_out, self)
-        if (
-            self._compiles and has_compiler()
-        ):  # else the compiler would trace this mode, and never compile the function again
+        # Otherwise the compiler would trace this mode, and never compile the function again.
+        if self._compiles and has_compiler():
             self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
         # torch is iterating over the hooks of a step, so none may be removed now. Without weights, no copy is reported.
         forget = optimizers.register_optimizer_step_pre_hook(lambda *_: self._weights.clear())
