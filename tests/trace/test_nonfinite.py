@@ -14,6 +14,8 @@ from torch import nn
 
 from isotype.records.nonfinite import NonFinite
 from isotype.trace.nonfinite.again import StopReason, first_nonfinite
+from isotype.trace.nonfinite.cause import TensorCall
+from isotype.trace.recorder import CallPlace
 from tests.models import quiet
 from tests.naive import Naive, broken
 from tests.pairwise import pairwise
@@ -367,3 +369,20 @@ def test_reasons_to_stop():
     assert why == "the gradient is not finite at any loss scale: 17 steps were skipped in a row"
     assert reason.of(1.0, 1.0, lambda: 1.0) is None
     assert reason.of(1.0, math.inf, lambda: 1.0) is None
+
+
+class _OnApple(torch.Tensor):
+    """A tensor that has no float64, as on an Apple GPU."""
+
+    def double(self) -> torch.Tensor:
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+
+    def cpu(self, *_: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def test_counts_on_an_apple_gpu_are_read_in_float64_on_the_cpu() -> None:
+    count = torch.tensor(3).as_subclass(_OnApple)  # type: ignore[no-untyped-call]
+    call = TensorCall(torch.ops.aten.div.Tensor, (torch.ones(2), count), {}, CallPlace("", "a.py:1", 1))
+    read = [operand.tensor for operand in call.operands if operand.original is None]
+    assert [(number.dtype, number.item()) for number in read] == [(torch.float64, 3.0)]

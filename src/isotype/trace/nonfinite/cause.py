@@ -193,7 +193,7 @@ def _operands_of(call: OperatorCall) -> list[TensorOperand]:
         written = argument in schema.written
         counts = not (tensor.dim() or tensor.is_floating_point() or tensor.is_complex())
         if counts and tensor.dtype != torch.bool and argument in _NUMBERS and not written:
-            operands.append(TensorOperand(role, tensor.double(), None))
+            operands.append(TensorOperand(role, tensor.cpu().double(), None))  # an Apple GPU has no float64
         if not tensor.is_floating_point() or (written and (overwrites or argument not in positional)):
             continue
         # torch makes a 0-dim float64 tensor from 2.0 in `x * 2.0`.
