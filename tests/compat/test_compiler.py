@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from isotype.compat.compiler import uncompiled
 from tests.processes import printed
 
 IMPORTED = "sys.modules.get('torch._dynamo.convert_frame') is not None"
@@ -83,3 +86,16 @@ def test_torch_and_transformers_still_import_it_without_compiling() -> None:
     fakes = f"import sys, torch._subclasses.fake_tensor as f; f.FakeTensorMode(); print({IMPORTED})"
     masks = f"import sys, transformers.masking_utils; print({IMPORTED})"
     assert [printed(code).strip() for code in (fakes, masks)] == ["True", "True"]
+
+
+@pytest.mark.parametrize("stance", ["eager_on_recompile", None])
+def test_a_stance_that_code_sets_stays(stance: str | None) -> None:
+    before: Any = torch.compiler.set_stance("default")
+    try:
+        with uncompiled():
+            if stance is not None:
+                torch.compiler.set_stance(stance)
+        after: Any = torch.compiler.set_stance("default")
+        assert after.prev.stance == (stance or "default")
+    finally:
+        before.__exit__(None, None, None)

@@ -103,11 +103,15 @@ def _deferred() -> _Deferred | None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """In the `with` block, compiled functions run without the compiler."""
+    """In the `with` block, compiled functions run without the compiler. A stance that the block's code sets stays set."""
     deferred = _deferred()
     if deferred is None:
-        with torch.compiler.set_stance("force_eager"):
+        ours: Any = torch.compiler.set_stance("force_eager")
+        try:
             yield
+        finally:
+            now: Any = torch.compiler.set_stance("force_eager")
+            (ours if now.prev is ours.stance else now).__exit__(None, None, None)
         return
     deferred.eager = True
     try:

@@ -54,6 +54,7 @@ class MissingGpu:
         self._named = False
         self._default = torch.get_autocast_dtype(self.kind)
         self._hooks = ExitStack()
+        self.detach = self._hooks.close
         backend: Any = torch.cuda if profile is None else getattr(torch, self.kind, None)
         on_gpu = profile is None or profile.kind != "cpu"
         self._absent = on_gpu and backend is not None and not backend.is_available()
@@ -73,9 +74,6 @@ class MissingGpu:
             self._hooks.callback(when_imported(QUANTIZED_LAYERS, lambda: enter(nothing_repacked())))
             replaced.wrap(torch.autocast, "__init__", self._note_autocast)
         self._hooks.callback(replaced.close)
-
-    def detach(self) -> None:
-        self._hooks.close()
 
     @property
     def sentence(self) -> str:

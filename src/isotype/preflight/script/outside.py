@@ -135,8 +135,7 @@ def _without_gradients(error: BaseException, model: nn.Module, names: Mapping[in
 
 def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:
     """Return the last optimizer among the variables of the traceback's frames, as a list; [] if there is none."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    variables = (value for frame in frames for value in frame.f_locals.values())
+    variables = (v for frame, _ in traceback.walk_tb(error.__traceback__) for v in frame.f_locals.values())
     return [value for value in variables if isinstance(value, torch.optim.Optimizer)][-1:]
 
 

@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import optimizer as optimizers
 from torch.utils.weak import WeakIdKeyDictionary
 
+from isotype.compat.compiler import uncompiled
 from isotype.compat.torch import UncompiledMode, has_compiler, put_under, storage_of, take_out
 from isotype.core.dtypes import HALVES
 from isotype.core.operators import ADDS_IN_PLACE, operator_name, tensors_of
@@ -88,6 +89,7 @@ class StaleCasts:
 
     def __init__(self, report: Callable[[], None]) -> None:
         self._report, self._hooks = report, ExitStack()
+        self.detach = self._hooks.close
 
     def stepped(self, device: str) -> None:
         """After an optimizer step on this device type, prepare the test weight for the next forward."""
@@ -106,9 +108,6 @@ class StaleCasts:
                     self._report()
 
         self._hooks.enter_context(modules.register_module_forward_pre_hook(called))
-
-    def detach(self) -> None:
-        self._hooks.close()
 
 
 class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
@@ -146,7 +145,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         self._hooks.callback(take_out, self)
         # Otherwise the compiler would trace this mode, and never compile the function again.
         if self._compiles and has_compiler():
-            self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
+            self._hooks.enter_context(uncompiled())
         # torch is iterating over the hooks of a step, so none may be removed now. Without weights, no copy is reported.
         forget = optimizers.register_optimizer_step_pre_hook(lambda *_: self._weights.clear())
         self._hooks.enter_context(forget)
