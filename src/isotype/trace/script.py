@@ -8,7 +8,7 @@ import linecache
 import sys
 from collections.abc import Container, Iterable, Iterator
 from difflib import SequenceMatcher, get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -28,10 +28,23 @@ _ACCEPT_ANY_NAME = {"PreTrainedConfig", "PretrainedConfig", _QUANTIZATION}
 
 def script_files() -> Iterator[tuple[ModuleType, str]]:
     """Yield each module of the script with its code; modules of libraries and of isotype are left out."""
-    for name, module in [*sys.modules.items()]:
-        file = getattr(module, "__file__", None) if name.partition(".")[0] != "isotype" else None
-        if file is not None and not in_library(f"{file}:0"):
+    for name in ("__main__", *_names_in_script(len(sys.modules), next(reversed(sys.modules)))):
+        module = sys.modules.get(name)
+        if module is not None and (file := _file_in_script(name, module)):
             yield module, "".join(linecache.getlines(file))
+
+
+@lru_cache(maxsize=1)
+def _names_in_script(count: int, last: str) -> tuple[str, ...]:
+    """Return the names of the script's modules. `count` and `last` change if a module is imported."""
+    modules = [*sys.modules.items()]
+    return tuple(name for name, module in modules if name != "__main__" and _file_in_script(name, module))
+
+
+def _file_in_script(name: str, module: ModuleType) -> str:
+    """Return the file of a module; "" if the module has none, or belongs to a library or to isotype."""
+    file = getattr(module, "__file__", None) if name.partition(".")[0] != "isotype" else None
+    return "" if file is None or in_library(f"{file}:0") else file
 
 
 def misspelt_arguments() -> tuple[tuple[str, str, str, str], ...]:
@@ -41,11 +54,20 @@ def misspelt_arguments() -> tuple[tuple[str, str, str, str], ...]:
         for name, call in _calls(code):
             of_library = getattr(library, name, None) if name.endswith("Config") else None
             config = vars(module).get(name, of_library)
-            if isinstance(config, type) and any(derives_from(config, base) for base in _ACCEPT_ANY_NAME):
-                words = {word.arg: f"{module.__file__}:{word.lineno}" for word in call.keywords if word.arg}
-                meant = {argument: _meant(config, argument, words) for argument in words}
-                misspelt += [(name, a, meant[a], line) for a, line in words.items() if meant[a]]
+            if isinstance(config, type):
+                rows = _misspelt_in(config, call)
+                misspelt += [(name, a, meant, f"{module.__file__}:{line}") for a, meant, line in rows]
     return tuple(dict.fromkeys(misspelt))
+
+
+@cache
+def _misspelt_in(config: type, call: ast.Call) -> tuple[tuple[str, str, int], ...]:
+    """Return (argument, intended argument, line) of each misspelt argument in a call of a class."""
+    if not any(derives_from(config, base) for base in _ACCEPT_ANY_NAME):
+        return ()
+    words = {word.arg: word.lineno for word in call.keywords if word.arg}
+    meant = ((argument, _meant(config, argument, words), line) for argument, line in words.items())
+    return tuple(row for row in meant if row[1])
 
 
 def dtype_reasons(model: nn.Module) -> dict[torch.dtype, str]:
@@ -88,14 +110,15 @@ def cast_by_evaluation(dtype: torch.dtype, lines: Iterable[str]) -> str:
 
 @cache
 def _calls(code: str) -> tuple[tuple[str, ast.Call], ...]:
-    """Return each call in the code with the name of the called function."""
+    """Return each call of a class or of `set_default_dtype` in the code, with the name of the called function."""
     if not any(name in code for name in ("transformers", "diffusers", "set_default_dtype")):
         return ()
     try:
         calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     except SyntaxError:
         return ()  # a notebook
-    return tuple((getattr(call.func, "id", getattr(call.func, "attr", "")), call) for call in calls)
+    named = ((getattr(call.func, "id", getattr(call.func, "attr", "")), call) for call in calls)
+    return tuple((name, call) for name, call in named if name[:1].isupper() or name == "set_default_dtype")
 
 
 def _meant(config: type, argument: str, words: Container[str]) -> str:
