@@ -209,7 +209,7 @@ def test_other_libraries_take_tensors_without_values_as_arrays() -> None:
 
 
 def test_the_name_of_the_function_is_told_and_taken_back() -> None:
-    mode = fake_mode()
+    mode, profile = fake_mode(), device_profile("cpu")  # the first call in a process calls operators
     recorder = FakeRecorder(contracts_for("cpu"), FP32, mode)
     names: list[str] = []
 
@@ -220,7 +220,7 @@ def test_the_name_of_the_function_is_told_and_taken_back() -> None:
             return made
 
     fakes = fake_inputs({"x": low()}, mode)
-    with mode, recorder, Functions(recorder, device_profile("cpu")):
+    with mode, recorder, Functions(recorder, profile):
         Listening()(fakes["x"])
     assert names == [""]
     assert [call.op for call in recorder.calls] == ["aten.relu.default"]
