@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 
 import bitsandbytes
 import pytest
@@ -198,3 +199,43 @@ def test_only_codes_of_floats_are_quantized(values: torch.Tensor, to: torch.dtyp
     module.register_buffer("values", values)
     module.register_buffer("values", values.to(to))
     assert set_at(module, "values").startswith(f"{verb} at ")
+
+
+_CASTS = (
+    "{part}.to({dtype})",
+    "for p in {part}.parameters(): p.data = p.data.to({dtype})",
+    "[setattr(p, 'data', p.to({dtype})) for p in {part}.parameters()]",
+    "model.apply(lambda m: m.to({dtype}) if isinstance(m, nn.Linear) else m)",
+    "model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().to({dtype}))",
+    "model.load_state_dict({{k: v.to({dtype}) for k, v in model.state_dict().items()}})",
+    "model.load_state_dict({{k: v.to({dtype}) for k, v in model.state_dict().items()}}, assign=True)",
+    "prepare_model_for_kbit_training(model)",
+    "model.tie_weights()",
+)
+_PARTS = ("model", "model.model.norm", "model.model.layers[0]", "model.model.layers[1].mlp", "model.lm_head")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(40))
+def test_the_line_is_the_last_after_which_the_dtype_was_another(seed: int) -> None:
+    random = Random(seed)
+    lines = ["model = LlamaForCausalLM(config)"]
+    for _ in range(random.randint(1, 8)):
+        dtype = random.choice(["torch.float16", "torch.bfloat16", "torch.float32", "torch.float64"])
+        lines.append(random.choice(_CASTS).format(part=random.choice(_PARTS), dtype=dtype))
+    config = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1, vocab_size=8
+    )
+    names = {**globals(), "config": config}
+    last: dict[str, tuple[torch.dtype, int]] = {}
+    for number, line in enumerate(lines, 1):
+        exec(compile("\n" * (number - 1) + line, "/script.py", "exec"), names)
+        tensors = [*names["model"].named_parameters(remove_duplicate=False), *names["model"].named_buffers()]
+        for name, tensor in tensors:
+            if name not in last or last[name][0] != tensor.dtype:
+                last[name] = tensor.dtype, number
+    for name, (_, number) in last.items():
+        module, _, weight = name.rpartition(".")
+        text = set_at(names["model"].get_submodule(module), weight)
+        assert not text or text.endswith(f" at script.py:{number}"), (name, text, lines)
+    assert set_at(names["model"].model.layers[0].mlp.up_proj, "weight")
