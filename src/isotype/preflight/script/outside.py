@@ -158,7 +158,7 @@ def calls_of(error: BaseException) -> list[tuple[nn.Module, str, tuple[Any, ...]
             return [*calls, (frame.f_locals["self"], "", frame.f_locals["args"], frame.f_locals["kwargs"])]
         if isinstance(owner, nn.Module) and hasattr(owner, code.co_name):
             names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
-            if frame.f_locals.keys() >= set(names):  # else the method has deleted an argument
+            if set(names) <= {*frame.f_locals}:  # else the method has deleted an argument
                 calls.append((owner, code.co_name, (), {name: frame.f_locals[name] for name in names}))
     return []
 
