@@ -143,7 +143,7 @@ def test_what_transformers_checks_at_run_time_is_within_our_bounds(
     least = getattr(import_module(module), constant)
     below = f"{Version(least).major}.{max(0, Version(least).minor - 1)}"
     ours = {"isotype": _REAL_REQUIREMENTS["isotype"]}
-    facts = [each.fact for each in incompatibilities({package: below, "isotype": installed_version()}, ours)]
+    facts = [one.fact for one in incompatibilities({package: below, "isotype": installed_version()}, ours)]
     assert any(f"requires {package}" in fact and f"not {below}" in fact for fact in facts)
 
 

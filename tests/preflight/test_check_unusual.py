@@ -285,8 +285,8 @@ class Recurrent(nn.Module):
         self.recurrent = nn.GRU(WIDTH, WIDTH, dtype=BF16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.recurrent(self.base(x) + self.adapter(x))[0]
-        return made
+        output: torch.Tensor = self.recurrent(self.base(x) + self.adapter(x))[0]
+        return output
 
 
 @pytest.mark.exhaustive

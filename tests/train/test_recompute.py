@@ -314,7 +314,7 @@ def test_a_run_says_what_it_chose_and_goes_on_with_it(
     def train(run: Any, console: Console) -> training.Outcome:
         outcome = began(run, console)
         runs.append(run)
-        on.append(any(getattr(each, "gradient_checkpointing", False) for each in run.trainer.model.modules()))
+        on.append(any(getattr(part, "gradient_checkpointing", False) for part in run.trainer.model.modules()))
         return outcome
 
     monkeypatch.setattr(training, "_train", train)

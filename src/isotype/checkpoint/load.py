@@ -321,8 +321,8 @@ def load_module(
         _, broken = filler.fill(stored.sources)
     else:
         files = MappedFiles()
-        held = stored_tensors(headers.tensors, headers.quantization)
-        state = {tensor.name: dense(tensor, files.tensor, policy.plain) for tensor in held}
+        weights = stored_tensors(headers.tensors, headers.quantization)
+        state = {tensor.name: dense(tensor, files.tensor, policy.plain) for tensor in weights}
         tensors = {name: filler.place(name, value) for name, value in adapter.from_hf(state).items()}
         broken = not_finite((n, value) for n, value in tensors.items() if isinstance(value, nn.Parameter))
     refuse(path, broken)

@@ -47,27 +47,27 @@ def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurs
 
 @contextmanager
 def around_weights(
-    held: Callable[[nn.Module, str, torch.dtype | None], None],
+    registered: Callable[[nn.Module, str, torch.dtype | None], None],
     assigned: Callable[[torch.Tensor, torch.dtype], None],
 ) -> Iterator[None]:
     """In the `with` block, call functions for weights that modules get and for weights that are cast.
 
     Args:
-        held: (module, name, dtype before) after a module got or cast a parameter or buffer; without one before, None.
+        registered: (module, name, dtype before) after a module got or cast a parameter or buffer; without one before, None.
         assigned: (tensor, dtype before) after an assignment to `tensor.data` has changed the dtype.
     """
 
     def registering(original: Any, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
-        before = held_by(module).get(name)
+        before = weights_in(module).get(name)
         original(module, name, *args, **kwargs)
-        if name in held_by(module):
-            held(module, name, None if before is None else before.dtype)
+        if name in weights_in(module):
+            registered(module, name, None if before is None else before.dtype)
 
     def applying(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        before = {name: tensor.dtype for name, tensor in held_by(module).items()}
+        before = {name: tensor.dtype for name, tensor in weights_in(module).items()}
         result = original(module, *args, **kwargs)
-        for name in held_by(module):
-            held(module, name, before.get(name))
+        for name in weights_in(module):
+            registered(module, name, before.get(name))
         return result
 
     def set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ def around_weights(
         yield
 
 
-def held_by(module: nn.Module) -> dict[str, torch.Tensor]:
+def weights_in(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a module itself by name."""
-    held = {**module.__dict__.get(PARAMETERS, {}), **module.__dict__.get(BUFFERS, {})}
-    return {name: tensor for name, tensor in held.items() if tensor is not None}
+    weights = {**module.__dict__.get(PARAMETERS, {}), **module.__dict__.get(BUFFERS, {})}
+    return {name: tensor for name, tensor in weights.items() if tensor is not None}

@@ -222,8 +222,8 @@ def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) 
     trained: list[tuple[nn.Module, set[torch.dtype]]] = []
     for module in model.modules():
         if id(module) not in excluded:
-            own = (p for p in module.parameters(recurse=False) if p.requires_grad and not is_sharded(p))
-            trained.append((module, {parameter.dtype for parameter in own}))
+            trainable = (p for p in module.parameters(recurse=False) if p.requires_grad and not is_sharded(p))
+            trained.append((module, {parameter.dtype for parameter in trainable}))
     dtypes = Counter(dtype for _, own_dtypes in trained for dtype in own_dtypes)
     if len(dtypes) < 2:
         return []

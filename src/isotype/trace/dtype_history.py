@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from isotype.compat.standard import frame_above
-from isotype.compat.torch_casts import around_weights, held_by
+from isotype.compat.torch_casts import around_weights, weights_in
 from isotype.core.dtypes import FLOATS
 from isotype.core.names import short
 from isotype.core.source import is_library
@@ -37,17 +37,17 @@ _holders: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
 
 def remembered() -> AbstractContextManager[None]:
     """In the `with` block, remember the lines for the modules that this process builds and casts."""
-    return around_weights(_held, _assigned)
+    return around_weights(_registered, _assigned)
 
 
 def set_at(module: nn.Module, name: str) -> str:
     """Return how a module's weight got its dtype: `cast by prepare_model at train.py:12`; "" if this is unknown."""
-    tensor, (at, dtype, text) = held_by(module)[name], _history.get(module, {}).get(name, (0, None, ""))
+    tensor, (at, dtype, text) = weights_in(module)[name], _history.get(module, {}).get(name, (0, None, ""))
     return text if (at, dtype) == (id(tensor), tensor.dtype) else ""
 
 
-def _held(module: nn.Module, name: str, before: torch.dtype | None) -> None:
-    tensor, known = held_by(module)[name], _history.setdefault(module, {})
+def _registered(module: nn.Module, name: str, before: torch.dtype | None) -> None:
+    tensor, known = weights_in(module)[name], _history.setdefault(module, {})
     holders = _holders_of(tensor)
     if before is None and holders:  # a tied weight
         known[name] = _history[holders[0][0]][holders[0][1]]
@@ -57,18 +57,18 @@ def _held(module: nn.Module, name: str, before: torch.dtype | None) -> None:
         known[name] = id(tensor), tensor.dtype, _running_line(verb)
     elif name in known:
         known[name] = id(tensor), *known[name][1:]
-    if name in known and not any(holder is module and held == name for holder, held in holders):
-        _holders[id(tensor)] = [(weakref.ref(holder), held) for holder, held in (*holders, (module, name))]
+    if name in known and not any(holder is module and key == name for holder, key in holders):
+        _holders[id(tensor)] = [(weakref.ref(holder), key) for holder, key in (*holders, (module, name))]
 
 
 def _assigned(tensor: torch.Tensor, before: torch.dtype) -> None:
     for module, name in _holders_of(tensor):
-        _held(module, name, before)
+        _registered(module, name, before)
 
 
 def _holders_of(tensor: torch.Tensor) -> list[tuple[nn.Module, str]]:
     holders = ((ref(), name) for ref, name in _holders.get(id(tensor), ()))
-    return [(m, name) for m, name in holders if m is not None and held_by(m).get(name) is tensor]
+    return [(m, name) for m, name in holders if m is not None and weights_in(m).get(name) is tensor]
 
 
 def _running_line(verb: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.torch_casts import held_by
+from isotype.compat.torch_casts import weights_in
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import short
 from isotype.model.walk import derives_from, living
@@ -72,7 +72,9 @@ def _misspelt_in(config: type, call: ast.Call) -> tuple[tuple[str, str, int], ..
 
 def dtype_reasons(model: nn.Module) -> dict[torch.dtype, str]:
     """Return dtype -> why weights of the model have it, for dtypes that code chooses elsewhere than at the weights."""
-    weights = [(w.dtype, set_at(part, name)) for part in model.modules() for name, w in held_by(part).items()]
+    weights = [
+        (w.dtype, set_at(part, name)) for part in model.modules() for name, w in weights_in(part).items()
+    ]
     created = {dtype for dtype, line in weights if not line or line.startswith("created")}
     reasons = {}
     for module, code in script_files():

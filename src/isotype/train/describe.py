@@ -42,7 +42,7 @@ _LONGEST_TEXT = 600  # number of printed characters of one part of an example
 
 
 def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | None:
-    rows, held = trainer.train_dataset, trainer.eval_dataset
+    rows, evaluated = trainer.train_dataset, trainer.eval_dataset
     if not hasattr(rows, "__len__"):
         return None
     args, state = trainer.args, trainer.state
@@ -54,7 +54,7 @@ def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | 
     packs = len(rows) if getattr(args, "packing", False) and lengths is not None else None
     return DataSummary(
         rows=len(rows) if packs is None or lengths is None else lengths.rows,
-        held_back=0 if held is None else sum(map(len, held.values())) if isinstance(held, dict) else len(held),
+        held_back=0 if evaluated is None else sum(map(len, evaluated.values())) if isinstance(evaluated, dict) else len(evaluated),
         effective_batch=batch,
         epochs=float(state.epoch) if state.epoch else planned_epochs(args, len(rows), batch),
         lengths=percentiles(tokens) if tokens else None,

@@ -92,7 +92,7 @@ class Run:
         earlier: the report of the run up to the checkpoint `resume`.
         identity: the settings that determine the run's results (see `isotype.train.output.resume.identity_of`).
         ranges: the value ranges that decided the policy, or None if ranges were not measured.
-        asked: (sample, prompt) of each question that the model answers before and after the training.
+        questions: (sample, prompt) of each question that the model answers before and after the training.
         fusion: the report on the fused layers, or None if nothing was fused.
     """
 
@@ -108,7 +108,7 @@ class Run:
     notes: tuple[str, ...] = ()
     ranges: Ranges | None = None
     trainer: Any = None
-    asked: Sequence[tuple[Sample, Prompt]] = ()
+    questions: Sequence[tuple[Sample, Prompt]] = ()
     choice: Choice | None = None
     fusion: FusionReport | None = None
     lengths: Lengths | None = None

@@ -191,7 +191,7 @@ def _built(run: Run, console: Console) -> Run:
         adapt = models.parts_to_adapt(settings, next(iter(rows[train_split]), {}))
         model, peft_config = models.adapted_model(settings, run.checkpoint, policy, adapt=adapt)
     describe.show_model(console, model)
-    asked = _first_answers(run, model, tokenizer, console)
+    questions = _first_answers(run, model, tokenizer, console)
     masters = masters_of(model)
     # The trainer reads the chat template, the reward model and the reference model.
     names = (settings.chat_template_path, settings.reward_model_name_or_path, source)
@@ -235,7 +235,7 @@ def _built(run: Run, console: Console) -> Run:
         identity={**run.identity, resume.RECOMPUTED: choice.arguments},
         notes=tuple(notes),
         trainer=trainer,
-        asked=asked,
+        questions=questions,
         choice=choice,
         fusion=fusion,
         lengths=lengths,
@@ -328,7 +328,7 @@ def _train(run: Run, console: Console) -> Outcome:
     from isotype.train.monitor.progress import ProgressView
 
     settings, root = run.settings, Path(run.settings.output_dir)
-    trainer, samples = run.trainer, [sample for sample, _ in run.asked]
+    trainer, samples = run.trainer, [sample for sample, _ in run.questions]
     started = datetime.now(UTC)
     goes_on = partial(resume.resume_command, settings.command, settings.output_dir)
     write = partial(write_report, root=root, writes=trainer.args.should_save)
@@ -377,7 +377,7 @@ def _train(run: Run, console: Console) -> Outcome:
         unread = recorder.record_unread()
         return ended(record_of(samples, "interrupted"), unread, by=stopped_by)
     try:
-        samples = answers_after(trainer, run.asked, console)
+        samples = answers_after(trainer, run.questions, console)
     except KeyboardInterrupt:
         console.print("interrupted: the model is saved, but did not answer the sample questions again")
     if early := (stopping and stopping.description(trainer.state, trainer.args.metric_for_best_model)) or "":

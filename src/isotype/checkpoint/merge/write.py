@@ -72,11 +72,11 @@ class Output:
             return
         if output.exists():
             kind = "a directory" if file else "a directory with files in it"
-            given = f"--output {output}: {kind if output.is_dir() else 'a file'}"
+            existing = f"--output {output}: {kind if output.is_dir() else 'a file'}"
             what = "file" if file else "directory"
             expected = f"a {what} that does not exist yet" + ("" if file else ", or an empty one")
             fix = f"give another {what}, or remove this one first"
-            raise UsageError.of(f"the output {what} already exists", given, expected, fix)
+            raise UsageError.of(f"the output {what} already exists", existing, expected, fix)
 
     def model_in(self, directory: Path, stored: str | None) -> Path:
         """Return `directory`, or the path of a GGUF file in `directory` if `stored` is a GGUF type."""

@@ -319,8 +319,8 @@ def _adapted(
     for number, adapter in enumerate((*spec.up.adapters, *spec.down.adapters)):
         pair = slice(2 * number, 2 * number + 2)
         a, b = (_as_matrices(factor.to(spec.working)) for factor in factors[pair])
-        asked = zip(factors[pair], needed[pair], strict=False)
-        gradients = [_gradient_of(factor) if need else None for factor, need in asked]
+        pairs = zip(factors[pair], needed[pair], strict=False)
+        gradients = [_gradient_of(factor) if need else None for factor, need in pairs]
         lows.append(_Low(adapter.scale, adapter.dropout, a, b, seed + number * spec.count, *gradients))
     ups = len(spec.up.adapters)
     return _Adapted(spec.up, lows[:ups], spec.working), _Adapted(spec.down, lows[ups:], spec.working)

@@ -141,8 +141,8 @@ def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:
 
 def updated_at(error: BaseException) -> nn.Module | None:
     """Return the outermost module with all parameters of the last optimizer in a traceback; None if there is none."""
-    held = {id(parameter) for optimizer in stepped_at(error) for parameter in parameters_of(optimizer)}
-    models = [m for m in living(nn.Module) if held and held <= {*map(id, m.parameters())}]
+    updated = {id(parameter) for optimizer in stepped_at(error) for parameter in parameters_of(optimizer)}
+    models = [m for m in living(nn.Module) if updated and updated <= {*map(id, m.parameters())}]
     return max(models, key=lambda model: len([*model.modules()]), default=None)
 
 

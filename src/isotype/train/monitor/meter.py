@@ -26,6 +26,7 @@ from isotype.compat.replaced import Replacements
 from isotype.compat.torch import PLAIN, loss_scale
 from isotype.compat.transformers import batches_as_they_are, steps_seen
 from isotype.core.errors import Problem, TrainingError, error_line
+from isotype.core.optimizers import parameters_of
 from isotype.core.random_states import RandomStates
 from isotype.data.pictures import picture_columns
 from isotype.records.nonfinite import NonFinite
@@ -240,8 +241,7 @@ def skipping_optimizer(optimizer: Any, accelerator: Any, device: torch.device) -
     if type(inner) not in (torch.optim.Adam, torch.optim.AdamW):
         return None
     fused = all(group.get("fused") for group in inner.param_groups)
-    held = (p for group in inner.param_groups for p in group["params"])
-    plain = all(type(p) in PLAIN and p.device.type == device.type for p in held)
+    plain = all(type(p) in PLAIN and p.device.type == device.type for p in parameters_of(inner))
     return inner if fused and plain else None
 
 
