@@ -63,7 +63,7 @@ def are_powers_of_two(sizes: Iterable[int]) -> bool:
 
 
 def is_exempt(op: str, args: Sequence[Any], kind: str = "cpu") -> bool:
-    """Return whether a call runs on a device kind, even if the contract of its operator refuses the dtypes.
+    """Return whether a call runs although the contract of its operator refuses the dtypes.
 
     Contracts ignore shapes and missing operands, which decide these cases:
 
@@ -150,7 +150,7 @@ class Contracts:
             than `measured`, the verdict is marked as assumed.
         capability: compute capability of an NVIDIA GPU; None if unknown.
         table: name of the table `measured`; None if there is none.
-        unlike: a clause about the difference of this device and the measured device; "" if there is none.
+        unlike: how this device differs from the measured device, as a clause; "" if it does not.
     """
 
     kind: str
@@ -165,8 +165,8 @@ class Contracts:
     def judge(self, op: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
         """Return the verdict on a call of `op` (`aten.mm.default`) with tensor operands of these dtypes.
 
-        `dtypes` contains the dtypes of all tensor arguments in order, even of tensors in lists. Return None if the fake
-        kernel decides: no table or family knows the call, or all operands are integers and none refuses them.
+        `dtypes` contains the dtypes of all tensor arguments in order, also of tensors in lists. Return None if only the
+        fake kernel can decide: no table or family lists the call, or all operands are integers that no rule refuses.
         """
         if (op, dtypes) not in self._memo:
             self._memo[op, dtypes] = self._judge(op, dtypes)
@@ -314,7 +314,7 @@ def _table(name: str) -> Table:
 
 
 _SHIFTED = (str.maketrans("df", "fb"), str.maketrans("d", "b"))
-"""Changes float64 to float32 and float32 to bfloat16. The new pattern was measured for every operator."""
+"""Translations of patterns: float64 and float32 to float32 and bfloat16, and float64 to bfloat16. Both were measured."""
 
 
 def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
@@ -382,7 +382,7 @@ class AutocastLists:
     banned: frozenset[str]
 
     def treatment(self, function: str, has_dtype: bool) -> str:
-        """Return a function's list: `banned`, `float32`, `promote`, `lower` or "". A `dtype` argument may change it."""
+        """Return a function's list: `banned`, `float32`, `promote`, `lower` or "". `has_dtype`: the call passes a dtype."""
         name = _CALLED.get(function, function)
         if name in self.float32_opt and not has_dtype:
             return "float32"

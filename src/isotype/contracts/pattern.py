@@ -146,11 +146,10 @@ def patterns_of(layout: Layout, letters: Sequence[str]) -> tuple[str, ...]:
 
 
 def _splits(layout: Layout, letters: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return all ways to split a flat list of operands into lists of equal length, followed by single tensors. A way is
-    a tuple of patterns.
+    """Return all ways to split the operands into lists of equal length, followed by single tensors.
 
-    Optional arguments allow several ways; ways with fewer lists come first. The caller takes the first way with the
-    fewest patterns: optimizers group tensors by dtype, so all tensors of a list have the same dtype.
+    A way is a tuple of patterns. Optional arguments allow several ways; ways with fewer lists come first. The caller
+    takes the first way with the fewest patterns, because optimizers group tensors by dtype.
     """
     splits = []
     for lists in range(layout.lists - layout.optional_lists, layout.lists + 1):

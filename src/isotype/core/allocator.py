@@ -17,11 +17,11 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def let_segments_expand(arguments: Sequence[str] = ()) -> str | None:
-    """Turn on the allocator's expandable segments, which avoid memory gaps if batches have different lengths.
+    """Turn on the allocator's expandable segments. They reduce fragmentation if batches have different lengths.
 
-    Call this before torch is imported. The function sets an environment variable and returns its value. It changes
-    nothing and returns None if the user has set one of `VARIABLES`, or if expandable segments are not supported: by
-    torch for ROCm or Windows (`expandable_segments()` in c10/cuda/CUDAAllocatorConfig.h), or by vLLM (`--use_vllm`).
+    Call this before torch is imported. Returns the value of the environment variable that was set. Returns None and
+    changes nothing if the user has set one of `VARIABLES`, or if expandable segments are unsupported: in torch for
+    ROCm or Windows (`expandable_segments()` in c10/cuda/CUDAAllocatorConfig.h), and with vLLM (`--use_vllm`).
     """
     if allocator_setting() or sys.platform == "win32" or _uses_vllm(arguments) or built_for("cuda") is None:
         return None
@@ -35,7 +35,7 @@ def allocator_setting() -> str | None:
 
 
 def built_for(toolkit: str) -> str | None:
-    """Return the version of CUDA or HIP for which torch was built, or None. torch is not imported."""
+    """Return the CUDA or HIP version that torch was built for, or None, without importing torch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None

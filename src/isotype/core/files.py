@@ -129,7 +129,7 @@ def discard(directory: Path) -> None:
 
 
 def recover(directory: Path) -> None:
-    """Complete or undo a killed process's writes in `directory`. No other process may write into it meanwhile."""
+    """Complete or undo the writes that a killed process left in `directory`. No other process may write there meanwhile."""
     if not directory.is_dir():
         return
     for deleted in directory.glob(f".*{_DELETED}"):
@@ -147,9 +147,9 @@ def recover(directory: Path) -> None:
 
 
 def write_failure(error: BaseException, directory: Path) -> tuple[int | None, str] | None:
-    """Return (errno, the system's message) if `error` means that a file below `directory` was not written; else None.
+    """Return (errno, the system's message) if `error` means that writing a file below `directory` failed; else None.
 
-    The errno is None if it is unknown. `error` is an error of Python, safetensors or `torch.save`. Call this before
+    `error` may come from Python, safetensors or `torch.save`. The errno is None if it is unknown. Call this before
     disk space in `directory` is freed.
     """
     for cause in causes(error):
@@ -160,10 +160,10 @@ def write_failure(error: BaseException, directory: Path) -> tuple[int | None, st
             number = int(rust_message[1])
         if number is not None:
             return number, os.strerror(number)
-    # `ndarray.tofile` raises OSError("4096 requested and 512 written").
+    # `ndarray.tofile` raises OSError("4096 requested and 512 written") without an errno.
     by_numpy = (isinstance(cause, OSError) and _PARTLY.fullmatch(str(cause)) for cause in causes(error))
     if any(by_numpy) or any(map(_raised_by_torch_save, causes(error))):
-        # torch's C++ stream and C's buffered files lose errno. So a write is tried again.
+        # torch's C++ stream and C's buffered files lose errno. Another write shows it.
         try:
             _probe(directory)
         except OSError as refused:

@@ -20,7 +20,7 @@ class Format:
         name: name in `--quantization` and in a policy's layers.
         code: bitsandbytes' name of the code book (`quant_type`), also in files.
         bits: bits per weight, without the quantization constants.
-        block: number of weights that share a constant; 0 if a whole row does.
+            block: number of weights that share a constant; 0 if all weights of a row share one.
         whole: True if a whole model can have this format, False if only some layers of a model can.
         fitted: True if the constants are fitted to the layer's inputs (`isotype.model.fitted`).
         measured: True if `isotype quality` measures layers in the format.

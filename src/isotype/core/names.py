@@ -50,7 +50,7 @@ def plain_name(name: str) -> str:
 
 
 def unwrapping(name: str) -> str:
-    """Return how to repair a saved tensor's name that contains a model wrapper's name; "" for other names."""
+    """Return advice for a saved tensor whose name contains a model wrapper's name (`module.`); "" for other names."""
     parts = name.split(".")
     part = "module" if parts[0] == "module" else next((part for part in parts if part in WRAPPERS), "")
     again = "save the model inside of the wrapper (accelerator.unwrap_model(model))"

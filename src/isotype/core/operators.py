@@ -105,7 +105,7 @@ _OF_ONE_AXIS = frozenset(
 
 
 def numbers_in(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, float], ...]:
-    """Return (name, value) of a call's Python float arguments; for an operator in `_OF_ONE_AXIS`, also of its axis."""
+    """Return (name, value) of a call's Python float arguments, and of the axis of operators in `_OF_ONE_AXIS`."""
     kinds = [*map(type, args), *map(type, kwargs.values())]
     if float not in kinds and func not in _OF_ONE_AXIS:
         return ()  # most calls

@@ -169,7 +169,7 @@ _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
 def names_instead(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer whose groups have names of the model's parameters instead of tensors.
+    """Return a copy of an optimizer. Its groups list the names of the model's parameters instead of tensors.
 
     `make_optimizer` makes an optimizer for another model from this copy.
     """
@@ -188,7 +188,7 @@ _NAMES = "isotype's names"
 
 
 def kernels_of(request: Any) -> str:
-    """Return an optimizer's name in `state_bytes` if it has its own kernels; "" if its step can be traced."""
+    """Return the name for `state_bytes` of an optimizer with its own kernels; "" if the optimizer's step can be traced."""
     if isinstance(request, str):
         return "" if request in OPTIMIZERS else request
     kind = type(request)

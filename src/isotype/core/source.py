@@ -37,9 +37,9 @@ def is_library(filename: str) -> bool:
 
 
 def asking_frame() -> FrameType | None:
-    """Return the frame that called the current operator: the innermost frame outside of torch and this package.
+    """Return the innermost frame outside of torch and this package: the frame that called the current operator.
 
-    Return None if only torch's modules are between the operator and the code of a check that calls the model.
+    Return None if a check called the operator and no frame of a model or a script is in between.
     """
     frame: FrameType | None = frame_above(2)
     while frame is not None and is_library(frame.f_code.co_filename):

@@ -7,8 +7,9 @@ For layers l with adapters a (`s` the scaling, `m` DoRA's magnitude, `‖·‖` 
 
 The function turns autocast off, and casts X, the adapters' weights and the gradients of these weights only once. The
 backward computes one gradient of X for all layers, and all gradients of A in one product. Base weights are frozen, so the
-function saves only X and the small X Aᵀ. If X is a gated product, its two factors are saved instead of X. The tensors are
-saved before Y is computed. Gradient checkpointing recomputes only up to a block's last saved tensor, so not its last Y.
+function saves only X and the small X Aᵀ. If X is a gated product, its two factors are saved instead of X. All tensors are
+saved before Y is computed: gradient checkpointing stops a recomputation after the last saved tensor, so it computes no Y
+for the last layer of a block.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class _LoraLinear(torch.autograd.Function):
         count, adapters = len(grads), len(spec.adapters)
         scaled, totals, norms = saved[:count], saved[count : 2 * count], saved[2 * count : 3 * count]
         tensors, masks = saved[3 * count : len(saved) - adapters], saved[len(saved) - adapters :]
-        arrived: list[tuple[_LayerTensors, torch.Tensor]] = []
+        output_grads: list[tuple[_LayerTensors, torch.Tensor]] = []
         with NoAutocast(first.device.type):
             factors = _factors(spec, first, second)
             layers = _layers_of(spec, tensors)
@@ -181,14 +182,16 @@ class _LoraLinear(torch.autograd.Function):
                 layer.scaled_up = up
                 if grad is not None:
                     rows = grad.reshape(-1, grad.shape[-1]).to(spec.working)
-                    arrived.append((layer, _through_output(layer, rows, total, norm)))
-            d_hidden = torch.empty_like(hidden) if len(arrived) == len(grads) else torch.zeros_like(hidden)
-            _through_up(spec, arrived, hidden, d_hidden)
-            wanted = any(ctx.needs_input_grad[2:4]) and bool(arrived)
+                    output_grads.append((layer, _through_output(layer, rows, total, norm)))
+            d_hidden = (
+                torch.empty_like(hidden) if len(output_grads) == len(grads) else torch.zeros_like(hidden)
+            )
+            _through_up(spec, output_grads, hidden, d_hidden)
+            wanted = any(ctx.needs_input_grad[2:4]) and bool(output_grads)
             # The gated product is recomputed together with the gradients of the two factors.
             x = None if wanted and spec.gate is not None else _product(spec, factors)
             whole = None if spec.drops else down
-            d_x, d_down = _through_products(spec, arrived if wanted else (), whole, d_hidden, x)
+            d_x, d_down = _through_products(spec, output_grads if wanted else (), whole, d_hidden, x)
             if d_x is not None and spec.drops:  # each adapter has a dropout mask
                 downs = _downs(spec, layers, down, d_hidden.dtype)
                 for adapter, part, a, mask in zip(
@@ -196,7 +199,7 @@ class _LoraLinear(torch.autograd.Function):
                 ):
                     d_x.add_(dropped(part @ a, mask, adapter.dropout))
             x, d_inputs = _through_input(ctx, d_x, factors, x)
-            del d_x, factors, arrived  # copies in the working dtype, no longer needed
+            del d_x, factors, output_grads  # copies in the working dtype, no longer needed
             if d_down is None:
                 _, d_down = _through_products(spec, (), whole, d_hidden, x)
             _through_down(spec, layers, x, masks, d_hidden, d_down)
@@ -370,13 +373,13 @@ def _through_output(
 
 def _through_up(
     spec: Spec,
-    arrived: Sequence[tuple[_LayerTensors, torch.Tensor]],
+    output_grads: Sequence[tuple[_LayerTensors, torch.Tensor]],
     hidden: torch.Tensor,
     d_hidden: torch.Tensor,
 ) -> None:
     """Set the gradients of all B, and write the gradient of X Aᵀ into `d_hidden`."""
     sums, places, summed = [], [], _summed(hidden)
-    for layer, rows in arrived:
+    for layer, rows in output_grads:
         if layer.scaled_up is None:
             continue
         sums.append(Sum(layer.columns(d_hidden), ((rows, layer.scaled_up),)))
@@ -398,7 +401,7 @@ def _summed(x: torch.Tensor) -> torch.dtype:
 
 def _through_products(
     spec: Spec,
-    arrived: Sequence[tuple[_LayerTensors, torch.Tensor]],
+    output_grads: Sequence[tuple[_LayerTensors, torch.Tensor]],
     down: torch.Tensor | None,
     d_hidden: torch.Tensor,
     x: torch.Tensor | None,
@@ -406,15 +409,15 @@ def _through_products(
     """Return (gradient of X, stacked gradients of all A). A gradient that is not requested is None.
 
     Args:
-        arrived: pairs of a layer and the gradient of its X Wᵀ; empty if X needs no gradient.
+        output_grads: pairs of a layer and the gradient of its X Wᵀ; empty if X needs no gradient.
         down: all A stacked; None if there are no adapters, or if adapters have dropout.
         x: X, or None to skip the gradients of A.
     """
     sums, d_x, d_down = [], None, None
-    if arrived:
-        rows = arrived[0][1]
+    if output_grads:
+        rows = output_grads[0][1]
         small = () if down is None else ((d_hidden, down),)
-        terms = ((grad, spec.weights.matrix(layer.spec.base, spec.working)) for layer, grad in arrived)
+        terms = ((grad, spec.weights.matrix(layer.spec.base, spec.working)) for layer, grad in output_grads)
         d_x = rows.new_empty(rows.shape[0], shape_of(spec.layers[0].base)[1])
         sums.append(Sum(d_x, chain(small, terms)))
     if x is not None and down is not None:

@@ -87,7 +87,7 @@ LEAST_PADDING = 0.05
 MOST_TOKENS = 8192
 """Maximum tokens of a batch without padding if attention needs a mask: the mask has a byte for each pair of tokens."""
 _TOLERANCES = {"right": 0.05, "left": 0.25}
-"""Side of padding -> tolerated difference, divided by the difference if rows attend to earlier rows.
+"""Side of padding -> tolerated difference, as a share of the difference that arises if rows attend to earlier rows.
 
 Left padding shifts rotary positions, and so changes rounding.
 """
@@ -127,7 +127,7 @@ def traced_as(bare: Unpadded | None) -> AbstractContextManager[None]:
 def unpadded(
     batch: Mapping[str, Any], sides: frozenset[str], read: torch.Tensor, most: int | None = MOST_TOKENS
 ) -> Unpadded | None:
-    """Return a batch without its padding, or None if this saves no time or is not possible. Synchronizes with the device once.
+    """Return a batch without its padding; None if this saves no time or is impossible. Synchronizes with the device once.
 
     Args:
         batch: arguments of a model's forward, including `input_ids` and `attention_mask` `[rows, length]`.
@@ -137,7 +137,7 @@ def unpadded(
 
     Returns:
         None if the batch has almost no padding, if padding is between tokens or on a side that is not in `sides`, if the
-        inputs are not only text, or if `read` is True at padding. None for fake tensors, too, except in a `with traced_as(…)` block.
+        inputs are not only text, or if `read` is True at padding. None for fake tensors, too, outside of `traced_as(…)`.
     """
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or mask is None or {key for key, value in batch.items() if value is not None} - _ARGUMENTS:

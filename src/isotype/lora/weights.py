@@ -43,8 +43,8 @@ class DenseWeights:
     """Provides the base weights of a model as dense matrices in the dtype of a product.
 
     A weight that is quantized or not in the product's dtype is converted. Converted matrices are kept up to `budget`
-    bytes; the others are converted again for each product. A copy is valid as long as the weight has the same memory and version. Code that
-    changes weights through `.data`, such as PEFT's merge, must call `forget`.
+    bytes; the others are converted again for each product. A copy is valid as long as the weight has the same memory
+    and version. Code that changes weights through `.data`, such as PEFT's merge, must call `forget`.
     """
 
     def __init__(self, budget: int = 0) -> None:

@@ -80,7 +80,7 @@ def fold(model: nn.Module) -> nn.Module:
         plan = _plan([_signature(layer) for layer in layers.children()])
         if len(plan.kept) < len(plan.represents):
             folded.append((owner, layers, plan))
-    memo: dict[int, Any] = {}  # one copy for every config, which modules share as they share the original
+    memo: dict[int, Any] = {}  # modules that share a config share its copy
     for module in model.modules() if folded else ():
         configs = {name: value for name, value in vars(module).items() if _is_config(value)}
         vars(module).update({name: copy.deepcopy(value, memo) for name, value in configs.items()})

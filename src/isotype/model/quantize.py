@@ -105,8 +105,8 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 codes `[rows, columns]` and float32 row scales `[rows]`, as in `bitsandbytes.nn.Int8Params`.
 
     code = round(127 x / absmax of the row) for the weight x in float16 (https://arxiv.org/abs/2208.07339, section 2). In
-    a row of zeros, the codes are 0. Rows whose absmax is below 2^-6 or above 65504 are multiplied by a power of two
-    first: float16 has few digits for small numbers, and none for larger ones.
+    a row of zeros, the codes are 0. Rows whose absmax is below 2^-6 or above 65504 are first multiplied by a power of
+    two, because float16 has few digits for small numbers and overflows above 65504.
     """
     weight = weight.detach()
     rows, columns = weight.shape
@@ -126,7 +126,7 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _into_float16(absmax: torch.Tensor) -> torch.Tensor:
-    """Return float32 powers of two as factors of rows with these largest magnitudes; 1 if a row needs no scaling."""
+    """Return float32 powers of two that bring rows with these largest magnitudes into float16's range; 1 if they fit."""
     absmax = absmax.float()
     factors = torch.exp2(-torch.frexp(absmax).exponent.clamp(min=-126).float())
     return torch.where((absmax >= 2.0**-6) & (absmax <= 65504) | (absmax == 0), 1.0, factors)

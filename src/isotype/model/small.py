@@ -86,12 +86,9 @@ def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | Non
 
 def _copyable(model: nn.Module) -> bool:
     """Return whether a model's own modules can be copied: none is quantized, and all buffers have values."""
-    plain = all(kind_of(module) not in ("linear4bit", "linear8bit") for module in model.modules())
-    return (
-        plain
-        and all(map(has_values, model.buffers()))
-        and not any(map(is_traceable_wrapper_subclass, model.parameters()))
-    )
+    quantized = any(kind_of(module) in ("linear4bit", "linear8bit") for module in model.modules())
+    packed = any(map(is_traceable_wrapper_subclass, model.parameters()))
+    return not quantized and not packed and all(map(has_values, model.buffers()))
 
 
 def _of_parts(model: nn.Module, present: set[int]) -> Copy:

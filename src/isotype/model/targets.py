@@ -81,7 +81,7 @@ def remember_drawn(model: Any, names: Collection[str]) -> None:
 def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
     """Add modules whose weights are in no checkpoint file to `modules_to_save`. Return a sentence on these modules.
 
-    Raise UsageError if a weight is in no module of only such weights, or if adapters of this type cannot save modules.
+    Raise UsageError if such a weight shares a module with other weights, or if adapters of this type cannot save modules.
     """
     drawn = getattr(model, "drawn_parameters", ())
     saved = list(getattr(config, "modules_to_save", None) or ())
@@ -178,7 +178,7 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
         converted.target_parameters = {name for name in after if not wide or name != "gate.weight"}
         config.target_modules = converted.target_modules
         config.target_parameters = converted.target_parameters
-        if not wide:  # for the names of gate and up, which are one parameter, PEFT doubles the rank
+        if not wide:  # PEFT doubles the rank for gate and up, which are one parameter
             config.rank_pattern, config.alpha_pattern = converted.rank_pattern, converted.alpha_pattern
     excluded = _excluded(base, adapt)
     if not wide:

@@ -148,7 +148,7 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) 
 
 
 def _cast_input(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Cast a module's inputs. Beside a matrix to cast, numbers per row (timesteps, lengths) keep their digits."""
+    """Cast a module's inputs. If a matrix is cast, vectors and scalars (timesteps, lengths) keep their dtype."""
     leaves = [leaf for leaf in tensors_of((args, kwargs)) if leaf.is_floating_point() and leaf.dtype != dtype]
     matrices = any(leaf.dim() > 1 for leaf in leaves)
 

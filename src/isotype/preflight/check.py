@@ -66,8 +66,8 @@ def check(
 ) -> Report:
     """Run one training step on fake tensors, report every dtype problem, and try the fixes.
 
-    The model, the inputs and the random states stay unchanged, and no weights are copied. For a float16 step, `check`
-    measures values, for which it reads the weights block by block.
+    The model, the inputs and the random states stay unchanged, and no weights are copied. For a float16 step, `check` also
+    measures value ranges, which reads the weights block by block.
 
     Args:
         model: any `nn.Module`, real or on the meta device; or a transformers or TRL trainer, or a `StepRequest`. The

@@ -92,7 +92,7 @@ def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _between_steps(trainer: Any, first: Any) -> LossOf | None:
-    """Return the loss over an evaluation batch, else the rollout for prompts `first`; None if `first` is a batch."""
+    """Return the loss over an evaluation batch. Without evaluation, return the rollout of the prompts `first`, or None."""
     rows = getattr(trainer, "eval_dataset", None)
     if trainer.args.eval_strategy == "no" or rows is None:
         return None if isinstance(first, Mapping) else _rollout(trainer, first)
@@ -148,7 +148,7 @@ def request_of_first_step(
 
 def _request(model: nn.Module, loss: Any, arguments: Any, optimizer: Any) -> StepRequest:
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer in a training
-    # The state, class and rates of an optimizer count, and not the name in the arguments.
+    # An existing optimizer decides, with its state, class and rates; the name in the arguments does not count.
     known = isinstance(optimizer, torch.optim.Optimizer)
     return StepRequest(
         model,

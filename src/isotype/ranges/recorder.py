@@ -199,7 +199,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def _checked(
         self, output: torch.Tensor, operands: Sequence[Magnitude], fills: bool, func: Any
     ) -> Magnitude:
-        """Return a result's magnitude: infinity if the result is as large as masks' fill values, and no operand is."""
+        """Return a result's magnitude; infinity if it exceeds 1e38 and no operand has fill values."""
         size = Magnitude.of(output)
         if size.filled and not fills:
             size = Magnitude(math.inf).remember(output)

@@ -22,21 +22,21 @@ from isotype.records.finding import in_library
 from isotype.records.trace import CAST_FUNCTIONS
 
 _UNNAMED = re.compile(r"<|.*wrap|inner$|_fn$|(cuda|cpu|xpu|apply|_apply)$")
-"""Names of functions that say nothing to a reader: wrappers of decorators, and methods that a script calls itself."""
+"""Function names that do not help a reader: decorator wrappers, and methods that the script itself calls."""
 _installed = cache(in_library)
 
 
 _Line = tuple[int, torch.dtype, str]
-"""The line that set a weight's dtype: (the weight's id, its dtype, the line's text). Code may replace the weight unseen."""
+"""(id of a weight, its dtype, text about the line that set the dtype). Id and dtype show whether the text still applies."""
 # No weak reference to a tensor is kept, because torch.utils.swap_tensors refuses tensors with one.
 # A module is a key by its id, because a class's `__hash__` may read attributes that its constructor has not set yet.
 _history: MutableMapping[nn.Module, dict[str, _Line]] = WeakIdKeyDictionary()
 _holders: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
-"""Id of a parameter or buffer -> modules that got it. An entry is valid as long as the module holds this tensor."""
+"""Id of a parameter or buffer -> (module, name) of each place that holds it. Places that hold another tensor are stale."""
 
 
 def remembered() -> AbstractContextManager[None]:
-    """In the `with` block, remember the lines for the modules that this process builds and casts."""
+    """In the `with` block, record the lines of code that create or cast parameters and buffers of modules."""
     return around_weights(_registered, _assigned)
 
 
@@ -72,7 +72,7 @@ def _holders_of(tensor: torch.Tensor) -> list[tuple[nn.Module, str]]:
 
 
 def _running_line(verb: str) -> str:
-    """Return a text with the innermost running line of the script, and the library's function that this line calls."""
+    """Return a text about the script's innermost running line and the library function that the line calls."""
     function = ""
     for frame, _ in walk_stack(frame_above(2)):
         code = frame.f_code

@@ -20,10 +20,10 @@ _MOST_POINTS = 512  # points of the timeline; of more points, every two neighbou
 class Ledger:
     """Counts every storage once, from its first use until its last tensor is freed.
 
-    A traced module can represent several equal modules (`multiply`). The activations that its forward saves are then
-    counted for each of these modules. The bytes that are counted for the modules that are not traced are the surplus. A storage and
-    its surplus are usually freed together. But if the traced module's backward frees a storage, its surplus is freed at
-    the end of this backward, because the backwards of the other modules follow.
+    A traced module can represent several equal modules (`multiply`). The activations that its forward saves then count
+    once for each of them. The surplus is what counts for the modules that are not traced. Freeing a storage also frees
+    its surplus. But a storage that the traced module's own backward frees keeps its surplus until the end of this
+    backward, because the backwards of the other modules follow.
 
     Attributes:
         total: bytes of all live storages.
@@ -39,7 +39,7 @@ class Ledger:
         # Storage address -> its reference, bytes, kind and sequence number.
         self._live: dict[int, tuple[Any, int, MemoryKind, int]] = {}
         self._created = 0
-        # (phase, whether gradients are not counted) -> bytes at the peak: in total, by kind, and saved by layers.
+        # (phase, True without gradients) -> bytes at the peak: in total, by kind, and saved by layers.
         self._peaks: dict[tuple[Phase, bool], tuple[int, dict[MemoryKind, int], int]] = {}
         self._saved = self._layers = 0
         self._points: list[MemoryPoint] = []
@@ -104,8 +104,7 @@ class Ledger:
         inputs: Sequence[torch.Tensor] = (),
         outputs: Sequence[torch.Tensor] = (),
     ) -> int:
-        """Multiply the bytes of a module's live activations that were counted after the mark `since` by `times`. Return
-        the added bytes.
+        """Count a module's live activations that are newer than the mark `since` `times` times. Return the added bytes.
 
         If the module has saved its input, each represented module saves an input, too: the output of the previous one.
         """
@@ -135,7 +134,7 @@ class Ledger:
         self._layers += times
 
     def keep(self, module: str, since: int, times: int, outputs: Sequence[torch.Tensor]) -> None:
-        """Multiply by `times` the memory that a forward without a backward leaves: caches, but not `outputs`."""
+        """Count `times` times the memory that remains after a forward without a backward (caches), except `outputs`."""
         passed, alive = {storage_of(output) for output in outputs}, self._activations(since)
         kept = {key: size * (times - 1) for key, size in alive.items() if key not in passed}
         self._surplus.setdefault(module, {}).update(kept)

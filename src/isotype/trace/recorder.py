@@ -1,7 +1,7 @@
 """A dispatch mode that records every operator of a training step, and the origin of each operand's dtype.
 
-A dispatch mode runs below autograd, so it records forward, backward and optimizer. Autograd's sequence number assigns
-an operator of the backward to an operator of the forward. `trace.fake.recorder` records a step on fake tensors,
+A dispatch mode runs below autograd, so it records forward, backward and optimizer. Autograd's sequence numbers link an
+operator of the backward to its operator of the forward. `trace.fake.recorder` records a step on fake tensors,
 `trace.live` a real step.
 """
 
@@ -155,7 +155,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self._places: dict[int, CallPlace] = {}
         self._alive: list[Any] = []
         self._raised_in: _Frame | None = None
-        # An exception that the caller of the trace handles; no module of the step has raised it.
+        # The exception that was handled when the trace began. No module of the step has raised it.
         self._handled = sys.exc_info()[1]
 
     # -------------------------------------------------------------------------------------------------- modules
@@ -223,7 +223,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def enter(
         self, name: str, repeats: int = 1, returns: Origin | None = None, module: nn.Module | None = None
     ) -> None:
-        """Record the start of a module's forward. `returns`: the input's origin if the output gets its dtype."""
+        """Record the start of a module's forward. `returns`: origin of the input's dtype if the output is cast to it."""
         self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns, module))
 
     @listening
@@ -235,7 +235,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         if not self._frames:
             return
         frame = self._frames.pop()
-        # Hooks also run during an exception. The first module that is left then has raised it.
+        # Hooks also run while an exception propagates. The first module whose hook runs then has raised it.
         raised = sys.exc_info()[1] is not self._handled
         self._raised_in = (self._raised_in or frame) if raised else None
         for row in self.held.get(frame.name, ()):
@@ -399,7 +399,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def set_trainable(self, func: Any, *args: Any) -> None:
         """Record that `func(*args)` freezes or unfreezes a parameter: `requires_grad_` or a setting of `requires_grad`.
 
-        The line is that of the code that calls PEFT.
+        If PEFT calls it, the recorded line is in the code that calls PEFT.
         """
         sets = getattr(func, "__self__", None) is torch.Tensor.requires_grad and len(args) > 1
         if not sets and func is not torch.Tensor.requires_grad_:
@@ -470,7 +470,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         frame = self._frames[-1] if self._frames else None
         place = CallPlace(frame.name if frame else "", asking_line(), frame.repeats if frame else 1)
         if self.phase == "forward" or (self.phase == "backward" and torch.is_grad_enabled()):
-            known = self._places.setdefault(last_node_number(), place)  # or of a copy for the backward
+            # An operator without a node has the number of an earlier operator's node.
+            known = self._places.setdefault(last_node_number(), place)
             return known if (known.module, known.source) == (place.module, place.source) else place
         return place
 

@@ -71,7 +71,7 @@ def _misspelt_in(config: type, call: ast.Call) -> tuple[tuple[str, str, int], ..
 
 
 def dtype_reasons(model: nn.Module) -> dict[torch.dtype, str]:
-    """Return dtype -> why weights of the model have it, for dtypes that code chooses elsewhere than at the weights."""
+    """Return dtype -> reason, for weights' dtypes that a global setting chose: the default dtype, or a 16-bit evaluation."""
     weights = [
         (w.dtype, set_at(part, name)) for part in model.modules() for name, w in weights_in(part).items()
     ]
@@ -98,7 +98,7 @@ def dtype_reasons(model: nn.Module) -> dict[torch.dtype, str]:
 
 
 def cast_by_evaluation(dtype: torch.dtype, lines: Iterable[str]) -> str:
-    """Return a text if an evaluation may have cast weights to `dtype`, as `TrainingArguments` of this process say; else "".
+    """Return a text if this process has `TrainingArguments` whose evaluation casts the model to `dtype`; else "".
 
     `lines` are the texts of `set_at` for these weights.
     """

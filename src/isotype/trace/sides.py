@@ -108,12 +108,12 @@ class Sides:
     input_dtypes: Collection[torch.dtype] = ()
 
     def at(self, module: str, causes: Sequence[Origin]) -> torch.dtype:
-        """Return the dtype of most modules in the part of the model around a call in `module`.
+        """Return the dtype of most modules in the smallest suitable part of the model around a call in `module`.
 
-        The part contains `module` and the modules in `causes`, the origins of the operands' dtypes. If a cause is in a
-        list of layers, the part contains the whole list. If a cause is outside of the modules (an input), the part must
-        contain modules in two of the causes' dtypes. If a part has one module, or equally many modules in two dtypes, a
-        larger part is used; at last the whole model (`whole`). Without `parts`, the dtype is `compute`.
+        A part is a module with its children. It contains `module` and the modules of `causes`, the origins of the operands'
+        dtypes. If a cause is in a list of layers, the part contains the whole list. A part is not suitable if it has only
+        one module, or equally many modules in two dtypes. If a cause is outside of the modules (an input), the part must
+        contain modules in two of the causes' dtypes. If no part is suitable, `whole` decides; without `parts`, `compute`.
         """
         met = {cause.dtype for cause in causes}
         homes = [_home(cause) for cause in causes]

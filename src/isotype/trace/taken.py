@@ -1,7 +1,7 @@
 """Finds the tensor from which a cast reads its dtype: `x` for `y.to(x.dtype)`, none for `y.to(torch.float32)`.
 
 Each read of `Tensor.dtype` is recorded with the current instruction of the function and of each caller. The read for a
-cast is searched in the cast's arguments, then in the variables, attributes and parameters there (`ctx.dtype`).
+cast is searched in the cast's arguments, then in code that set the variables or attributes there (`ctx.dtype`).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def takes_lengths() -> bool:
 
 @cache
 def varlen_attention() -> tuple[Any, bool]:
-    """Return (torch's `varlen_attn`, which exists if `takes_lengths` is true; True if it has the option `enable_gqa`)."""
+    """Return (torch's `varlen_attn`, True if it has the option `enable_gqa`). Call this only if `takes_lengths()` is true."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters

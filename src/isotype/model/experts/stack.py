@@ -220,8 +220,8 @@ def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: Quanti
     own_parameters(module)[name] = nn.Parameter(codes, requires_grad=False)
     parametrize.register_parametrization(module, name, stack, unsafe=True)
     _save_and_load(module, name)
-    # A forward that reads expert after expert dequantizes the stack once. Gradient checkpointing may end it by an
-    # exception.
+    # With this cache, a forward that reads one expert at a time dequantizes the stack only once. Gradient checkpointing
+    # may end a forward by an exception, so the second hook is always called.
     module.register_forward_pre_hook(_keep_dense)
     module.register_forward_hook(_drop_dense, always_call=True)
 

@@ -87,7 +87,7 @@ def request_of_script(
     here = device_of(model)
     optimizers, scaler = _helpers(model)
     autocast = autocast_of(model, here)
-    if not optimizers:  # nothing is known of the update
+    if not optimizers:  # the update is unknown
         phases = [phase for phase in phases if phase not in ("unscale", "optimizer")]
         masters = (are_masters([*parameters_of(other)], model) for other in living(torch.optim.Optimizer))
         scaler = scaler or any(masters)  # then the script scales the loss itself

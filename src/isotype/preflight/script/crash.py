@@ -261,10 +261,10 @@ class Crash:
         return report
 
     def _explain_by_other(self, error: BaseException, evaluates: bool = False) -> bool:
-        """Trace the call that raised the error if it is of a model that no recorded step has called.
+        """Trace the call that raised the error, if no recorded step has called its model. Return True if this explains it.
 
-        With `evaluates`, no training step was recorded yet, and the forward of a part (`vae.conv`) may have been recorded
-        in place of the method that called it (`vae.encode`). Return True if this explained the error.
+        With `evaluates`, no training step was recorded yet. The recorded forward may then be of a part (`vae.conv`) that
+        another method of the model (`vae.encode`) called.
         """
         recorded = [root for root in (*self.watch.roots, self.model) if root is not None]
         inside = {id(part) for root in recorded for part in root.modules()}

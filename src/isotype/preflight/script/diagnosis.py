@@ -204,9 +204,8 @@ class Diagnosis:
             trace = self._trace(setup)
             ahead = {call.module for call in self.report.trace.calls} if self.report is not None else set()
             traced = {*dict(self.watch.roots[0].named_modules())} - {part.module for part in trace.unreached}
-            traced -= {
-                call.module for call in trace.calls
-            } - ahead  # such as a module that the script's loss calls
+            # A module that only the script's loss calls was not traced before the step.
+            traced -= {call.module for call in trace.calls} - ahead
             code = trace.unheld, trace.scaled, trace.no_autocast, trace.lost_terms, trace.idle_checkpoints
             if not self._loss_traced or setup.scaler or any(code):
                 traced.discard("")  # the script's own code, which computes the loss and clips gradients

@@ -27,9 +27,8 @@ _ABOUT_GPUS = re.compile(
     r"\b(cuda|gpus?|nvidia|nccl|hip|xpu|mps|accelerator|active drivers)\b|_cuda_", re.IGNORECASE
 )
 _ABOUT_NAMES = (FileNotFoundError, KeyError, ModuleNotFoundError)  # of a file `data/gpu/rows.jsonl`
-_ABOUT_PACKAGES = re.compile(
-    r"(pip|please) install\b", re.IGNORECASE
-)  # "… on CUDA requires fbgemm-gpu: pip install …"
+# "… on CUDA requires fbgemm-gpu: pip install …"
+_ABOUT_PACKAGES = re.compile(r"(pip|please) install\b", re.IGNORECASE)
 _ASKING = re.compile(r"\b(is_available|device_count|current_accelerator)\b")
 _NO_CUDA = "not compiled with CUDA"
 _INSTEAD = "with --device NAME (t4, h100, …), isotype runs the script's code for this GPU on the CPU"

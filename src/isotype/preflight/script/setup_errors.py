@@ -26,7 +26,8 @@ from isotype.preflight.script.outside import Outside
 from isotype.records.finding import in_library
 
 _KNOWN: list[dict[str, str]] = table(__file__)
-"""Known errors: `error` is found in the error's message, followed by its file. `weights` is the key in `_OF_KIND` of the weights that cause the error, "few" for those of rarer dtypes, "" for none."""
+"""Known errors. `error` matches the message, followed by the file that raised it. `weights` is the kind of weights that
+cause the error: a key of `_OF_KIND`, "few" for weights of rarer dtypes, or ""."""
 _OF_KIND: dict[str, Callable[[torch.Tensor], bool]] = {
     "meta": lambda weight: weight.is_meta,
     "codes": lambda weight: not weight.is_floating_point(),

@@ -40,12 +40,12 @@ _CPU_FILLS: Mapping[str, tuple[str, ...]] = {
 
 
 def numbers_of(name: str, kind: str) -> Sequence[str]:
-    """Return the arguments of an operator whose numbers must fit the dtype of its tensor on this kind of device."""
+    """Return the names of an operator's number arguments that must fit the tensor's dtype on this kind of device."""
     return _FILLS.get(name) or (_CPU_FILLS.get(name, ()) if kind == "cpu" else ())
 
 
 def overflow(call: OperatorCall, numbers: Sequence[str]) -> Breach | None:
-    """Return a breach if an argument named in `numbers` is too large for the tensor's dtype; None if all fit."""
+    """Return a breach if a number argument named in `numbers` is too large for the tensor's dtype; None if all fit."""
     arguments = dict(zip(schema_of(call.func).roles, call.args, strict=False)) | call.kwargs
     target = arguments.get("self")
     dtype = arguments.get("dtype") or (target.dtype if target is not None else torch.get_default_dtype())
@@ -79,7 +79,7 @@ def with_tensors_in(
     kinds: Collection[torch.dtype] = FLOATS,
     cast: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Any:
-    """Return nested values in which `cast`, or `Tensor.to`, has changed the tensors with a dtype in `kinds` to `dtype`."""
+    """Return nested values with all tensors whose dtype is in `kinds` cast to `dtype`, by `cast` or `Tensor.to`."""
 
     def convert(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.dtype not in kinds or leaf.dtype == dtype:

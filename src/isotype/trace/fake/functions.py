@@ -1,5 +1,4 @@
-"""Simulates what torch does above its dispatcher: the autocast of another device, and the errors of composite
-functions.
+"""Simulates what torch does above its dispatcher: another device's autocast, and the errors of composite functions.
 
 A step runs under the CPU's autocast, because `torch.autocast("cuda")` disables itself without a GPU. The mode
 `Functions` adds the casts of the simulated device, and undoes the casts that only a CPU makes.
@@ -122,7 +121,7 @@ class Functions(TorchFunctionMode):
             recorder.function, recorder.autocast, recorder.like = before
 
     def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
-        """Return `index` modulo the rows of `tensor`: the trace assumes experts' indices, which may be too large."""
+        """Return `index` modulo the number of rows, because an expert index that the trace assumes may be too large."""
         value = self._recorder.values.of(index)
         if value is None or value.dim() or value.dtype in (torch.bool, torch.uint8) or not tensor.dim():
             return index
@@ -158,7 +157,7 @@ class Functions(TorchFunctionMode):
                         wide = with_tensors_in(torch.float32, (args, kwargs), HALVES)
                         return map_leaves(_as_half, self._call(func, *wide))
                     error = RuntimeError(f"{ONLY_POWERS_OF_TWO} of{sizes}")
-                # The recorder converts the operands of operators, so a function above the operators raised this error.
+                # The recorder has already converted the operands of operators. So a composite function raised this error.
                 target = recorder.composite(func, args, kwargs, error)
                 if target is None:
                     raise

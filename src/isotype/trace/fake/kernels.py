@@ -115,7 +115,7 @@ class Kernels:
         return True
 
     def _is_plain(self, tensor: FakeTensor) -> bool:
-        """Return whether a tensor is a plain CPU tensor of this mode: described by shape, strides and dtype."""
+        """Return whether shape, strides and dtype fully describe a tensor: a plain CPU tensor of this mode."""
         return (
             tensor.fake_mode is self._mode
             and tensor.constant is None
@@ -141,7 +141,7 @@ class Kernels:
         return self._entry(result, [memory[id(tensor)] for tensor in tensors])
 
     def _entry(self, result: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return (function, recipes): a recipe creates a tensor, and the function combines them. () if impossible.
+        """Return (function that collects the results, a recipe for each result); () if they cannot be cached.
 
         `result` and its operands `tensors` are fake tensors, or the meta tensors of `_of_meta_kernel`.
         """

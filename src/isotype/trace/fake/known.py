@@ -1,4 +1,4 @@
-"""Failures that occur with any weights: an index out of range, or a NaN that follows from known values."""
+"""Finds failures that do not depend on the weights: an index out of range, or a NaN that follows from known values."""
 
 from __future__ import annotations
 

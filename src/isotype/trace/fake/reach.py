@@ -1,7 +1,7 @@
 """Finds the inputs of a step that may affect its loss, and the trainable parameters that get a gradient.
 
-An input that cannot reach the loss does not change the loss of any model, small or large. Whether another input really
-changes the loss is measured on a small copy (`trace/reach`).
+An input that no operator connects to the loss cannot change the loss. For all other inputs, `trace/reach` measures on a
+small copy of the model whether they change it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 # Operators that return the tensor without its graph and do not use its values.
 _CUTS = frozenset({aten.detach.default, aten.alias.default})
-# Under autocast, a cast of a weight has a gradient even under `torch.no_grad()`. So the use of the cast counts.
+# Under autocast, the cast of a weight has a gradient even under `torch.no_grad()`. So only uses of its result count.
 _CAST = aten._to_copy.default
 
 _PARAMETER = "_isotype_parameter"
@@ -34,9 +34,9 @@ _PARAMETER = "_isotype_parameter"
 
 
 class InputReach:
-    """Records for each storage which inputs of the forward its content may depend on.
+    """Records for each storage the inputs of the forward that its content may depend on.
 
-    An operator's result may depend on everything that its operands depend on.
+    An operator's result may depend on all inputs that one of its operands depends on.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Gradients:
                 uses[key] = Unreached(origin.name, place.module, at, function or "", behind, ignored)
 
     def unreached(self, cuts: Mapping[int, str], frozen: Mapping[int, Any]) -> Iterator[Unreached]:
-        """Yield the parameters that the forward used, but that got no gradient. The recorder has `cuts` and `frozen`."""
+        """Yield the parameters that the forward used but that got no gradient. `Recorder` explains `cuts` and `frozen`."""
         for key, unreached in {**self._off, **self._used}.items():
             if key not in self.reached:
                 line, _ = frozen.get(key, ("", 0))
@@ -122,10 +122,10 @@ class Gradients:
 
 
 def _function() -> str | None:
-    """Return the name of the running `torch.autograd.Function` that turns gradients off. Return "" under `torch.no_grad()`.
+    """Return why gradients are off: the name of the running `torch.autograd.Function`, or "" for `torch.no_grad()`.
 
-    Reentrant gradient checkpointing is an example, if its inputs require no gradient. Return None if the function runs
-    with gradients on and computes the gradients itself, as a fused layer does.
+    Reentrant gradient checkpointing is such a function if its inputs require no gradient. Return None if a function
+    runs its forward with gradients on and computes the gradients itself, as a fused layer does.
     """
     for frame, _ in walk_stack(frame_above(2)):
         first = next(iter(frame.f_code.co_varnames), "")

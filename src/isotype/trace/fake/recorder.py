@@ -156,8 +156,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def _note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Register the real tensors that the caller's loss passes to the model as inputs."""
-        # Reading a tensor's dtype is also a function call. It would replace the tensor by a fake before the tensor has
-        # its name.
+        # Reading `value.dtype` is a function call, too. The function mode would replace `value` by a fake before `value`
+        # has its name.
         with without_functions():
             for name, value in named_arguments(module, args, kwargs):
                 if is_real(value):

@@ -150,7 +150,7 @@ class ProcessMemory:
         if not gathering.is_gathered:
             self._gather(gathering)
             self._flat = gathering.whole
-        # The first tensor is the hidden state. Later blocks use the other tensors, too; an encoder's output is an example.
+        # The first tensor is the hidden state. Later blocks may use the others, too, for example an encoder's output.
         hidden = next(_differentiable((args, kwargs)), None)
         if hidden is not None and torch.is_grad_enabled():
             if (source := getattr(hidden, _RETURNED_BY, None)) is not None:
@@ -172,7 +172,7 @@ class ProcessMemory:
     def _gather(self, gathering: _Gathering) -> None:
         """Gather a group's weights into a flat buffer and copy them out. Free the previous group's flat buffer.
 
-        torch before 2.15 frees it after the copy: `prev_all_gather_state` in `wait_for_unshard` refers to it.
+        Before torch 2.15, that buffer is freed after the copy (`prev_all_gather_state` in `wait_for_unshard` refers to it).
         """
         self._ledger.add("gathered", gathering.whole * (not gathering.is_prefetched))
         if RELEASE >= (2, 15):

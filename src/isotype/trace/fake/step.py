@@ -100,8 +100,8 @@ def trace_step(
         deadline: latest end of the step by `time.monotonic`, in seconds. The step fails at its first operator after the
             deadline.
         untouched: the saved state outside of the twin, if several traces share it; None to save the state here.
-        enough: function that is called with the unfinished trace after a forward or backward with wrong dtypes. The
-            trace ends if the function returns True.
+        enough: function of the unfinished trace, called after a forward or backward in which an operator broke its
+            contract. The trace ends if the function returns True.
     """
     model, untouched = request.model, untouched or state_reached_by(request)
     mode = fake_mode(setup.profile)
@@ -206,7 +206,7 @@ class _Step:
     def run(self) -> Failure | None:
         """Run the phases in order; return the error that ended the step early, or None."""
         self.recorder.watch(self.twin)
-        # torch keeps a tensor's hooks where the garbage collector does not look: the twin would never be freed.
+        # Python's garbage collector cannot see tensor hooks. If they stayed, the twin would never be freed.
         with self.hooks, self.mode, self.recorder, self.functions:
             self._weigh()
             for hook in self.process.watch():
@@ -310,7 +310,7 @@ class _Step:
         ledger.add("inputs", self.setup.ahead * ledger.alive("inputs"))
 
     def _count_gradient(self, module: str, repeats: int, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:  # a function of several layers leaves out layers without a used result
+        if parameter.grad is not None:  # a fused function gives unused layers no gradient
             self.process.gradient(parameter, repeats, module)
             self.recorder.gradients.reached.add(id(parameter))
 
@@ -401,7 +401,7 @@ class _Step:
         request = self.setup.optimizer if isinstance(request, str) else request  # a fix may name another one
         optimizers = optimizers_in(request)
         copies = [names_instead(optimizer, self.request.model) for optimizer in optimizers]
-        # A script's optimizers, which have names instead of parameters, may not be all.
+        # Copies of a script's optimizers have no parameters. The script may have more optimizers, so nothing is unheld.
         in_optimizers = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
         updated = updates_of(copies)
         if in_optimizers and (updated or not are_masters(in_optimizers, self.request.model)):
@@ -448,7 +448,7 @@ class _Step:
         return optimizer
 
     def _evaluate(self) -> None:
-        """Count the memory of an evaluation or rollout between steps. Its calls, which repeat the forward's, do not count."""
+        """Count the memory of an evaluation or rollout between steps. Its calls repeat the forward's and are not recorded."""
         ledger, calls, twin = self.recorder.ledger, self.recorder.calls, self.twin
         before = len(calls)
         for name, value in _named(self.evaluated):

@@ -39,7 +39,7 @@ _CONVERTS = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "UNARY_NOT", "COPY", "CACHE", "NO
 
 @dataclass(frozen=True)
 class Use:
-    """The way in which code uses a number that it reads.
+    """The use of a number that code reads from a tensor.
 
     Attributes:
         negated: True if an odd number of `not` is between the number and the condition that it decides.
@@ -130,7 +130,7 @@ def use_in(frame: FrameType) -> tuple[Use | None, FrameType]:
 
 @lru_cache(maxsize=4096)
 def _use(code: CodeType, at: int, so_far: Use) -> Use | None:
-    """Return how code uses the number read by the instruction at byte `at`; without `passes` if the function returns it.
+    """Return how code uses the number read by the instruction at byte `at`; `passes` is None if the function returns it.
 
     `so_far` is the use of the number in the functions that the code calls.
     """

@@ -97,7 +97,7 @@ class Untouched:
                 self._open(*self._queue.popleft())
 
     def restore(self) -> None:
-        """Restore the saved state, which several traces can share: each trace restores the state at its end."""
+        """Restore the saved state. Several traces can share it; each trace calls this method at its end."""
         for current, saved in self._dicts:
             if _differ([*dict.values(current)], [*saved.values()]):
                 kind: Any = OrderedDict if isinstance(current, OrderedDict) else dict

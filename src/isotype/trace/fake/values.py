@@ -88,7 +88,7 @@ class Values:
         self.numbers = Numbers()
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor, counted: bool = False) -> None:
-        """Store the value of a fake tensor. More than `LIMIT` elements are stored only with `counted=True`, or of an expanded mask."""
+        """Store the value of a fake tensor if the value is small, `counted`, or an expanded mask."""
         if value.layout != torch.strided or value.device.type != "cpu":
             return
         if value.numel() <= (_MOST_ANGLES if hasattr(value, _EXACT) else LIMIT):
@@ -96,7 +96,7 @@ class Values:
         elif counted or hasattr(value, _LARGE):
             setattr(tensor, _LARGE, value)
         elif value.dtype == torch.bool and 0 in value.stride():
-            setattr(tensor, _EXPANDED, value)  # of a token's hidden values; only counted
+            setattr(tensor, _EXPANDED, value)  # expanded over hidden values; only its elements are counted
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the value of a fake tensor; None if it is unknown."""
@@ -168,8 +168,7 @@ class Values:
     # ------------------------------------------------------------------------------------------------- rounding
 
     def came_rounded(self, tensor: torch.Tensor, name: str, written: bool = False) -> None:
-        """Mark a known 16-bit input as rounded, and assume that its exact value is half a unit in the last place
-        larger.
+        """Assume that a known 16-bit input was rounded: that its exact value is half a unit in the last place larger.
 
         `written` is True for a buffer whose numbers are written in the code. Integers in such a buffer are exact.
         """
@@ -312,8 +311,7 @@ def fakes_of(result: Any, values: Values, mode: Any) -> Any:
 
 
 def _guess(tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor | None:
-    """Return an assumed result of a comparison: every second element is True, so the mask and its inverse select
-    elements.
+    """Return an assumed result of a comparison. Every second element is True, so both a mask and its inverse select some.
 
     Return None for operands that are not floats, and for vectors, because code may select experts by such a result.
     """

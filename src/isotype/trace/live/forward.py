@@ -111,12 +111,12 @@ class StaleCasts:
 
 
 class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
-    """Detects that the script averages trained weights into a 16-bit copy, between an optimizer step and the next
-    forward. A frozen weight of the same model can be the copy. Also detects that PEFT merges adapters between two steps.
+    """Detects that a script averages trained weights into a 16-bit copy, or that PEFT merges adapters between steps.
 
-    `report` gets the first call that adds to a copy or merges. If a copy only gets the weights, as in the first update of
-    `AveragedModel`, the next step is watched, too, and `later` becomes 1. No attributes are set on tensors, because
-    `torch.save` saves them.
+    It watches from an optimizer step to the next forward. `report` gets the first call that adds to a copy or merges. A
+    frozen weight of the same model can be the copy. If a copy is only overwritten with the weights, as in the first
+    update of `AveragedModel`, the next step is watched, too, and `later` becomes 1. No attributes are set on tensors,
+    because `torch.save` would save them.
     """
 
     def __init__(self, report: Callable[[Call], None]) -> None:
@@ -132,7 +132,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
     def stepped(self, models: Sequence[nn.Module], recording: bool) -> None:
         """After an optimizer step of these models, watch until the next forward or another optimizer's step.
 
-        `recording` says if the next step is recorded. Then the compiler is off already.
+        `recording` is True if the next step is recorded, which has already turned the compiler off.
         """
         self._compiles = not recording
         self._stop()  # torch is iterating over the hooks after a step, so `_after_step` stays
@@ -153,7 +153,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         self._hooks.enter_context(ended)
 
     def _ended(self, module: nn.Module, models: Sequence[nn.Module]) -> None:
-        """Stop at a forward. After a merge, stop only at a training's forward: a merge after the last step costs nothing."""
+        """Stop at a forward. After a merge, stop only at a forward that trains: a merge after the last step is harmless."""
         if self._merge is not None:
             if not trains(module):
                 return

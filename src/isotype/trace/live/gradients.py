@@ -53,7 +53,7 @@ def gradients_of(
     held = {id(weight) for weight in weights}
     optimizers = living(torch.optim.Optimizer)
     elsewhere = {id(w): w for other in optimizers for w in parameters_of(other) if id(w) not in held}
-    # Without a name, these are master copies of the model's parameters.
+    # Weights without a name are master copies of the model's parameters.
     all_of_model = all(weight.grad is None or id(weight) in recorder.names for weight in weights)
     left = [weight for root in roots for weight in root.parameters() if weight.requires_grad]
     left = [w for w in left if id(w) in recorder.names and id(w) not in held and id(w) not in elsewhere]
@@ -153,8 +153,8 @@ def optimizers_here() -> list[torch.optim.Optimizer]:
 def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) -> list[Sample]:
     """Return a sample of each 16-bit parameter with a finite gradient: (name, parameter, mask, values).
 
-    The values are the parameter's first elements; the mask is True where their gradient is not zero. The name is "" for a flat copy of parameters. The list
-    is empty while a scheduler warms up, and if the optimizer itself may skip the step.
+    The values are the parameter's first elements; the mask is True where their gradient is not zero. The name is "" for
+    a flat copy of parameters. The list is empty while a scheduler warms up, and if the optimizer may skip the step.
     """
     samples: list[Sample] = []
     copies = not any(id(weight) in names for weight in parameters_of(optimizer))

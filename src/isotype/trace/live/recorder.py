@@ -104,8 +104,8 @@ class LiveRecorder(Recorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # The inner operators of a higher-order operator are recorded. Forked processes, such as a data loader's
-        # workers, are not.
+        # A higher-order operator is skipped, because its inner operators are recorded. Forked processes, such as a data
+        # loader's workers, are skipped, too.
         ignored = self.of_gradients and not _of_gradients(args)
         skipped = self.fault or (ignored and getattr(func, "namespace", "") != COLLECTIVES)
         skipped = skipped or len(self.calls) >= self._limit or os.getpid() != self._process
@@ -284,7 +284,7 @@ class LiveRecorder(Recorder):
         """Return name of a trainable parameter -> a matmul of the forward with this parameter."""
         trained = {weight.name for weight in self.weights if weight.trainable}
         matmuls = (call for call in self.calls if call.phase == "forward" and call.flops)
-        # A cast in the code is the origin of another value; accelerate's cast of a model's output is an example.
+        # Beyond a cast in the code, such as accelerate's cast of a model's output, the path belongs to another value.
         paths = ((call, o.origin.path()) for call in matmuls for o in call.operands)
         steps = ((call, s) for call, path in paths for s in takewhile(lambda s: s.kind != "cast", path))
         return {step.name: call for call, step in steps if step.name in trained}
@@ -461,10 +461,7 @@ class _Terms:
         return "infinite" if any(map(math.isinf, losses)) and not scaled else ""
 
     def _sources(self, value: Any) -> set[str]:
-        """Return the lines where `value` lost its graph.
-
-        If a float divided by a recorded loss has few digits, code has multiplied this loss by a factor.
-        """
+        """Return the lines where `value` lost its graph. A float is a multiple of a loss if their ratio has few digits."""
         if isinstance(value, torch.Tensor):
             return self._cut.get(id(value), set())
         for number, lines in self._numbers.items() if isinstance(value, float) else ():

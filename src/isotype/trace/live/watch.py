@@ -1,7 +1,7 @@
 """Records the first steps of an unchanged script: global hooks start and end the recording, then remove themselves.
 
-The hooks are torch's global hooks for modules and optimizers. The first training forward calls `before`, and starts the
-live recorder. It records the operators that the script's dispatch modes call, not the operators that these modes get.
+The hooks are torch's global hooks for modules and optimizers. The first training forward calls `before` and starts the
+live recorder. The recorder is below the script's dispatch modes, so it records the operators that these modes call.
 After the requested number of steps, hooks, modes and references to the script's tensors are removed.
 """
 

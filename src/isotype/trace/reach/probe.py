@@ -113,7 +113,7 @@ class Probe:
     ) -> torch.Tensor:
         """Return how much `inputs` change each prediction that has a label, relative to the largest logit.
 
-        `at` is a mask of the predictions to compare, `[learned]`. `base`: logits before the change.
+        `at`: mask of the predictions to compare, `[learned]` (default: all). `base`: logits before the change.
         """
         before, after = self.base if base is None else base, self.logits(inputs)
         index: Any = slice(None) if at is None else at
