@@ -9,6 +9,7 @@ from isotype.cli.commands import find_rule
 from isotype.cli.main import main
 from isotype.core.errors import UsageError
 from isotype.rules import FAMILIES, Rule, all_rules
+from isotype.rules.kit.groups import rule_modules
 
 REWRITE = "python -m tools.rule_pages"
 
@@ -30,6 +31,16 @@ def test_the_committed_pages_are_the_docstrings():
     assert committed.keys() == wanted.keys(), f"run {REWRITE}"
     stale = [name for name in wanted if committed[name] != wanted[name]]
     assert not stale, f"run {REWRITE}"
+
+
+def test_rules_have_titles_and_pages_under_optimized_python(monkeypatch):
+    """`python -OO` removes docstrings."""
+    before = [(rule.title, rule.page) for rule in all_rules()]
+    for module in rule_modules().values():
+        monkeypatch.setattr(module, "__doc__", None)
+    all_rules.cache_clear()
+    assert [(rule.title, rule.page) for rule in all_rules()] == before
+    all_rules.cache_clear()
 
 
 def test_every_rule_belongs_to_a_family():

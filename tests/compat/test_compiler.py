@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +101,34 @@ def test_a_stance_that_code_sets_stays(stance: str | None) -> None:
         assert after.prev.stance == (stance or "default")
     finally:
         before.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_blocks_that_overlap_restore_the_stance_of_the_script(seed: int) -> None:
+    """The blocks of a recorded step and of the search for averages end in any order."""
+    draw, before, expected = random.Random(seed), torch.compiler.set_stance("default"), "default"
+    blocks = list[ExitStack]()
+    try:
+        for _ in range(12):
+            step = draw.choice(["begin", "end", "stance"])
+            if step == "begin":
+                blocks.append(ExitStack())
+                blocks[-1].enter_context(uncompiled())
+                assert _stance() == "force_eager"
+            elif step == "end" and blocks:
+                blocks.pop(draw.randrange(len(blocks))).close()
+            elif step == "stance":
+                expected = draw.choice(["eager_on_recompile", "fail_on_recompile", "default"])
+                torch.compiler.set_stance(expected)
+        while blocks:
+            blocks.pop(draw.randrange(len(blocks))).close()
+        assert _stance() == expected
+    finally:
+        before.__exit__(None, None, None)  # type: ignore[attr-defined]
+
+
+def _stance() -> str:
+    now: Any = torch.compiler.set_stance("default")
+    now.__exit__(None, None, None)
+    stance: str = now.prev.stance
+    return stance

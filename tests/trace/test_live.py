@@ -22,7 +22,7 @@ from isotype.compat.torch import is_simulated, no_modes, put_under, take_out
 from isotype.preflight.check import check
 from isotype.records.request import Setup
 from isotype.records.trace import Failure
-from isotype.trace.live.forward import Beginning, named_inputs
+from isotype.trace.live.forward import Averages, Beginning, named_inputs
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder
 from isotype.trace.live.watch import Watch
 from tests.measured_step import measure_step
@@ -113,6 +113,88 @@ def test_nothing_stays_after_the_watched_step(watches: list[Watch]) -> None:
     assert all(p._post_accumulate_grad_hooks is None for p in model.parameters())
     assert b"isotype" not in pickle.dumps(optimizer.state_dict())
     assert watch.recorder is None
+
+
+@pytest.fixture
+def swapped() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("place", ["forward", "result", "backward", "step", "averages", "later"])
+def test_tensors_can_be_swapped_at_any_place_of_a_watched_step(
+    place: str, watches: list[Watch], swapped: None
+) -> None:
+    """`torch.utils.swap_tensors` refuses a tensor with a weak reference of Python or of C++."""
+    model = _block().to(torch.bfloat16 if place == "averages" else torch.float32)
+    averages = Averages(lambda call: None)
+    watches.append(Watch(after=lambda: averages.stepped([model])))
+    watches[0].attach()
+    optimizer = torch.optim.SGD(model.parameters())
+    for step in range(3):
+        if place == "forward" and step == 0:
+            model(torch.ones(4, 8)).sum().backward()
+            model.to(torch.bfloat16)
+        dtype = model.inner.weight.dtype
+        hidden = model(torch.ones(4, 8, dtype=dtype))
+        if place == "result":
+            value = hidden.detach()
+            torch.utils.swap_tensors(value, torch.zeros_like(value))
+            assert value.count_nonzero() == 0
+        hidden.sum().backward()
+        if place == "backward":
+            model.to(torch.bfloat16)
+        optimizer.step()
+        if place == "step":
+            model.to(torch.bfloat16)
+        with torch.no_grad():
+            mean = model.inner.weight * 0.9
+            if place == "averages":
+                torch.utils.swap_tensors(mean, model.inner.weight.clone())
+        optimizer.zero_grad()
+        if place == "later":
+            model.to(torch.bfloat16)
+    averages.detach()
+    assert len(watches[0].seen) == 1
+    assert not any("stopped" in note for note in watches[0].notes)
+
+
+def test_nothing_stays_on_tensors_that_the_script_has_frozen_for_the_garbage_collector(
+    watches: list[Watch],
+) -> None:
+    model, watch = _block(), Watch()
+    watches.append(watch)
+    watch.attach()
+    gc.freeze()
+    try:
+        _train(model, 2)
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+    assert watch.seen
+    assert not any(vars(parameter) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("stance", ["eager_on_recompile", None])
+def test_the_compiler_keeps_the_stance_that_a_watched_step_sets(
+    stance: str | None, watches: list[Watch]
+) -> None:
+    model, before = _block(), torch.compiler.set_stance("default")
+    watches.append(Watch())
+    watches[0].attach()
+    optimizer = torch.optim.SGD(model.parameters())
+    try:
+        loss = model(torch.ones(4, 8)).sum()
+        if stance is not None:
+            torch.compiler.set_stance(stance)
+        loss.backward()
+        optimizer.step()
+        assert watches[0].state == "over"
+        now: Any = torch.compiler.set_stance("default")
+        assert now.prev.stance == (stance or "default")
+    finally:
+        before.__exit__(None, None, None)  # type: ignore[attr-defined]
 
 
 def test_the_model_can_be_collected_after_the_watched_step(watches: list[Watch]) -> None:

@@ -50,9 +50,7 @@ def test_several_recorded_steps_before_the_first_average() -> None:
     """`isotype run --steps 3` calls `stepped` from a hook after the step, while torch iterates over these hooks."""
     model, calls = nn.Linear(4, 1, dtype=torch.bfloat16), list[Call]()
     averages, average = Averages(calls.append), AveragedModel(model)
-    recorded = optimizers.register_optimizer_step_post_hook(
-        lambda *_: averages.stepped([model], recording=False)
-    )
+    recorded = optimizers.register_optimizer_step_post_hook(lambda *_: averages.stepped([model]))
     optimizer = torch.optim.SGD(model.parameters())
     for _ in range(3):
         model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
@@ -68,7 +66,7 @@ def test_a_step_of_another_optimizer_runs_the_hooks_that_the_script_adds_later()
     """torch iterates over the hooks of all optimizers in a step, and raises if one of them is removed."""
     model = nn.Linear(4, 1)
     averages = Averages(lambda call: None)
-    averages.stepped([model], recording=False)
+    averages.stepped([model])
     ran: list[bool] = []
     handle = optimizers.register_optimizer_step_pre_hook(lambda *_: ran.append(True))
     torch.optim.SGD(model.parameters()).step()
@@ -138,7 +136,7 @@ def test_averages_that_no_operator_adds_in_place(update: Any, op: str, dtype: to
         model(torch.ones(2, 4, dtype=dtype)).sum().backward()
         optimizer.step()
         if step == 0:
-            averages.stepped([model], recording=False)
+            averages.stepped([model])
         with torch.no_grad():
             update(average, model, kept)
     averages.detach()

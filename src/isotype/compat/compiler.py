@@ -44,7 +44,6 @@ class _Deferred(ModuleType):
         self.__spec__, self.__loader__, self.__file__ = spec, spec.loader, spec.origin
         self.__package__, self.__path__ = _NAME, list(spec.submodule_search_locations or ())
         self.marked: list[tuple[str, Any]] = []
-        self.eager = False
         self.disable, self.graph_break = _disable, _no_break
         for name in _MARKS:
             setattr(self, name, functools.partial(self._mark, name))
@@ -64,7 +63,7 @@ class _Deferred(ModuleType):
     def run(self) -> None:
         """Execute the real package's code. Then mark the functions that were marked before."""
         attributes = vars(self)
-        marked, eager = attributes.pop("marked"), attributes.pop("eager")
+        marked = attributes.pop("marked")
         for name in ("disable", "graph_break", *_MARKS):
             del attributes[name]
         self.__class__ = ModuleType  # type: ignore[assignment]
@@ -73,8 +72,8 @@ class _Deferred(ModuleType):
         self.__spec__.loader.exec_module(self)
         for name, function in marked:
             getattr(self, name)(function)
-        if eager:
-            torch.compiler.set_stance("force_eager")
+        if _blocks.open:
+            _blocks.set_stance()
 
 
 def defer_compiler() -> None:
@@ -101,26 +100,45 @@ def _deferred() -> _Deferred | None:
     return module if isinstance(module, _Deferred) else None
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """In the `with` block, compiled functions run without the compiler. A stance that the block's code sets stays set."""
-    deferred = _deferred()
-    if deferred is None:
-        ours: Any = torch.compiler.set_stance("force_eager")
-        try:
-            yield
-        finally:
+class _Blocks:
+    """The open `with` blocks of `uncompiled`, which may end in any order, and the stance that they set."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        self._ours: Any = None
+
+    def set_stance(self) -> None:
+        now: Any = torch.compiler.set_stance("force_eager")
+        if self._ours is not None and now.prev is self._ours.stance:
+            now.__exit__(None, None, None)
+        else:
+            self._ours = now
+
+    def restore_stance(self) -> None:
+        ours, self._ours = self._ours, None
+        if ours is not None:
             now: Any = torch.compiler.set_stance("force_eager")
             (ours if now.prev is ours.stance else now).__exit__(None, None, None)
-        return
-    deferred.eager = True
+
+
+_blocks = _Blocks()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """In the `with` block, compiled functions run without the compiler. A stance that the block's code sets stays set.
+
+    Blocks may overlap: the stance is restored at the end of the last block.
+    """
+    _blocks.open += 1
+    if _deferred() is None:
+        _blocks.set_stance()
     try:
         yield
     finally:
-        if _deferred() is None:
-            torch.compiler.set_stance("default")
-        else:
-            deferred.eager = False
+        _blocks.open -= 1
+        if not _blocks.open:
+            _blocks.restore_stance()
 
 
 def import_uncompiled(name: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from inspect import getsource
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import error_line
@@ -55,7 +57,10 @@ class Rule:
 def all_rules() -> tuple[Rule, ...]:
     rules = []
     for code, module in rule_modules().items():
-        title, _, text = (module.__doc__ or "").partition("\n\n")
+        docstring = module.__doc__ or ast.get_docstring(
+            ast.parse(getsource(module)), clean=False
+        )  # `python -OO`
+        title, _, text = str(docstring).partition("\n\n")
         of_claims = partial(contract_rule.find, module.__name__)
         find = getattr(module, "find", of_claims) if hasattr(module, "CLAIMS") else module.find
         rules.append(Rule(code, title, text.strip(), find, getattr(module, "KIND", FAMILIES[code[:4]][1])))

@@ -235,7 +235,7 @@ class Diagnosis:
         if (model := self.watch.model) is not None:
             self._stale.stepped(torch.device(device_of(model)).type)
         if self._setup_seen is not None and self._speaks:
-            self._averages.stepped(self.watch.roots, recording=self.watch.state != "over")
+            self._averages.stepped(self.watch.roots)
 
     def _trace(self, setup: Setup) -> Trace:
         """Return the trace of the last step. `no_autocast` says why a step without autocast is unexpected."""

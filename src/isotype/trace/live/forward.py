@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import optimizer as optimizers
-from torch.utils.weak import WeakIdKeyDictionary
 
 from isotype.compat.compiler import uncompiled
 from isotype.compat.torch import UncompiledMode, has_compiler, put_under, storage_of, take_out
@@ -122,19 +121,16 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
     def __init__(self, report: Callable[[Call], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._report, self._reported, self._copied = report, False, False
-        self._compiles, self.later = False, 0
+        self.later = 0
         self._merge: Call | None = None
         self._weights: list[torch.Tensor] = []
-        # Computed tensor -> kinds of the tensors that it was computed from.
-        self._terms: Any = WeakIdKeyDictionary()
+        # id of a computed tensor's `__dict__` -> this `__dict__`, and kinds of the tensors that it was computed from.
+        # `torch.utils.swap_tensors` would refuse a tensor with a weak reference.
+        self._terms: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self._hooks, self._after_step = ExitStack(), ExitStack()
 
-    def stepped(self, models: Sequence[nn.Module], recording: bool) -> None:
-        """After an optimizer step of these models, watch until the next forward or another optimizer's step.
-
-        `recording` is True if the next step is recorded, which has already turned the compiler off.
-        """
-        self._compiles = not recording
+    def stepped(self, models: Sequence[nn.Module]) -> None:
+        """After an optimizer step of these models, watch until the next forward or another optimizer's step."""
         self._stop()  # torch is iterating over the hooks after a step, so `_after_step` stays
         if not self._reported:
             self._watch(models)
@@ -144,7 +140,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         put_under(self)
         self._hooks.callback(take_out, self)
         # Otherwise the compiler would trace this mode, and never compile the function again.
-        if self._compiles and has_compiler():
+        if has_compiler():
             self._hooks.enter_context(uncompiled())
         # torch is iterating over the hooks of a step, so none may be removed now. Without weights, no copy is reported.
         forget = optimizers.register_optimizer_step_pre_hook(lambda *_: self._weights.clear())
@@ -208,16 +204,16 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
             self._copied |= kinds == [{"copy"}, {"weight"}]
             return False
         both = set().union(*kinds)
-        scaled = any("weight" in self._terms.get(operand, ()) for operand in operands)
+        scaled = any("weight" in self._terms_of(operand) for operand in operands)
         scaled = name == "lerp" or (name == "add" and (scaled or (scales and "weight" in kinds[-1])))
         if both and result is not None and not any(result is operand for operand in operands):
-            self._terms[result] = both
+            self._terms[id(vars(result))] = vars(result), both
         return len(operands) > 1 and both == {"weight", "copy"} and scaled
 
     def _kinds(self, tensor: torch.Tensor) -> set[str]:
         """Return the kinds of the tensors that a 16-bit tensor of a trained weight's shape was computed from."""
-        if tensor in self._terms:
-            return self._terms[tensor]  # type: ignore[no-any-return]
+        if terms := self._terms_of(tensor):
+            return terms
         alike = [weight for weight in self._weights if weight.requires_grad and weight.shape == tensor.shape]
         if type(tensor) not in _PLAIN or tensor.dtype not in HALVES or not alike:
             return set()
@@ -226,6 +222,9 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
             if any(type(other) in _PLAIN and storage_of(other) == storage_of(tensor) for other in known):
                 return {kind}
         return {"copy"}
+
+    def _terms_of(self, tensor: torch.Tensor) -> set[str]:
+        return self._terms.get(id(vars(tensor)), ({}, set()))[1]
 
     def detach(self) -> None:
         self._stop()

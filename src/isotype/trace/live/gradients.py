@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.optim import optimizer as optimizers
-from torch.utils.weak import TensorWeakRef
 
 from isotype.compat.standard import frame_above
 from isotype.compat.torch import FakeTensor, last_node_number, no_modes, node_number, stored_scale, version_of
@@ -197,17 +196,17 @@ class LastStep:
         self._line = shown(asking_line())
         weights = () if optimizer is None else parameters_of(optimizer)
         gradients = [weight.grad for weight in weights if weight.grad is not None][:1]
-        self._used = [(TensorWeakRef(g), version_of(g)) for g in gradients]
+        # A tensor's `__dict__` identifies it. `torch.utils.swap_tensors` would refuse a tensor with a weak reference.
+        self._used = [(vars(g), version_of(g)) for g in gradients]
 
     def repeated_by(self, optimizer: torch.optim.Optimizer, unscales: bool) -> tuple[str, str] | None:
         """If the step that begins has the gradients of the last step, return the lines of both steps; else None.
 
         `unscales` is True if a GradScaler may have divided the gradients since the last step.
         """
-        for reference, version in self._used:
-            used = reference()
-            held = used is not None and any(weight.grad is used for weight in parameters_of(optimizer))
-            if held and (unscales or version_of(used) == version):
+        gradients = [weight.grad for weight in parameters_of(optimizer) if weight.grad is not None]
+        for used, version in self._used:
+            if any(vars(g) is used and (unscales or version_of(g) == version) for g in gradients):
                 return self._line, shown(asking_line())
         return None
 

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn, overrides
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import TensorWeakRef
 
 from isotype.compat import torch_device
 from isotype.compat.standard import frame_above
@@ -30,6 +29,7 @@ from isotype.core.dtypes import FLOATS, HALVES, autocast_dtype
 from isotype.core.errors import error_line, first_line
 from isotype.core.operators import COLLECTIVES, given_tensors, leaves
 from isotype.core.source import asking_line, shown
+from isotype.model.walk import living
 from isotype.records.finding import in_library
 from isotype.records.memory import Phase
 from isotype.records.trace import CASTS, UNSAFE, Breach, Call, Origin, Weight
@@ -99,7 +99,7 @@ class LiveRecorder(Recorder):
         self.graded: set[int] = set()
         self.unsynced: dict[int, str] = {}
         self.terms = _Terms()
-        self._marked: list[TensorWeakRef] = []
+        self._marked: set[int] = set()  # ids: weak references would prevent `torch.utils.swap_tensors`
         self._process = os.getpid()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -264,16 +264,14 @@ class LiveRecorder(Recorder):
 
     def mark(self, tensor: torch.Tensor, origin: Origin) -> None:
         """Set the origin of `tensor`'s dtype; `forget` removes it."""
-        if not hasattr(tensor, ORIGIN):
-            self._marked.append(TensorWeakRef(tensor))  # type: ignore[no-untyped-call]
+        self._marked.add(id(tensor))
         super().mark(tensor, origin)
 
     def forget(self) -> None:
         """Remove the origins from the script's tensors, which the script may save, and drop all references to them."""
-        for reference in self._marked:
-            tensor = reference()
-            if tensor is not None and hasattr(tensor, ORIGIN):
-                delattr(tensor, ORIGIN)
+        for tensor in living(torch.Tensor) if self._marked else ():
+            if id(tensor) in self._marked:
+                vars(tensor).pop(ORIGIN, None)
         self._marked.clear()
         self.terms = _Terms()
         self.names.clear()

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
+from isotype.compat.compiler import uncompiled
 from isotype.compat.replaced import Replacements
 from isotype.compat.standard import frame_above
 from isotype.compat.torch import (
@@ -292,7 +293,7 @@ class Watch:
     def _record(self, recorder: LiveRecorder, phase: Phase) -> None:
         self.recorder = recorder
         if has_compiler():
-            self._recording.enter_context(torch.compiler.set_stance("force_eager"))
+            self._recording.enter_context(uncompiled())
         around_backward(self._recording.enter_context(Replacements()), recorder.around_backward)
         recorder.turn_to(phase)
         self._enter_modes()
