@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import io
+import pickle
 import threading
+import types
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from isotype.trace.fake.twin import fake_inputs, fake_like, fake_mode, twin_of
+from tests.pairwise import pairwise
 from tests.small import BF16, FP16, FP32, net
 
 
@@ -177,6 +183,51 @@ def test_bound_methods_are_the_twins_own() -> None:
     twin: Any = twin_of(model, fake_mode())
     assert twin.__dict__["forward"].__self__ is twin
     assert model.__dict__["forward"].__self__ is model
+
+
+class Wrapper:
+    """Calls a function, and refuses to be pickled or copied, like accelerate's conversion of outputs to float32."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    def __getstate__(self) -> None:
+        raise pickle.PicklingError
+
+
+def in_closure(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: function(*args)
+
+
+def in_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    return types.MethodType(lambda _, *args: function(*args), object())
+
+
+def in_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    options = {"functions": [function]}
+    return lambda *args: options["functions"][0](*args)
+
+
+WRAPPERS = (in_closure, in_method, in_options, partial, Wrapper)
+
+
+@pairwise("first, second, third", WRAPPERS, WRAPPERS, WRAPPERS, ids=lambda wrapper: wrapper.__name__)
+def test_wrappers_of_a_forward_call_the_twins_forward(first: Any, second: Any, third: Any) -> None:
+    """TRL and accelerate replace a model's `forward` by wrappers of the bound method."""
+    model = net()
+    for wrapper in (first, second, third):
+        model.forward = wrapper(model.forward)  # type: ignore[method-assign]
+    twin = twin_of(model, mode := fake_mode())
+    ran: list[nn.Module] = []
+    for each in (model, twin):
+        each.head.register_forward_hook(lambda module, *_: ran.append(module))
+    for each in (model, twin):
+        with mode if each is twin else nullcontext():
+            each(torch.zeros(1, 4, dtype=torch.long))
+    assert ran == [model.head, twin.head]
 
 
 def test_a_twin_of_a_twin() -> None:

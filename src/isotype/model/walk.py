@@ -10,7 +10,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -303,13 +303,15 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
     try:
         if isinstance(value, (types.FunctionType, types.MethodType)):
             return _with_copies(value, memo)
+        if isinstance(value, partial):
+            return _with_copies_in(value, memo)
         result = copy.deepcopy(value, memo)
         if type(result) in (dict, OrderedDict) and result is not value:
             hooks = {key: hook for key, hook in result.items() if isinstance(hook, types.FunctionType)}
             result.update({key: _with_copies(hook, memo) for key, hook in hooks.items()})
         return result
     except Exception:  # noqa: BLE001 - a lock, a file, a class that refuses: shared, and put back after the trace
-        return value
+        return _object_with_copies(value, memo)
 
 
 def _with_copies(function: Any, memo: dict[int, Any]) -> Any:
@@ -341,13 +343,34 @@ def _with_copies_in(value: Any, memo: dict[int, Any]) -> Any:
     """Return a stored value with copies in place of the modules, tensors and methods in it; itself without any of these."""
     if isinstance(value, types.FunctionType):
         return _with_copies(value, memo)
+    if isinstance(value, types.MethodType):
+        method = value.__func__, value.__self__
+        return value if (copies := _with_copies_in(method, memo)) is method else types.MethodType(*copies)
+    if isinstance(value, partial):
+        call = value.func, value.args, value.keywords
+        function, args, keywords = copies = _with_copies_in(call, memo)
+        return value if copies is call else type(value)(function, *args, **keywords)
     if type(value) in (tuple, list, dict):
         parts = value.values() if isinstance(value, dict) else value
-        copies = [_with_copies_in(part, memo) for part in parts]
-        if all(map(operator.is_, copies, parts)):
+        new: Any = [_with_copies_in(part, memo) for part in parts]
+        if all(map(operator.is_, new, parts)):
             return value
-        new = dict(zip(value, copies, strict=True)) if isinstance(value, dict) else type(value)(copies)
+        new = dict(zip(value, new, strict=True)) if isinstance(value, dict) else type(value)(new)
         return memo.setdefault(id(value), new)  # functions may share the value
     owner = getattr(value, "__self__", value)
     ours = isinstance(owner, (nn.Module, torch.Tensor)) and id(owner) in memo
-    return copied(value, memo) if ours else value
+    return copied(value, memo) if ours else _object_with_copies(value, memo)
+
+
+def _object_with_copies(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a callable object with copies in its attributes, as accelerate's wrapper of a forward; itself without any."""
+    if not callable(value) or not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module)):
+        return value
+    if id(value) not in memo:
+        memo[id(value)] = value  # an object can be in its own attributes
+        attributes = _with_copies_in(vars(value), memo)
+        if attributes is not vars(value):
+            memo[id(value)] = copy = object.__new__(type(value))
+            copy.__dict__.update(attributes)
+            _fill_slots(copy, value, memo)
+    return memo[id(value)]
