@@ -310,6 +310,6 @@ def test_every_type_of_gguf_has_a_writer() -> None:
 def test_float16_that_overflows_in_a_gguf_file(base: Path, tmp_path: Path) -> None:
     policy = resolve_precision(base, "bfloat16", device="cpu")
     model = add_lora(load(base, policy), policy, r=4, lora_alpha=8, target_modules=TARGETS)
-    with pytest.raises(PrecisionError, match="float16 cannot hold the merged weights") as caught:
+    with pytest.raises(PrecisionError, match="float16 cannot represent the merged weights") as caught:
         merge_adapter(save_trained(model, tmp_path / "adapter", scale=1e3), tmp_path / "m.gguf", stored="f16")
     assert caught.value.problems[0].fix == "give --gguf bf16 or f32"

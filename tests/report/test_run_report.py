@@ -826,7 +826,7 @@ def test_headroom_in_words() -> None:
         "The block's outputs grew by a factor of 2.69 over the run."
     )
     assert in_words(sampled("float32")) == (
-        f"{closest} The blocks return their outputs in float32, which can hold far larger values."
+        f"{closest} The blocks return their outputs in float32, whose range is far larger."
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
-from isotype.train.command.settings import cure_by_name
+from isotype.train.command.settings import fix_of_message
 from isotype.train.validate import check_settings
 from tests.parsed import parse_settings
 
@@ -59,17 +59,17 @@ def test_a_schedule_says_what_it_takes() -> None:
 def test_by_the_names_in_a_message() -> None:
     message = "When `padding_free=True` without packing, `max_length` is not enforced."
     values = {"padding_free": True, "packing": False, "max_length": 1024, "beta": 0.1}
-    assert cure_by_name(message, {"padding_free"}, values, "isotype sft") == (
+    assert fix_of_message(message, {"padding_free"}, values, "isotype sft") == (
         "leave --padding_free out, or change --max_length (now 1024)"
     )
     message = "Packing needs a collator without padding."
     assert (
-        cure_by_name(message, {"packing", "max_steps"}, {"packing": True, "max_steps": 1}, "isotype sft")
+        fix_of_message(message, {"packing", "max_steps"}, {"packing": True, "max_steps": 1}, "isotype sft")
         == "leave --packing out"
     )
     message = "Actual (not effective) batch size must be > 1."
     asked = {"per_device_train_batch_size": 1, "max_steps": 1}
-    assert cure_by_name(message, asked, asked, "isotype kto") == "leave --per_device_train_batch_size out"
-    assert cure_by_name("No.", {"beta"}, values, "isotype sft") == (
+    assert fix_of_message(message, asked, asked, "isotype kto") == "leave --per_device_train_batch_size out"
+    assert fix_of_message("No.", {"beta"}, values, "isotype sft") == (
         "leave out one of --beta; isotype sft --help-all lists all arguments"
     )

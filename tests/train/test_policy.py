@@ -49,7 +49,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(policy, "measure_ranges", measure)
     monkeypatch.setattr(policy, "measure_quality", measure)
     monkeypatch.setattr(policy, "resolve_request", resolve)
-    monkeypatch.setattr(policy, "_check_held", lambda *_: None)
+    monkeypatch.setattr(policy, "_require_float16_range", lambda *_: None)
     return devices
 
 

@@ -230,11 +230,11 @@ def _head(adapter: Adapter, config: Any) -> Any:
     return head if is_model or task is not None else None
 
 
-_LABELS = 991  # a number of labels that is no other size in a model
+_LABELS = 991  # no other size of a model, so it marks the dimension of the labels in a shape
 
 
 def _labels(adapter: Adapter, config: Any, policy: PrecisionPolicy, head: Any) -> int | None:
-    """Return the number of labels of the classification head in the adapter's file, or None if the file has no such head."""
+    """Return the number of labels of the classification head in the adapter's file; None without such a head."""
     task = task_of(adapter.config)
     if head is None or task in ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"):
         return None
@@ -251,8 +251,8 @@ _DRAWN = (True, False, None, "gaussian", "orthogonal")
 def deferred_base(adapter: Adapter) -> DeferredBlocks:
     """Return `DeferredBlocks` that read most weights of the adapter's base later, block by block.
 
-    Weights that the adapter's file replaces are not deferred. No weights are deferred if the adapter is not LoRA, or if
-    PEFT reads the weights to add the adapter (DoRA, PiSSA, OLoRA).
+    Weights that the adapter's file replaces are not deferred. No weights are deferred for other adapters than LoRA, and for
+    DoRA, PiSSA and OLoRA, where PEFT reads the weights to add the adapter.
     """
     config = adapter.config
     drawn = kind_of_adapter(config) == "LORA" and not config.use_dora and config.init_lora_weights in _DRAWN
@@ -313,7 +313,7 @@ _FIX = "give the base model that the adapter was trained on"
 
 
 def fill(peft_model: Any, adapter: Adapter) -> None:
-    """Copy an adapter's trained values into a model that `inject` returned; raise CheckpointError if the values do not fit."""
+    """Copy an adapter's trained values into the result of `inject`; raise CheckpointError if the values do not fit."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -409,8 +409,8 @@ def load(
     The policy gives the dtype or format of each weight. A checkpoint that is already quantized keeps its quantization
     states, constants and compute dtype. The model's attribute `precision_policy` is the policy.
 
-    The adapter may be saved by isotype or by PEFT. Its adapter_config.json names the base model and the base model's
-    commit. The adapter's values are not rounded and can be trained further.
+    The adapter may be saved by isotype or by PEFT. The adapter's adapter_config.json names the base model and its commit.
+    The adapter's values are not rounded and can be trained further.
 
     Args:
         path: checkpoint directory, GGUF file, hub id, `embedded:smollm2`, or an adapter's directory.
@@ -423,8 +423,8 @@ def load(
             not `trust_remote_code`.
 
     Raises:
-        CheckpointError: `path` is not a checkpoint, its format is unsupported, its shapes contradict its config, or values
-            are not finite; or an adapter's base does not exist or does not fit.
+        CheckpointError: the checkpoint does not exist, its format is unsupported, its shapes contradict its config, or
+            values are not finite. Or the base of an adapter does not exist or does not fit.
         PrecisionError: the checkpoint is already quantized, in another format than the policy's storage.
     """
     hide_missing_kernel()

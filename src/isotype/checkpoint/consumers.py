@@ -46,12 +46,13 @@ class Consumer:
 
     Attributes:
         refuses: options of adapter_config.json that the program refuses -> the reason.
-        unplaced: result of loading a tensor for which the model has no module.
-        other: result of loading a tensor that is not a LoRA matrix; None if the program applies the tensor.
-        stacked: (result, reason) for adapters of weights that contain all experts; None if the program applies them.
+        unplaced: effect on a tensor for which the model has no module.
+        other: effect on a tensor that is not a LoRA matrix; None if the program applies it.
+        stacked: (effect, reason) for adapters of stacked experts; None if the program applies them.
         towers: True if the program applies adapters outside of the language model (towers and projectors).
-        scale: function of (config's alpha, config's r, layer's r, is rsLoRA) that returns the scale; None for PEFT's scale.
-        rank: largest rank that the program loads by default; 0 for no limit. flag: option that raises the limit.
+        scale: function (config's alpha, config's r, layer's r, is rsLoRA) -> scale; None for PEFT's scale.
+        rank: largest rank that the program loads by default; 0 for no limit.
+        flag: option that raises the limit of `rank`.
     """
 
     refuses: Mapping[str, str] = field(default_factory=dict)
@@ -102,7 +103,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Fit:
-    """Prediction of how the program `consumer` uses an adapter with `model`. `notes` lists the flags that the program needs."""
+    """Prediction of how the program `consumer` uses an adapter with `model`. `notes` has flags that the program needs."""
 
     adapter: str
     consumer: str

@@ -40,7 +40,7 @@ _BLOCKS = 64  # this number of rows, of any width, fills whole 4-bit blocks
 
 
 class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
-    """`TorchDispatchMode` that reads a weight when an operator uses it; of an embedding only the used rows."""
+    """`TorchDispatchMode` that reads a weight when an operator uses it. Of an embedding, it reads only the used rows."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = with_values(operator_name(func).rpartition(".")[0], args, kwargs or {})
@@ -77,8 +77,8 @@ class Layers:
     outputs before and after the change is ½ E[<D, df/dW>²] to second order (the Fisher information). The backward
     starts from the result of `_of_signs`, a gradient with the same second moments as the gradient of f. A token with
     the input x and the output gradient g adds ½ Σ (g² xᵀ²) D², over all weights of the layer, to the estimate. The
-    estimate omits products of two weights' errors, because these are nearly independent. It also omits products of two
-    tokens' gradients: these products would need hundreds of samples of y.
+    estimate omits products of two weights' errors, because these are nearly independent. The estimate also omits products
+    of two tokens' gradients, which would need hundreds of samples of y.
 
     Attributes:
         wanted: names of the layers to measure.
@@ -267,7 +267,7 @@ def _measured(
 
 
 class Session:
-    """Runs the forwards and backwards of one measurement. `passes`: number of passes over the model, for the progress bar.
+    """Runs the forwards and backwards of one measurement. `passes` over the model are shown by the progress bar.
 
     Attributes:
         reference: the float32 log probabilities of each batch, `[tokens, vocabulary]`; set by `backward`.
@@ -332,7 +332,7 @@ class Session:
 
 
 def _counted(batch: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
-    """Return a mask `[batch, tokens]` of the logits to compare. The mask is False at padding, and if the next label is -100."""
+    """Return a mask `[batch, tokens]` of the logits to compare: False at padding, and before a label of -100."""
     counted = torch.ones(shape, dtype=torch.bool)
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if isinstance(mask, torch.Tensor) and mask.shape == shape:
@@ -371,8 +371,8 @@ def _of_signs(
 def _divergence(p: torch.Tensor, q: torch.Tensor) -> float:
     """Return Σ p (ln p - ln q) over all rows; the arguments `p` and `q` are the logarithms ln p and ln q.
 
-    With d = ln p - ln q, the function computes Σ p (d + exp(-d) - 1). This is the same sum, because p and q each sum to
-    one. Its terms are of second order in d. In Σ p d, first-order terms would cancel only up to rounding errors.
+    With d = ln p - ln q, the function computes Σ p (d + exp(-d) - 1), which is the same, because p and q each sum to one.
+    The terms of this sum are of second order in d. In Σ p d, first-order terms would cancel only up to rounding errors.
     """
     parts = zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True)
     differences = ((a, a - b) for a, b in parts)

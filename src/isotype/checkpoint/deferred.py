@@ -102,8 +102,8 @@ class DeferredBlocks:
         uses = Counter(map(id, named.values()))
         tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
         excluded = {*self._at_once, *tied, *tied.values()}
-        for held, parameter in named.items():
-            name = unparametrized(held)
+        for full_name, parameter in named.items():
+            name = unparametrized(full_name)
             matrix = parameter.is_meta and parameter.ndim > 1 and uses[id(parameter)] == 1
             if matrix and name not in excluded and torch.device(filler.device(name)).type == "cpu":
                 yield name
@@ -123,14 +123,14 @@ class DeferredBlocks:
 
     def read(self, block: Block) -> None:
         """Read the weights of a block; raise CheckpointError if a file is damaged, or values are not finite."""
-        # The dtypes are taken first, because the codes of stacked experts are read into the place of the dense weights.
+        # `fill` replaces the dense weights of stacked experts by codes, so their dtypes are read before.
         dtypes = [weight.dtype for weight in block.dense]
         if block.sources:
-            block._blank = {name: _held(block, name) for name in block.sources}
+            block._blank = {name: _current(block, name) for name in block.sources}
             _, broken = self._filler.fill(block.sources, shown=False)
             refuse(self.stored.path, broken)
         for name, (blank, former) in block._blank.items():
-            _convert_like(name, block.owners[name], _held(block, name)[0], blank, former)
+            _convert_like(name, block.owners[name], _current(block, name)[0], blank, former)
         for weight, dtype in zip(block.dense, dtypes, strict=True):
             weight.read(dtype)
         # Free the codes of the quantized layers. Dense layers have replaced these layers.
@@ -185,7 +185,7 @@ def _block_of(name: str, blocks: Mapping[str, Block]) -> Block | None:
     return None
 
 
-def _held(block: Block, name: str) -> tuple[nn.Parameter, QuantizedStack | None]:
+def _current(block: Block, name: str) -> tuple[nn.Parameter, QuantizedStack | None]:
     owner, leaf = block.owners[name], name.rpartition(".")[2]
     stack = quantized_stack(owner, leaf)
     return (owner.get_parameter(leaf), None) if stack is None else (codes_of(owner, leaf), stack)

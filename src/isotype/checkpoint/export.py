@@ -290,7 +290,7 @@ def _rounded(name: str, values: torch.Tensor, kind: str) -> Any:
         largest = float(wide.abs().max())
         if largest > torch.finfo(torch.float16).max:
             overflow = f"{name}: values up to {largest:.4g}"
-            headline, fix = "f16 cannot hold the merged weights", "give --gguf bf16 or f32"
+            headline, fix = "f16 cannot represent the merged weights", "give --gguf bf16 or f32"
             raise PrecisionError.of(headline, overflow, "at most 65504", fix)
         return wide.half().numpy()
     if kind == "F32":

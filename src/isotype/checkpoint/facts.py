@@ -98,7 +98,7 @@ def _layers_quantization(model: nn.Module) -> QuantizationFacts | None:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A stored tensor: its dtype or quantization format, number of elements after dequantization, and stored bytes."""
+    """A stored tensor: its dtype or format, its number of elements after dequantization, and its stored bytes."""
 
     name: str
     dtype: torch.dtype | str | None
@@ -107,7 +107,7 @@ class _Stored:
 
 
 def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Iterator[_Stored]:
-    """Yield the stored parameters. A parameter is left out if a part of its name begins with one of `adapters`."""
+    """Yield the stored parameters, without those with a part in their name that begins with one of `adapters`."""
     for name, parameter in model.named_parameters():
         if any(part.startswith(adapters) for part in name.split(".")):
             continue

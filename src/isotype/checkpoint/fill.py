@@ -15,7 +15,7 @@ from isotype.checkpoint.mapping.stored import StoredTensor
 from isotype.checkpoint.mapping.weight_map import Source
 from isotype.checkpoint.stored_weights import StoredWeights
 from isotype.compat.torch import EXTRA_STATE, own_parameters
-from isotype.core.console import Bar
+from isotype.core.console import with_bar
 from isotype.core.formats import FORMATS, MXFP4
 from isotype.model.boundary_choice import float32_by_ranges
 from isotype.model.enforce import dtypes_to_load
@@ -28,14 +28,14 @@ from isotype.model.walk import places
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 Reading = Generator[tuple[Source, Tensors], None, None]
-"""Yields the sources, each with a reader of its tensors."""
+"""Generator of (source, reader of its tensors)."""
 
 
 class Filler:
     """Fills a model's tensors from a checkpoint, in the dtypes and formats of a policy.
 
-    Stacked experts become blank codes at once, in the model's order, because names in an adapter's file depend on it.
-    `fill` has another order.
+    The constructor replaces stacked experts by blank codes in the model's order, because names in an adapter's file
+    depend on this order. `fill` places weights in another order.
 
     Args:
         stored: the weights of a model on the meta device whose quantized layers are bitsandbytes layers.
@@ -83,17 +83,14 @@ class Filler:
         work = list({id(source): source for source in sources.values()}.values())
         filled: set[str] = set()
         broken: dict[str, str] = {}
-        bar = Bar("loading", shown)
-        bar.total = len(work)
         read = self._staged(work, files) if any(map(self._on_gpu, work)) else _mapped(work, files)
-        with closing(bar), closing(read):
-            for source, tensors in read:
+        with closing(read):
+            for source, tensors in with_bar(read, "loading", len(work), shown):
                 placed = self._read(source, tensors)
                 filled.update(placed)
                 broken |= not_finite(self._values_to_check(placed))
                 if tensors is files and not any(files.holds(value) for value in placed.values()):
                     files.release(source.headers)
-                bar.advance()
         return filled, broken
 
     def place(self, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -114,16 +111,16 @@ class Filler:
         return torch.device(self.device(source.target)).type in ("cuda", "xpu")
 
     def _staged(self, sources: Sequence[Source], files: MappedFiles) -> Reading:
-        """Yield (source, buffer with all tensors of the source); without such a buffer, yield (source, mapped files)."""
-        # On the CPU, a weight that is saved quantized is used without a copy, and a reused buffer would overwrite it.
-        kept = {id(source) for source in sources if self._is_saved(source) and not self._on_gpu(source)}
+        """Yield (source, buffer with all its tensors), or (source, mapped files) if there is no such buffer."""
+        # On the CPU, a weight in its saved format is used without a copy. A reused buffer would overwrite it.
+        kept = {id(source) for source in sources if self._keeps_format(source) and not self._on_gpu(source)}
         work = [(source, () if id(source) in kept else source.headers) for source in sources]
         with closing(staged(work)) as read:
             for source, tensors in read:
                 buffered = tensors is not None and tensors.at.keys() >= {*source.headers}
                 yield source, tensors if tensors is not None and buffered else files
 
-    def _is_saved(self, source: Source) -> bool:
+    def _keeps_format(self, source: Source) -> bool:
         first, _ = source.tensors[0]
         if first.form == MXFP4:
             return self.stacks.get(source.target) == MXFP4 and first.problem is None
@@ -132,7 +129,7 @@ class Filler:
 
     def _read(self, source: Source, files: Tensors) -> dict[str, torch.Tensor]:
         target = source.target
-        if self._is_saved(source):
+        if self._keeps_format(source):
             return {target: self._place_saved(target, source.tensors[0][0], files)}
         if target in self.stacks and set(source.shapes) <= {target}:
             return {target: self._place_stack(target, self._parts(source, files))}
@@ -140,16 +137,13 @@ class Filler:
         return {name: self.place(name, value) for name, value in tensors.items()}
 
     def _parts(self, source: Source, files: Tensors) -> Iterator[torch.Tensor]:
-        """Yield a stacked weight expert by expert, or the whole weight if it cannot be divided.
-
-        The memory of an expert is freed before the next expert is read.
-        """
+        """Yield a stacked weight expert by expert, or the whole weight if it cannot be divided."""
         name = source.target
         shape, dtype = shape_of(*self.owner(name)), self.dtypes[name]
         for row in range(shape[0]):
             values, part = self.stored.read_part(source, name, shape, range(row, row + 1), files, dtype)
             yield values
-            if isinstance(files, MappedFiles):
+            if isinstance(files, MappedFiles):  # frees an expert before the next is read
                 files.release(part.headers)
             if part is source:
                 return

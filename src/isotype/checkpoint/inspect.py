@@ -1,7 +1,4 @@
-"""Inspects a checkpoint from its headers alone, and plans how each of its tensors is loaded under a policy.
-
-Tensors whose names differ only in the layer number form a group.
-"""
+"""Inspects a checkpoint from its headers alone, and plans how each of its tensors is loaded under a policy."""
 
 from __future__ import annotations
 
@@ -248,10 +245,7 @@ class LoadPlan:
 
 
 def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPolicy) -> LoadPlan:
-    """Plan how a dense model, which may be on the meta device, gets its tensors from a checkpoint.
-
-    Raises CheckpointError if the checkpoint is quantized by a method that isotype does not know.
-    """
+    """Plan how a dense model gets its tensors from a checkpoint; raise CheckpointError for unknown quantization."""
     quantization = quantization_of(getattr(model, "config", None))
     if quantization is not None and unknown_quantization(quantization):
         what = f"{headers.path}, quantized by {quantization.method}"

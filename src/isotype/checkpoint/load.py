@@ -293,14 +293,14 @@ def load_module(
     If the policy is quantized, linear layers are replaced by bitsandbytes layers.
 
     Args:
-        model: any module. Its parameters, and the buffers that the checkpoint contains, may be on the meta device.
+        model: any module. Parameters, and buffers that the checkpoint contains, may be on the meta device.
         path: checkpoint directory or .safetensors file.
         policy: from `isotype.resolve_precision`.
         adapter: conversion of the tensors, needed if the module's names or shapes differ from the checkpoint's.
 
     Raises:
-        CheckpointError: a tensor is missing, duplicate, not finite or wrongly shaped, or no file has the values of a
-            buffer that is on the meta device.
+        CheckpointError: a tensor is missing, duplicate, not finite or wrongly shaped, or a buffer on the meta device is in
+            no file.
     """
     headers = read_headers(path)
     matched = match(model, _adapted(headers, adapter) if adapter is not None else headers)

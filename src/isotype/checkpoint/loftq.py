@@ -13,7 +13,6 @@ left singular vectors of D diag(√m).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import torch
 from isotype.checkpoint.opened import Checkpoint
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model
 from isotype.checkpoint.values import held_weight
-from isotype.core.console import Bar
+from isotype.core.console import with_bar
 from isotype.core.errors import PrecisionError
 from isotype.core.names import base_name
 from isotype.core.random_states import random_states_kept
@@ -54,18 +53,15 @@ def begin_from_error(model: Any, checkpoint: Checkpoint, moments: Mapping[str, t
         adapts = is_tuner_layer(layer) and _ADAPTER in getattr(layer, "lora_A", ())
         if adapts and kind_of(layer.get_base_layer()) == "linear4bit":
             layers.append((base_name(place.name), layer))
-    with closing(Bar("decomposing quantization errors")) as bar:
-        bar.total = len(layers)
-        for name, layer in layers:
-            base = layer.get_base_layer()
-            weight = stored.read(f"{name}.weight").float()
-            error = weight - held_weight(base, torch.float32)
-            _take_in(layer, error.T if replaces_conv1d(base) else error, moments.get(name))
-            bar.advance()
+    for name, layer in with_bar(layers, "decomposing quantization errors", len(layers)):
+        base = layer.get_base_layer()
+        weight = stored.read(f"{name}.weight").float()
+        error = weight - held_weight(base, torch.float32)
+        _set_product(layer, error.T if replaces_conv1d(base) else error, moments.get(name))
     return len(layers)
 
 
-def _take_in(layer: Any, error: torch.Tensor, moments: torch.Tensor | None) -> None:
+def _set_product(layer: Any, error: torch.Tensor, moments: torch.Tensor | None) -> None:
     """Set the adapter's product s B A to the matrix of rank at most r that is nearest to the error `[out, in]`."""
     down, up = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
     error = error.to(down.device)

@@ -59,10 +59,7 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Hash of names, dtypes, shapes, file sizes, config.json and a few bytes of each tensor; None without weights.
-
-        Paths and times do not change the hash.
-        """
+        """Hash of headers, file sizes, config.json and some bytes of each tensor, not of paths; None without weights."""
         if self.files is None or self.headers is None:
             return None
         digest = hashlib.sha256()
@@ -279,7 +276,7 @@ _FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 
 
 def local_path(model: str | Path) -> Path | None:
-    """Return the local path of a model that is named by a path or `embedded:NAME`; None if the name can only be a hub id.
+    """Return the local path of a path or `embedded:NAME`; None if `model` can only be a hub id.
 
     Raises CheckpointError if the path does not exist and cannot be a hub id, or the embedded model is not installed.
     """

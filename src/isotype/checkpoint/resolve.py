@@ -102,8 +102,8 @@ def resolve_request(
     Args:
         device, ranges, damages: as in `resolve_precision`. The errors are the same, too.
         checkpoint: checkpoint whose cached measurements are used; None for a model in memory or a config.
-        measure: function that measures the checkpoint's ranges, which float16 needs. It is called if the
-            weights are local and no ranges are cached.
+        measure: function that measures the checkpoint's ranges, which float16 needs, if the weights are local and no
+            ranges are cached.
         measure_damages: function that measures the checkpoint's damages, which mixed storage needs.
     """
     profile = device_profile(device)
@@ -157,7 +157,7 @@ Measurement = TypeVar("Measurement", Ranges, Damages)
 
 
 def read_measurement(kind: type[Measurement], key: str) -> Measurement | None:
-    """Return the cached `Ranges` or `Damages` for a checkpoint's fingerprint; None if the cache has no readable measurement."""
+    """Return the cached `Ranges` or `Damages` for a checkpoint's fingerprint; None if none can be read."""
     path = _path(kind, key)
     if not path.is_file():
         return None

@@ -64,8 +64,8 @@ def load_sharded(
             as `num_labels`.
 
     Returns:
-        The model, or the result of `adapt`, as an FSDP2 module. Its attribute `precision_policy` is the policy, and
-        `bytes_read` is the number of bytes that this process has read from the files.
+        The model, or the result of `adapt`, as an FSDP2 module with two attributes: `precision_policy` is the policy, and
+        `bytes_read` is the number of bytes that this process has read.
 
     Raises:
         CheckpointError: `path` is no checkpoint, the checkpoint lacks needed tensors, or values are not finite.

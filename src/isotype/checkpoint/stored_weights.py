@@ -54,12 +54,9 @@ class StoredWeights:
         return {name: torch.Size(shape) for name, shape in shapes.items() if shape is not None}
 
     def in_other_dtypes(self, quantized: Collection[str]) -> dict[str, torch.dtype]:
-        """Return name -> dtype for float tensors outside of `quantized` that have another dtype than most tensors.
-
-        The result is empty for a GGUF file, because its dtypes are not those of the training.
-        """
+        """Return name -> dtype for float tensors outside of `quantized` that have another dtype than most tensors."""
         if self._convert_gguf is not None:
-            return {}
+            return {}  # the dtypes in a GGUF file are not those of the training
         tensors = {name: source.tensors for name, source in self.sources.items() if name not in quantized}
         plain = {n: parts[0][0] for n, parts in tensors.items() if all(part.plain for part, _ in parts)}
         main = main_form(plain.values())
@@ -139,8 +136,8 @@ class StoredWeights:
     def _part(self, source: Source, name: str, shape: torch.Size, rows: range) -> Source | None:
         """Return the part of a source from which some rows of the tensor `name` can be made.
 
-        If each row is made from separate tensors (a row is an expert), the part contains the tensors of these rows.
-        Otherwise, the part contains these rows of every source tensor. Returns None if neither part makes these rows.
+        If each row is an expert with separate tensors, the part has the tensors of these rows. Otherwise, it has these
+        rows of every source tensor. Returns None if neither part yields these rows.
         """
         named = replace(source, shapes={name: (len(rows), *shape[1:])})
         by_pattern = grouped(source.tensors, lambda pair: pair[1]).values()

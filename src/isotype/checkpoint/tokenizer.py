@@ -140,8 +140,8 @@ _AS_GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "gran
 def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) -> Path:
     """Return a directory to which `save_pretrained` has written the tokenizer and the config of a GGUF file.
 
-    The directory is created atomically in `cache_dir` (default `$ISOTYPE_CACHE/gguf`, else `~/.cache/isotype/gguf`).
-    Its name contains a hash of the file's size and of its first and last MiB.
+    The directory is created atomically in `cache_dir` (default `$ISOTYPE_CACHE/gguf`, else `~/.cache/isotype/gguf`). The
+    directory's name contains a hash of the file's size and of its first and last MiB.
     """
     path = headers.path
     root = cache_dir or default_cache_dir() / "gguf"

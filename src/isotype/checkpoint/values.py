@@ -37,7 +37,7 @@ _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
-    """Return a stored tensor's values, in `dtype` if the tensor is quantized; raise CheckpointError for unknown quantization."""
+    """Return a stored tensor's values, in `dtype` if it is quantized; raise CheckpointError for unknown quantization."""
     scheme = tensor.scheme
     if not tensor.quantized:
         return read(tensor.weight)
@@ -208,7 +208,7 @@ class DenseWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the parameter that now has this name. The dtype may change between the model's dequantization and `read`."""
+        """Current dtype of the parameter, which may change between the model's dequantization and `read`."""
         parameter = own_parameters(self.module)[self.name.rpartition(".")[2]]
         assert parameter is not None
         return parameter.dtype

@@ -152,10 +152,7 @@ def forget_quantization(config: Any) -> None:
 
 
 def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
-    """Return the `BitsAndBytesConfig` for `policy`. Return None if the policy is dense, or if the files are already quantized.
-
-    `saved` is the quantization of the files, or None.
-    """
+    """Return the `BitsAndBytesConfig` for `policy`; None if it is dense, or for files in the quantization `saved`."""
     if saved is not None or not policy.quantized:
         return None
     from transformers import BitsAndBytesConfig

@@ -53,7 +53,7 @@ def run(argv: Sequence[str], console: Console) -> int:
 
 
 def names_function(argv: Sequence[str]) -> bool:
-    """Return whether `isotype check` checks a function (`package.module:function`)."""
+    """Return True if the arguments begin with a function (`package.module:function`)."""
     named = argv and re.fullmatch(r"\w+(\.\w+)*:\w+", argv[0])
     return bool(named) and not argv[0].startswith("embedded:")
 
@@ -63,7 +63,7 @@ def _prints_text(options: Options) -> bool:
 
 
 def _next(options: Options, command: Command | None, report: Report) -> dict[str, tuple[str, ...]]:
-    """Return {description: command} of the plan or the training to suggest after this check; {} if neither can run."""
+    """Return {description: command} for the next step after this check, a plan or the training; {} if neither can run."""
     if command is None or (options.bare and report.trace.setup.profile.memory_bytes is None):
         return {}  # a plan for a device of unknown memory needs `--max-memory`
     if options.bare:
@@ -81,7 +81,7 @@ def _next(options: Options, command: Command | None, report: Report) -> dict[str
 
 
 def exit_status(report: Report, fail_on: str) -> int:
-    """Return 1 for a finding of severity `fail_on` or higher, a step that does not fit, or an incomplete trace; else 0."""
+    """Return 1 for a finding of at least the severity `fail_on`, a step that does not fit, or an incomplete trace."""
     failing = report.errors or not report.complete or report.fits is False
     return 1 if failing or (fail_on == "warning" and report.warnings) else 0
 

@@ -89,10 +89,10 @@ def _problems() -> Iterator[Problem]:
 
 @cache
 def first_to_fail() -> bool:
-    """Return True on the first rank that reports a failure. The other ranks then print no message.
+    """Return True on the first rank that reports a failure, or without torchrun. The other ranks print no message.
 
-    Ranks that fail increment a counter in torchrun's `TCPStore`. torchrun ends after its ranks. Without a store, return
-    True. The result is cached, so that the first rank to fail also prints its later messages.
+    Failing ranks increment a counter in torchrun's `TCPStore`, which outlives them. The result is cached, so that the first
+    rank to fail also prints its later messages.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True

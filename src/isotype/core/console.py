@@ -7,8 +7,8 @@ import os
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -21,6 +21,8 @@ from isotype.core.terminal import shown
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+
+_Item = TypeVar("_Item")
 
 LOG_WIDTH = 110
 """Width of a log file in columns. With rich's default of 80 columns, every table wraps."""
@@ -100,3 +102,12 @@ class Bar:
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
+
+
+def with_bar(items: Iterable[_Item], text: str, total: int, shown: bool = True) -> Iterator[_Item]:
+    """Yield the items. A progress bar counts an item when the next one is requested."""
+    with closing(Bar(text, shown)) as bar:
+        bar.total = total
+        for item in items:
+            yield item
+            bar.advance()

@@ -1,7 +1,7 @@
 """Check a local or hub data set, then build it in the format that a trainer takes.
 
-Every row is checked, and a problem names the line or the row in its file. Of a stream, and of token ids in parquet
-files and data sets of `datasets`, only the first 1000 rows are checked.
+Every row is checked, and a problem names the line or the row in its file. In a stream, and if token ids are in parquet
+files or data sets of `datasets`, only the first 1000 rows are checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from isotype.compat.hub import offline_if_unreachable
-from isotype.core.console import Bar
+from isotype.core.console import with_bar
 from isotype.core.errors import Problem, first_line
 from isotype.core.names import listed, plural
 from isotype.data.cells import CHATS, COLUMNS, TEXT_COLUMNS, Row, unread_line
@@ -308,7 +308,8 @@ def opened(dataset: Any, parts: Parts, reading: Reading) -> Prepared:
 
     def read(reading: Reading, names: Counter[str]) -> Iterator[Record]:
         nonlocal changed
-        for source, number, row in _numbered(plain, parts, sample):
+        total = len(plain) if sample is None else sample * len(parts)
+        for source, number, row in with_bar(_numbered(plain, parts, sample), "checking the rows", total):
             converted = reading.apply(row, names)
             # Images that are stored as text get the type `Image`.
             changed |= converted != row or any(isinstance(picture, str) for picture in pictures_in(row))
@@ -339,16 +340,12 @@ def opened(dataset: Any, parts: Parts, reading: Reading) -> Prepared:
 
 def _numbered(dataset: Any, parts: Parts, sample: int | None) -> Iterator[Record]:
     """Yield (part, row number, row) for the first `sample` rows of each part. If `sample` is None, yield all rows."""
-    bar = Bar("checking the rows")
-    bar.total = len(dataset) if sample is None else sample * len(parts)
     start = 0
     for source, count in parts:
         rows = dataset if count is None else dataset.select(range(start, start + count))
         start += count or 0
         for number, row in enumerate(islice(rows, sample), 1):
             yield source, number, row
-            bar.advance()
-    bar.close()
 
 
 def _retyped(
@@ -418,7 +415,7 @@ def undecoded(dataset: Any) -> Any:
 
 
 def _viewed(dataset: Any, features: Any) -> Any:
-    """Return the data set with `features` as types of its columns. Their Arrow types must stay the same."""
+    """Return the data set with `features` as types of its columns. The Arrow types must stay the same."""
     if features == dataset.features:
         return dataset
     if not hasattr(dataset, "__len__"):

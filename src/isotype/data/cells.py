@@ -94,8 +94,8 @@ def _ids_fault(value: object) -> str | None:
     return f"holds {describe(next(item for item in value if type(item) in wrong))} where a token id belongs"
 
 
-def _no(*kinds: type) -> Callable[[object], str | None]:
-    """Return a check: it returns the fault of a value, or None if the type is in `kinds`. A bool is no int."""
+def _fault_unless(*kinds: type) -> Callable[[object], str | None]:
+    """Return a function that returns a value's fault, or None if its type is one of `kinds`. A bool is no int."""
     return lambda value: None if type(value) in kinds else f"is {describe(value)}"
 
 
@@ -129,7 +129,7 @@ TEXT = Column("text", _text_fault, 'write the cell as text: "…"')
 _IDS = Column(
     "a list of token ids", _ids_fault, "write whole numbers of at least 0, as a tokenizer returns them"
 )
-_NUMBER = Column("a number", _no(int, float), "write a number without quotes")
+_NUMBER = Column("a number", _fault_unless(int, float), "write a number without quotes")
 _LABEL_FIX = "write true for a good completion and false for a bad one"
 TURN_COLUMNS = ("prompt", "completion", "chosen", "rejected")
 _NUMBERS = ("margin", "ref_chosen_logps", "ref_rejected_logps")
@@ -141,12 +141,14 @@ COLUMNS: Mapping[str, Column] = {
         ("messages", "conversations"),
         Column("a list of {role, content} messages", messages_fault, _MESSAGES_FIX),
     ),
-    "label": Column("true or false", _no(bool), _LABEL_FIX),
+    "label": Column("true or false", _fault_unless(bool), _LABEL_FIX),
     **dict.fromkeys(_NUMBERS, _NUMBER),
     "tools": Column(
         "null, or a list of tool schemas", _tools_fault, "write JSON schemas, or JSON text of them"
     ),
-    "chat_template_kwargs": Column("an object", _no(dict), "write {} in a row without template arguments"),
+    "chat_template_kwargs": Column(
+        "an object", _fault_unless(dict), "write {} in a row without template arguments"
+    ),
     **dict.fromkeys(("input_ids", "chosen_ids", "rejected_ids"), _IDS),
 }
 

@@ -52,7 +52,7 @@ def matching(columns: Iterable[str], formats: Sequence[Format]) -> Format | None
 
 
 def near(wanted: str, columns: Sequence[str]) -> str | None:
-    """Return the column whose name is `wanted` with other capital letters, a synonym of it, or misspelt; else None."""
+    """Return the column that means `wanted`: in other capital letters, a synonym or a misspelling; else None."""
     by_lower = {name.lower(): name for name in columns}
     for candidate in (wanted, *NEAR_NAMES.get(wanted, ())):
         if candidate in by_lower:

@@ -43,7 +43,7 @@ def load_training_data(
 
     Args:
         script_args: `trl.ScriptArguments` (or a subclass).
-        dataset_args: `trl.DatasetMixtureConfig` or None. If `dataset_args.datasets` is set, `dataset_name` is not used, as in TRL.
+        dataset_args: `trl.DatasetMixtureConfig` or None. As in TRL, its `datasets` replace `dataset_name`.
         say: function that prints a line about the data for the user.
 
     Raises:
@@ -109,10 +109,7 @@ _READ_BYTES = 1 << 27
 
 
 def fingerprint_of_rows(rows: Any) -> str | None:
-    """Return the number of rows and a hash of their content (the same on all machines), or None for a stream.
-
-    A resumed training detects changed data by this text.
-    """
+    """Return the number of rows and a hash of their content, the same on all machines; None for a stream."""
     if not hasattr(rows, "__len__"):
         return None
     count = len(rows)

@@ -57,7 +57,7 @@ class LocalData:
     folder: Path | None = None
 
     def unread(self, wanted: Collection[str]) -> str | None:
-        """Return a line that lists unread data files (in other splits or in inner folders), or None without such files."""
+        """Return a line that lists unread data files, in other splits or in inner folders; None without such files."""
         if self.folder is None:
             return None
         others = [path for split, paths in self.splits.items() if split not in wanted for path in paths]
@@ -106,7 +106,7 @@ def find_local(name: str, test_split: str = "test") -> LocalData | None:
 
 
 def _mode(path: Path) -> int | Problem | None:
-    """Return the mode of a file or directory, None if `path` does not exist, or the problem if the mode cannot be read."""
+    """Return the mode of a file or directory; None if `path` does not exist; else the problem of an unusable `path`."""
     expected = "a file or a directory"
     try:
         mode = path.stat().st_mode

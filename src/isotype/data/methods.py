@@ -58,7 +58,7 @@ class Method:
         auto_class: name of transformers' auto class, or None for the class that the config names.
         reference: condition under which the loss needs a reference model (evaluated by `compares`).
         always_copies: True if TRL adds a second adapter for the reference even if the loss needs no reference.
-        dropped: reason for dropped rows, up to its last words (`max_length N`); "" if the trainer drops no rows.
+        dropped: beginning of the reason for dropped rows, before `max_length N`; "" if the trainer drops no rows.
         fused_head: True if the trainer takes log-probabilities from TRL's fused head and never reads logits.
     """
 

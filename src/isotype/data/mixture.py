@@ -101,7 +101,7 @@ def _valid(parts: list[_Part]) -> list[_Part]:
 def _of_one_form(
     parts: list[_Part], reading: Reading, streaming: bool, say: Callable[[str], object]
 ) -> list[_Part]:
-    """Convert parts of different formats to one format: texts become messages, or prompts and completions become chats."""
+    """Convert parts of different formats to one: texts become messages, or prompts with completions become chats."""
     formats = formats_of(reading.method, reading.text_field)
     forms: list[tuple[_Part, tuple[str, ...], bool]] = []
     for part in parts:
@@ -124,13 +124,13 @@ def _of_one_form(
             "the loss includes prompts, unless --assistant_only_loss True is given"
         )
         return [_part(part.entry, replace(reading, joined=True), streaming) for part in parts]
-    held = "; ".join(
+    formats_of_parts = "; ".join(
         f"'{part.name}' holds {' and '.join(map(repr, names))}{' as text' if plain else ''}"
         for part, names, plain in forms
     )
     expected = "data sets of the same format (sft can also mix conversations with prompts and completions)"
     fix = "train on the data sets one after the other, or rename an entry's columns with `columns`: {prompt: question, completion: answer}"
-    raise data_error("datasets", [Problem(held, expected, fix)])
+    raise data_error("datasets", [Problem(formats_of_parts, expected, fix)])
 
 
 def _aligned(parts: Sequence[_Part], reading: Reading, streaming: bool) -> list[Any]:
@@ -154,10 +154,11 @@ def _aligned(parts: Sequence[_Part], reading: Reading, streaming: bool) -> list[
 
 
 def _typed(stream: Any) -> Any:
-    """Return the stream with rows that `datasets` converts to the column types, even after `concatenate_datasets`. A
-    concatenation of streams converts all rows if the first stream does, else none (`is_typed` in
-    https://github.com/huggingface/datasets/blob/5.2.0/src/datasets/iterable_dataset.py). Unconverted messages are JSON
-    texts.
+    """Return the stream with rows that `datasets` converts to the column types, even after `concatenate_datasets`.
+
+    A concatenation of streams converts all rows if the first stream does, else none (`is_typed` in
+    https://github.com/huggingface/datasets/blob/5.2.0/src/datasets/iterable_dataset.py). Without conversion, messages
+    would stay JSON texts.
     """
     return stream if stream.features is None else undecoded(stream).map(dict, features=stream.features)
 
@@ -177,7 +178,7 @@ def _piece(name: str, item: Prepared, shapes: dict[str, Shape], used: set[str] |
 
 
 def _shares(args: Any, built: list[Any]) -> list[Any]:
-    """Return the first rows of each data set. The numbers of rows are proportional to each entry's `fraction`."""
+    """Return the first rows of each data set, in numbers that are proportional to the `fraction` of its entry."""
     fractions = [entry.fraction for entry in args.datasets]
     if all(fraction is None for fraction in fractions):
         return built

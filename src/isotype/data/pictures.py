@@ -12,7 +12,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from isotype.core.console import Bar
+from isotype.core.console import with_bar
 from isotype.core.errors import Problem, first_line
 from isotype.data.cells import describe
 
@@ -123,14 +123,11 @@ def _read(picture: Stored, check: Callable[[Any], object]) -> tuple[int, int] | 
 
 
 def broken(paths: Sequence[str]) -> Iterator[tuple[str, Problem]]:
-    bar = Bar("reading the headers of images")
-    bar.total = len(paths)
     with ThreadPoolExecutor(_THREADS) as pool:
-        for path, problem in zip(paths, pool.map(picture_problem, paths), strict=True):
-            bar.advance()
+        problems = with_bar(pool.map(picture_problem, paths), "reading the headers of images", len(paths))
+        for path, problem in zip(paths, problems, strict=True):
             if problem is not None:
                 yield path, problem
-    bar.close()
 
 
 def picture_columns(rows: Any) -> list[str]:

@@ -67,7 +67,7 @@ def with_places(row: Row, folder: Path | None, *, pictured: bool) -> Row | Probl
             expected = "images only in prompts, because models answer with text"
             return Problem(f"column '{name}' holds an image", expected, "move the image to the prompt")
     if places:
-        # If a question were plain text, TRL would add places for the images before it again.
+        # If a question were plain text, TRL would add image parts before it a second time.
         chats = {name: [in_parts(turn) for turn in chat] for name, chat in chats.items()}
     elif beside:
         _before(chats, len(beside))
@@ -80,9 +80,9 @@ def with_places(row: Row, folder: Path | None, *, pictured: bool) -> Row | Probl
 
 
 def _placed(turn: Mapping[str, Any], marked: bool, places: list[Row]) -> Mapping[str, Any]:
-    """Return a message with an image part for each image. Append the part's image to `places`, or {} if it has none.
+    """Return a message with an image part for each image and, if `marked`, for each `<image>` in its text.
 
-    If `marked` is True, `<image>` in a text becomes an image part.
+    The image of each part is appended to `places`, or {} if the part has none.
     """
     content = turn.get("content")
     if isinstance(content, str) and marked and "<image>" in content:

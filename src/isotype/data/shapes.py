@@ -1,7 +1,7 @@
 """Types of JSON values, merged over all rows of a file into one schema that keeps the file's values.
 
-`datasets` would infer a schema from the first part of a file. `datasets` would also turn ISO dates into timestamps,
-digits in CSV into integers and "NA" into null. Each object would get all keys that the objects of other rows have.
+`datasets` would infer a schema from the first part of a file, turn ISO dates into timestamps, digits in CSV into integers
+and "NA" into null, and add to each object all keys of the objects in other rows.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _struct(fields: tuple[tuple[str, Shape], ...]) -> Shape:
 
 
 def merge(a: Shape, b: Shape) -> Shape:
-    """Return the narrowest shape for values of both: JSON if objects' keys differ, MIXED if no other shape fits."""
+    """Return the narrowest shape for values of both: JSON if the keys of objects differ, MIXED if no shape fits."""
     if a is b or a == b or b == NULL:
         return a
     if a == NULL:

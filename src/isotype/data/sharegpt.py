@@ -33,8 +33,8 @@ _CALL_FORM = '{"name": "…", "arguments": {…}}, or a list of such objects'
 def standard_chats(row: Row, names: Counter[str] | None, *, conversations: bool) -> Row | Problem:
     """Rename `conversations` to `messages`, and convert all columns of chats to {role, content} messages.
 
-    If the row has a problem, return the problem. A single message in `TURN_COLUMNS` becomes a list. If a conversation has
-    no system message, the column `system` becomes the conversation's first message, as in LLaMA-Factory.
+    Return the row or its problem. A single message in `TURN_COLUMNS` becomes a list. If a conversation has no system
+    message, the column `system` becomes its first message, as in LLaMA-Factory.
 
     Args:
         names: counter for the messages of each speaker, or None.

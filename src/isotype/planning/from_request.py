@@ -83,13 +83,13 @@ def plan(
 ) -> Plan:
     """Return the settings with which a model can be trained on a device, and the command for the best settings.
 
-    Each row of the result has the memory and speed of one combination of settings. Both come from a training step that
-    is traced on fake tensors, without weights.
+    Each row of the result has the memory and speed of one combination of settings, from a training step that is traced on
+    fake tensors, without weights.
 
     Args:
         model: a directory, config.json, GGUF file, `embedded:NAME` or hub id.
-        device: name of a device or profile, or several.
-        data: a data set to compute row lengths and hours: a file, a folder, `embedded:NAME` or a hub id.
+        device: name of a device or of a device profile, or several names.
+        data: a data set, for the lengths of rows and the hours: a file, a folder, `embedded:NAME` or a hub id.
         goal: a key of `isotype.planning.record.GOALS`.
         damages: storage format -> damage: the KL divergence between the next-token distributions of the unquantized and
             the quantized model, in nats. The default is the cached result of `isotype quality`.
@@ -191,7 +191,7 @@ def searches_of(request: PlanRequest, *, bounded: bool = False) -> tuple[list[Se
 
 
 def is_out_of_reach(rows: Sequence[Row]) -> bool:
-    """Return True if the weights alone exceed the memory limit in every row. Then no other settings can fit."""
+    """Return True if no other settings can fit, because the weights alone exceed the memory limit in every row."""
     # Storing the constants of quantized weights in 8 bits makes the weights at most a tenth smaller.
     return bool(rows) and all(0.9 * row.kinds.get("weights", 0) > row.room for row in rows)
 
@@ -247,9 +247,9 @@ def _rooms(request: PlanRequest, profiles: Sequence[DeviceProfile]) -> dict[str,
 
 
 def _length(request: PlanRequest, config: Any) -> int:
-    """Return the length of a row in tokens: the requested length, the length of the data's longest row, or a default.
+    """Return a row's length in tokens: as requested, of the data's longest row, or a default.
 
-    The model's number of positions limits the length, but rows with images are never cut.
+    The model's number of positions limits the length, except of rows with images, which are never cut.
     """
     step = request.step
     wanted = request.length or step.length
@@ -272,8 +272,8 @@ def _rows_per_device(request: PlanRequest, length: int) -> int:
 def chosen_row(search: Search, rows: list[Row], goal: str) -> Row | None:
     """Return the row that the goal picks; None if no row fits at any length.
 
-    If no row in `rows` fits, or if the goal is `longest` and the user sets no `--max_length`, the longest row that fits
-    is searched. This row is added to `rows` and returned.
+    If no row in `rows` fits, or if the goal is `longest` without `--max_length`, a row with the longest length that fits is
+    added to `rows` and returned.
     """
     fitting = picked(rows, goal)
     if fitting is not None and (goal != "longest" or "max_length" in search.request.command):
@@ -337,10 +337,7 @@ def _bounded_rows(request: PlanRequest) -> list[Row]:
 
 
 def fitting_lighter(request: PlanRequest, config: Any) -> tuple[str, PlanRequest, list[Row]] | None:
-    """Return (dropped settings, request, rows) of the first request of `lighter` that fits, else of its last request.
-
-    Return None if `lighter` yields nothing.
-    """
+    """Return (dropped settings, request, rows) of the first request of `lighter` that fits, else of its last, or None."""
     candidates = list(lighter(request, config))
     rows: dict[str, list[Row]] = {}
 
@@ -373,7 +370,7 @@ def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanReques
 
 
 def _with_least_memory(given_up: str, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """If the user chose no storage, yield requests with nf4 and recomputed layers, and then with shorter rows, too."""
+    """Unless the user chose a storage, yield requests with nf4 and recomputed layers, then also with shorter rows."""
     step, command = request.step, request.command
     if not request.quantize or step.precision.quantization is not None or step.precision.storage is not None:
         return
@@ -406,7 +403,7 @@ def _with_targets(names: list[str], request: PlanRequest) -> PlanRequest:
 
 
 def _layers_beside_experts(request: PlanRequest, config: Any) -> list[str]:
-    """Return the last parts of the names of linear layers with adapters; [] if the model's experts have no adapters."""
+    """Return the last parts of the names of adapted linear layers; [] if the model's experts have no adapters."""
     import peft
 
     lora = request.step.lora
@@ -432,7 +429,7 @@ BATCH, LENGTH, STORAGE = PLANNED
 
 
 def resolve_auto(command: Command) -> tuple[Command, Row]:
-    """Return the command with planned values in place of `auto`, and the chosen row. Raise UsageError if nothing fits."""
+    """Return the command with planned values for `auto`, and the chosen row. Raise UsageError if nothing fits."""
     if processes() > 1:
         fix = f"isotype plan … --devices {processes()} prints the command for all processes"
         what, expected = f"auto in {processes()} processes", "the same numbers in every process"
@@ -469,9 +466,9 @@ def _with_values(command: Command, row: Row) -> Command:
 
 def words_of(row: Row) -> str:
     speed = speed_of(row)
-    foreseen = f", {speed} tokens/s expected" if speed else ""
+    expected = f", {speed} tokens/s expected" if speed else ""
     times = f" × {row.accumulation}" if row.accumulation > 1 else ""
     return (
         f"planned: {row.storage}, {plural(row.rows, 'row')} of {row.length:,} tokens{times}, checkpointing {row.checkpointing}: "
-        f"{format_bytes(row.peak)} of the {format_bytes(row.room)} that it may use{foreseen}"
+        f"{format_bytes(row.peak)} of the {format_bytes(row.room)} that it may use{expected}"
     )

@@ -1,4 +1,4 @@
-"""For a step that does not fit, finds the settings that fit and change the least."""
+"""Finds the settings that fit and change the least, for a step that does not fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def nearest(request: PlanRequest) -> tuple[Row | None, str]:
-    """Return (the first row that fits, ""), or (None, a clause about the settings that were tried).
+    """Return (first row that fits, ""), or (None, clause about the tried settings).
 
     Smaller micro-batches are tried first, then recomputation, then other storages, then shorter rows.
     """
@@ -76,7 +76,7 @@ def _clause(search: Search, rows: Sequence[Row], given_up: Any = None) -> str:
 
 
 def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command) -> tuple[Finding, ...]:
-    """Return the findings. If no memory finding has a verified fix, the nearest settings that fit become its first fix."""
+    """Return the findings. Unless a memory finding has a verified fix, the nearest settings that fit become its first."""
     memory = [finding for finding in findings if finding.kind == "memory"]
     if not memory or any(fix.verified for finding in memory for fix in finding.fixes):
         return findings

@@ -18,7 +18,7 @@ _SECONDS = 1.0
 
 
 class _Load(NamedTuple):
-    """Sizes of timed operations: bytes of a copy (more than all caches), random values, calls per synchronization."""
+    """Sizes of timed operations: bytes of a copy (beyond all caches), random values, calls per synchronization."""
 
     copied: int
     drawn: int
@@ -43,10 +43,9 @@ class Reached(StepRates):
 
     Attributes:
         products: share of the peak rate that matrix products reach on a GPU with a peak of 100 TFLOP/s.
-        falling: on another GPU, `products` is multiplied by (100 TFLOP/s / peak rate) ** `falling`. Faster GPUs reach a
-            smaller share.
-        ceiling: the largest share. GeForce GPUs and A10G reach it. On these GPUs, 16-bit products accumulate in float32
-            at half the rate. They are at most twice as fast as float32 products.
+        falling: exponent by which the share falls on faster GPUs: `products` * (100 TFLOP/s / peak rate) ** `falling`.
+        ceiling: the largest share. GeForce GPUs and A10G reach this share, because their 16-bit products run at half the
+            rate if they accumulate in float32: at most at twice the rate of float32 products.
     """
 
     products: float
@@ -98,7 +97,7 @@ def _measured(profile: DeviceProfile) -> tuple[DeviceProfile, bool]:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Return how many bytes per second a large copy reads and writes, in the fastest of several tries."""
+    """Return the bytes per second that a large copy reads and writes, in the fastest of several tries."""
     size = _load(device).copied
     source = torch.zeros(size // _ELEMENT, device=device)
     target = torch.empty_like(source)
@@ -114,10 +113,9 @@ def draw_rate(device: torch.device) -> float:
 
 
 def page_rate(device: torch.device) -> float | None:
-    """Return how many bytes of zeroed pages the operating system provides per second; None for devices other than CPUs.
+    """Return the bytes of zeroed pages that the operating system provides per second; None unless on a CPU.
 
-    The first write to a new memory block is slow, because the system must provide pages. Other devices avoid this cost,
-    because their allocators keep freed blocks.
+    A CPU waits for these pages at the first write to a new memory block. Allocators of other devices keep freed blocks.
     """
     if device.type != "cpu":
         return None

@@ -192,8 +192,8 @@ class Device:
         notes: warnings about dtypes on this device, such as slow emulation.
         chosen: the row that the goal picks; None if nothing fits.
         rows: rows of all settings, including rows that do not fit.
-        enough: smallest number of devices of this kind on which the sharded step with the least memory fits. None if no
-            number is enough or none was tried.
+        enough: smallest number of devices of this kind on which the sharded step with the least memory fits. None if
+            none is enough, or if none was tried.
     """
 
     name: str
@@ -291,16 +291,16 @@ def front(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
-    """Return True if `row` is sharded, and another fitting row with the same storage gathers weights less often.
+    """Return True if another fitting sharded row with the same storage has fewer micro-batches than `row`.
 
-    Each micro-batch gathers all weights twice. The estimated time does not include this communication.
+    Each micro-batch gathers all weights twice, and the estimated time does not include this communication.
     """
     alike = (o for o in rows if o.fits and (o.sharding, o.storage) == ("FSDP2", row.storage))
     return row.sharding == "FSDP2" and row.accumulation > min(other.accumulation for other in alike)
 
 
 def _loss(row: Row) -> float:
-    """Return a rank of a row's storage by its format, not by measured losses: the more precise, the lower."""
+    """Return a rank of the row's storage format, which is lower the more precise the format is."""
     if row.storage in _CODES:
         return 8 + _CODES.index(row.storage)
     # Experts that stay in their stored format are not rounded.

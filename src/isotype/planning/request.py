@@ -42,7 +42,7 @@ class PlanRequest:
         length: tokens of a row; None for the data's longest row or a default.
         step_rows: rows of an optimizer step over all devices and micro-batches; None if `step_tokens` is set instead.
         quantize: True to let the plan choose the storage if no argument names one.
-        longest: True to search the longest row that fits.
+        longest: True to search for the longest row that fits.
         damages: measured damage in nats of each storage, see `Row.damage`.
         layers: measured damage of each layer in each format, from which mixed storage is chosen; None if not measured.
     """
@@ -81,9 +81,9 @@ def parse_request(
         parser().print_help()
         raise SystemExit(0)
     method, model, tokens = first_words(argv)
-    asked = parser().parse_known_args(tokens)[0].method
+    by_flag = parser().parse_known_args(tokens)[0].method
     command, own = parse_command(
-        method or asked or method_of_config(tokens) or "sft",
+        method or by_flag or method_of_config(tokens) or "sft",
         tokens,
         keywords,
         add_arguments=_add_own,
@@ -119,7 +119,7 @@ def request_of(
     image: tuple[int, int] | None = None,
     images: int = 1,
 ) -> PlanRequest:
-    """Return a request for a plan of a training command. The plan then chooses values for arguments that are `auto`."""
+    """Return a request for the plan of a training command, which chooses values for arguments that are `auto`."""
     auto = command.planned
     tokens = command["tokens_per_step"]
     command = command.but(tokens_per_step=None, **dict.fromkeys(auto))
@@ -148,7 +148,7 @@ def command_of(
 ) -> Command:
     """Return the training command of a row, with `--device` only if the device is in this machine.
 
-    `checkpointing` are arguments of the model's `gradient_checkpointing_enable`, or None if no layer is recomputed.
+    `checkpointing`: arguments of the model's `gradient_checkpointing_enable`; None if no layer is recomputed.
     """
     command = request.command.but(device=None)
     path = Path(str(command["model_name_or_path"]))
@@ -156,8 +156,8 @@ def command_of(
         command = command.but(model_name_or_path=str(path.parent))  # the folder of the weights
     if command.method == "sft" and not {"dataset_name", "datasets"} & set(command.values):
         command = command.but(dataset_name=EXAMPLE_DATA)
-    asked = request.step.precision.quantization
-    if row.base_memory is not None or (row.storage in ASKED and row.storage != asked):
+    requested = request.step.precision.quantization
+    if row.base_memory is not None or (row.storage in ASKED and row.storage != requested):
         command = with_storage(command, row.storage, row.base_memory)
     command = command.but(gradient_checkpointing=row.checkpointing != "off", **_batch(request, row))
     if _needs_length(request, row):

@@ -34,7 +34,7 @@ from isotype.train.run import NotForeseenError, choose
 def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float | None]) -> Workload | None:
     """Return the work of a training on the data set with the settings of a plan's row; None without a data set.
 
-    `seconds(rows, tokens)` returns the seconds of a micro-batch, or None if the time is unknown.
+    `seconds`: function (rows, tokens) -> seconds of a micro-batch, or None if the time is unknown.
     """
     step = request.step
     if step.data_rows is None:
@@ -77,7 +77,7 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
 STORAGES: tuple[str | None, ...] = (None, "int8", "nf4")
 """Storages to try, the most precise first. None means no quantization."""
 PACKED_STORAGES: tuple[str | None, ...] = (None, MXFP4, "nf4")
-"""Storages to try if a checkpoint has mxfp4 experts. The experts stay in mxfp4 while other layers may be nf4."""
+"""Storages to try if a checkpoint has mxfp4 experts. With `MXFP4`, the experts stay in mxfp4."""
 
 LENGTHS = 64
 """The search tries only row lengths that are multiples of this number of tokens."""
@@ -149,7 +149,7 @@ class Search:
         return self._steps_by_key.setdefault(steps.key, steps)
 
     def _sparser_row(self, steps: Steps, profile: DeviceProfile) -> Iterator[Row]:
-        """Yield a row that recomputes every n-th layer, if a micro-batch fits only with recomputation."""
+        """Yield a row that recomputes every n-th layer if a micro-batch fits only with recomputation."""
         rows = self.request.rows or self.request.command.least_rows
 
         def foresee(arguments: Mapping[str, Any] | None) -> int:
@@ -162,14 +162,14 @@ class Search:
 
     def _options(self) -> Iterator[Steps]:
         for step in self._planned_steps():
-            asked = self.request.step
-            choices = (None, CHECKPOINTING) if asked.auto else (asked.checkpointing,)
+            base = self.request.step
+            choices = (None, CHECKPOINTING) if base.auto else (base.checkpointing,)
             able = getattr(self._model(step), "supports_gradient_checkpointing", True)
             for arguments in choices if able else (None,):
                 yield self._steps(step, arguments)
 
     def _model(self, step: PlannedStep) -> Any:
-        """Return the model of a step, without weights. If the request sets recomputation, every layer is recomputed."""
+        """Return the model of a step, without weights. Every layer is recomputed if the request sets this."""
         pinned = None if self.request.step.auto else self.request.step.checkpointing
         return step.model(pinned if pinned == CHECKPOINTING else None)[0]
 
@@ -229,7 +229,7 @@ class Search:
     # Mixed storage
 
     def _mixed_rows(self, profile: DeviceProfile, rows: Sequence[Row]) -> Iterator[Row]:
-        """For each nf4 row that fits, yield a row whose mixed storage also uses the memory that nf4 leaves free."""
+        """Yield, for each nf4 row that fits, a row whose mixed storage also uses the memory that nf4 leaves free."""
         for row in rows:
             if row.storage != "nf4" or not row.fits or row.checkpointing_value is None:
                 continue
@@ -246,8 +246,8 @@ class Search:
         damages = self.request.layers
         assert damages is not None
         parameters = self.checkpoint.facts.parameters or 0
-        held = partial(base_bytes, damages, parameters=parameters)
-        memory = held(row.policy) + row.room - row.peak
+        bytes_of_base = partial(base_bytes, damages, parameters=parameters)
+        memory = bytes_of_base(row.policy) + row.room - row.peak
         fixed = replace(self, request=replace(self.request, rows=row.rows, longest=False))
         for _ in range(_FITTINGS):
             step = self._mixed_step(steps.step.plan, memory)
@@ -257,7 +257,7 @@ class Search:
             peak = mixed.peak(row.rows, self.length)
             if peak <= row.room:
                 return fixed._row(mixed, profile)
-            memory = held(step.policy) - (peak - row.room)
+            memory = bytes_of_base(step.policy) - (peak - row.room)
         return None
 
     def _mixed_step(self, plan: StepPlan, memory: int) -> PlannedStep | None:
@@ -280,12 +280,12 @@ class Search:
         return replace(other._row(steps, profile), longest=row.longest, longest_is_all=row.longest_is_all)
 
     def _row(self, steps: Steps, profile: DeviceProfile) -> Row:
-        """Return the row with the largest micro-batch that fits on a device; if none fits, with the smallest micro-batch."""
+        """Return the row with the largest micro-batch that fits on a device, else with the smallest micro-batch."""
         size = self.rooms[profile.name].size
         assert size is not None
         rows, longest, is_all = 1, None, False
-        if self.bounded and steps.held.peak > size:
-            traced = steps.held
+        if self.bounded and steps.constant.peak > size:
+            traced = steps.constant
         else:
             rows = self._micro_batch(steps, size)
             traced = steps.at(rows, self.length)
@@ -327,7 +327,7 @@ class Search:
         return layers.estimate(storages, "nf4")
 
     def _micro_batch(self, steps: Steps, size: int) -> int:
-        """Return the requested rows, or those of the largest micro-batch that fits and divides the step, or the least."""
+        """Return the rows of a micro-batch: as requested, the most that fit and divide the step, or the least."""
         if self.request.rows is not None:
             return self.request.rows
         most = largest(
@@ -341,7 +341,7 @@ class Search:
         return self.request.command.least_rows if most is None else self._even_rows(most)
 
     def _even_rows(self, most: int) -> int:
-        """Return the rows of a micro-batch, at most `most`. If the user sets the rows of a step, micro-batches are equal."""
+        """Return at most `most` rows for a micro-batch. If the user sets the rows of a step, micro-batches are equal."""
         if self.request.step_rows is None:
             return -(-self.step_rows // -(-self.step_rows // most))
         return max(rows for rows in range(1, most + 1) if self.step_rows % rows == 0)

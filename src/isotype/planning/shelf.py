@@ -1,6 +1,6 @@
-"""Plans for models of many sizes, if a request names no model. The shapes of each model are from its config.json.
+"""Plans for models of many sizes, if a request names no model.
 
-Without a tokenizer, every row of a data set is assumed to have the full length.
+Only each model's config.json is known. Without a tokenizer, every row of a data set counts with the full length.
 """
 
 from __future__ import annotations

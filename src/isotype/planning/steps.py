@@ -81,9 +81,9 @@ class Steps:
         return self.traced[key]
 
     @cached_property
-    def held(self) -> Traced:
-        """The memory of weights, adapters and buffers. It needs no trace."""
-        kinds, names = self.step.held(self.arguments), [profile.name for profile in self.profiles]
+    def constant(self) -> Traced:
+        """The memory of weights, adapters and buffers, without a trace."""
+        kinds, names = self.step.constant_bytes(self.arguments), [profile.name for profile in self.profiles]
         return Traced(sum(kinds.values()), "load", kinds, dict.fromkeys(names), ())
 
     def peak(self, rows: int, tokens: int) -> int:
@@ -150,8 +150,8 @@ def largest(
 def _next(measured: Mapping[int, int], best: int, limit: int, room: int) -> int:
     """Return the next number to measure, from `best` to `limit` - 1.
 
-    The memory is extrapolated from the two largest numbers that fit, or interpolated between `best` and `limit`. If
-    only one number was measured, return `limit` - 1.
+    The memory is extrapolated from the two largest numbers that fit, or interpolated between `best` and `limit`. If only
+    one number was measured, it is `limit` - 1.
     """
     if below := [number for number in measured if number < best]:
         before = max(below)

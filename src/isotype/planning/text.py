@@ -50,8 +50,8 @@ def render(plan: Record, console: Console, whole: bool = False) -> None:
     say(console, f"   {plan.settings}")
     for device in plan.devices:
         _print_answer(console, _title(device), device)
-        if device.chosen is not None and (unlike := _unlike_asked(plan, device.chosen)):
-            say(console, unlike, "yellow")
+        if device.chosen is not None and (shorter := _shorter_rows(plan, device.chosen)):
+            say(console, shorter, "yellow")
     say(console, "")
     if len(plan.devices) > 1:
         _print_table(
@@ -135,7 +135,7 @@ def _check(row: Row) -> tuple[str, ...]:
 def _print_table(
     console: Console, rows: Sequence[tuple[Mapping[str, str], Row | None]], chosen: Row | None, whole: bool
 ) -> None:
-    """Print a table. Each of `rows` has the first cells (column -> text), and a plan's row (None if nothing fits)."""
+    """Print a table. Each of `rows` is (first cells by column, a plan's row or None if nothing fits)."""
     lines = [
         {**cells, **({"fits": "no"} if row is None else cells_of(row, row == chosen))} for cells, row in rows
     ]
@@ -224,8 +224,8 @@ def facts_of(plan: Record, device: Device) -> Iterator[tuple[str, str]]:
     if row is None:
         return
     yield "chosen", f"{plan.goal}: {GOALS[plan.goal]}"
-    if unlike := _unlike_asked(plan, row):
-        yield "length", unlike
+    if shorter := _shorter_rows(plan, row):
+        yield "length", shorter
     yield "memory", f"peak in {row.phase}: {format_kinds(row.kinds, row.peak / 200)}"
     if row.time is not None:
         time = row.time
@@ -239,7 +239,7 @@ def facts_of(plan: Record, device: Device) -> Iterator[tuple[str, str]]:
         yield "data", _work(row, row.work)
 
 
-def _unlike_asked(plan: Record, row: Row) -> str:
+def _shorter_rows(plan: Record, row: Row) -> str:
     same_device = (other for other in plan.rows if other.device == row.device)
     others = {other.length for other in same_device if other.command != row.command}
     if row.rows == 1 and others and row.length not in others and plan.goal != "longest":
@@ -300,7 +300,7 @@ def _device(plan: Record, device: Device) -> dict[str, object]:
 
 
 def picture(rows: Sequence[Row], chosen: Row | None) -> dict[str, object] | None:
-    """Return the template's data for a chart of memory against tokens per second; None if no row has a time and fits.
+    """Return data for a chart of memory against tokens per second; None if no row has a time and fits.
 
     Positions are fractions of the chart's width and height.
     """

@@ -40,7 +40,7 @@ ActionKind = Literal[
     "compute",  # the quantized layer `target` computes in `value`
     "layout",  # the 4-bit layer `target` keeps the layout that has a backward
     "boundary",  # the module `target` casts at its boundary, see isotype.model.boundary.BoundarySettings
-    "ranges",  # the model gets the boundaries that float16 needs for its values: `value` is JSON, see `RangeBoundaries`
+    "ranges",  # the model casts at the boundaries in `value`, a `RangeBoundaries` as JSON
     "line",  # the code at `target` (`file:line`) casts to, or creates tensors in, `value`; only the user can change it
     "setting",  # the argument `target` of the step (autocast, scaler, optimizer, …) becomes `value`
     "advice",  # a change that only the user can make: `target` names the change, `value` describes it
@@ -79,7 +79,7 @@ class Action:
 
 @cache
 def in_library(source: str) -> bool:
-    """Return True if `file:line` is in an installed package or the standard library: an update would undo edits."""
+    """Return True if `file:line` is in an installed package or the standard library, where an update undoes edits."""
     path = Path(source.rpartition(":")[0])
     installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
     return installed or path.is_relative_to(sysconfig.get_path("stdlib"))
@@ -87,7 +87,7 @@ def in_library(source: str) -> bool:
 
 @dataclass(frozen=True)
 class RangeBoundaries:
-    """A policy's decisions that depend on measured value ranges. An action of the kind `ranges` has them as its value.
+    """A policy's decisions that depend on measured value ranges; the value of a `ranges` action.
 
     Attributes:
         compute: name of the matmuls' dtype.
@@ -116,9 +116,9 @@ class Fix:
     Attributes:
         description: the change as an instruction ("return each norm's output in bfloat16").
         safety: `"safe"` if the fix keeps the meaning of the model and all digits of its weights; else `"unsafe"`.
-        verified: whether a trace of the whole step with the fix has neither the finding nor new findings.
+        verified: whether the whole step was traced with the fix, without the finding and without new findings.
         actions: the changes; empty if no actions can express the fix.
-        outcome: what another trace with the fix showed, in words; "" before that trace.
+        outcome: result of a trace with the fix, in words; "" before that trace.
         command: a command that applies the fix, as a program and its arguments; empty if there is none.
     """
 
@@ -131,7 +131,7 @@ class Fix:
 
     @property
     def works(self) -> bool:
-        """True if a trace with the fix, even if it ended early, has neither the finding nor new findings."""
+        """True if a trace with the fix lacks the finding and has no new findings. The trace may have ended early."""
         return self.verified or bool(self.outcome)
 
     @property
@@ -141,7 +141,7 @@ class Fix:
 
     @property
     def scope(self) -> Scope:
-        """The scope of an action that comes last in `SCOPES`: `setting` if the actions change a model and a setting."""
+        """The scope of the action whose scope comes last in `SCOPES`; `advice` without actions."""
         return max((action.scope for action in self.actions), key=SCOPES.index, default="advice")
 
 
@@ -153,14 +153,14 @@ def marked(fix: Fix) -> str:
 def by_preference(fixes: Iterable[Fix], *, unsafe: bool = False, command: bool = False) -> tuple[Fix, ...]:
     """Return fixes in order of preference. Fixes of equal rank keep the rule's order.
 
-    First come fixes of the model, then of settings, of the user's code, and of library code. In each of these groups,
-    safe fixes come first. If `unsafe` is False, unsafe fixes come after the safe fixes of all groups. Fixes of library
-    code are last in any case.
+    First come fixes of the model, then of settings, of the user's code, and of library code. Inside each of these groups,
+    safe fixes come first. Unless `unsafe` is set, unsafe fixes come after the safe fixes of all groups. Fixes of library
+    code always come last.
 
     Args:
         fixes: fixes of one finding.
         unsafe: whether unsafe fixes are requested.
-        command: whether the fixes are for an isotype command. Then fixes of settings come first.
+        command: True if the fixes are for an isotype command, for which fixes of settings come first.
     """
     scopes: Sequence[Scope] = ("setting", *(s for s in SCOPES if s != "setting")) if command else SCOPES
 

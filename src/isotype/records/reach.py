@@ -97,8 +97,8 @@ class Matrix:
     sequences: tuple[int, ...]
     reached: tuple[tuple[int, tuple[int, ...]], ...]
 
-    def meant(self, column: int, token: int) -> bool:
-        """Return True if, in a causal model, the prediction at `column` may depend on the token."""
+    def allowed(self, column: int, token: int) -> bool:
+        """Return True if a causal model's prediction at `column` may depend on the token."""
         return token <= column and self.sequences[token] == self.sequences[column]
 
 
@@ -117,8 +117,8 @@ class Collective:
     elements: int
 
     @property
-    def alike(self) -> tuple[str, int]:
-        """Kind and size of the communication. Calls of two processes belong together only if both are equal."""
+    def signature(self) -> tuple[str, int]:
+        """Kind and size of the communication, which must be equal in all processes."""
         return self.move, self.elements
 
     def __str__(self) -> str:
@@ -150,7 +150,7 @@ class Unreached:
         module, source: place of the parameter's first use.
         function: the `torch.autograd.Function` whose forward uses the parameter; "" if there is none.
         behind: modules that ran with gradients enabled before the first use of the parameter, in order.
-        ignored: whether the parameter is used with gradients enabled, but the loss does not depend on the result.
+        ignored: True if the loss does not depend on the result of the parameter's use with gradients enabled.
         cut: `file:line` that drops the graph of a result (`detach()`, `.data`, `item()`); "" if there is none.
         cleared: whether code removed the computed gradient before the optimizer's step.
         frozen: `file:line` that freezes the parameter between its forward and the backward; "" if there is none.
@@ -179,7 +179,7 @@ class Reach:
         unused: inputs and parameters that change no prediction.
         undecided: reasons why dependences were not measured.
         matrix: the tokens that some predictions of one row depend on; None if not measured.
-        skipped: modules with weights that run for the batches of some processes only.
+        skipped: modules with weights that run for some processes' batches, but not for all.
         parting: the first place where processes call different collectives of FSDP; None if there is none or it was not
             measured.
         ungraded: trainable parameters that get no gradient from the loss of at least one batch.

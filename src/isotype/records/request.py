@@ -24,7 +24,7 @@ class LossOf:
     """A loss function (model, inputs) -> loss, and its inputs by name. A trace replaces the inputs by fake tensors.
 
     Attributes:
-        kept: bytes of all predictions that an evaluation keeps, divided by the bytes of one batch's; 0 for a loss.
+        kept: number of batches whose predictions, copies included, an evaluation keeps in memory; 0 for a loss.
         generates: whether the function generates tokens, in the phase `rollout`.
     """
 
@@ -41,7 +41,7 @@ class LossOf:
 
 DEEPSPEED = "DeepSpeed's casts and sharding"
 """The part of a step that is not traced if DeepSpeed runs it."""
-UNSHARDED = "the memory is that of all weights, gradients and optimizer states on each device"
+UNSHARDED = "the memory is that of unsharded weights, gradients and optimizer states"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,15 +53,15 @@ class StepSettings:
         devices: number of devices that train together, by DDP unless `fsdp` is set. Memory is always the memory of one
             device.
         reshard: whether FSDP frees a block's gathered weights after the block's forward.
-        deepspeed: whether DeepSpeed runs the step. Its casts and sharding are not traced.
+        deepspeed: whether DeepSpeed runs the step. DeepSpeed's casts and sharding are not traced.
         zero3: version of DeepSpeed if the run uses its ZeRO-3; else "".
         find_unused: whether DDP looks for parameters without a gradient (`find_unused_parameters`).
         shard_integers: whether FSDP shards frozen weights that are stored as integers: True in isotype, False in
             accelerate.
         autocast_eval: whether autocast is also on in evaluation and in the phase `"generate"`.
         room: device memory that the step may take; None for the device's limit.
-        ranges: measured value ranges. If it is None, `run` measures the ranges of a float16 step, provided that the
-            weights are available and the measurement is short.
+        ranges: measured value ranges. None lets `run` measure a float16 step if the weights are available and the
+            measurement is short.
     """
 
     fsdp: int = 0
@@ -100,8 +100,8 @@ class StepRequest(StepSettings):
         accumulates: number of micro-batches in an optimizer step, or True for several.
         fetches_all: whether all micro-batches of an optimizer step are fetched before the first is computed, as in a
             `Trainer`.
-        wiring: True to measure, on a small copy of the model, which predictions depend on which inputs. If a wrapper
-            calls the model with other inputs than `inputs`: those other inputs, instead of True.
+        wiring: True to measure, on a small copy of the model, which predictions depend on which inputs. A mapping does
+            the same with other inputs than `inputs`, for a wrapper that changes the inputs.
         others: batches that other processes get at the same time.
     """
 
@@ -135,8 +135,8 @@ class Setup(StepSettings):
         updates: parameter -> (optimizer, learning rate); empty if `optimizer` and `learning_rate` apply to all.
         phases: the requested phases, in order.
         policy: the intended policy; None if the compute dtype was derived from the model.
-        compute: dtype to which the trace converts mismatched operands, unless their part of the model has another
-            dtype. It is the policy's dtype, autocast's dtype, or the dtype of most modules.
+        compute: dtype to which the trace converts mismatched operands (the dtype of the policy, of autocast, or of most
+            modules), unless their part of the model has another dtype.
         gradient_checkpointing: arguments of the model's `gradient_checkpointing_enable`; None keeps the model's setting.
         checkpoint_dtype: dtype of the checkpoint according to the model's config; None if the config names none.
         attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None if unknown.
@@ -174,11 +174,11 @@ class Setup(StepSettings):
 
     @property
     def limit(self) -> Room:
-        """Device memory that the step may take: `room`, or the device's limit; unknown for the memory without DeepSpeed."""
+        """Device memory that the step may take: `room`, or the device's limit; unknown with DeepSpeed, which shards."""
         return Room(None, UNSHARDED) if self.deepspeed else self.room or room_of(self.profile, all_free=True)
 
 
 def named_inputs(inputs: Any) -> Mapping[str, Any]:
-    """Return a step's inputs by name; an empty mapping for a callable, which creates its inputs."""
+    """Return a step's inputs by name; an empty mapping if a callable creates the inputs."""
     named: Mapping[str, Any] = inputs.inputs if isinstance(inputs, LossOf) else inputs
     return {} if callable(named) else named

@@ -77,8 +77,7 @@ class Origin:
         module: fully qualified name of the module that set the dtype ("" is the model itself).
         source: `file:line` of the code; "" if there is none.
         before: origin of a cast's operand; for a promotion or conversion, origin of the operand that had `dtype`.
-        like: origin of the tensor whose dtype a cast or new tensor gets (`x` in `y.to(x.dtype)`); None if the code names
-            the dtype.
+        like: origin of the tensor whose dtype the code copies (`x` in `y.to(x.dtype)`); None if the code names the dtype.
     """
 
     kind: OriginKind
@@ -132,7 +131,7 @@ class Breach:
         message: the error message that the device prints.
         assumed: whether the dtypes that the device accepts were assumed, not measured.
         converted: the dtype to which the recorder converted the operands to continue the trace; None if it did not.
-        consequence: whether the call is in the backward, and its forward call already broke a contract.
+        consequence: True for a backward call whose forward call already broke a contract.
     """
 
     message: str
@@ -160,11 +159,11 @@ class Call:
         emptied: number of rows whose finite values all became minus infinity in a cast; 0 if values are unknown.
         numbers: names and values of Python float arguments: `(("min", 1e-12),)`.
         outside: (an index that is out of range, the size of the indexed table); None if there is none.
-        undefined: number of results that are NaN with any weights: fully masked rows of a softmax, or a mean over zero
-            labels. A sum over zero labels, whose result is 0, counts as -1.
-        by_script: True if a traced script itself made this call (such as clipping) after the backward.
+        undefined: number of results that are NaN whatever the weights are: fully masked rows of a softmax, or a mean over
+            zero labels. -1 stands for a sum over zero labels, whose result is 0.
+        by_script: True if a traced script, not a library, made this call (such as clipping) after the backward.
         by_default: True if the call creates a tensor without a dtype argument, in torch's default dtype.
-        cuts: True if an operand requires a gradient, and the operator, of repacked 4-bit weights, passes none.
+        cuts: True if an operand requires a gradient, but the operator has no backward (repacked 4-bit weights).
     """
 
     op: str
@@ -224,8 +223,8 @@ class Quantization:
         absmax: dtype of the scales.
         packed: current dtype of the packed bytes.
         storage: dtype of the packed bytes when they were packed.
-        repacking: the error that occurs when an evaluation on a CPU repacks 4-bit weights; "" if there is no error;
-            None if nothing is repacked.
+        repacking: the error when an evaluation on a CPU repacks 4-bit weights; "" if repacking works; None if nothing is
+            repacked.
         repacked: whether bitsandbytes has repacked the weight for this CPU. The new layout has no backward.
     """
 
@@ -359,27 +358,28 @@ class Trace:
         reached: number of trainable parameters with a gradient; None if no backward finished.
         unreached: trainable parameters that the forward uses and that get no gradient.
         partial: whether the traced loss uses only one of several outputs, because the model returns no loss.
-        without_effect: inputs on which the loss does not depend by any chain of operators.
+        without_effect: inputs that no chain of operators connects to the loss.
         reach: dependence of predictions on inputs; None if not measured.
         stale_casts: whether a forward used old casts of weights: autocast cached them before an optimizer step.
         repeated: the lines of two optimizer steps with the same gradients and no backward between them; else None.
         scaled: whether the optimizer used gradients that were still multiplied by a loss scale.
         unscaled: whether a GradScaler divided gradients by the loss scale although the loss was not multiplied by it.
-        unequal: why each process makes another update than the other processes: "no_sync" (DDP has not averaged the
-            gradients) or "scaler" (each process's GradScaler decides alone), and the line; ("", "") if no reason is known.
+        unequal: (reason, line) if processes make different updates; else ("", ""). The reason is "no_sync" (DDP has not
+            averaged the gradients) or "scaler" (each process has a GradScaler that decides alone).
         unmoved: 16-bit parameters that have a gradient, but were not changed by the optimizer's step.
         spoiled: 16-bit parameters that became NaN or infinite in the optimizer's step.
         lost_terms: terms of the loss without a graph, as (line that drops the graph, line that adds the term).
         unheld: trainable parameters with a gradient that are in no optimizer of the step.
-        orphans: number of parameters in the optimizer that have no gradient and belong to no module that ran; in a check, 0
-            if an optimizer holds a parameter of the model.
-        idle_step: (number of parameters of an optimizer that had gradients before, line of its step without gradients).
+        orphans: number of optimizer parameters without a gradient that no traced module has. In a check, it is 0 if an
+            optimizer has any parameter of the model.
+        idle_step: (number of parameters, line) of an optimizer step without the gradients that these parameters had in
+            an earlier step; None if there is no such step.
         unmatched: names in PEFT's `target_modules` and `modules_to_save` that match no module.
-        reasons: dtype -> why weights have it, if other code than the model's chose it.
-        misspelt: (config, misspelt argument, argument that was meant, line) for each call in the script's code that gives a
+        reasons: dtype -> why weights have it, if code outside of the model chose it.
+        misspelt: (config, misspelt argument, intended argument, line) for each call in the script's code that gives a
             config an argument without effect.
-        idle_checkpoints: trained modules with gradient checkpointing that recompute nothing, because they are in eval mode.
-        no_autocast: why this step should run under autocast, if it does not; else "".
+        idle_checkpoints: trained modules whose gradient checkpointing has no effect, because they are in eval mode.
+        no_autocast: why this step needs autocast, which is off; "" if it needs none.
     """
 
     setup: Setup

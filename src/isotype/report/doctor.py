@@ -85,7 +85,7 @@ def by_change(incompatibilities: Iterable[Incompatibility]) -> dict[str, list[In
 
 
 def verdict(report: DoctorReport) -> str:
-    """Return a sentence that says whether the device can train LoRA and QLoRA, or what has to be changed."""
+    """Return a sentence on whether the device can train LoRA and QLoRA, or on the necessary changes."""
     title, dtype = report.profile.title, dtype_name(report.profile.best_dtype())
     if report.torch_failure is not None:
         return f"Not ready: torch cannot multiply float32 matrices on {title}: {report.torch_failure}"
@@ -106,7 +106,7 @@ def verdict(report: DoctorReport) -> str:
 def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
     """Return (operation, kernel) for each operation between matmuls, or an empty list for a CPU.
 
-    If this machine has the GPU, the kernels were tried in the GPU's best dtype. Otherwise, the kernels are only expected.
+    On a GPU of this machine, the kernels were tried in its best dtype. For other GPUs, they are only expected.
     """
     kind = {"rocm": "cuda"}.get(profile.kind, profile.kind)
     if kind not in kernels.DEVICES:

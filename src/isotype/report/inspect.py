@@ -77,7 +77,7 @@ def render_fit(fit: Fit, console: Console) -> None:
 
 
 def mismatch_lines(inspection: Inspection) -> list[str]:
-    """Return lines for each minority dtype in a group, each group in another dtype than the checkpoint, and each note."""
+    """Return a line for each minority dtype of a group, each group in an unusual dtype, and each note."""
     lines = [
         f"mismatched: {listed([tensor.name for tensor in tensors], _NAMES_SHOWN)} {'is' if len(tensors) == 1 else 'are'} {dtype}, "
         f"the other {group.count - len(group.mismatched)} {group.dtype}"
@@ -225,10 +225,7 @@ def _how(group: PlanGroup, renamed: bool) -> str:
 
 
 def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()) -> None:
-    """Print the result of a merge: rounding error, path of the merged model, and next commands.
-
-    `export` is the command that writes a GGUF file, without the arguments for the format.
-    """
+    """Print the result of a merge, and next commands. `export`: command for a GGUF file, without the file's format."""
     console.print(fitting(pair_table(_rows(report)), console), highlight=False, markup=False)
     say_labelled(console, "note", "dim", report.notes)
     say_labelled(console, "warning", "yellow", report.warnings)

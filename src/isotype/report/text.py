@@ -1,4 +1,4 @@
-"""Functions for all reports, which format amounts and source lines, and wrap text for a console."""
+"""Formats amounts and source lines, and wraps text for a console, in all reports."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def pair_table(rows: Iterable[Sequence[str | Text]], style: str = "bold", **opti
 def fitting(table: Table, console: Console, indent: int = 0, dropped: Sequence[str] = ()) -> RenderableType:
     """Return the indented table. On a console narrower than `NARROW`, return a list with a line for each cell.
 
-    If a table with `dropped` columns is too wide, its gaps shrink first. Then the dropped columns are omitted one by one.
-    A table that is still too wide becomes a list.
+    If a table with `dropped` columns is too wide, first its gaps shrink, and then these columns are omitted one by one. A
+    table that is still too wide becomes a list.
     """
     if console.width >= NARROW and not dropped:
         return Padding(table, (0, 0, 0, indent), expand=False)
@@ -141,7 +141,7 @@ def _without(table: Table, dropped: Sequence[str]) -> Table:
 
 
 def _least_width(table: Table, console: Console) -> int:
-    """Return the least width of the table at which no word breaks, and no cell of a column with `no_wrap` breaks."""
+    """Return the least width at which no word of the table breaks, and no cell of a `no_wrap` column."""
     _, right, _, left = table.padding
     widths = []
     for column in table.columns:
@@ -156,10 +156,10 @@ def width_of(console: Console) -> int | None:
 
 
 def wrapped(text: str, console: Console) -> str:
-    """Break lines that are too long for the console. Continued lines begin below the first word after the label.
+    """Break lines that are too long for the console. Further lines begin below the first word after the label.
 
-    Lines break only at spaces. A command (indented by four spaces) stays valid in a shell. Text for a log file or a pipe
-    is unchanged.
+    Lines break only at spaces, and a command (indented by four spaces) stays valid in a shell. Text for a log file or a
+    pipe is unchanged.
     """
     width = width_of(console)
     if width is None:

@@ -56,18 +56,18 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
       loading has rounded its saved values to 16 bits.
     - Before the first forward, the preflight (`isotype.check`) runs the step on the first batch with fake tensors. After
       the first step, the dtypes of the optimizer state are checked.
-    - Before every update, the loss and the gradient norm are checked. If the loss or the norm is not finite, and no
-      GradScaler skips the step, the batch runs again with a check of every operator. The training ends with an error that
-      gives the first operator whose result is not finite, with its module, operands, source line and cause.
+    - Before every update, the loss and the gradient norm are checked. If one of them is not finite, and no GradScaler skips
+      the step, the batch runs again with a check of every operator. The training ends with an error about the first operator
+      with a non-finite result: its module, operands, source line and cause.
     - A step that the GradScaler skips does not advance the learning rate schedule. Products of 16-bit matrices on a GPU
       accumulate in float32 (`isotype.lora.kernels`). The policy is saved in each checkpoint.
 
     Args:
         policy: by default, the model's policy. If the model has no policy, each run derives one from the model's dtypes
             and the trainer's arguments (`fp16`, `bf16`). A derived policy casts no frozen weight.
-        check: `"error"` raises PrecisionError if the preflight finds an error, or if the GradScaler, the dtype of the
-            optimizer state or resumed values do not fit the policy. `"warning"` logs the error. None skips these
-            checks. Errors about operand dtypes that were not measured on the device are only logged.
+        check: `"error"` raises PrecisionError for an error of the preflight, and for a GradScaler, optimizer state or
+            resumed values that do not fit the policy. `"warning"` logs the error. None skips these checks. Errors about
+            operand dtypes that were not measured on the device are only logged.
         watch: if True, the training ends when the loss or the gradient norm is not finite.
         ranges: measured value ranges for the preflight, or None if they are unknown. By default, the ranges of a float16
             step are measured on the first batch. The measurement takes additional memory.
@@ -130,7 +130,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._meter.begin(state.global_step + 1)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Store the loss scale for `on_optimizer_step`. Raise TrainingError if loss or gradient norm is not finite."""
+        """Store the loss scale for `on_optimizer_step`. Raise TrainingError if the loss or gradient norm is not finite."""
         meter, scale = self._meter, loss_scale(getattr(kwargs["optimizer"], "scaler", None))
         if meter is None or (scale is None and meter.together):
             self._scale = None if scale is None else float(scale)
@@ -151,9 +151,8 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Tell accelerate that a step was skipped, so that the learning rate schedule does not advance.
 
-        accelerate (1.15) counts a step as skipped if GradScaler has not called the optimizer. But GradScaler calls a
-        fused optimizer in every step, and the fused optimizer itself skips the update (`_step_supports_amp_scaling` in
-        torch/amp/grad_scaler.py).
+        accelerate (1.15) counts a step as skipped if GradScaler has not called the optimizer. But GradScaler always calls
+        a fused optimizer, which skips the update by itself (`_step_supports_amp_scaling` in torch/amp/grad_scaler.py).
         """
         if self._scale is None:
             return
@@ -175,7 +174,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._policy.save(directory)
 
     def _report(self, report: Report, logs: bool, whole: bool) -> None:
-        """Raise or log the preflight's errors. Log the warnings, but not the kinds that `policy.warnings` covers."""
+        """Raise or log the preflight's errors. Log its warnings, except for kinds that `policy.warnings` covers."""
         # An error in stored values is only logged: the loss of every step is checked in any case.
         assumed = [f for f in report.errors if f.phase == "load" or is_assumed(f, report.trace)]
         covered = ("device", "memory", "versions")  # the policy's own warnings are of these kinds
@@ -222,9 +221,9 @@ def before_first_step(
     """Run the preflight of a trainer's step before the first forward of the training.
 
     Args:
-        handle_report: is called with the preflight's report. An exception that `handle_report` raises ends the training.
-        outermost: the module that the trainer calls. If it is a module compiled by `torch.compile`, it gets the
-            preflight's hook. A hook of the model inside would become part of the compiled graph.
+        handle_report: takes the preflight's report. An exception that it raises ends the training.
+        outermost: the module that the trainer calls. If `torch.compile` compiled it, the preflight's hook is registered
+            on it: a hook on the model inside would become part of the compiled graph.
     """
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -249,7 +248,7 @@ def before_first_step(
 
 
 def is_assumed(finding: Finding, trace: Trace) -> bool:
-    """Return True if a finding is assumed, because its operand dtypes were not measured on the device."""
+    """Return True if a finding's operand dtypes were not measured on the device."""
     broken = [call for call in trace.breaches() if call.module in finding.places and call.op == finding.op]
     return any(call.breach is not None and call.breach.assumed for call in broken)
 
@@ -257,7 +256,7 @@ def is_assumed(finding: Finding, trace: Trace) -> bool:
 def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
     """Derive a policy from the model's dtypes and the trainer's arguments. The policy casts no frozen weight.
 
-    | role | the first that exists of |
+    | role | the first of these that exists |
     |---|---|
     | storage | the quantization format; the dtype of most float weights (trainable weights count as float32) |
     | compute dtype | `fp16` or `bf16` of the arguments; the compute dtype of bitsandbytes; the storage |
@@ -268,8 +267,8 @@ def policy_of_current_dtypes(model: Any, args: Any) -> PrecisionPolicy:
     elements = _elements_by_dtype(model)
     most = max(elements, key=lambda dtype: elements[dtype], default=torch.float32)
     saved = facts_of(model).quantization
-    asked = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
-    compute = asked or (saved.compute_dtype if saved else None) or most
+    autocast = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
+    compute = autocast or (saved.compute_dtype if saved else None) or most
     trainable = "lora" if getattr(model, "peft_config", None) else "full"
     others = [dtype for dtype in elements if dtype != torch.float32]
     if trainable == "full" and compute == torch.float32 and others:
@@ -315,7 +314,7 @@ def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | Non
 
 
 def raise_optimizer_state(optimizer: Any, master: torch.dtype) -> None:
-    """Cast the state of parameters in the dtype `master` to `master`: `optimizer.step` requires equal dtypes."""
+    """Cast the optimizer state of parameters in `master` to `master`, because `optimizer.step` requires equal dtypes."""
     for parameter, name, tensor in _not_in(optimizer, master):
         if parameter.dtype == master:
             optimizer.state[parameter][name] = tensor.to(master)
@@ -350,8 +349,8 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
 def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
     """Return an error if loading has rounded the saved values of a resumed run, else None.
 
-    `model.load_adapter` copies saved values into 16-bit parameters before it casts these parameters to float32.
-    Values count as rounded if a 16-bit dtype represents all of them exactly.
+    `model.load_adapter` first copies saved values into 16-bit parameters and then casts these parameters to float32.
+    The values count as rounded if a 16-bit dtype represents all of them exactly.
     """
     values = [p.detach() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
     exact = (

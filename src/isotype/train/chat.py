@@ -32,7 +32,7 @@ Message = dict[str, Any]
 """A turn of a conversation: `role` and `content` (a text, or a list of parts if the turn has images)."""
 _UNUSED = "penalty_alpha dola_layers num_beam_groups force_words_ids constraints stop_strings"
 PLAIN = {**dict.fromkeys(_UNUSED.split()), "num_beams": 1}
-"""Values instead of a checkpoint's for generation settings that need code from the hub or prevent streaming."""
+"""Generation settings that replace a checkpoint's: its values may need code from the hub or prevent streaming."""
 Prompt = str | Sequence[Message]
 """A text that the model continues, or a conversation."""
 LONGEST = 200
@@ -125,8 +125,8 @@ def chat(options: argparse.Namespace, console: Console) -> int:
     become part of the next question. In a keyboard session, Ctrl-C stops the current answer but not the chat.
 
     Raises:
-        UsageError: a model that generates no text, an image that the model cannot take, or a question
-            that does not fit into the context. A keyboard session prints errors about images and questions and goes on.
+        UsageError: the model generates no text or takes no images, or a question does not fit into the context. A
+            keyboard session prints errors about images and questions and goes on.
         CheckpointError, PrecisionError: raised by `load_for_inference`.
     """
     with interrupts_kept(), console.status(f"loading {options.model} …"):
@@ -298,8 +298,8 @@ def _fitting(
 ) -> tuple[list[Message], int]:
     """Drop the oldest turns until the answer fits into the context. Return the kept messages and the answer's token limit.
 
-    If `max_new_tokens` is None, the answer needs room for `LONGEST` tokens or half of the context, whichever is less.
-    Without earlier turns, room for one token is enough.
+    If `max_new_tokens` is None, turns are dropped until `LONGEST` tokens or half of the context are free, whichever is
+    less. The last question alone needs room for only one token.
 
     Raises:
         UsageError: the question alone does not fit.

@@ -1,9 +1,8 @@
 """`--torch_compile`: compiles each block of a model separately.
 
-By default, accelerate compiles the whole model, including the head, the loss and isotype's hooks. The Python state of
-the hooks causes graph breaks, or a recompilation at every call. Most time is spent in the blocks, and all blocks of a
-class share one graph (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html). Only the `forward` method of
-each block is compiled. Hooks run outside of `forward`, so the hooks stay outside of the graph.
+By default, accelerate compiles the whole model, including isotype's hooks, whose Python state causes graph breaks or a
+recompilation at every call. isotype compiles only the `forward` of each block, and hooks run outside of `forward`. All
+blocks of a class share one graph (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Options = tuple[tuple[str, Any], ...]
 class CompiledBlock(Swapped):
     """Block whose forward is compiled when gradients are enabled. Evaluation and generation run eagerly.
 
-    During generation, blocks cannot share a graph, because each block has its own index in the key-value cache.
+    In generation, blocks cannot share a graph, because each block has its own index in the key-value cache.
     """
 
     compiled_original: type[nn.Module]
@@ -59,9 +58,9 @@ def _compiled_class(base: Any) -> Any:
 
 
 def take_compilation(accelerator: Any) -> Mapping[str, Any] | None:
-    """Return accelerate's options for `torch.compile`, and prevent accelerate from compiling. Without options, return None.
+    """Return accelerate's options for `torch.compile`, and prevent accelerate from compiling.
 
-    With DeepSpeed, accelerate still compiles the model, and this function returns None.
+    Return None without options, and with DeepSpeed, where accelerate still compiles the model.
     """
     from accelerate.utils import DynamoBackend
 

@@ -194,7 +194,7 @@ def show_policy(
 
 
 def show_model(console: Console, model: Any) -> None:
-    total, trainable, sizes, notes = of_model(model)
+    total, trainable, sizes, notes = model_summary(model)
     stored = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes)
     console.print(
         f"model: {total / 1e6:.1f} M parameters, {trainable / 1e6:.2f} M trainable ({format_share(trainable / total)}); "
@@ -211,7 +211,7 @@ def show_model(console: Console, model: Any) -> None:
 
 
 def part_rows(model: Any) -> list[tuple[str, int, int, str]]:
-    """Return (part, parameters, trainable parameters, storage dtypes) for each part of a model with image or audio inputs."""
+    """Return (part, parameters, trainable parameters, storage dtypes) for each part of an image or audio model, else []."""
     base = without_peft(model)
     parts = Parts(base)
     if not parts.towers:
@@ -266,7 +266,7 @@ def model_notes(model: Any) -> tuple[str, ...]:
     return (line, *notes)
 
 
-def of_model(model: Any) -> tuple[int, int, tuple[tuple[str, int], ...], tuple[str, ...]]:
+def model_summary(model: Any) -> tuple[int, int, tuple[tuple[str, int], ...], tuple[str, ...]]:
     """Return the results of `parameter_counts`, `weight_bytes` and `model_notes`. Training does not change these values."""
     return *parameter_counts(model), weight_bytes(model), model_notes(model)
 
@@ -275,7 +275,7 @@ _PICTURED = 4
 
 
 def sample_questions(settings: Settings, data: Any) -> list[tuple[Sample, Prompt]]:
-    """Return (sample, prompt) of `--ask`, or else of the test split's first row (first four rows with images)."""
+    """Return (sample, prompt) of `--ask`. Without it, use the test split's first row, or first four rows with images."""
     if settings.ask:
         asked = as_typed(settings.ask)
         return [(Sample(asked, None, None, None), [{"role": "user", "content": asked}])]
@@ -309,7 +309,7 @@ def _text(value: Any) -> str | None:
 
 def record(
     run: Run,
-    of_weights: tuple[int, int, tuple[tuple[str, int], ...], tuple[str, ...]],
+    summary: tuple[int, int, tuple[tuple[str, int], ...], tuple[str, ...]],
     recorder: RunRecorder,
     started: datetime,
     samples: Sequence[Sample],
@@ -317,7 +317,7 @@ def record(
     error: str | None = None,
 ) -> RunRecord:
     settings, policy, trainer = run.settings, run.policy, run.trainer
-    total, trainable, stored, notes = of_weights
+    total, trainable, stored, notes = summary
     allocator = allocator_setting() if run.profile.kind == "cuda" else None
     dataset = settings.dataset_name or ", ".join(d.path for d in settings.datasets)
     return RunRecord(

@@ -32,7 +32,7 @@ FIELDS_OF_CONFIG = {
 
 
 def start_of(settings: Settings) -> Settings:
-    """If `--model_name_or_path` names an adapter, return settings for this adapter and its base model.
+    """Return settings for the adapter that `--model_name_or_path` names, and for its base model.
 
     Storage and compute dtype come from the arguments, or else from the adapter's training. If `--model_name_or_path` names
     no adapter, the settings are returned unchanged.
@@ -93,11 +93,11 @@ def _contradictions(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
         fix = "leave --use_peft out, or merge the adapter first"
         yield Problem("--use_peft False", "training of the adapter that --model_name_or_path names", fix)
     for name, key in FIELDS_OF_CONFIG.items():
-        asked = settings.value(name)
-        asked = BOOLEANS.get(asked, asked) if name == "init_lora_weights" else asked
-        has = sorted_names(getattr(adapter.config, key, None))
-        if name in settings.command and sorted_names(asked) != has:
-            yield Problem(f"--{name} {asked}", f"the adapter's value: {has}", f"leave --{name} out")
+        value = settings.value(name)
+        value = BOOLEANS.get(value, value) if name == "init_lora_weights" else value
+        saved = sorted_names(getattr(adapter.config, key, None))
+        if name in settings.command and sorted_names(value) != saved:
+            yield Problem(f"--{name} {value}", f"the adapter's value: {saved}", f"leave --{name} out")
 
 
 _UNABLE = {
@@ -205,8 +205,8 @@ def bias_problems(settings: Settings) -> Iterator[Problem]:
 def part_of_base_problems(settings: Settings, name: object, adapter: Path | None = None) -> list[Problem]:
     """Return a problem if the adapter's initialisation changes base weights and TRL adds a reference adapter.
 
-    The reference adapter of a preference loss or a KL term has the config of the trained adapter. The initialisation of the
-    reference adapter would change the base weights again.
+    The reference adapter, for a preference loss or a KL term, has the same config. Its initialisation would change the base
+    weights a second time.
     """
     if not isinstance(name, str) or not name.startswith(PART_OF_BASE) or not _copies_adapter(settings):
         return []
@@ -241,6 +241,8 @@ def _quantized(name: str, storage: str) -> Problem:
     setting = f"--init_lora_weights {name} and a base in {storage}"
     why = "PEFT draws A and B in the dtype of the base"
     if name in PART_OF_BASE:
-        why = "the adapter takes a part out of the base weights, and the rest would be rounded again"
+        why = (
+            "a part of each base weight moves into the adapter, and the rest would have to be quantized again"
+        )
     expected = f"a base in float32, bfloat16 or float16: {why}"
     return Problem(setting, expected, "--init_lora_weights gaussian, or leave --quantization out")

@@ -117,7 +117,7 @@ def _problems(sharding: Sharding, settings: Any) -> Iterator[Problem]:
 
 
 def whole_weight_problems(settings: Any) -> Iterator[Problem]:
-    """Yield a problem for each argument that needs whole weights. No process of a sharded run has whole weights."""
+    """Yield a problem for each argument that needs whole weights, which no process of a sharded run has."""
     training = settings.training
     if settings.use_dora and settings.method.compares(training):
         why = "DoRA of the reference adapter needs norms of whole weights, and no process has them"
@@ -134,7 +134,7 @@ def whole_weight_problems(settings: Any) -> Iterator[Problem]:
 
 
 @contextmanager
-def lost_process_named(trainer: Any, goes_on: Callable[[Path], str]) -> Iterator[None]:
+def lost_process_named(trainer: Any, resume_command: Callable[[Path], str]) -> Iterator[None]:
     """Raise TrainingError with a resume command if a collective operation fails because another process has ended."""
     try:
         yield
@@ -148,7 +148,7 @@ def lost_process_named(trainer: Any, goes_on: Callable[[Path], str]) -> Iterator
         fix = "read that process's message above; a process killed by the system (signal 9, out of memory) has none"
         hint = "no checkpoint has been saved yet; --save_steps N saves one every N steps"
         if checkpoint := trainer.last_checkpoint():
-            hint = f"{checkpoint} is complete: resume with\n    {goes_on(checkpoint)}"
+            hint = f"{checkpoint} is complete: resume with\n    {resume_command(checkpoint)}"
         headline, expected = "another process of the run has ended", "all processes of the run"
         raise TrainingError.of(headline, what, expected, fix, hint=hint) from error
 
@@ -185,8 +185,7 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 def config_problems(settings: Any) -> Iterator[Problem]:
     """Yield a problem for each value of the DeepSpeed config that contradicts an argument or another value of the config.
 
-    transformers (`HfTrainerDeepSpeedConfig`) compares them only after the model is loaded, and knows only `bf16` and
-    `fp16`, not the dtype of the policy.
+    transformers (`HfTrainerDeepSpeedConfig`) compares them only after it has loaded the model.
     """
     config, name = _config_of(settings)
     for key, argument in _SAME.items():
@@ -224,7 +223,7 @@ def check_dtype(settings: Any, compute: torch.dtype) -> None:
 
 
 def _config_of(settings: Any) -> tuple[Any, str]:
-    """Return (the config, its name for messages). The config is empty without DeepSpeed, or if no file can be read."""
+    """Return (config, name for messages). The config is empty without DeepSpeed, or if its file cannot be read."""
     config = settings.deepspeed
     if isinstance(config, dict):
         return config, "the DeepSpeed config"

@@ -51,7 +51,7 @@ _DECIDED = (
 def adapted_model(
     settings: Settings, checkpoint: Checkpoint, policy: PrecisionPolicy, *, adapt: Adapt | None = None
 ) -> tuple[Any, Any]:
-    """Load `checkpoint`, add the adapter to the model's parts that `adapt` names, and return (model, None).
+    """Load `checkpoint`, add the adapter to the parts of the model in `adapt`, and return (model, None).
 
     If the chat template adds tokens, return (model without an adapter, PEFT config). The trainer then adds the adapter.
     """
@@ -203,7 +203,7 @@ def check_module_names(model: Any, config: Any) -> None:
     with _adapter_arguments(), seen_dense(model):
         convert_peft_config_for_transformers(converted, model, None)  # names of stacked experts change
         parameters = [name for name, _ in model.named_parameters()]
-    # For "all-linear", PEFT adds a router `gate.weight`, which LongCat-Flash does not have.
+    # For "all-linear", PEFT adds `gate.weight` of a router, and LongCat-Flash has no such parameter.
     checked = config if isinstance(getattr(config, "target_modules", None), str) else converted
     modules = [name for name, _ in model.named_modules() if name]
     last = sorted({name.rsplit(".", 1)[-1] for name in modules if not name.rsplit(".", 1)[-1].isdigit()})
@@ -229,7 +229,7 @@ def check_module_names(model: Any, config: Any) -> None:
 
 
 def _check_rank(model: Any, config: Any) -> None:
-    """Raise UsageError if the smaller side of every adapted layer is below the rank. Add a note if some are."""
+    """Raise UsageError if all adapted layers are narrower than the rank. If only some are, add a note to the model."""
     rank, targets = getattr(config, "r", None), getattr(config, "target_modules", None)
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # heads that are trained, without an adapter
     without = layers_read(model) if str(targets).lower() == "all-linear" else {}
@@ -317,8 +317,8 @@ def weightless_model(
 
     Args:
         lora: a `peft.LoraConfig` or its arguments, or None for no adapters.
-        fold: True to fold equal layers into one (see `isotype.model.fold`). If the policy, the quantizer or the
-            adapters' config selects layers by number, adapters are added before the layers are folded, else afterwards.
+        fold: True to fold equal layers into one (see `isotype.model.fold`). Adapters are added before this if the policy,
+            the quantizer or the adapters' config selects layers by number, else afterwards.
         **settings: arguments of `skeleton` (a model class, and values for fields of the config).
 
     Raises:

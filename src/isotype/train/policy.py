@@ -44,15 +44,15 @@ def policy_by_ranges(
     damages = partial(_measured, measure_quality, checkpoint, profile)
     measures: dict[str, Any] = {"measure": measure, "measure_damages": damages}
     policy, ranges = resolve_request(checkpoint.facts, request, device, checkpoint, **measures)
-    _check_held(policy, ranges)
+    _require_float16_range(policy, ranges)
     return policy, ranges
 
 
-def _check_held(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
-    """Raise PrecisionError if a module has weights above 65504 and would run in float16.
+def _require_float16_range(policy: PrecisionPolicy, ranges: Ranges | None) -> None:
+    """Raise PrecisionError if a module with weights above 65504 would run in float16.
 
-    The policy runs linear layers and embeddings with weights above 65504 in float32. A norm with weights above 65504 is
-    refused even if its measured results fit into float16: an update can add the weight times the learning rate.
+    The policy runs linear layers and embeddings with such weights in float32. A norm with such weights is refused even if
+    its measured results fit into float16, because an update can add the weight times the learning rate.
     """
     if policy.compute != torch.float16 or ranges is None:
         return
@@ -145,7 +145,7 @@ def enforce_trainer(
     changes = enforce_model(trainer.model, policy)
     reference = getattr(trainer, "ref_model", None)
     if reference is not None:
-        # The reference model gets the model's casts, so that both agree at the first step, but its weights are not cast.
+        # With the same casts of activations, both models agree at the first step. The reference's weights are not cast.
         enforce_model(reference, replace(policy, keep_frozen=True))
     if getattr(trainer.args, "use_liger_kernel", False):
         trainer.args.use_liger_kernel = False
@@ -189,8 +189,8 @@ def _mixed_precision(trainer: Any, policy: PrecisionPolicy) -> None:
         fix = f"build the trainer with fp16={wanted == 'fp16'}, bf16={wanted == 'bf16'} in its arguments"
         raise PrecisionError.of("the trainer and the policy disagree", what, expected, fix)
     if policy.loss_scaling and accelerator.scaler is None:
-        # accelerate 1.15 silently leaves out autocast and GradScaler for float16 on a CPU (Accelerator.__init__:
-        # `self.device.type != "cpu"`), although torch has both.
+        # accelerate 1.15 creates neither autocast nor GradScaler for float16 on a CPU (`self.device.type != "cpu"` in
+        # `Accelerator.__init__`), although torch has both.
         accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
         accelerator.native_amp = True
     if policy.loss_scaling and has_shards(trainer.model):

@@ -56,7 +56,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
             if _agreed(trainer, stopped):
                 control.should_training_stop = True
 
-    def ask_to_stop(signum: int, frame: FrameType | None) -> None:
+    def request_stop(signum: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:
             return  # in a worker of the data loader: it gets the terminal's Ctrl-C, too, and ends with this process
         if stopped:
@@ -74,7 +74,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
         yield stopped
         return
     trainer.add_callback(Stop)
-    before = {s: signal.signal(s, ask_to_stop) for s in stop_signals()}
+    before = {s: signal.signal(s, request_stop) for s in stop_signals()}
     try:
         yield stopped
     finally:
@@ -87,8 +87,8 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 def _agreed(trainer: Any, stopped: list[int]) -> bool:
     """Return True in every process if any process has received a stop signal. All processes stop after the same step."""
     if trainer.accelerator.num_processes > 1:
-        asked = torch.tensor(stopped[0] if stopped else 0, device=trainer.args.device)
-        numbers = trainer.accelerator.gather(asked.reshape(1)).tolist()
+        number = torch.tensor([stopped[0] if stopped else 0], device=trainer.args.device)
+        numbers = trainer.accelerator.gather(number).tolist()
         stopped.extend(number for number in numbers if number and not stopped)
     return bool(stopped)
 
@@ -132,7 +132,7 @@ def early_stopping_problems(settings: Settings) -> Iterator[Problem]:
         yield Problem(f"{setting} without an evaluation", "an evaluation on held-back rows", fix)
 
 
-def balance(trainer: Any) -> str | None:
+def balancing_note(trainer: Any) -> str | None:
     """Return a note on the routers' load-balancing loss, or None if the training loss does not include it."""
     config = trainer.model.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
@@ -141,7 +141,7 @@ def balance(trainer: Any) -> str | None:
     return f"the loss includes the routers' load-balancing loss times {times:g} (router_aux_loss_coef)"
 
 
-def not_the_best(settings: Settings) -> str | None:
+def last_model_note(settings: Settings) -> str | None:
     """Return a note if early stopping saves the last model instead of the best model, else None."""
     if settings.early_stopping_patience is None or settings.load_best_model_at_end:
         return None

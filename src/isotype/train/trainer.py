@@ -34,8 +34,7 @@ class PolicyTrainer(WholeCheckpoints):
             # TRL deprecates label smoothing because it needs whole logits; isotype's loss does not.
             warnings.filterwarnings("ignore", "`label_smoothing_factor` is deprecated", FutureWarning)
             super().__init__(*args, **kwargs)
-        # The attribute is set after `__init__`, in which the Trainer would refuse the sharded model. The mixin `Sharded`
-        # saves the model.
+        # If this were set earlier, the Trainer's `__init__` would refuse the sharded model. `Sharded` saves the model.
         self.is_distributed_loading_by_transformers = has_shards(self.model)
         use_own_head(self)
         self._free_inputs()

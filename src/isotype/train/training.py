@@ -37,7 +37,7 @@ from isotype.report.run.record import RunRecord, Sample
 from isotype.report.text import say
 from isotype.train import describe, models
 from isotype.train.chat import Prompt, answer, answers_after
-from isotype.train.command.settings import Settings, cure_by_name
+from isotype.train.command.settings import Settings, fix_of_message
 from isotype.train.compilation import compile_blocks
 from isotype.train.initial_adapter import start_of
 from isotype.train.launched import Sharding, leave_group_at_exit, lost_process_named, take_sharding
@@ -56,11 +56,11 @@ from isotype.train.policy import (
 from isotype.train.preflight.plan_rows import choice_of_run
 from isotype.train.rewards import check_rewards, rewards_of
 from isotype.train.rows.assistant import labelled_rows
-from isotype.train.rows.collators import keep_rows, learn_no_pictures
+from isotype.train.rows.collators import exclude_pictures_from_loss, keep_rows
 from isotype.train.rows.data import dropped_examples, fitting, pictures_named, training_data
 from isotype.train.rows.lengths import adapter_notes, lengths_in
 from isotype.train.run import Choice, Run
-from isotype.train.signals import balance, early_stopping, graceful_stop, not_the_best
+from isotype.train.signals import balancing_note, early_stopping, graceful_stop, last_model_note
 from isotype.train.trainer import policy_trainer
 from isotype.train.validate import check_policy, check_settings, check_tokenizer, plain_turns, training_device
 
@@ -112,7 +112,7 @@ def run(settings: Settings, console: Console) -> Outcome:
 
 
 def _for_machine(settings: Settings, sharding: Sharding | None, profile: DeviceProfile) -> Settings:
-    """Return the settings for this machine, without `--fsdp`, because isotype shards the model before the trainer is built."""
+    """Return the settings for this machine, without `--fsdp`, because isotype itself shards the model."""
     values: dict[str, Any] = {}
     if not torch.cuda.is_available():
         values["dataloader_pin_memory"] = False  # torch warns about pinned memory without a GPU
@@ -160,7 +160,7 @@ def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]
 
 
 def _built(run: Run, console: Console) -> Run:
-    """Build the model and the trainer under the policy. Print the model's answers to sample questions before the training."""
+    """Build the model and the trainer under the policy. Answer the sample questions before the training."""
     from transformers import set_seed
 
     settings, policy, data = run.settings, run.policy, run.data
@@ -170,7 +170,7 @@ def _built(run: Run, console: Console) -> Run:
     if not settings.method.takes_pictures:  # TRL's trainer does not take the processor, either
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     day = run.identity[resume.TEMPLATE_DATE]
-    resume.mark_day(settings, day, tokenizer)
+    resume.store_date(settings, day, tokenizer)
     check_tokenizer(settings, source, tokenizer, data)
     notes = list(run.notes)
     settings, data = fitting(settings, tokenizer, data, notes.append)
@@ -185,7 +185,7 @@ def _built(run: Run, console: Console) -> Run:
     loud = {"quiet": settings.quiet, "verbose": settings.verbose}
     describe.show_policy(console, policy, settings.optim, choice, **loud)
     if run.resume is None:
-        resume.say_what_is_overwritten(settings, console)
+        resume.print_overwritten_run(settings, console)
     set_seed(settings.seed)
     with console.status(f"loading {run.checkpoint.name} as {policy.form} …"):
         adapt = models.parts_to_adapt(settings, next(iter(rows[train_split]), {}))
@@ -217,13 +217,13 @@ def _built(run: Run, console: Console) -> Run:
         console.print(f"undone changes by TRL: {places}", style="dim", highlight=False, markup=False)
     fusion = _compiled_or_fused(trainer, settings, console)
     packing = keep_rows(trainer)
-    learn_no_pictures(trainer, settings.training)
+    exclude_pictures_from_loss(trainer, settings.training)
     dropped = dropped_examples(settings, rows[train_split], trainer.train_dataset)
     # A reward trainer leaves long rows out, and `dropped` names their number.
     cut = lengths and settings.method.loss != "reward" and lengths.cut(settings.max_length)
     twice = lengths and lengths.begun_twice()
-    dated = resume.day_note(data[train_split], day, run.resume, trainer.processing_class)
-    more = (dated, twice, cut, dropped, packing, balance(trainer), not_the_best(settings))
+    dated = resume.date_note(data[train_split], day, run.resume, trainer.processing_class)
+    more = (dated, twice, cut, dropped, packing, balancing_note(trainer), last_model_note(settings))
     notes += [note for note in more if note]
     for note in notes:
         say(console, f"note: {note}")
@@ -279,7 +279,7 @@ def _arguments_of(settings: Settings) -> Iterator[None]:
     except (ValueError, ImportError, NotImplementedError) as error:
         trainer, message = settings.method.trainer, one_line(error)
         values = {**vars(settings.model), **vars(settings.training)}
-        fix = cure_by_name(message, settings.command.values, values, f"isotype {settings.method.name}")
+        fix = fix_of_message(message, settings.command.values, values, f"isotype {settings.method.name}")
         headline = f"{trainer} does not take these arguments"
         raise UsageError.of(headline, message, f"arguments that {trainer} accepts together", fix) from error
 
@@ -299,8 +299,8 @@ def _refused_rows_named(settings: Settings, tokenizer: Any, data: Any) -> Iterat
 def _named_by_path(model: Any, source: Path | str, revision: str | None) -> Iterator[None]:
     """While the trainer is built, use the path of the model's weights as the model's name.
 
-    If every weight is trained, TRL loads the reference model by the model's name. If the name were a hub id, TRL would
-    load the newest revision instead of the requested one. If the name were a GGUF file, TRL would fail.
+    If every weight is trained, TRL loads the reference model by this name. By a hub id, TRL would load the newest revision
+    instead of the requested one; by a GGUF file, TRL would fail.
     """
     config = model.get_base_model().config if hasattr(model, "get_base_model") else model.config
     name = name_of(config)
@@ -330,18 +330,18 @@ def _train(run: Run, console: Console) -> Outcome:
     settings, root = run.settings, Path(run.settings.output_dir)
     trainer, samples = run.trainer, [sample for sample, _ in run.questions]
     started = datetime.now(UTC)
-    goes_on = partial(resume.resume_command, settings.command, settings.output_dir)
+    resume_command = partial(resume.resume_command, settings.command, settings.output_dir)
     write = partial(write_report, root=root, writes=trainer.args.should_save)
-    resume.say_where(settings, run.identity, run.resume, console)
+    resume.print_resume_point(settings, run.identity, run.resume, console)
     with ProgressView(console, trainer.args.logging_steps) as view:
         recorder = RunRecorder(trainer, view, run.earlier)
-        record_of = partial(describe.record, run, describe.of_model(trainer.model), recorder, started)
+        record_of = partial(describe.record, run, describe.model_summary(trainer.model), recorder, started)
         so_far = partial(record_of, samples, "running")
         hooks = Hooks(
             before=recorder.settle,
             in_checkpoint=partial(files_of_checkpoint, run.identity, so_far),
             card=lambda: model_card(record_of(samples, "finished")),
-            goes_on=goes_on,
+            resume_command=resume_command,
         )
 
         def ended(
@@ -359,7 +359,7 @@ def _train(run: Run, console: Console) -> Outcome:
         for callback in filter(None, (check, recorder, periodic, stopping)):
             trainer.add_callback(callback)
         try:
-            with lost_process_named(trainer, goes_on), freed_memory_kept(), float32_reductions():
+            with lost_process_named(trainer, resume_command), freed_memory_kept(), float32_reductions():
                 stopped_by = _train_and_save(trainer, root, run.resume, hooks, console)
             leave_group_at_exit()
         except TrainingError as failure:

@@ -44,9 +44,9 @@ _TEMPLATE = "a .jinja file, or a directory or hub id with a tokenizer"
 
 
 def checked_settings(command: Command, bare: bool = False) -> Settings:
-    """Return the settings of a command. Raise UsageError or PrecisionError if a check of the command refuses an argument.
+    """Return the settings of a command. Raise UsageError or PrecisionError if a check refuses an argument.
 
-    If `bare` is True, the command names only a model and a few settings. Then this machine is not checked.
+    With `bare` (`isotype check MODEL` without a method), this machine is not checked.
     """
     settings = start_of(settings_of(command))
     here = device_profile(settings.device).present and not bare
@@ -98,7 +98,7 @@ def argument_problems(settings: Settings) -> list[Problem]:
 
 
 def _adapter(settings: Settings) -> Iterator[Problem]:
-    """Yield a problem if `--lora_task_type` (PEFT chooses the trained head by it), the targets or `--adapt` are invalid."""
+    """Yield a problem for an invalid `--lora_task_type`, `--lora_target_modules` or `--adapt`."""
     task, method = settings.lora_task_type, settings.method
     if "lora_task_type" in settings.command and task != method.task_type:
         fits = [other.name for other in METHODS.values() if other.task_type == task]
@@ -251,7 +251,7 @@ def _schedule(settings: Settings) -> Iterator[Problem]:
     try:
         get_scheduler(kind, optimizer, 1, 10, dict(arguments or {}))
     except _BUILD_ERRORS as error:
-        yield _unbuilt(setting, error, _schedule_cure(kind))
+        yield _unbuilt(setting, error, _schedule_fix(kind))
 
 
 _BUILD_ERRORS = (ValueError, TypeError, ImportError, NotImplementedError, RuntimeError, AttributeError)
@@ -262,7 +262,7 @@ def _unbuilt(setting: str, error: Exception, fix: str) -> Problem:
     return Problem(f"{setting}: {one_line(error)}", expected, fix)
 
 
-def _schedule_cure(kind: str) -> str:
+def _schedule_fix(kind: str) -> str:
     from transformers import SchedulerType
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
@@ -342,7 +342,7 @@ def _model_arguments(settings: Settings) -> Iterator[Problem]:
 
 
 def training_device(settings: Settings) -> DeviceProfile:
-    """Return the profile of `--device`. Raise UsageError if this machine lacks the device or the device's index is not 0."""
+    """Return the profile of `--device`. Raise UsageError if this machine lacks the device, or its index is above 0."""
     device, name = settings.device, settings.method.name
     profile = device_profile(device)
     if not profile.present:
@@ -357,7 +357,7 @@ def training_device(settings: Settings) -> DeviceProfile:
 
 
 def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
-    """Raise PrecisionError if `--bf16`, `--fp16`, `--deepspeed`, `--attn_implementation` or `--init_lora_weights` contradicts the policy."""
+    """Raise PrecisionError if an argument contradicts the decided policy."""
     check_initial(settings, policy)
     check_dtype(settings, policy.compute)
     name = str(_attention(settings))
@@ -394,7 +394,7 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
     with asking(source):
         config = pretrained(AutoConfig, source, revision=settings.model_revision)
     size = getattr(config.get_text_config(), "vocab_size", None)
-    # Only special tokens must have an embedding: Gemma 3 1B has an unused added token for images without one.
+    # Added tokens need no embedding unless they are special: Gemma 3 1B has an unused image token without one.
     special = [i for i in (words.eos_token_id, words.bos_token_id, words.pad_token_id) if i is not None]
     largest = max([words.vocab_size - 1, *special])
     if size is not None and largest >= size:

@@ -168,8 +168,8 @@ def test_the_matrix_says_which_tokens_reach_a_prediction() -> None:
     assert rows[5] == (0, 1, 2, 3, 4, 5)
     assert rows[10] == (7, 8, 9, 10)
     assert reach.matrix.sequences == (0,) * 7 + (1,) * 9
-    assert reach.matrix.meant(10, 8)
-    assert not reach.matrix.meant(10, 5)
+    assert reach.matrix.allowed(10, 8)
+    assert not reach.matrix.allowed(10, 5)
 
 
 def test_padding_in_front_moves_learned_positions_unless_they_are_given() -> None:

@@ -199,7 +199,7 @@ def test_every_reason_is_said_at_once(folder: Path) -> None:
         "    expected  weights and matmuls in the dtypes of isotype's policy\n"
         "    fix       remove it from the file to train without it\n"
         "  - sequence_lem: 4\n"
-        "    expected  a name of axolotl that isotype knows\n"
+        "    expected  a name of axolotl that isotype translates\n"
         "    fix       did you mean sequence_len? Else remove it"
     )
 

@@ -1,7 +1,4 @@
-"""Reads and checks config.json, finds its dtype and model class, and builds the model on the meta device.
-
-Reads and checks adapter_config.json, too.
-"""
+"""Reads and checks config.json and adapter_config.json, and builds a config's model on the meta device."""
 
 from __future__ import annotations
 
@@ -129,7 +126,7 @@ def _generation_problems(directory: Path) -> Iterator[Problem]:
 def build_on_meta(config: Any, source: str) -> nn.Module:
     """Build the config's model on the meta device (0.1 s for 70B parameters), or raise CheckpointError.
 
-    A built model is needed to know which parameters stay in float32: transformers collects their names in `post_init`.
+    Only a built model has the names of parameters that stay in float32: transformers collects them in `post_init`.
     """
     cls = concrete_class(config, source=source)
     with building(cls, source), torch.device("meta"):

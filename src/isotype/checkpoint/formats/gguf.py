@@ -64,7 +64,7 @@ class _Reader:
 
     def string(self, at: int) -> tuple[str, int]:
         (length,) = struct.unpack_from("<Q", self.data, at)
-        # struct cannot parse a huge length. One byte more than the file has is enough for an error.
+        # struct refuses a huge length. With one byte more than the file has, it raises struct.error as intended.
         (text,) = struct.unpack_from(f"{min(length, len(self.data) + 1)}s", self.data, at + 8)
         return text.decode("utf-8"), at + 8 + length
 

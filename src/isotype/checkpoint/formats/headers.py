@@ -120,7 +120,7 @@ def read_file_headers(file: Path) -> tuple[TensorHeader, ...]:
 
 
 def headers_of_files(source: str, files: Sequence[str]) -> CheckpointHeaders:
-    """Return the headers of .safetensors or torch files that belong to one model, which errors call `source`."""
+    """Return the headers of a model's .safetensors or torch files. Errors name the model `source`."""
     tensors = tuple(tensor for file in files for tensor in read_file_headers(Path(file)))
     form: Format = "torch" if str(files[0]).endswith(".bin") else "safetensors"
     return CheckpointHeaders(Path(source), form, "model", tensors, {}, quantization_beside(Path(files[0])))
@@ -232,7 +232,7 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
 
 
 def _fetched(files: Sequence[Path]) -> Iterator[bool]:
-    """Yield True for each file that exists, and else False. Threads read the headers ahead: network storage is slow."""
+    """Yield for each file whether it exists. Threads read the headers ahead, because network storage is slow."""
 
     def fetch(file: Path) -> bool:
         if not file.is_file():

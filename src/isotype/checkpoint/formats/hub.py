@@ -21,7 +21,7 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
     from transformers import AutoConfig
 
     at = f" at revision {revision}" if revision else ""
-    with _asking(
+    with _hub_errors(
         "the model cannot be read from the hub",
         f"hub id {model_id}{at}",
         "a model on the hub (or in its local cache); no local path has this name either",
@@ -30,8 +30,8 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
 
 
 @contextmanager
-def _asking(headline: str, what: str, expected: str) -> Iterator[None]:
-    """Replace an error of the hub in the `with` block by a CheckpointError with the three texts and the error's reason."""
+def _hub_errors(headline: str, what: str, expected: str) -> Iterator[None]:
+    """Turn an error of the hub into a CheckpointError with these texts and the error's reason."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HTTPError, StrictDataclassError
 
@@ -82,7 +82,7 @@ def download(model_id: str, revision: str | None) -> Path:
     snapshot = local_snapshot(model_id, revision)
     if snapshot is not None:
         return snapshot
-    with _asking(
+    with _hub_errors(
         "the model cannot be downloaded",
         f"hub id {model_id}",
         "a model on the hub, or in its local cache",

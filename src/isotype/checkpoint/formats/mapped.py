@@ -26,10 +26,7 @@ _DONE: int | None = getattr(mmap, "MADV_DONTNEED", None)
 
 
 class MappedFiles:
-    """The files of a checkpoint, each mapped once. Writing into a tensor does not change the file.
-
-    The mapping of a file is closed when its last tensor is freed.
-    """
+    """The files of a checkpoint, mapped until their last tensor is freed. Writing into a tensor changes no file."""
 
     def __init__(self) -> None:
         self._storages: dict[Path, Any] = {}
@@ -125,9 +122,9 @@ Tensors = MappedFiles | StagedTensors
 def staged(
     work: Sequence[tuple[Work, Sequence[TensorHeader]]], size: int = BUFFER
 ) -> Generator[tuple[Work, StagedTensors | None], None, None]:
-    """Yield each item of `work` with a buffer of its tensors, or with None if the caller must read the tensors. The
-    items keep their order. Tensors are valid until the generator resumes. The reading thread ends when the generator is
-    closed, also after an interrupt.
+    """Yield (item, buffer with its tensors) in the order of `work`; (item, None) if the caller must read the tensors.
+
+    Tensors are valid until the generator resumes. Closing the generator ends its thread, which reads ahead.
 
     Args:
         work: (item, headers of its tensors). The caller must read the tensors if a header has no offset, or if the
@@ -211,7 +208,7 @@ def _read(file: FileIO, header: TensorHeader, into: memoryview) -> None:
 
 def _buffer(size: int) -> torch.Tensor:
     """Return a buffer in pinned memory; if that fails, log a warning and use other memory."""
-    size += 1  # `fill` makes no copy of a tensor that fills its whole storage
+    size += 1  # `Filler.place` would keep a tensor that fills the whole buffer, without a copy
     try:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:

@@ -131,8 +131,8 @@ class Match:
 def match(model: Any, headers: CheckpointHeaders) -> Match:
     """Compare a model, which may be on the meta device, with a checkpoint by names and shapes.
 
-    A missing tensor is `initialised` if the model's author allows this (`_keys_to_ignore_on_load_missing`), or if the
-    tensor belongs to a head that the class in the checkpoint's config does not have.
+    A missing tensor is `initialised` if the model's author allows this (`_keys_to_ignore_on_load_missing`). The same
+    applies to a head that the class in the checkpoint's config lacks.
     """
     weights = weight_map(model, headers)
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
@@ -210,8 +210,8 @@ def _unused(
 ) -> tuple[StoredTensor, ...]:
     """Return the surplus tensors that no transformers class for the model's config uses.
 
-    If the config names another class than the model's, the class in the config may use surplus tensors. Then only two
-    kinds of tensors count as unused: of the model's modules, and of layers beyond the model's last layer.
+    If the config names another class than the model's, that class may use surplus tensors. In this case, only tensors of
+    the model's modules, and of layers beyond its last layer, count as unused.
     """
     caches = any(str(key).startswith("kv_cache") and value for key, value in quantization.items())
     unused = [tensor for tensor in surplus if not (caches and _CACHE.search(tensor.name))]
@@ -225,7 +225,7 @@ def _unused(
 
 
 def _has_place_for(model: Any, name: str) -> bool:
-    """Return True if a tensor belongs to a module of the model, or to a further layer of one of its module lists."""
+    """Return True if a tensor belongs to a module of the model, or to another layer in one of its module lists."""
     prefix = f"{model.base_model_prefix}."
     modules = dict(model.named_modules())
     depth, rest = 0, [""]

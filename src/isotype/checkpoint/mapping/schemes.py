@@ -133,7 +133,7 @@ def config_problem(quantization: Mapping[str, Any]) -> str:
 
 
 def _check_groups(quantization: Mapping[str, Any]) -> None:
-    """Raise the first group's error if no group is readable. A few unreadable groups are allowed: they may apply to no layer."""
+    """Raise the first group's error if no group is readable. Other unreadable groups may apply to no layer."""
     errors = []
     for name, group in _object(quantization.get("config_groups") or {}, "config_groups").items():
         try:
@@ -403,7 +403,7 @@ def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any])
 def group_of(
     quantization: Mapping[str, Any], modules: Sequence[str], classes: Sequence[str]
 ) -> Mapping[str, Any]:
-    """Return a module's entry in `config_groups`; as in compressed-tensors, names take precedence over patterns and classes."""
+    """Return a module's entry in `config_groups`. As in compressed-tensors, names precede patterns, then classes."""
     groups: dict[str, Mapping[str, Any]] = {}
     for name, group in _object(quantization.get("config_groups"), "config_groups").items():
         targets = group.get("targets") if isinstance(group, Mapping) else None

@@ -16,7 +16,7 @@ from isotype.checkpoint.mapping.stored import StoredTensor, blank_tensors, store
 from isotype.model.experts.stack import shape_of
 
 FROM_GGUF = "by transformers' `TensorProcessor` for GGUF files"
-"""Name of the conversion of a GGUF file's tensor. The conversion may change the order of the values, but not their number."""
+"""Name of the conversion of a GGUF file's tensors, which may change the order of the values, but not their number."""
 _CONVERSION_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 """Exceptions that transformers' conversions raise if the shapes or the number of tensors are unexpected."""
 
@@ -145,8 +145,8 @@ def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
     """Return a map from names in a GGUF file to names in the model; both end in `.weight` or `.bias`.
 
     The names in gguf's table have no prefix such as `model.`. So leading parts of a name in the model are removed until the
-    table contains the rest of the name. If several names match one name in the file, the name with the fewest removed parts
-    is used. transformers' function for this map, `get_gguf_hf_weights_map`, takes seconds.
+    table contains the rest of the name. If several names match a name in the file, the one with the fewest removed parts is
+    used. The function `get_gguf_hf_weights_map` of transformers takes seconds for this map.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from transformers import modeling_gguf_pytorch_utils as gguf

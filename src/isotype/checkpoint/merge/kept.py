@@ -4,8 +4,8 @@ Let p be the next-token distributions of the trained model (the base model of th
 
     kept = 1 - KL(p || merged) / KL(p || base)
 
-If the merged model has the outputs of the trained model, `kept` is 1; with the outputs of the base, it is 0. If the
-texts are training rows, losses are compared, too: (base - merged) / (base - trained).
+`kept` is 1 if the merged model has the outputs of the trained model, and 0 if it has those of the base. If the texts are
+training rows, losses are compared, too: (base - merged) / (base - trained).
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def trained(adapter: Adapter, policy: PrecisionPolicy) -> Any:
 
 
 def merged_in_float32(path: Path, model_class: Any) -> Any:
-    """Load a merged model from its files. Its forward converts one block at a time to float32."""
+    """Load a merged model from its files. The model's forward converts one block at a time to float32."""
     deferred = DeferredBlocks()
     policy = resolve_precision(path, "float32", device="cpu")
     model = load(path, policy, model_class=model_class, deferred=deferred)

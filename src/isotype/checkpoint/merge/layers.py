@@ -58,7 +58,7 @@ class Rounding:
     def loss(
         self, name: str, before: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor | None = None
     ) -> WeightLoss:
-        """Return a merged parameter's rounding loss in the files of `written`; if `written` is None, in `stored`."""
+        """Return a merged parameter's rounding loss in the files of `written`; without `written`, in `stored`."""
         if self.written is None:
             stored = self._unbiased(name, merged) if stored is None else stored
             return rounding_loss(name, before, merged, stored, self.dtype(name))
@@ -75,7 +75,7 @@ class Rounding:
     def rounded(
         self, tensors: Mapping[str, torch.Tensor], changed: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Round tensors to their stored dtypes, by `unbiased` if their name is in `changed`. Raise PrecisionError on overflow."""
+        """Round tensors to their stored dtypes, names in `changed` by `unbiased`. Raise PrecisionError on overflow."""
         result, problems = {}, []
         for name, value in tensors.items():
             dtype = self.dtype(name)
@@ -85,7 +85,7 @@ class Rounding:
                 what = f"{name}: values up to {float(value.float().abs().max()):.4g}"
                 problems.append(Problem(what, "at most 65504", f"give {self.instead}"))
         if problems:
-            raise PrecisionError("float16 cannot hold the merged weights", problems)
+            raise PrecisionError("float16 cannot represent the merged weights", problems)
         return result
 
     def _unbiased(self, name: str, values: torch.Tensor) -> torch.Tensor:
@@ -398,7 +398,7 @@ def codes(values: torch.Tensor, form: str) -> torch.Tensor:
 
 
 class WrittenModel:
-    """A merged model that is opened from its directory or GGUF file (`path`). Its weights have the format `stored`.
+    """A merged model with weights in the format `stored`, which is opened from its directory or GGUF file (`path`).
 
     transformers loads a directory. A GGUF file is read tensor by tensor: transformers would load the whole file in float32.
     """

@@ -59,9 +59,9 @@ def merge_adapter(
       dequantized weights again would lose small updates.
 
     PEFT merges each layer in float32. The sum is rounded once; rounding to 16 bits is stochastic
-    (`isotype.checkpoint.merge.layers.unbiased`). The model is built in a temporary folder, opened with transformers,
-    and compared in float32 with the trained model and with its base (`isotype.checkpoint.merge.kept`). Then the folder
-    is renamed to `output`. For quantized and GGUF results, a second merge measures the error of each weight.
+    (`isotype.checkpoint.merge.layers.unbiased`). The model is built in a temporary folder, opened with transformers, and
+    compared in float32 with the trained model and the base (`isotype.checkpoint.merge.kept`). Last, the folder is renamed
+    to `output`. For quantized and GGUF results, a second merge measures the error of each weight.
 
     Peak memory is the adapter, the parts outside of blocks, two blocks in the written dtype, and 14 bytes per entry of
     the largest adapted weight. If PEFT reads the base to add the adapter (DoRA), the peak includes the whole base.
@@ -77,7 +77,7 @@ def merge_adapter(
         stored: None for dense safetensors, `"nf4"`, `"fp4"` or `"int8"` for bitsandbytes' format, a key of
             `isotype.core.dtypes.GGUF_TYPES` for a GGUF file. For a GGUF file, None means `"f16"` if `dtype` is float16,
             else `"bf16"`, as in llama.cpp's converter.
-        rows: training rows on which to measure how much of the learning is kept; None for isotype's texts.
+        rows: training rows for the comparison with the trained model; None for isotype's texts.
 
     Raises:
         CheckpointError: adapter or base does not exist, they do not match, or less than half of the learning would be kept.
@@ -143,7 +143,7 @@ def merge_adapter(
             stored=stored,
             model=final.path if final.file else final.model_in(final.path, stored),
             notes=(*notes, *changes, *_cautions(saved, policy, base is None, outputs is not None)),
-            passed=_passed(saved.policy, target, stored),
+            passed=_range_warnings(saved.policy, target, stored),
             cheapest=cheap,
             answers=bool(getattr(model_class, "can_generate", bool)()),
             exportable=stored is None and is_exportable(config, tokenizer),
@@ -193,7 +193,7 @@ def _check_parts(adapter: Adapter, stored: str | None, config: Any) -> None:
 
 
 def _experts(config: Any) -> str | None:
-    """Return the name of a stacked expert weight, or None. transformers cannot read such a weight in bitsandbytes' formats."""
+    """Return the name of a stacked expert weight, which transformers cannot read if it is quantized; None without one."""
     return next((f"{name}.{leaf}" for name, _, leaf in stacked_weights(blank_model(config))), None)
 
 
@@ -227,11 +227,11 @@ def _policies(
 
 def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tuple[torch.dtype, str]:
     if dtype != "auto":
-        asked = parse_dtype(dtype)
-        if asked not in COMPUTE_DTYPES:
-            what, expected = f"--dtype {dtype_name(asked)}", "float32, bfloat16 or float16"
+        requested = parse_dtype(dtype)
+        if requested not in COMPUTE_DTYPES:
+            what, expected = f"--dtype {dtype_name(requested)}", "float32, bfloat16 or float16"
             raise PrecisionError.of("a merge cannot write this dtype", what, expected, "give one of these")
-        return asked, "as requested"
+        return requested, "as requested"
     stored = facts.trained_dtype if facts.trained_dtype in COMPUTE_DTYPES else None
     if adapter.policy is None:
         if stored is None:
@@ -239,7 +239,7 @@ def _target(dtype: str | torch.dtype, adapter: Adapter, facts: ModelFacts) -> tu
         return stored, "the dtype of the base checkpoint, because the adapter has no precision_policy.json"
     compute = adapter.policy.compute
     if compute == torch.float16 and stored not in (None, torch.float16):
-        why = f"trained in float16, which cannot hold every {dtype_name(stored)} value"
+        why = f"trained in float16, which cannot represent every {dtype_name(stored)} value"
         return stored, f"the dtype of the base checkpoint: the adapter was {why}"
     return compute, "the compute dtype of the training"
 
@@ -264,7 +264,7 @@ def _learned(
 ) -> tuple[Learned | None, Any, list[str], PrecisionPolicy | None]:
     """Run the adapter on the model of its training. Return (outputs or None, tokenizer, notes, that model's policy).
 
-    `policy` is None if the adapter is merged into another model. Then the model of the training may be missing.
+    `policy` is None if the adapter is merged into another model. The model of the training may then be missing.
     """
     try:
         trained = policy or base_policy(adapter)
@@ -361,8 +361,10 @@ def _cautions(adapter: Adapter, policy: PrecisionPolicy, own_base: bool, compare
     return cautions
 
 
-def _passed(trained: PrecisionPolicy | None, target: torch.dtype, stored: str | None) -> tuple[str, ...]:
-    """Return a warning if `target` is float16 and training computed values in float32 that float16 may not hold."""
+def _range_warnings(
+    trained: PrecisionPolicy | None, target: torch.dtype, stored: str | None
+) -> tuple[str, ...]:
+    """Return a warning if `target` is float16, but the training computed some values in float32 because of their range."""
     if trained is None or target != torch.float16:
         return ()
     wide = []

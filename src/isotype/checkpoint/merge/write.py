@@ -86,7 +86,10 @@ class Output:
 
     @contextmanager
     def staged(self) -> Iterator[Path]:
-        """Yield a temporary folder; then rename it to `path`, or remove it after an error. Remove killed merges' folders, too."""
+        """Yield a temporary folder, which is then renamed to `path`, or removed after an error.
+
+        Temporary folders of killed merges are removed, too.
+        """
         output = self.path
         fresh = output.parent / f".{output.name}.{uuid.uuid4().hex}"
         built = fresh.with_name(fresh.name + _BUILDING)

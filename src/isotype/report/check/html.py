@@ -1,7 +1,7 @@
 """The report of a check as one self-contained HTML file.
 
-The page's content security policy forbids all external resources, and all scripts except `check.js`. This script marks
-the places of the finding that is under the mouse pointer or has the keyboard focus.
+The page's content security policy forbids all external resources, and all scripts except `check.js`, which marks the
+places of the finding under the mouse pointer or with the keyboard focus.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _ACTIONS = {
     "input": "inputs of",
     "state": "quantization state of",
     "compute": "compute dtype of",
-    "boundary": "border of",
-    "ranges": "borders by value ranges",
+    "boundary": "boundary of",
+    "ranges": "boundaries by value ranges",
     "setting": "argument",
     "line": "line",
     "advice": "by hand:",
@@ -151,7 +151,7 @@ def _memory(report: Record) -> Content | None:
 
 def _limit(peak: int, capacity: int | None, shown: int | None) -> str:
     if capacity is None:
-        return "the size of this device's memory is not known"
+        return "the size of this device's memory is unknown"
     if shown is None:
         return f"{format_share(peak / capacity)} of the {format_bytes(capacity)} that a step may use"
     return f"the dashed line marks the {format_bytes(capacity)} that a step may use"
@@ -276,7 +276,7 @@ def reach_picture(reach: Reach | None) -> Content | None:
     squares = []
     for line, (column, tokens) in enumerate(matrix.reached):
         for token in tokens:
-            css = "seen" if not causal or matrix.meant(column, token) else "wrong"
+            css = "seen" if not causal or matrix.allowed(column, token) else "wrong"
             words = f"token {token} reaches the prediction after token {column}"
             squares.append((token * SIDE, line * SIDE, css, words))
     pairs = enumerate(pairwise(matrix.sequences), 1)

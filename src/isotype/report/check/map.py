@@ -34,7 +34,8 @@ class Row:
         count: number of modules with this name in one layer, such as the number of experts.
         stored: storage dtypes of the base weights, the most frequent first.
         runs: dtypes of the matmuls, the dtype with the most FLOPs first; without matmuls, dtypes of the part's outputs.
-        adapters, adapter_runs: dtypes of the adapters' weights (`adapters`) and of their matmuls (`adapter_runs`).
+        adapters: dtypes of the adapters' weights.
+        adapter_runs: dtypes of the adapters' matmuls.
         bytes: bytes of the weights, adapters and buffers in all layers of the row.
         findings: indices in `Report.findings` of the findings about this part.
     """
@@ -138,7 +139,7 @@ def _gather(trace: Trace) -> dict[str, _Part]:
             first.setdefault(plain_name(call.module), position)
     parts: dict[str, _Part] = {}
     before = -1
-    # A module that is never called stays behind its predecessor in the model.
+    # A module that is never called is placed after its predecessor in the model.
     for position, weight in enumerate(weight for weight in trace.weights if not weight.adapter):
         name = plain_name(weight.module)
         before = first.get(name, before)
@@ -159,8 +160,8 @@ def _gather(trace: Trace) -> dict[str, _Part]:
 
 def _add_weight(part: _Part, weight: Weight) -> None:
     dtype = weight.quantization.format if weight.quantization is not None else dtype_name(weight.dtype)
-    held = part.adapters if weight.adapter else part.buffers if weight.buffer else part.stored
-    held[dtype] += 1
+    counts = part.adapters if weight.adapter else part.buffers if weight.buffer else part.stored
+    counts[dtype] += 1
     part.bytes += weight.bytes * weight.repeats
     part.trainable |= weight.trainable and not weight.adapter
     part.pinned |= weight.pinned

@@ -62,7 +62,7 @@ class Record:
 
     @property
     def complete(self) -> bool:
-        """True if the step was traced to its end. Otherwise, an error ended the trace, and later operators were not checked."""
+        """True if the step was traced to its end. Otherwise, operators after an error were not checked."""
         return self.trace.failure is None
 
     @property
@@ -118,7 +118,7 @@ class Record:
 
     @property
     def ranges(self) -> Known | None:
-        """Source of the ranges of float16 values: measured, known for the model's family, or unknown. None without float16."""
+        """Source of the ranges of float16 values: measured, known for the model's family, or unknown; else None."""
         if not computes_float16(self.trace):
             return None
         if self.trace.setup.ranges is not None:
@@ -127,12 +127,12 @@ class Record:
 
     @property
     def largest(self) -> Held | None:
-        """The largest measured value that the forward computes in float16. None without a measurement."""
+        """The largest measured value of the forward in float16. None without a measurement."""
         return largest(self.trace)
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Operators that are assumed to refuse their operands: not they, but similar operators were measured."""
+        """Operators that are assumed to refuse their operands, because only similar operators were measured."""
         breaches = ((call.op, call.breach) for call in self.trace.breaches())
         return tuple(sorted({op for op, breach in breaches if breach is not None and breach.assumed}))
 

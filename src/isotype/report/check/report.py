@@ -62,7 +62,7 @@ def _problem(finding: Finding, setup: Setup) -> Problem:
     because = f" (cause: {finding.cause})" if finding.cause else ""
     wanted = f"operands that {finding.op} accepts" if finding.op else f"a {finding.phase} that runs"
     if finding.kind == "values":
-        wanted = "values that float16 holds"
+        wanted = "values in float16's range"
     what = f"{finding.code}: {finding.message}, at {place}{because}"
     fix = marked(finding.fixes[0]) if finding.fixes else f"see isotype explain {finding.code}"
     return Problem(what, f"{wanted} on {setup.profile.title}", fix)

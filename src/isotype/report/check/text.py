@@ -1,7 +1,7 @@
 """The report of a check as text: verdict, findings in the style of compilers, next steps, and cost.
 
-A line consists of pairs (text, style). Plain text has the same lines without styles. If a text is wrapped, each line
-after the first begins below the text's first word.
+A line consists of pairs (text, style); plain text has no styles. Further lines of a wrapped text begin below the text's
+first word.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def counts(report: Record) -> str:
 
 
 def verdict(report: Record) -> str:
-    """Return a sentence that says whether the step runs on the device, with the number of findings."""
+    """Return a sentence on whether the step runs on the device, with the number of findings."""
     title, peak = device_words(report.trace.setup), format_bytes(report.memory.peak)
     failure, counted = report.trace.failure, counts(report)
     per_device = " each" if report.trace.setup.devices > 1 else ""
@@ -145,10 +145,10 @@ def fix_standing(fix: Fix) -> str:
 
 
 def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) -> list[tuple[str, str, int]]:
-    """Group the modules that differ only in their layer number. Return (layers, part, number of modules) for each group.
+    """Group modules that differ only in their layer number. Return (layers or "", part, number of modules) for each group.
 
-    `model.layers.0.mlp` … `model.layers.29.mlp` become `("model.layers.0-29", "mlp", 30)`. The number of modules is
-    that of the whole model, even if the trace is folded. The first item is "" for modules outside of layers.
+    `model.layers.0.mlp` … `model.layers.29.mlp` become `("model.layers.0-29", "mlp", 30)`. The modules of the whole model
+    are counted, even if the trace is folded.
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for place in dict.fromkeys(map(plain_name, places)):
@@ -223,10 +223,7 @@ def sharding_notes(setup: Setup) -> Iterator[str]:
 
 
 def next_steps(report: Record, commands: bool = True) -> list[tuple[str, str]]:
-    """Return (label, sentence) for each thing that the user can do next.
-
-    If `commands` is True, a sentence about a fix contains the fix's command.
-    """
+    """Return (label, sentence) for each next step of the user. With `commands`, the fixes contain their commands."""
     outlook = repair_outlook(report)
     every = plural(sum(map(len, outlook.values())), "finding")
     repair = "isotype.repair(model, isotype.check(model, …))"
@@ -256,7 +253,7 @@ _ORDERS_SHOWN = 3
 
 
 def _orders(findings: Sequence[Finding], commands: bool) -> list[str]:
-    """Return a line for each fix that the user has to apply. It begins with the rule code of the first finding."""
+    """Return a line for each fix that the user has to apply, beginning with the rule code of the first finding."""
     orders: dict[str, str] = {}
     for finding in findings:
         fix = finding.fixes[0]
@@ -292,7 +289,7 @@ class _Writer:
 
     Attributes:
         width: maximum columns of a line. Only very long words exceed this width.
-        in_script: True if a script ran the step under `isotype run`.
+        in_script: True if the step ran in a script under `isotype run`.
         command_width: maximum columns of a command, or None to write each command on one line.
         whole: True for all details of findings, memory and time.
     """

@@ -1,6 +1,6 @@
 """Compares the largest output values of a model's blocks during a run with float16's largest number.
 
-The results are quantiles and medians over sampled micro-batches. One unusual batch hardly changes these statistics.
+The results are quantiles and medians over sampled micro-batches, which one unusual batch hardly changes.
 """
 
 from __future__ import annotations
@@ -101,5 +101,5 @@ def in_words(headroom: Headroom) -> str:
         grew = "grew" if least.change > 1 else "shrank"
         text += f" The block's outputs {grew} by a factor of {format_number(ratio, 3)} over the run."
     if headroom.dtype != "float16":
-        text += f" The blocks return their outputs in {headroom.dtype}, which can hold far larger values."
+        text += f" The blocks return their outputs in {headroom.dtype}, whose range is far larger."
     return text

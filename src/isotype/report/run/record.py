@@ -260,10 +260,7 @@ def tokens_per_second(step: StepRecord) -> float | None:
 
 
 def loss_sentences(record: RunRecord) -> tuple[tuple[str, ...], ...]:
-    """Return sentences about the training loss, the held-back loss and, with GRPO or RLOO, the rewards.
-
-    A sentence is a tuple of strings in which text and numbers alternate.
-    """
+    """Return sentences about the losses and, with GRPO or RLOO, the rewards, as tuples of alternating text and numbers."""
     rewards = _reward_sentence(record.steps)
     return (_training_sentence(record), _held_back_sentence(record.evals), *([rewards] if rewards else []))
 
@@ -317,8 +314,7 @@ class Rewards:
     Attributes:
         step: step after which the trainer logged the rewards.
         mean, spread: mean and standard deviation of the rewards.
-        equal: fraction of groups with equal rewards. A group has the completions of one prompt. A group with equal rewards
-            has no gradient.
+        equal: fraction of groups (the completions of one prompt) with equal rewards, which have no gradient.
     """
 
     step: int
@@ -379,8 +375,8 @@ _SAME = 1e-3
 def _noise(losses: Sequence[float], window: int) -> float:
     """Return twice the standard error of the difference between the means of the first and last `window` losses.
 
-    Differences of successive losses show the noise, as a trend hardly changes them. For normal noise, the median
-    magnitude of these differences is 0.954 times the standard deviation of the noise.
+    The noise is estimated from differences of successive losses, which a trend hardly changes. For normal noise, their
+    median magnitude is 0.954 times the standard deviation of the noise.
     """
     steps = [abs(b - a) for a, b in pairwise(losses) if math.isfinite(a) and math.isfinite(b)]
     spread = 2 * math.sqrt(2 / window) * statistics.median(steps) / 0.954 if steps else 0.0
@@ -410,7 +406,7 @@ def format_loss(loss: float) -> str:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    # Dividing first keeps a mean of huge losses from overflowing.
+    # Dividing first prevents an overflow in the mean of huge losses.
     return sum(value / len(values) for value in values) if values else None
 
 

@@ -93,7 +93,7 @@ def parting(model: nn.Module, batches: Sequence[Batch]) -> Parting | None:
         first = _collectives(model, batches[0])
         for at, batch in enumerate(batches[1:], 1):
             for step, (ours, theirs) in enumerate(zip_longest(first, _collectives(model, batch))):
-                if ours is None or theirs is None or ours.alike != theirs.alike:
+                if ours is None or theirs is None or ours.signature != theirs.signature:
                     return Parting(at, step, ours, theirs)
     return None
 

@@ -23,7 +23,7 @@ Read = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Limit:
-    """The valid numbers of an argument, from `least` to `most`. With `above`, `least` is not valid; with `below`, `most` is not."""
+    """The valid numbers of an argument, from `least` to `most`. `above` excludes `least`, and `below` excludes `most`."""
 
     least: float
     most: float = math.inf
@@ -50,9 +50,9 @@ class Argument:
     Attributes:
         group: heading above the argument in the short help, or "" if the short help leaves the argument out.
         example, text: an example value and a short description for the short help.
-        losses: the short help of methods with these losses (`Method.loss`) lists the argument; () for all methods.
-        choices_of: dotted name of an enumeration or registry of valid names in another library. `choices_of` is set
-            only if the other library checks names after the model is loaded.
+        losses: losses (`Method.loss`) of the methods whose short help lists the argument; () for all methods.
+        choices_of: dotted name of another library's enumeration or registry of valid names, for an argument that the
+            library checks only after the model is loaded.
         more: valid names that are not in `choices_of`.
         lower: True if users write the names of `choices_of` in lower case.
         json: an example value for an argument that takes a JSON object.
@@ -78,7 +78,7 @@ class Argument:
 
 _TABLE: Any = table(__file__)
 _LIMITS = {name: Limit(**limit) for name, limit in _TABLE["limits"].items()}
-_COUNT = _LIMITS["count"]  # the products of counts stay within 64 bits
+_COUNT = _LIMITS["count"]  # products of such counts fit into 64 bits
 
 
 def _argument(limit: Any = None, **values: Any) -> Argument:

@@ -1,4 +1,4 @@
-"""`Command`, an immutable training command. Its methods return changed copies, or write the command as words or YAML."""
+"""`Command`, an immutable training command, which can be changed by copies and written as words or YAML."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Spec:
             read = [self._read_one(item) for item in items]
             return [value for value, _ in read], next((problem for _, problem in read if problem), None)
         value, problem = self._read_one(raw)
-        # The default of `lora_target_modules`, a text, is no list of names.
+        # `lora_target_modules` may also be one text, as its default is.
         alone = not self.many or value is None or isinstance(self.default, str)
         return (value if alone or problem is not None else [value]), problem
 
@@ -110,7 +110,7 @@ class Spec:
             flag = f"--{self.name}"
             problem = wrong_number(flag, str(raw), expected, _word(example))
             if self.bare and isinstance(raw, str) and ("/" in raw or Path(raw).exists()):
-                # The word after a flag that needs no value is the model or the data set.
+                # The flag needs no value: the word after it is the model or the data set.
                 problem = replace(problem, swap=((flag, raw), (raw, flag)))
             return None, problem
         if self.choices and value not in self.choices:
@@ -138,7 +138,7 @@ _MEANT = frozenset((
     "per_device_eval_batch_size", "output_dir", "eval_strategy", "eval_steps", "bnb_4bit_quant_type",
     "model_revision", "logging_nan_inf_filter", "accelerator_config", "lora_task_type",
 ))  # fmt: skip
-"""`to_yaml` writes these arguments even with their default value: an explicit default differs from a missing argument."""
+"""`to_yaml` writes these arguments even with their default value, because an explicit default has its own meaning."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Command:
 
     def environment(self) -> tuple[str, ...]:
         """Return `env NAME=VALUE …` with the config file's variables, or () if the command has `--config FILE`."""
-        if self.file is None or not self.file.env or self._taken_back() is not None:
+        if self.file is None or not self.file.env or self._restored_defaults() is not None:
             return ()
         return ("env", *(f"{name}={value}" for name, value in self.file.env.items()))
 
@@ -250,14 +250,17 @@ class Command:
         """Return the words after `isotype METHOD`: all arguments, or `--config FILE` and the values that FILE does not set."""
         config: tuple[str, ...] = ()
         written = self.values
-        if self.file is not None and (taken_back := self._taken_back()) is not None:
+        if self.file is not None and (restored := self._restored_defaults()) is not None:
             config, of_file = ("--config", self.file.path), self.file.values
             same = {name for name, value in of_file.items() if name in self and self[name] == value.value}
-            written = {**{n: v for n, v in self.values.items() if n not in same}, **taken_back}
+            written = {**{n: v for n, v in self.values.items() if n not in same}, **restored}
         return (*config, *(token for name, value in written.items() for token in self._written(name, value)))
 
-    def _taken_back(self) -> dict[str, Value] | None:
-        """Return defaults to write after `--config` for arguments that only the file sets; None if one has no text."""
+    def _restored_defaults(self) -> dict[str, Value] | None:
+        """Return the defaults of arguments that only the file sets, to write after `--config`.
+
+        Return None if one of these defaults cannot be written as a word.
+        """
         assert self.file is not None
         missing = [name for name in self.file.values if name not in self.values]
         defaults = {name: self.specs[name].default for name in missing}
@@ -303,7 +306,8 @@ def with_dtype(command: Command, dtype: str | None) -> Command:
         if flag not in of_file or dtype is None:
             values[flag] = None
         elif name != dtype:
-            values[flag] = False  # but the flag of `dtype` itself stays: False would exclude this dtype
+            values[flag] = False
+        # The flag of `dtype` itself keeps its value: False would exclude `dtype`.
     if isinstance(init, Mapping):
         rest = {key: value for key, value in init.items() if key not in ("dtype", "torch_dtype")}
         if isinstance(config := init.get("quantization_config"), Mapping):
@@ -313,7 +317,7 @@ def with_dtype(command: Command, dtype: str | None) -> Command:
 
 
 def with_storage(command: Command, storage: str | None, memory: int | None = None) -> Command:
-    """Set `--quantization` and remove other arguments for storage. With None, weights are stored in the compute dtype.
+    """Set `--quantization` and remove other storage arguments. None stores weights in the compute dtype.
 
     With `memory` (bytes), the storage is `mixed` and `--base_memory` is `memory`.
     """

@@ -46,10 +46,9 @@ def parse_command(
 
     Args:
         keywords: values by argument name. None means that the argument is not given.
-        add_arguments: adds the caller's own arguments (those of `check` or `plan`) to the parser, in place of training
-            arguments with the same names.
-        model: the model, if the caller has already read its name. Otherwise, the first word that belongs to no argument is
-            the model.
+        add_arguments: adds the caller's own arguments (those of `check` or `plan`) to the parser, where they replace
+            training arguments with the same names.
+        model: the model. If it is None, the first word that belongs to no argument is the model.
         problems_of: returns the problems of the caller's own arguments.
 
     Raises:
@@ -198,7 +197,7 @@ def _add(
 
 
 def _object(argument: Argument, value: Any) -> tuple[Any, Problem | None]:
-    """Return (JSON object or path of a JSON file, None) for an argument's value, or (None, problem) if it is invalid."""
+    """Return (JSON object or path of a JSON file, None), or (None, problem) if the argument's value is invalid."""
     if isinstance(value, dict) or (argument.name in _FILES and not str(value).lstrip().startswith("{")):
         return value, None
     try:
@@ -372,7 +371,7 @@ def refuse_program(words: Sequence[str]) -> None:
             known = bool(kept) or trains in _NAMING
             if known:
                 kept += ("--devices", counts[0]) if counts else ()
-                kept += ("--use_peft", "False") if trains == "trl" and not _says_use_peft(line) else ()
+                kept += ("--use_peft", "False") if trains == "trl" and not _sets_use_peft(line) else ()
             fix = f"write {' '.join(kept)} instead" if kept else "remove it"
             swap = (tuple(line[:end]), kept) if known else None
             problem = Problem(" ".join(line[:end]), expected, fix, swap)
@@ -386,7 +385,7 @@ def refuse_program(words: Sequence[str]) -> None:
 
 
 def _kept(line: Sequence[str], at: int, program: str) -> tuple[int, tuple[str, ...]]:
-    """Return (number of words before arguments of `program`, words kept for isotype's command: a method or file)."""
+    """Return (number of words before the arguments of `program`, the method or file for isotype's command)."""
     word = "".join(line[at : at + 1])
     if program in _NAMING:
         at += word == "train"
@@ -400,8 +399,8 @@ def _kept(line: Sequence[str], at: int, program: str) -> tuple[int, tuple[str, .
     return (at + 1, (method,)) if method in METHODS else (at, ())
 
 
-def _says_use_peft(line: Sequence[str]) -> bool:
-    """Return True if the words or their `--config` file set `use_peft`. Without it, `trl` trains every weight."""
+def _sets_use_peft(line: Sequence[str]) -> bool:
+    """Return True if the words or their `--config` file set `use_peft`. If neither does, `trl` trains every weight."""
     files = [Path(value) for name, value in pairwise(line) if name == "--config" and Path(value).is_file()]
     texts = (*line, *(file.read_text(encoding="utf-8", errors="replace") for file in files))
     return any("use_peft" in text.replace("-", "_") for text in texts)

@@ -1,4 +1,4 @@
-"""Reads the precision that the arguments of a training command request, and refuses contradictions."""
+"""Reads the precision request in a training command's arguments, and refuses contradictions."""
 
 from __future__ import annotations
 

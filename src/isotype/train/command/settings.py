@@ -37,8 +37,8 @@ class Settings:
     Attributes:
         sharding: how the model is sharded over processes, or None if it is not sharded.
         start: the adapter to train further, or None for a new adapter. `model` has the name of this adapter's base model.
-        auto_checkpointing: True if isotype turns gradient checkpointing on or off by the step's estimated memory. Until
-            then, the field `training` has it on.
+        auto_checkpointing: True if the step's estimated memory decides about gradient checkpointing. Before this decision,
+            `training` has it on.
         decided: values that the run has decided, by argument name. Decided values replace values of the command.
     """
 
@@ -117,14 +117,16 @@ def _incomplete(command: Command) -> Iterator[Problem]:
 
 def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
     """Return name -> value for all arguments: values of the command, decided values, and values implied by these."""
-    ours = ("dtype", "use_peft", "lora_target_modules", "lora_task_type")  # with other defaults than TRL's
+    ours = ("dtype", "use_peft", "lora_target_modules", "lora_task_type")  # their defaults differ from TRL's
     values: dict[str, Any] = {name: command[name] for name in ours}
     values |= {name: value.value for name, value in command.values.items()}
     values |= decided
-    # The constructors of transformers and TRL would refuse bf16 on some machines, and 8 bits beside 4.
+    # The constructors would refuse `bf16` on some machines, and `load_in_8bit` together with `load_in_4bit`.
     # `read_precision_request` checks all arguments about precision together.
     values |= {"bf16": False, "fp16": False, "load_in_8bit": False}
-    if find_spec("deepspeed") is None:  # `machine_problems` refuses a training; a check needs no DeepSpeed
+    if (
+        find_spec("deepspeed") is None
+    ):  # a check needs no DeepSpeed; `machine_problems` refuses a training without it
         values.pop("deepspeed", None)
     # On a machine without an accelerator, accelerate connects processes only with `use_cpu`.
     on_cpu = values.get("use_cpu") or (processes() > 1 and not torch.accelerator.is_available())
@@ -157,8 +159,8 @@ def _implied(command: Command, values: Mapping[str, Any]) -> dict[str, Any]:
     name = Path(model).resolve().name.removeprefix("embedded:").removesuffix(".gguf") or "model"
     implied: dict[str, Any] = {
         "output_dir": str(Path("runs") / f"{command.method}-{name}"),
-        # This filter keeps losses that are not finite out of the log, and the host must wait for the loss of every
-        # micro-batch. isotype ends a run before such a loss changes the weights.
+        # This filter keeps non-finite losses out of the log. For this, the host waits for the loss of every micro-batch.
+        # isotype ends a run before such a loss changes the weights.
         "logging_nan_inf_filter": False,
     }
     init = values.get("model_init_kwargs")
@@ -192,11 +194,11 @@ def _built(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
         message = one_line(error)
         named = {name: command[name] for name in command.specs} | _values(command, decided)
         works = partial(_works, command, decided)
-        fix = cure_by_name(message, command.values, named, f"isotype {command.method}")
-        if cures := [f"--{name}" for name in sorted(command.values) if works(**{name: None})]:
-            fix = f"leave {' or '.join(cures)} out"
-        elif "num_generations" in message and (cures := list(_whole_groups(command, works))):
-            fix = " or ".join(cures)
+        fix = fix_of_message(message, command.values, named, f"isotype {command.method}")
+        if fixes := [f"--{name}" for name in sorted(command.values) if works(**{name: None})]:
+            fix = f"leave {' or '.join(fixes)} out"
+        elif "num_generations" in message and (fixes := list(_whole_groups(command, works))):
+            fix = " or ".join(fixes)
         conflict = Problem(message, f"arguments that trl {command.method} accepts together", fix)
         raise UsageError("invalid arguments", wrong or [conflict]) from error
     # Values that the constructors would refuse or change.
@@ -219,7 +221,7 @@ _COMPLETED = frozenset({"bf16", "fp16", "mixed_precision"})
 
 
 def _fill_deepspeed_config(training: Any) -> None:
-    """Fill the values "auto" of the DeepSpeed config again, because the constructor has filled them without the dtype."""
+    """Fill the values "auto" of the DeepSpeed config again: the constructor filled them without the dtype."""
     from accelerate.utils import DeepSpeedPlugin
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -248,7 +250,7 @@ def _works(command: Command, decided: Mapping[str, Any], **values: Any) -> bool:
 
 
 def _whole_groups(command: Command, works: Callable[..., bool]) -> Iterator[str]:
-    """Yield arguments for fewer completions per prompt or a larger batch, so that a batch has only whole groups."""
+    """Yield arguments with which a batch has only whole groups: fewer completions per prompt, or a larger batch."""
     rows, group = command["per_device_train_batch_size"], command["num_generations"]
     larger = range(rows + 1, rows + group + 1)
     choices = {"num_generations": range(group - 1, 1, -1), "per_device_train_batch_size": larger}
@@ -259,7 +261,7 @@ def _whole_groups(command: Command, works: Callable[..., bool]) -> Iterator[str]
 def module_names(value: Any) -> Any:
     """Return names of modules for PEFT: a list of names, or a string for `all-linear` or a regular expression.
 
-    TRL turns a list with one name into a string, and PEFT reads a string as a regex for the whole module name. Names may be
+    TRL turns a list with one name into a string, which PEFT reads as a regex for the whole module name. Names may be
     separated by commas or written as a list (`['q_proj', 'v_proj']`).
     """
     text = " ".join(value) if isinstance(value, list) else str(value or "")
@@ -269,11 +271,11 @@ def module_names(value: Any) -> Any:
     return value
 
 
-def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, Any], help_of: str) -> str:
+def fix_of_message(message: str, explicit: Collection[str], values: Mapping[str, Any], help_of: str) -> str:
     """Return a fix for a library's error message: leave out or change the arguments that the message names."""
     words = dict.fromkeys(re.findall(r"[a-z][a-z0-9_]*", message))
     named = [name for name in words if name in values and ("_" in name or f"--{name}" in message)]
-    # A word such as "Packing" in a library's message means the argument only if the user gave the argument.
+    # A word such as "Packing" names an argument only if the user gave this argument.
     named = named or [name for name in explicit if re.search(rf"\b{name}\b", message, re.IGNORECASE)]
     # A message may write the last two words of a name with a space: "batch size", "Label smoothing".
     spoken = message.lower()
@@ -283,5 +285,5 @@ def cure_by_name(message: str, explicit: Collection[str], values: Mapping[str, A
     parts = [f"leave {' or '.join(out)} out"] * bool(out)
     parts += [f"{'or change' if out else 'change'} {' or '.join(other)}"] * bool(other)
     given = [f"--{name}" for name in sorted(explicit) if name in values]
-    last = f"leave out one of {', '.join(given)}" if given else "see what each takes"
+    last = f"leave out one of {', '.join(given)}" if given else "correct the arguments"
     return ", ".join(parts) or f"{last}; {help_of} --help-all lists all arguments"

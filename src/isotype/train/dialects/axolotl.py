@@ -58,7 +58,7 @@ def _intervals(reader: Reader) -> None:
 
 
 def _share(reader: Reader, name: str) -> float | None:
-    """Return the interval of saves or evaluations as a share of all steps (None for 1). `name`: number per epoch."""
+    """Return the interval of saves or evaluations as a share of all steps; None for 1. `name` counts them per epoch."""
     often = reader.typed(name, "a number above 0", None)
     epochs = reader.typed("num_epochs", "a number above 0", 1)
     share = 1 / (often * epochs) if often else 1

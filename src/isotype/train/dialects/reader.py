@@ -54,8 +54,8 @@ class Reader:
     Attributes:
         given: the values in the file by name. A name in a group is written `group.name`.
         values: the translated values by isotype's names.
-        used: maps a translated name to isotype's names, or to none if isotype always does what is requested.
-        notes: maps a sentence to the names that were left out. The sentence says what isotype does instead.
+        used: maps a translated name to isotype's names; to no names if isotype always does what the name requests.
+        notes: maps a sentence on what isotype does instead to the names that were left out.
         trains: True if the data sets must be on this machine, because a training reads them.
     """
 
@@ -96,7 +96,7 @@ class Reader:
         return default
 
     def use(self, names: str, **ours: Any) -> None:
-        """Record that `names` are translated into `ours`, which is empty if isotype always does what the names request."""
+        """Record that `names` are translated into `ours`; into nothing if isotype always does what the names request."""
         self.values.update(ours)
         for name in self._open(names):
             self.used[name] = list(ours)
@@ -140,10 +140,7 @@ class Reader:
                 self.use(names, **ours)
 
     def finish(self) -> None:
-        """Translate, ignore with a note, or refuse the file's names that are left, as tables.yaml says.
-
-        Drop values that the method has no argument for.
-        """
+        """Translate, leave out or refuse each unsettled name. Drop values for which the method has no argument."""
         for name in self._open(" ".join(self.given)):
             self._settle(name, self.given[name])
         self.values = tables()[self.table]["defaults"] | self.values
@@ -189,7 +186,7 @@ class Reader:
             ]
             near = difflib.get_close_matches(name, known, n=1)
             fix = f"did you mean {near[0]}? Else remove it" if near else _REMOVE
-            self.refuse(name, f"a name of {table['title']} that isotype knows", fix)
+            self.refuse(name, f"a name of {table['title']} that isotype translates", fix)
 
     def _open(self, names: str) -> list[str]:
         """Return the file's names that match `names` (names or patterns) and are not settled yet."""

@@ -35,7 +35,7 @@ _MODULES = {"axolotl": axolotl, "llama_factory": llama_factory}
 
 
 def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
-    """Return the program that a file was written for, according to the names in the file. Return None for a file of isotype."""
+    """Return the program whose names a file uses; None if these are isotype's names."""
     if "base_model" in values:
         return "axolotl"
     ours = {"stage", "finetuning_type"} & set(values) or len(_NEWER & set(values)) > 1
@@ -56,8 +56,8 @@ def translated(
 ) -> Reader:
     """Translate a file of axolotl or LLaMA-Factory into arguments of `isotype METHOD`.
 
-    Relative paths are looked up in the working directory, then in the file's `folder`. Without `trains`, the data sets
-    need not be on this machine.
+    Relative paths are looked up in the working directory, then in the file's `folder`. Unless `trains` is set, the data
+    sets need not be on this machine.
     """
     module = _MODULES[dialect]
     reader = Reader.of(dialect, values, method, folder)

@@ -231,8 +231,8 @@ def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
 def skipping_optimizer(optimizer: Any, accelerator: Any, device: torch.device) -> Any | None:
     """Return the optimizer inside accelerate's wrapper if it skips an update when `found_inf` is set, else None.
 
-    Return None with a GradScaler, because GradScaler sets `found_inf` itself. Return None with several processes, because
-    the host must read the stop signals of all processes before the update.
+    A GradScaler sets `found_inf` itself, and with several processes, the host reads their stop signals before the update.
+    In both cases, the result is None.
     """
     scaler = getattr(accelerator, "scaler", None)
     if device.type not in DEFERRED_ON or accelerator.num_processes > 1 or scaler is not None:
@@ -254,9 +254,9 @@ class StepMeter:
     """Measures a trainer's steps. `attach` replaces trainer methods, because callbacks get no batch and no loss.
 
     Args:
-        together: True if all processes combine their values in every step (a collective operation). If False (in a script),
-            tokens are not counted, and processes combine losses only if the gradient norm is not finite. This norm is
-            equal in all processes, so that all processes combine their losses in the same step.
+        together: True if all processes combine their values in every step (a collective operation). False in a script:
+            tokens are not counted, and losses are combined only after a non-finite gradient norm, which is equal in all
+            processes.
         signals: the stop signals (SIGINT, SIGTERM) that this process has received so far.
 
     Attributes:

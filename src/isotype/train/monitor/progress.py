@@ -30,7 +30,7 @@ _WIDEST = 130  # columns from which the line also shows learning rate and gradie
 
 @dataclass(frozen=True)
 class _Inset:
-    """Prints `inner` narrower than the console: a terminal prints ^C after the live line."""
+    """Renders `inner` narrower than the console, because a terminal prints ^C after the live line."""
 
     inner: RenderableType
 
@@ -46,7 +46,7 @@ class _Bar(Progress):
 class ProgressView:
     """Context manager that shows loss, learning rate, gradient norm, tokens per second and remaining time of a run.
 
-    If `console` is a terminal, a live bar shows every step. Otherwise, one in `every` steps prints a line.
+    A terminal shows every step in a live bar. Any other console gets a line in one of `every` steps.
     """
 
     def __init__(self, console: Console, every: int = 1) -> None:

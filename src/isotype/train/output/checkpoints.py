@@ -152,7 +152,7 @@ def trained_kind(root: Path) -> str | None:
 
 
 def remove_other_kind(root: Path, former: str | None) -> None:
-    """Delete an earlier adapter if the result is a model, or the reverse, because programs would read both results."""
+    """Delete the files of an earlier result of the other kind (adapter or model), which programs would also read."""
     if former is None or former == trained_kind(root):
         return
     for pattern in RESULT_FILES[former]:
@@ -192,7 +192,7 @@ class Order:
 
 
 def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int) -> Order | None:
-    """Restore or record random states that determine the order of rows. Return None if seed and epoch do.
+    """Restore or record the random states that determine the order of rows; None if seed and epoch determine it.
 
     Args:
         checkpoint: the checkpoint that is resumed in this epoch, or None if the epoch begins with its first batch.

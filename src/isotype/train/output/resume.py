@@ -87,8 +87,8 @@ def _unusable(checkpoint: Path) -> str | None:
 def check_resume(identity: Mapping[str, Any], resume: Path) -> None:
     """Raise CheckpointError with all differences between `identity` and the settings of the checkpoint's run.
 
-    Values that the checkpoint does not record are not compared. The numbers of steps and epochs may differ. The number
-    of processes may differ if a step has the same number of rows.
+    Only values that the checkpoint records are compared. The numbers of steps and epochs may differ. The number of
+    processes may differ if a step has the same number of rows.
     """
     if problems := [_problem(name, was, now, resume) for name, was, now in _different(resume, identity)]:
         raise CheckpointError(
@@ -99,7 +99,7 @@ def check_resume(identity: Mapping[str, Any], resume: Path) -> None:
         )
 
 
-def say_what_is_overwritten(settings: Settings, console: Console) -> None:
+def print_overwritten_run(settings: Settings, console: Console) -> None:
     root = Path(settings.output_dir)
     kinds = checkpoints.RESULT_FILES.values()
     results = [name for names in kinds for name in names for _ in root.glob(name)]
@@ -108,7 +108,9 @@ def say_what_is_overwritten(settings: Settings, console: Console) -> None:
         say(console, f"note: {root} has {finished}; this run will overwrite it")
 
 
-def say_where(settings: Settings, identity: Mapping[str, Any], resume: Path | None, console: Console) -> None:
+def print_resume_point(
+    settings: Settings, identity: Mapping[str, Any], resume: Path | None, console: Console
+) -> None:
     """Print the path of the resumed checkpoint and of each incomplete checkpoint."""
     root = settings.output_dir
     if settings.resume_from_checkpoint in _NO_RESUME:
@@ -155,26 +157,26 @@ TEMPLATE_DATE, RECOMPUTED = "template_date", "gradient_checkpointing"
 """Names of values in `RUN_FILE` that a resumed run keeps."""
 
 
-def decided_before(resume: Path | None) -> Mapping[str, Any]:
+def saved_settings(resume: Path | None) -> Mapping[str, Any]:
     """Return the content of `RUN_FILE` in the resumed checkpoint, or an empty dict without a checkpoint or `RUN_FILE`."""
     return {} if resume is None else checkpoints.read_json(resume / RUN_FILE) or {}
 
 
 def template_date(resume: Path | None) -> date | None:
-    """Return the date (for chat templates) in the records of a checkpoint, or None if there is no date."""
+    """Return the date for chat templates that a checkpoint records, or None if it records none."""
     try:
-        return date.fromisoformat(decided_before(resume)[TEMPLATE_DATE])
+        return date.fromisoformat(saved_settings(resume)[TEMPLATE_DATE])
     except (KeyError, TypeError, ValueError):
         return None
 
 
-def mark_day(settings: Settings, day: str, tokenizer: Any) -> None:
+def store_date(settings: Settings, day: str, tokenizer: Any) -> None:
     """Store the run's date in the tokenizer. `datasets` then includes it in the cache key of tokenized rows."""
     if writes_date(tokenizer) or settings.chat_template_path is not None:
         getattr(tokenizer, "tokenizer", tokenizer).template_date = day
 
 
-def day_note(rows: Any, day: str, resume: Path | None, tokenizer: Any) -> str | None:
+def date_note(rows: Any, day: str, resume: Path | None, tokenizer: Any) -> str | None:
     from trl import is_conversational
 
     if not writes_date(tokenizer) or not is_conversational(next(iter(rows), {})):
@@ -189,12 +191,12 @@ def day_note(rows: Any, day: str, resume: Path | None, tokenizer: Any) -> str | 
 
 
 _NAMES: Any = table(__file__, "identity.json")
-# Arguments of transformers that change a run's results, and arguments of TRL that do not change them.
+# Arguments of transformers that change a run's results, and arguments of TRL that do not.
 _DECISIVE, _INDECISIVE = _NAMES["decisive"].split(), _NAMES["indecisive"].split()
 _POLICY: Mapping[str, str | None] = _NAMES["policy"]
 """Maps a field of the policy to the argument that sets it, or to None."""
 _PARTS = {True: "language", False: "all"}
-"""True if the policy's `dense` names modules, else False -> the value of `--quantized_parts`."""
+"""Maps whether the policy's `dense` names modules to the value of `--quantized_parts`."""
 _BATCH = "rows in an optimizer step"
 _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("dataset_name", "dataset_config")}
 
@@ -276,7 +278,7 @@ def _different(checkpoint: Path, identity: Mapping[str, Any]) -> Iterator[tuple[
             continue
         now = identity[name]
         if foreign and name == "lora_target_modules" and (isinstance(was, str) or isinstance(now, str)):
-            continue  # PEFT's config has names of modules in place of a pattern
+            continue  # PEFT's config replaces a pattern by the names of the matching modules
         if name == "model_name_or_path" and _same_model(str(was), str(now)):
             continue
         if was != now:

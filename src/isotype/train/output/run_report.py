@@ -47,7 +47,7 @@ def files_of_checkpoint(identity: Mapping[str, Any], record: Callable[[], RunRec
 def write_report(record: RunRecord, root: Path, *, made_steps: bool, writes: bool = True) -> Path:
     """Write the report into the run's folder `root` if `writes` is True (in rank 0). Return the path of the HTML report.
 
-    A command that has made no step does not overwrite a report with steps, which may be from a finished run.
+    A command without a step does not overwrite a report with steps, because that report may be of a finished run.
     """
     complete = record.status == "finished" and bool(record.steps)
     if not writes or (not made_steps and not complete and _has_steps(root / JSON_NAME)):

@@ -28,14 +28,14 @@ class Hooks:
     Attributes:
         before: raises an error if the current step must not be saved.
         in_checkpoint: writes more files into the folder of a checkpoint.
-        card: returns the model card of the run. If `card` is None, the trainer makes the model card.
-        goes_on: returns the command that resumes a checkpoint. None in a script.
+        card: returns the model card of the run. None leaves the model card to the trainer.
+        resume_command: returns the command that resumes a checkpoint. None in a script.
     """
 
     before: Callable[[], object] = lambda: None
     in_checkpoint: Callable[[Path], object] = lambda checkpoint: None
     card: Callable[[], str] | None = None
-    goes_on: Callable[[Path], str] | None = None
+    resume_command: Callable[[Path], str] | None = None
 
 
 class WholeCheckpoints(Sharded):
@@ -127,7 +127,7 @@ class WholeCheckpoints(Sharded):
             files.discard(path)
 
     def save_final(self: Any, directory: Path) -> None:
-        """Save the model into `directory`. If killed, the next run's `recover` leaves only old or only new files."""
+        """Save the model into `directory`. After a kill, the next run's `recover` restores all old or all new files."""
         self._check_trained()
         former = checkpoints.trained_kind(directory)
         with self._staged(directory, "trained model") as staging:
@@ -181,7 +181,7 @@ class WholeCheckpoints(Sharded):
             number, reason = failure
             hint = "no checkpoint has been saved yet: start again when there is space"
             if last := self.last_checkpoint():
-                command = self.hooks.goes_on and self.hooks.goes_on(last)
+                command = self.hooks.resume_command and self.hooks.resume_command(last)
                 how = f"with:\n    {command}" if command else f"with --resume_from_checkpoint {last}"
                 hint = f"nothing else is lost; {last} is complete: resume {how}"
             headline = f"the {what} could not be saved"

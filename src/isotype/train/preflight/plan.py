@@ -62,7 +62,7 @@ class StepPlan:
         checkpointing: arguments of `gradient_checkpointing_enable`, or None if gradient checkpointing is off.
         auto: True if the memory of the step decides `checkpointing`.
         longest: length of the training's longest possible row, or None if no row can be longer than `length`.
-        unforeseen: a clause that says why tracing the step cannot show its memory, or "" if the trace can show it.
+        unforeseen: why a trace cannot show the step's memory, as a clause; "" if it can.
         lora: a `peft.LoraConfig` or its arguments, or None if every weight is trained.
         fsdp: version of FSDP, or 0 for no FSDP.
         deepspeed: True if DeepSpeed runs the step.
@@ -81,7 +81,7 @@ class StepPlan:
         data: description of the data set's rows, or "" if no data set was opened.
         dropout: True if the training uses dropout (TRL switches dropout off for methods that compare answers).
         data_rows: number of rows in the training data, or None for a stream or if no data set was opened.
-        unpads: True if the batches of the training have the rows of `lengths`, with padding that the training may remove.
+        unpads: True if the training's batches have rows of `lengths`, whose padding the training may remove.
         lengths, evaluation_lengths: lengths of the training rows and the evaluation rows, or None if they were not counted.
         adapt: parts of the model that get adapters, or None for all parts.
         check_policy: raises PrecisionError if the arguments contradict the decided policy.
@@ -180,12 +180,11 @@ def repaired_command(
     present: bool = True,
     remaining: Callable[[Command], Sequence[tuple[Finding, str]]] | None = None,
 ) -> Repaired:
-    """Apply the fixes to a training command. The text of the result describes the fixes for which no argument exists.
+    """Apply the fixes to a training command. The result's text also describes fixes for which no argument exists.
 
     Args:
         unresolved: findings of the traced step that have no fix, each with the reason.
-        remaining: checks the changed command and returns its findings, each with the reason why no fix resolves it. If
-            `remaining` is None, the changed command is not checked.
+        remaining: checks the changed command and returns (finding, why no fix resolves it) pairs. None checks nothing.
     """
     repaired, by_hand = command, []
     for fix in fixes:
@@ -204,7 +203,7 @@ def repaired_command(
 
 
 _ARGUMENTS = {"autocast": "dtype", "compute": "dtype", "optimizer": "optim", "learning_rate": "learning_rate"}
-"""Kind of an action in a fix -> the argument that the action changes. For `setting`, the key is the action's target."""
+"""Kind of a fix's action -> the argument that it changes. An action of the kind `setting` has its target as the key."""
 
 
 def _argument(action: Action) -> str | None:

@@ -22,7 +22,7 @@ from isotype.train.command.settings import Settings
 from isotype.train.initial_adapter import is_its_own_reference
 from isotype.train.launched import from_first, processes, requested_sharding
 from isotype.train.models import parts_to_adapt, processing_class, require_router, tokenizer_here
-from isotype.train.output.resume import RECOMPUTED, decided_before
+from isotype.train.output.resume import RECOMPUTED, saved_settings
 from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step import PlannedStep
 from isotype.train.rewards import check_rewards, rewards_here
@@ -43,7 +43,7 @@ from isotype.train.validate import check_policy, check_tokenizer, checked_settin
 
 
 def plan_of_training(options: Options, command: Command) -> StepPlan:
-    """Return the plan of a command's step. If data set and tokenizer are on this machine, the plan has the rows' lengths."""
+    """Return the plan of a command's step, with the rows' lengths if data set and tokenizer are on this machine."""
     settings = checked_settings(command, options.bare)
     if settings.router_aux_loss_coef:
         model = open_model(str(settings.model_name_or_path), settings.model_revision)
@@ -56,7 +56,7 @@ def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
     settings, resume = run.settings, run.resume
     if not settings.auto_checkpointing:
         return Choice(checkpointing(settings.training), "as requested")
-    earlier = decided_before(resume)
+    earlier = saved_settings(resume)
     if resume is not None and RECOMPUTED in earlier:
         return Choice(earlier[RECOMPUTED], f"as in {resume.name}, which the run resumes")
     plan = training_plan(settings, tokenizer, run.data, lengths)
@@ -77,11 +77,11 @@ def _of_arguments(options: Options, settings: Settings) -> StepPlan:
     from trl import get_peft_config
 
     method = settings.method
-    asked = "per_device_train_batch_size" in settings.command or not options.bare
-    rows = options.batch or (settings.per_device_train_batch_size if asked else 1)
-    # A default `max_length` says nothing about the rows, unless packing fills them.
-    fills = "max_length" in settings.command or settings.packing
-    length = options.length or (settings.max_length if fills else None)
+    default_rows = options.bare and "per_device_train_batch_size" not in settings.command
+    rows = options.batch or (1 if default_rows else settings.per_device_train_batch_size)
+    # The default of `max_length` is a row's length only if packing fills the rows.
+    filled = "max_length" in settings.command or settings.packing
+    length = options.length or (settings.max_length if filled else None)
     completion = settings.max_completion_length or 0
     bounded = options.length or settings.max_length or completion
     attention, notes = settings.attn_implementation, []
@@ -203,7 +203,7 @@ _TRIED = 8
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
-    """Return the encoded images with the most pixel values of a row in a sample; None for a stream or no processor."""
+    """Return the images of the sampled row with the most pixel values; None for a stream or without a processor."""
     if not hasattr(rows, "__len__") or not len(rows):
         return None
     if not picture_columns(rows):
@@ -239,7 +239,7 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     if tokenizer is None:
         whole = Path(source).is_dir() and open_checkpoint(source).files is not None
         if whole and device_profile(settings.device).present:
-            processing_class(source)  # raises CheckpointError, as the training will
+            processing_class(source)  # raises the CheckpointError of the training
         unknown = "the rows' lengths are unknown: this machine has no tokenizer of the model"
         return replace(plan, notes=(*plan.notes, unknown))
     check_tokenizer(settings, source, tokenizer, data)

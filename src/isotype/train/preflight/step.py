@@ -62,7 +62,7 @@ _MXFP4_BYTES = (4 + 8 / 32) / 8
 """Bytes per MXFP4 value: 4 bits, and an 8-bit scale for 32 values (OCP MX specification 1.0, section 5.2)."""
 
 _PART_OF_ROOM = 0.25
-"""Share of the allowed memory. If a step without recomputation needs less than this, `alternative` returns ""."""
+"""If a step without recomputation needs less than this share of the allowed memory, `alternative` returns ""."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class PlannedStep:
 
     Attributes:
         ranges: the value ranges that decided the policy, or None if ranges were not measured.
-        by_tokens: True if the rows of the batch have the lengths of the fullest batch of the training, and not the
-            greatest length. Then memory is not linear in the number of rows.
+        by_tokens: True if rows have the lengths of the training's fullest batch; memory is then not linear in the number
+            of rows. False if all rows have the greatest length.
     """
 
     plan: StepPlan
@@ -96,7 +96,7 @@ class PlannedStep:
             model, _ = self.model(None)
             if not getattr(model, "supports_gradient_checkpointing", True):
                 return Choice(None, f"{type(model).__name__} has no gradient checkpointing")
-            if not self.room.holds(self._least):  # then no trace without recomputation is needed
+            if not self.room.holds(self._least):  # a trace without recomputation is not needed
                 least = format_bytes(self._least)
                 return Choice(CHECKPOINTING, f"weights and adapters alone take {least}: {self.room.words}")
             return choose(lambda arguments: self._foreseen(arguments).memory.peak, self.room)
@@ -106,7 +106,7 @@ class PlannedStep:
     @cached_property
     def _least(self) -> int:
         """Bytes of the weights, adapters and buffers, which every step needs."""
-        return sum(self.held(None).values())
+        return sum(self.constant_bytes(None).values())
 
     def model(self, arguments: Mapping[str, Any] | None) -> tuple[Any, tuple[str, ...]]:
         """Return the model on the meta device, and notes on its fused layers."""
@@ -122,7 +122,7 @@ class PlannedStep:
     def mixed(self) -> bool:
         """True if the documents of a packed row would attend to each other. A training then unpacks the documents.
 
-        Documents are separated if a traced operator was called from a source line in `lines_separating_documents()`.
+        Documents do not if a traced operator was called from a source line in `lines_separating_documents()`.
         """
         plan = self.plan
         if not plan.packed:
@@ -170,7 +170,7 @@ class PlannedStep:
         )
 
     def padding(self, length: int) -> Iterator[str]:
-        """Yield a text on the tokens of the traced batch if its rows have several lengths."""
+        """Yield a line on the tokens and the padding of the traced batch if it has padding."""
         model, _ = self.model(self.plan.checkpointing)
         mask = self._inputs(self.plan.rows, length, self.plan.lengths, model).inputs.get("attention_mask")
         # The row of the greatest length may be in another batch.
@@ -209,7 +209,7 @@ class PlannedStep:
         return run(self.request(arguments, rows, tokens), traced=trace)
 
     def alternative(self, choice: Choice) -> str:
-        """Describe the cost of the opposite choice (all layers recomputed, or none). Return "" if most memory is free."""
+        """Describe the cost of the opposite choice, all layers recomputed or none; "" if most memory is free."""
         room = self.room.size
         if room is None or self.plan.unforeseen or self._least > room:
             return ""
@@ -234,7 +234,7 @@ class PlannedStep:
             self._traces[key] = self.traced(arguments, rows, tokens)
         return self._traces[key]
 
-    def held(self, arguments: Mapping[str, Any] | None) -> Mapping[str, int]:
+    def constant_bytes(self, arguments: Mapping[str, Any] | None) -> Mapping[str, int]:
         """Return kind -> bytes of the weights, adapters and buffers, which every step needs. No operator is traced."""
         request = self.request(arguments, 1, row_length(self.plan, self.config))
         memory = trace_of(replace(request, phases=(), evaluation=None)).memory
@@ -282,7 +282,7 @@ def check_plan(plan: StepPlan, phases: Sequence[str]) -> Report:
 def _model(plan: StepPlan, config: Any, policy: PrecisionPolicy) -> Any:
     method = METHODS[plan.method]
     require_decoder(config, method)
-    # If only some layers are checkpointed, they are selected by number. Then layers must not be folded before.
+    # If only some layers are checkpointed, their numbers select them. Folding before would change the numbers.
     some = (plan.checkpointing or {}).get("every_n_layers", 1) != 1
     model = weightless_model(
         config,
@@ -315,7 +315,7 @@ def _fuse(plan: StepPlan, model: Any) -> tuple[str, ...]:
     if not plan.fuse:
         return ()
     profile = device_profile(plan.device)
-    # Only a training without FSDP on this machine's CPU may keep dense copies of quantized weights in memory.
+    # Only on this machine's CPU, and without FSDP, a training may keep dense copies of quantized weights in memory.
     budget = None if profile.present and profile.kind == "cpu" and not plan.fsdp else 0
     report = fuse(model, budget=budget, device=profile)
     return (f"layers with one input are fused separately: {report.unseen}",) if report.unseen else ()

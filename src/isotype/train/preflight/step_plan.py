@@ -1,4 +1,4 @@
-"""Plans the step from the arguments of `isotype check`: the arguments of a training command, and a few more."""
+"""Plans the step from the arguments of `isotype check`: those of a training command, and a few more."""
 
 from __future__ import annotations
 

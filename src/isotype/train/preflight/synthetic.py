@@ -30,8 +30,8 @@ def synthetic_batch(
     """Return a batch for a transformers model, like the batches of TRL's collators.
 
     Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`). Each row has
-    `pictures`. None: one image if the config gives the number of an image's tokens, else no image. Image tokens have no
-    loss. If the model's adapter works only with certain tokens, each row begins with these tokens, after the images.
+    `pictures`, by default one image if the config gives an image's number of tokens, else none. Image tokens have no loss.
+    If the adapter has an effect only with certain tokens, these follow the images in each row.
 
     Raises:
         UsageError: the model's input is not token ids, or `length` is too small for the tokens of the images.
@@ -58,7 +58,7 @@ def synthetic_batch(
         ids[:, begin : begin + len(tokens)] = torch.tensor(tokens, dtype=ids.dtype)
     classifier = type(base).__name__.endswith("ForSequenceClassification")
     if classifier and getattr(base.config, "is_encoder_decoder", False):
-        # transformers scores the state of this token, and raises without one.
+        # transformers scores the state of this token, and raises an error if there is none.
         ids[:, -1] = base.config.eos_token_id
     batch["labels"] = torch.zeros(rows, dtype=torch.long) if classifier else ids.clone()
     if pictures is not None and not classifier:
@@ -123,7 +123,7 @@ def step_inputs(
 
 
 def _unpadded(inputs: LossOf, model: Any, lengths: Sequence[Sequence[int]]) -> LossOf:
-    """Return the inputs with rows of these lengths. The loss is computed without the padding that the training removes."""
+    """Return the inputs with rows of these lengths. The loss function removes the same padding as the training."""
     if not lengths:
         return inputs
     batch = inputs.inputs
@@ -187,10 +187,8 @@ def _unpaired_loss(model: Any, batch: Batch, _completion: int, reference: bool) 
 
 
 def _policy_loss(model: Any, batch: Batch, completion: int, reference: bool) -> torch.Tensor:
-    """Return GRPO's clipped loss with advantages of 1 (https://arxiv.org/abs/2402.03300, equation 3).
-
-    As in TRL, the reference model runs before the forward with gradients.
-    """
+    """Return GRPO's clipped loss with advantages of 1 (https://arxiv.org/abs/2402.03300, equation 3)."""
+    # As in TRL, the reference model runs before the forward with gradients.
     kept = _reference_log_probs(model, batch)[:, -completion:] if reference else None
     logps = _log_probs(model, batch)[:, -completion:]
     ratio = (logps - logps.detach()).exp()

@@ -1,9 +1,9 @@
 """Finds the tokens with loss for `--assistant_only_loss` and conversations with excluded turns, if TRL cannot.
 
 TRL finds the assistant's tokens only by `{% generation %}` markers in the chat template, and has templates with markers
-for some models. For other templates, isotype renders a conversation twice for each assistant turn: once with the
-earlier turns, and once with this turn, too. The tokens that only the longer text has are the turn's tokens. The template
-must render the first messages of a conversation in the same way, even if other messages follow.
+for some models. For other templates, isotype renders the conversation up to each assistant turn twice: without this turn
+and with it. The tokens that only the longer text has are the turn's tokens. For this, later messages must not change how
+the template renders earlier messages.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ _FIX = "--chat_template_path FILE.jinja with such a template, or leave --assista
 def labelled_rows(
     settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], object], limit: int | None = None
 ) -> Any:
-    """Convert all splits to `input_ids` and `labels` if TRL cannot find the tokens with loss; else return `data` unchanged.
+    """Convert all splits to `input_ids` and `labels` if TRL cannot find the tokens with loss; else return `data`.
 
     TRL needs a chat template with markers, and ignores keys of a message that exclude the message from the loss.
 
@@ -163,7 +163,7 @@ def labelled_rows(
 
 
 def _count_left_out(rows: Any, names: Sequence[str]) -> int:
-    """Count the turns in the columns `names` that are excluded from the loss. Of a stream, only the first 1000 rows are counted."""
+    """Count the turns in the columns `names` that are excluded from the loss; in a stream, in its first 1000 rows."""
     features = getattr(rows, "features", None)
     if features is not None:
         names = lists_in(features, names, lambda message: not message.keys().isdisjoint(MARKS))
@@ -173,7 +173,7 @@ def _count_left_out(rows: Any, names: Sequence[str]) -> int:
 
 
 def lists_in(features: Mapping[str, Any], names: Collection[str], wanted: Callable[[Any], bool]) -> list[str]:
-    """Return columns of `names` that have lists. The type of the items is unknown or satisfies `wanted`."""
+    """Return the columns in `names` that have lists whose items satisfy `wanted` or have an unknown type."""
     items = {name: getattr(features[name], "feature", None) for name in features if name in names}
     lists = {name: item for name, item in items.items() if item is not None}
     return [name for name, item in lists.items() if not isinstance(item, Mapping) or wanted(item)]

@@ -69,7 +69,7 @@ def _documents(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def keep_rows(trainer: Any) -> str | None:
-    """If a trainer joins rows but its attention needs a mask, replace the collator and return a note. Else return None."""
+    """Replace the collator of a trainer that joins rows although its attention needs a mask. Return a note, or None."""
     collator = trainer.data_collator
     if not getattr(collator, "padding_free", False):
         return None
@@ -282,7 +282,7 @@ class Pictured:
         return self._replacements[size]
 
 
-def learn_no_pictures(trainer: Any, training: Any) -> None:
+def exclude_pictures_from_loss(trainer: Any, training: Any) -> None:
     """Replace the image collator of TRL's SFT trainer with a `Pictured` that has the settings in `training`.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from isotype.compat.templates import ERRORS, render_chat
-from isotype.core.console import Bar
+from isotype.core.console import with_bar
 from isotype.core.errors import DataError, Problem, UsageError, one_line
 from isotype.core.names import listed, plural
 from isotype.data.build import undecoded
@@ -137,7 +137,7 @@ def _text(content: Any) -> Any:
 
 
 def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
-    """Raise DataError if the rows have images but the model takes none, or if the processor refuses a row (of up to 64)."""
+    """Raise DataError if the model takes no images but the rows have some, or if the processor refuses a sampled row."""
     problems = [p for name, rows in data.items() for p in _problems(settings, tokenizer, name, rows)]
     if problems:
         raise data_error(settings.data_name, problems)
@@ -210,14 +210,11 @@ def fitting(
 
 
 def _longer(collator: Pictured, rows: Any, limit: int) -> Iterator[tuple[int, int]]:
-    bar = Bar("counting the tokens of rows with images")
-    bar.total = len(rows)
-    for at, row in enumerate(undecoded(rows)):
+    shown_rows = with_bar(undecoded(rows), "counting the tokens of rows with images", len(rows))
+    for at, row in enumerate(shown_rows):
         tokens, _ = collator.count(row)
         if tokens > limit:
             yield at, tokens
-        bar.advance()
-    bar.close()
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class Lengths:
     """Numbers of tokens in the rows of a data set.
 
     Attributes:
-        tokens: number of tokens in each tokenized row. In a preference pair, the shorter answer does not count.
+        tokens: number of tokens in each tokenized row. A preference pair counts with its longer answer.
         rows: number of rows in the data set.
         doubled: number of tokenized rows that begin with two beginning-of-text tokens.
         prompt: number of tokens in the shortest prompt. Prompts have no loss.
@@ -90,7 +90,7 @@ def _reader(settings: Settings, tokenizer: Any) -> RowTokens:
 
 
 def adapter_notes(settings: Settings, tokenizer: Any, rows: Any) -> list[str]:
-    """Return a note if AdaLoRA is trained further (its ranks stay the same), or if rows lack tokens that the adapter needs.
+    """Return a note if AdaLoRA is trained further (its ranks stay the same), or if rows lack tokens of the adapter.
 
     Raises:
         DataError: no row has the tokens that the adapter needs to have an effect.
@@ -185,10 +185,10 @@ def padding_share(tokens: Sequence[int], rows: int) -> float:
 
 
 def fullest_batch(lengths: Lengths | None, limit: int, rows: int) -> list[tuple[int, ...]]:
-    """Return the lengths of the answers in each row of the batch with the most tokens, for a run that removes padding.
+    """Return the fullest batch of a run that removes padding: for each row, the lengths of its answers.
 
-    A batch with little padding keeps its padding (`LEAST_PADDING`). If a padded batch is larger than the batch with the
-    most tokens, that batch gets the difference. The result is empty if a length is unknown.
+    A batch with little padding (`LEAST_PADDING`) keeps it. If such a batch, with its padding, is larger than the batch with
+    the most tokens, rows of the latter are lengthened to the same size. The result is [] if a length is unknown.
 
     Args:
         limit: largest number of tokens in a row. Longer rows are cut.
@@ -215,10 +215,10 @@ def fullest_batch(lengths: Lengths | None, limit: int, rows: int) -> list[tuple[
 
 
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
-    """Unpack `rows` packed rows to a row for each document. Return (rows, length) of the largest padded batch."""
+    """Return (rows, length) of the largest padded batch if each document of `rows` packed rows becomes a row."""
     largest: tuple[int, int] = (0, 0)
-    # Rows are visited in the order of their longest document. In the largest batch with such a row, the other rows are the
-    # earlier rows with the most documents.
+    # Rows are visited in the order of their longest document. The largest batch with a row as its longest consists of this
+    # row and the earlier rows with the most documents.
     fullest: list[int] = []
     for row in sorted(packed_rows(lengths, limit) or [[limit]] * rows, key=max):
         largest = max(largest, (sum(fullest) + len(row), max(row)), key=prod)
@@ -268,15 +268,12 @@ class RowTokens:
         return Lengths(tuple(map(max, tokens)), len(rows), doubled, min(prompts), tuple(tokens))
 
     def ids(self, row: Mapping[str, Any], ends: bool = False) -> list[Sequence[int]]:
-        """Return the token ids of each answer of a row, with the prompt before the answer.
-
-        With `ends`, a text ends with the token that the trainer adds.
-        """
+        """Return the token ids of each answer of a row, with its prompt and, with `ends`, the trainer's end token."""
         stored = [row[n] for n in ("input_ids", "chosen_ids", "rejected_ids") if row.get(n) is not None]
         return stored or [self._ids(*parts, row.get("tools"), ends) for parts in self._parts(row)]
 
     def prompt(self, row: Mapping[str, Any], only_assistant: bool) -> int:
-        """Return the number of tokens in a row's prompt, or 0 if the row has no prompt or the model generates the answers."""
+        """Return the number of tokens in a row's prompt; 0 without a prompt, and if the model generates the answers."""
         if "input_ids" in row or METHODS[self.method].loss == "policy":
             return 0
         prompt, answer = row.get("prompt") or _begun_alike(row), row.get("messages") or row.get("completion")
@@ -317,7 +314,7 @@ class RowTokens:
 
 
 def _begun_alike(row: Mapping[str, Any]) -> Any:
-    """Return the prompt with which both answers of a pair begin, as TRL extracts it. No answer becomes empty."""
+    """Return the common beginning of a pair's answers, which TRL takes as the prompt. A rest of each answer remains."""
     chosen, rejected = row.get("chosen") or [], row.get("rejected") or []
     alike = max(0, min(alike_at_start(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
     return chosen[: alike - (chosen[alike - 1 : alike] == " ")]

@@ -135,7 +135,7 @@ def _settings(record: RunRecord, folder: Path) -> Settings:
 
 
 def _rows(settings: Settings) -> tuple[str, Any]:
-    """Return (name, rows) of the test split (the held-back rows), or of the training split if there is no test split."""
+    """Return (name, rows) of the test split, or of the training split if there is no test split."""
     try:
         data = training_data(settings, lambda line: None, evaluates=True)
     except DataError:
