@@ -438,7 +438,7 @@ def test_the_dtype_is_never_float16_unless_it_was_trained_from_float16(make: Mak
     report = merge_adapter(adapter, tmp_path / "merged")
     assert report.dtype == torch.bfloat16
     assert report.dtype_reason == (
-        "the dtype of the base checkpoint: the adapter was trained in float16, which cannot hold every bfloat16 value"
+        "the dtype of the base checkpoint: the adapter was trained in float16, which cannot represent every bfloat16 value"
     )
     asked = merge_adapter(adapter, tmp_path / "asked", dtype="float16")
     assert (asked.dtype, asked.dtype_reason) == (torch.float16, "as requested")
@@ -547,7 +547,7 @@ def test_a_float16_overflow_is_an_error_that_names_the_weights(make: Make, tmp_p
     saved["base_model.model.lm_head.weight"][3, 3] = 1e5
     save_file(saved, file, {"format": "pt"})
     assert refused(PrecisionError, merge_adapter, adapter, tmp_path / "merged", dtype="fp16") == (
-        "float16 cannot hold the merged weights\n"
+        "float16 cannot represent the merged weights\n"
         "  - lm_head.weight: values up to 1e+05\n"
         "    expected  at most 65504\n"
         "    fix       give --dtype bfloat16 or float32"

@@ -205,10 +205,10 @@ def load_base(
     """Load the base model with the training's vocabulary size and, if `model_class` is None, the training's class."""
     checkpoint = adapter.open_base()
     head = model_class or _head(adapter, checkpoint.model_config)
-    labels = _labels(adapter, checkpoint.model_config, policy, head)
+    labels = _label_count(adapter, checkpoint.model_config, policy, head)
     arguments |= {} if labels is None else {"num_labels": labels}
     model = load_model(checkpoint, policy, model_class=head, deferred=deferred, **arguments)
-    rows = _vocabulary(adapter, model)
+    rows = _embedding_rows(adapter, model)
     if rows and rows > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=False)
     return model
@@ -230,10 +230,10 @@ def _head(adapter: Adapter, config: Any) -> Any:
     return head if is_model or task is not None else None
 
 
-_LABELS = 991  # no other size of a model, so it marks the dimension of the labels in a shape
+_LABELS = 991  # an unusual size, which shows the dimension of the labels in a shape
 
 
-def _labels(adapter: Adapter, config: Any, policy: PrecisionPolicy, head: Any) -> int | None:
+def _label_count(adapter: Adapter, config: Any, policy: PrecisionPolicy, head: Any) -> int | None:
     """Return the number of labels of the classification head in the adapter's file; None without such a head."""
     task = task_of(adapter.config)
     if head is None or task in ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"):
@@ -259,7 +259,7 @@ def deferred_base(adapter: Adapter) -> DeferredBlocks:
     return DeferredBlocks(drawn, adapter.shapes)
 
 
-def _vocabulary(adapter: Adapter, model: Any) -> int:
+def _embedding_rows(adapter: Adapter, model: Any) -> int:
     """Return the number of embedding rows that the adapter needs, or 0 if the adapter trains no embeddings."""
     heads = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {name for name, module in model.named_modules() if any(module is head for head in heads)}

@@ -36,7 +36,7 @@ from isotype.ranges.twin import twin_of
 from isotype.ranges.weights import Weights, give_gradient, with_values
 
 _PIECE = 1 << 20
-_BLOCKS = 64  # this number of rows, of any width, fills whole 4-bit blocks
+_BLOCKS = 64  # 64 rows of any width fill whole 4-bit blocks
 
 
 class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]

@@ -38,8 +38,9 @@ def measure_ranges(
     """Run a forward and a backward, and record the largest magnitude in every tensor of the step.
 
     The step computes the mean loss in float32 from the stored weights, in evaluation mode, without autocast and without the
-    casts of a `PrecisionPolicy`. Only one block at a time is converted to float32; blocks are recomputed in the backward. A model in memory, its gradients, hooks, modes and random states stay unchanged. The measurement of
-    a checkpoint is cached if `batch` is None and `tokens` is at least the default.
+    casts of a `PrecisionPolicy`. Only one block at a time is converted to float32; blocks are recomputed in the backward.
+    A model in memory, its gradients, hooks, modes and random states stay unchanged. The measurement of a checkpoint is
+    cached if `batch` is None and `tokens` is at least the default.
 
     Args:
         model: a module (with or without PEFT adapters and quantized layers), or a checkpoint: a directory, a GGUF file,

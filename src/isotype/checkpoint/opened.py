@@ -322,8 +322,7 @@ def _existing_path(text: str) -> Path | None:
         return None
 
 
-def _target(text: str) -> Path | None:
-    """Return the path to which the link `text` leads; None if `text` is no link."""
+def _link_target(text: str) -> Path | None:
     try:
         return Path(text).expanduser().readlink()
     except (OSError, RuntimeError, ValueError):
@@ -335,7 +334,7 @@ def _missing(text: str) -> Problem:
     if not text:
         return Problem("model ''", expected, "give a model")
     parent = _existing_path(str(Path(text).parent))
-    if (target := _target(text)) is not None:
+    if (target := _link_target(text)) is not None:
         link = f"model {text}, a link to '{target}', which does not exist"
         return Problem(link, expected, "correct the link")
     if parent is None or not parent.is_dir():

@@ -124,12 +124,12 @@ class _Rows:
     source: str
 
     def plain(self, name: str, parameter: Any) -> torch.Tensor:
-        return self._read(name, *self._bounds(parameter.shape[0]), parameter.dtype)
+        return self._read(name, *self._own_rows(parameter.shape[0]), parameter.dtype)
 
     def codes_8bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
         """Return the int8 codes of this process's rows, and store the scales of all rows in the layer."""
         rows = parameter.shape[0]
-        start, stop = self._bounds(rows)
+        start, stop = self._own_rows(rows)
         scales = torch.zeros(rows, device=self.device)
         codes, scales[start:stop] = quantize_int8(self._read(name, start, stop, None, replaces_conv1d(layer)))
         layer.state.SCB = self._sum_over_processes(scales)
@@ -140,7 +140,7 @@ class _Rows:
         state = quantization_state(layer)
         width, size = state.shape[1], state.blocksize
         packed = 2 * parameter.dtype.itemsize  # weights in one element of the storage dtype
-        start, stop = (min(row * packed, state.shape.numel()) for row in self._bounds(parameter.shape[0]))
+        start, stop = (min(row * packed, state.shape.numel()) for row in self._own_rows(parameter.shape[0]))
         absmax = torch.zeros(math.ceil(state.shape.numel() / size), device=self.device)
         codes = torch.empty(0, 1, dtype=torch.uint8, device=self.device)
         if stop > start:
@@ -165,7 +165,7 @@ class _Rows:
         """Return the codes of this process's experts, and store the constants of all experts in `holder`."""
         experts, device, storage = blank.shape[0], self.device, blank.storage
         dtype = blank.dtype
-        start, stop = self._bounds(experts)
+        start, stop = self._own_rows(experts)
         if storage == MXFP4:
             codes, part = (values.to(device) for values in self.stored.read_packed(name, start, stop))
         else:
@@ -178,7 +178,7 @@ class _Rows:
         holder[0] = with_constants(blank, self._sum_over_processes(constants))
         return codes
 
-    def _bounds(self, rows: int) -> tuple[int, int]:
+    def _own_rows(self, rows: int) -> tuple[int, int]:
         """Return this process's first row and the row after its last; FSDP2 splits rows like `torch.chunk`."""
         size = math.ceil(rows / self.mesh.size())
         start = min(size * self.mesh.get_local_rank(), rows)

@@ -60,7 +60,7 @@ def parse(argv: Sequence[str]) -> Options:
     """Parse isotype's options before SCRIPT or `-m MODULE`. All later arguments are the script's."""
     flags, rest = _split(list(argv))
     options = Parser.of("run").parse_args(flags)
-    target = options.module or (_script(rest.pop(0)) if rest else None)
+    target = options.module or (_script_path(rest.pop(0)) if rest else None)
     problems = []
     if options.device is not None:
         require_device(options.device)
@@ -83,7 +83,7 @@ def parse(argv: Sequence[str]) -> Options:
     )
 
 
-def _script(target: str) -> str:
+def _script_path(target: str) -> str:
     """Return the path of an installed Python command such as `torchrun`. Return any other target unchanged."""
     path = None if Path(target).exists() else shutil.which(target)
     return path if path is not None and is_python_script(Path(path)) else target

@@ -376,15 +376,15 @@ def _retyped(
         target = Features(kinds)
         fits = target.type == Features({name: stored[name] for name in shapes if name in stored}).type
     if reading is not None or not fits:
-        applied = partial(_applied, reading=reading, parts=tuple(parts), columns=tuple(shapes))
+        applied = partial(_convert, reading=reading, parts=tuple(parts), columns=tuple(shapes))
         gone = [name for name in names if name not in shapes]
         dataset = undecoded(dataset).map(applied, with_indices=True, remove_columns=gone, features=target)
     elif target is not None:
-        dataset = _viewed(dataset.select_columns(list(shapes)), target)
+        dataset = _with_features(dataset.select_columns(list(shapes)), target)
     return dataset.to_iterable_dataset() if stream and hasattr(dataset, "__len__") else dataset
 
 
-def _applied(row: Row, index: int, reading: Reading | None, parts: Parts, columns: Sequence[str]) -> Row:
+def _convert(row: Row, index: int, reading: Reading | None, parts: Parts, columns: Sequence[str]) -> Row:
     converted = dict(row) if reading is None else reading.apply(dict(row))
     if isinstance(converted, Problem):
         raise data_error(", ".join(name for name, _ in parts), [_in_part(parts, index, converted)])
@@ -411,10 +411,11 @@ def undecoded(dataset: Any) -> Any:
 
     if dataset.features is None:
         return dataset
-    return _viewed(dataset, datasets.Features({name: plain(kind) for name, kind in dataset.features.items()}))
+    features = datasets.Features({name: plain(kind) for name, kind in dataset.features.items()})
+    return _with_features(dataset, features)
 
 
-def _viewed(dataset: Any, features: Any) -> Any:
+def _with_features(dataset: Any, features: Any) -> Any:
     """Return the data set with `features` as types of its columns. The Arrow types must stay the same."""
     if features == dataset.features:
         return dataset

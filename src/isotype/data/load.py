@@ -120,12 +120,12 @@ def fingerprint_of_rows(rows: Any) -> str | None:
     for table in chosen.with_format("arrow").iter(batch_size=1000):
         rows_of_table = table.to_pylist()
         if {*PICTURE_COLUMNS} & {*table.column_names}:
-            rows_of_table = [_movable(row) for row in rows_of_table]
+            rows_of_table = [_without_paths(row) for row in rows_of_table]
         digest.update(json.dumps(rows_of_table, sort_keys=True, default=repr).encode())
     return f"{count:,} rows, {digest.hexdigest()}"
 
 
-def _movable(row: Row) -> Row:
+def _without_paths(row: Row) -> Row:
     """Return the row with images as file names and sizes, because their paths differ between machines."""
     places: list[object] = []
     for picture in pictures_in(row):

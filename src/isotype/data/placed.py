@@ -70,7 +70,7 @@ def with_places(row: Row, folder: Path | None, *, pictured: bool) -> Row | Probl
         # If a question were plain text, TRL would add image parts before it a second time.
         chats = {name: [in_parts(turn) for turn in chat] for name, chat in chats.items()}
     elif beside:
-        _before(chats, len(beside))
+        _insert_places(chats, len(beside))
         places = [{} for _ in beside]
     if places.count({}) != len(beside):
         what = f"{plural(places.count({}), 'place')} for an image in messages, but {plural(len(beside), 'image')}"
@@ -129,7 +129,7 @@ def in_parts(turn: Any) -> Any:
     return {**turn, "content": [{"type": "text", "text": content}]}
 
 
-def _before(chats: Row, count: int) -> None:
+def _insert_places(chats: Row, count: int) -> None:
     """Insert `count` places for images before the first question. If a question is plain text, TRL inserts the places."""
     questions = [turn for name in _ORDER for turn in chats.get(name, ()) if turn.get("role") == "user"]
     if not questions or any(isinstance(turn["content"], str) for turn in questions):

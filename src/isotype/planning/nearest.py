@@ -76,7 +76,7 @@ def _clause(search: Search, rows: Sequence[Row], given_up: Any = None) -> str:
 
 
 def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command) -> tuple[Finding, ...]:
-    """Return the findings. Unless a memory finding has a verified fix, the nearest settings that fit become its first."""
+    """Return the findings. A memory finding without a verified fix gets the nearest settings that fit as first fix."""
     memory = [finding for finding in findings if finding.kind == "memory"]
     if not memory or any(fix.verified for finding in memory for fix in finding.fixes):
         return findings

@@ -267,16 +267,16 @@ def picked(rows: Sequence[Row], goal: str) -> Row | None:
     if not fitting:
         return None
     if goal == "longest":
-        return max(fitting, key=lambda row: (row.longest or row.length, -_loss(row), row.speed))
+        return max(fitting, key=lambda row: (row.longest or row.length, -_imprecision(row), row.speed))
     if goal == "fastest":
-        return min(fitting, key=lambda row: (-row.speed, _loss(row), row.sharding, row.peak))
+        return min(fitting, key=lambda row: (-row.speed, _imprecision(row), row.sharding, row.peak))
     measured = all(row.damage is not None or row.storage not in _CODES for row in fitting)
     if goal == "balanced":
         fast = max(row.speed for row in fitting)
         fitting = [row for row in fitting if row.speed * _SLOWER >= fast]
 
     def preference(row: Row) -> tuple[float, float, str, int]:
-        return row.damage or 0.0 if measured else _loss(row), -row.speed, row.sharding, row.peak
+        return row.damage or 0.0 if measured else _imprecision(row), -row.speed, row.sharding, row.peak
 
     return min(fitting, key=preference)
 
@@ -299,7 +299,7 @@ def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
     return row.sharding == "FSDP2" and row.accumulation > min(other.accumulation for other in alike)
 
 
-def _loss(row: Row) -> float:
+def _imprecision(row: Row) -> float:
     """Return a rank of the row's storage format, which is lower the more precise the format is."""
     if row.storage in _CODES:
         return 8 + _CODES.index(row.storage)

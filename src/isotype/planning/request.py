@@ -159,7 +159,7 @@ def command_of(
     requested = request.step.precision.quantization
     if row.base_memory is not None or (row.storage in ASKED and row.storage != requested):
         command = with_storage(command, row.storage, row.base_memory)
-    command = command.but(gradient_checkpointing=row.checkpointing != "off", **_batch(request, row))
+    command = command.but(gradient_checkpointing=row.checkpointing != "off", **_batch_arguments(request, row))
     if _needs_length(request, row):
         command = command.but(max_length=row.length)
     number = (checkpointing or {}).get("every_n_layers", 1)
@@ -172,7 +172,7 @@ def command_of(
     return replace(command, processes=request.count)
 
 
-def _batch(request: PlanRequest, row: Row) -> dict[str, int]:
+def _batch_arguments(request: PlanRequest, row: Row) -> dict[str, int]:
     """Return the arguments with which a step has at least the requested rows."""
     rows, accumulation = row.rows, row.accumulation
     if request.step_rows is not None and rows * accumulation * request.count < request.step_rows:

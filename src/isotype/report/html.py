@@ -73,7 +73,7 @@ def environment() -> Environment:
         loader=PackageLoader("isotype.report", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_fit,
+        finalize=_replace_forbidden,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -86,7 +86,7 @@ def environment() -> Environment:
     return environment
 
 
-def _fit(value: Any) -> Any:
+def _replace_forbidden(value: Any) -> Any:
     """Replace each character of a text that XML forbids with U+FFFD. A `Markup` never contains one."""
     return _NOT_XML.sub("\ufffd", value) if type(value) is str else value
 

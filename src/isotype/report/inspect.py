@@ -206,7 +206,7 @@ def _plan_table(inspection: PlanInspection) -> Table:
             str(group.count),
             Text(group.stored),
             Text(group.storage + (" (pinned)" if group.pinned else ""), style="bold" if changed else ""),
-            Text(_how(group, renamed)),
+            Text(_how_words(group, renamed)),
             shapes_of(group),
             format_bytes(group.bytes),
         )
@@ -218,7 +218,7 @@ def _all_renamed(inspection: PlanInspection) -> bool:
     return all(group.how.startswith("renamed") for group in inspection.groups)
 
 
-def _how(group: PlanGroup, renamed: bool) -> str:
+def _how_words(group: PlanGroup, renamed: bool) -> str:
     how = (group.how.removeprefix("renamed").removeprefix(", ") or "as stored") if renamed else group.how
     many = group.sources // group.count
     return f"{how} (of {many})" if many > 1 and how != "as stored" else how

@@ -303,7 +303,7 @@ def _elements_by_dtype(model: Any) -> Counter[torch.dtype]:
 
 
 def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | None:
-    others = list(_not_in(optimizer, master))
+    others = list(_in_other_dtypes(optimizer, master))
     if not others:
         return None
     parameter, name, tensor = others[0]
@@ -315,12 +315,12 @@ def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | Non
 
 def raise_optimizer_state(optimizer: Any, master: torch.dtype) -> None:
     """Cast the optimizer state of parameters in `master` to `master`, because `optimizer.step` requires equal dtypes."""
-    for parameter, name, tensor in _not_in(optimizer, master):
+    for parameter, name, tensor in _in_other_dtypes(optimizer, master):
         if parameter.dtype == master:
             optimizer.state[parameter][name] = tensor.to(master)
 
 
-def _not_in(optimizer: Any, master: torch.dtype) -> Iterator[tuple[Any, str, Any]]:
+def _in_other_dtypes(optimizer: Any, master: torch.dtype) -> Iterator[tuple[Any, str, Any]]:
     """Yield (parameter, name, tensor) for parameters and moments in other dtypes than `master`."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         for name, tensor in {"parameter": parameter, **optimizer.state.get(parameter, {})}.items():

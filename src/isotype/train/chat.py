@@ -133,7 +133,7 @@ def chat(options: argparse.Namespace, console: Console) -> int:
         model, tokenizer, policy = load_for_inference(
             options.model, options.dtype, options.quantization, options.device, options.model_revision
         )
-    _check_writes(options.model, model, tokenizer)
+    _require_generation(options.model, model, tokenizer)
     pictures = [opened_picture(path, tokenizer) for path in options.image or ()]
     interactive = options.ask is None and sys.stdin.isatty()
     header, notes = _header(options, tokenizer, policy, interactive), policy.warnings
@@ -227,7 +227,7 @@ def option_problems(options: argparse.Namespace) -> list[Problem]:
     return problems
 
 
-def _check_writes(name: str, model: Any, tokenizer: Any) -> None:
+def _require_generation(name: str, model: Any, tokenizer: Any) -> None:
     if not model.can_generate():
         what, fix = f"{name}: a {type(without_peft(model)).__name__}", "give another model"
         raise UsageError.of("this model does not generate text", what, "a model with a language head", fix)

@@ -67,7 +67,7 @@ def adapted_model(
         if settings.start is not None:
             return _with_reference(settings, attach(model, settings.start))
         with _adapter_arguments():
-            model = _added_silently(model, policy, _peft_config(settings, model), adapt)
+            model = _add_lora_silently(model, policy, _peft_config(settings, model), adapt)
             if settings.init_lora_weights == LOFTQ:
                 begin_from_error(model, checkpoint, moments_of_run(checkpoint, settings.device))
             return _with_reference(settings, model)
@@ -231,7 +231,7 @@ def check_module_names(model: Any, config: Any) -> None:
 def _check_rank(model: Any, config: Any) -> None:
     """Raise UsageError if all adapted layers are narrower than the rank. If only some are, add a note to the model."""
     rank, targets = getattr(config, "r", None), getattr(config, "target_modules", None)
-    whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # heads that are trained, without an adapter
+    whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # these heads are trained without an adapter
     without = layers_read(model) if str(targets).lower() == "all-linear" else {}
     widths = [
         min(int(getattr(module, side)) for side in sides)
@@ -347,7 +347,7 @@ def weightless_model(
             raise UsageError.of("no check of this adapter is possible", what, expected, "start the training")
         plain = kind == "LORA"  # other kinds compute with their random initial values
         with _adapter_arguments(), torch.device("meta" if plain else "cpu"), NoDraws():
-            model = _added_silently(model, policy, lora, adapt)
+            model = _add_lora_silently(model, policy, lora, adapt)
     return fold_layers(model) if fold and not early else model
 
 
@@ -359,7 +359,7 @@ def _chosen_by_number(skipped: Iterable[str], lora: Any) -> bool:
     return any(map(_NUMBER.search, (*skipped, *names)))
 
 
-def _added_silently(model: Any, policy: PrecisionPolicy, config: Any, adapt: Adapt | None) -> Any:
+def _add_lora_silently(model: Any, policy: PrecisionPolicy, config: Any, adapt: Adapt | None) -> Any:
     """Call `add_lora` without its warnings. The command prints the same texts from `model.adapter_notes`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

@@ -72,7 +72,7 @@ def policy_of_run(
         return policy_by_ranges(checkpoint, request, device, when=when)
     policy, ranges = from_first(lambda: policy_by_ranges(checkpoint, request, device, when=when))
     known = None if ranges is None else (lambda measured=ranges: measured)
-    # All processes take the layers' formats of rank 0: another process may have measured another damage.
+    # All processes use the layers' formats of rank 0, because each process may have measured other values.
     mixed = request.quantization == MIXED
     request = as_decided(request, policy) if mixed else request
     mine, ranges = resolve_request(checkpoint.facts, request, device, checkpoint, measure=known)

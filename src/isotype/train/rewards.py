@@ -66,7 +66,7 @@ def check_rewards(settings: Settings, rewards: Mapping[str, Any], data: Mapping[
 
 
 def rewards_here(settings: Settings) -> tuple[dict[str, Any], list[str]]:
-    """Return (reward functions, notes) for a check. If the training's device is absent, a missing function is a note."""
+    """Return (reward functions, notes) for a check. Without the training's device, a missing function is only noted."""
     needed = "reward_funcs" in settings.command.specs
     if needed and not settings.reward_funcs and not settings.reward_model_name_or_path:
         return {}, [f"no reward is named yet: isotype {settings.method.name} needs --reward_funcs"]

@@ -44,16 +44,16 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             # Every step counts the stopped processes. Processes exchange signals only if the count is not 0.
             alone = trainer.accelerator.num_processes == 1
-            if (alone or trainer.steps.now.stops) and _agreed(trainer, stopped):
+            if (alone or trainer.steps.now.stops) and _any_process_stopped(trainer, stopped):
                 control.should_save = control.should_training_stop = True
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             # After a signal during an evaluation, the run makes no more step.
-            if _agreed(trainer, stopped):
+            if _any_process_stopped(trainer, stopped):
                 control.should_save = control.should_training_stop = True
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if _agreed(trainer, stopped):
+            if _any_process_stopped(trainer, stopped):
                 control.should_training_stop = True
 
     def request_stop(signum: int, frame: FrameType | None) -> None:
@@ -84,8 +84,8 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_IGN if ending else handler)
 
 
-def _agreed(trainer: Any, stopped: list[int]) -> bool:
-    """Return True in every process if any process has received a stop signal. All processes stop after the same step."""
+def _any_process_stopped(trainer: Any, stopped: list[int]) -> bool:
+    """Return True in every process if any process has received a signal, so that all stop after the same step."""
     if trainer.accelerator.num_processes > 1:
         number = torch.tensor([stopped[0] if stopped else 0], device=trainer.args.device)
         numbers = trainer.accelerator.gather(number).tolist()

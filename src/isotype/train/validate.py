@@ -64,7 +64,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def _refuse_first(*groups: Iterable[Problem]) -> None:
-    """Raise UsageError with all problems of the first group that has any. Later groups are not read."""
+    """Raise UsageError with all problems of the first group that has any. Later groups are not checked."""
     if problems := next(filter(None, map(list, groups)), None):
         raise UsageError("invalid arguments", problems)
 

@@ -140,7 +140,7 @@ def learned(
     _in_float32(model, policy, deferred)
     rows = fitting(rows, tokenizer, model, tokens)
     size = sum(len(ids) for ids, _ in rows.texts) * _vocabulary(model) * 4
-    result = Learned(rows, max(1, -(-size // _STORED)), _pictured(model, tokenizer))
+    result = Learned(rows, max(1, -(-size // _STORED)), _image_sample(model, tokenizer))
     base, before = result.run(model)
     result.logits, after = result.run(trained(adapter, policy))
     result.base = result.difference(base).mean_kl
@@ -150,7 +150,7 @@ def learned(
     return result
 
 
-def _pictured(model: Any, tokenizer: Any) -> dict[str, Any] | None:
+def _image_sample(model: Any, tokenizer: Any) -> dict[str, Any] | None:
     """Return the inputs for `Learned.pictured`. `logits_to_keep` makes the model return only the text's logits."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return None

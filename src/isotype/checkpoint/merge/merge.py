@@ -181,7 +181,7 @@ def _check_parts(adapter: Adapter, stored: str | None, config: Any) -> None:
         name = next((name for name in map(base_name, biased) if modules[name].bias is None), None)
         if name is not None:
             raise _unmergeable(adapter, f"it adds a bias to {name}, which has none")
-    name = _experts(config) if stored in QUANTIZATIONS else None
+    name = _stacked_expert(config) if stored in QUANTIZATIONS else None
     if name is not None:
         what, expected = (
             f"{adapter.base}: {name}",
@@ -192,7 +192,7 @@ def _check_parts(adapter: Adapter, stored: str | None, config: Any) -> None:
         raise UsageError.of(f"experts cannot be merged into {stored}", what, expected, fix)
 
 
-def _experts(config: Any) -> str | None:
+def _stacked_expert(config: Any) -> str | None:
     """Return the name of a stacked expert weight, which transformers cannot read if it is quantized; None without one."""
     return next((f"{name}.{leaf}" for name, _, leaf in stacked_weights(blank_model(config))), None)
 
@@ -299,7 +299,7 @@ def _formats_to_try(
             base = f"--base {shlex.quote(str(adapter.base))} "
         original = resolve_precision(str(adapter.base), "float32", device="cpu", revision=adapter.revision)
     forms = []
-    if _experts(checkpoint.model_config) is None:
+    if _stacked_expert(checkpoint.model_config) is None:
         forms.append(Candidate(f"{base}--quantization nf4", "nf4", 4.5, original))
         forms.append(Candidate("--quantization int8", "int8", 8, policy))
     if is_exportable(checkpoint.model_config, tokenizer):

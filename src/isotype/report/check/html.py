@@ -138,7 +138,7 @@ def _memory(report: Record) -> Content | None:
         over = shown is not None and total > shown
         rows.append((phase, stacked(parts, format_bytes, scale), over, format_bytes(total)))
     return {
-        "limit": _limit(memory.peak, capacity, shown),
+        "limit": _limit_words(memory.peak, capacity, shown),
         "capacity": shown and shown / scale,
         "rows": rows,
         "ticks": axis(scale / size),
@@ -149,7 +149,7 @@ def _memory(report: Record) -> Content | None:
     }
 
 
-def _limit(peak: int, capacity: int | None, shown: int | None) -> str:
+def _limit_words(peak: int, capacity: int | None, shown: int | None) -> str:
     if capacity is None:
         return "the size of this device's memory is unknown"
     if shown is None:
@@ -202,14 +202,14 @@ def _finding(number: int, finding: Finding, report: Record) -> Content:
         "number": number,
         "module": named(finding.module),
         "about": [part for part in (finding.op, finding.phase, short_source(finding.source)) if part],
-        "operands": [(o.role, dtype_name(o.dtype), str(list(o.shape)), _maker(o)) for o in finding.operands],
+        "operands": [(o.role, dtype_name(o.dtype), str(list(o.shape)), _origin(o)) for o in finding.operands],
         "cost": [] if cost is None else cost_clauses(cost, title),
         "places": _places(finding, report),
         "fixes": [_fix(fix) for fix in finding.fixes],
     }
 
 
-def _maker(operand: Operand) -> str:
+def _origin(operand: Operand) -> str:
     origin = operand.origin
     at = short_source(origin.source)
     return " ".join(part for part in (origin.kind, origin.name, f"({at})" if at else "") if part)

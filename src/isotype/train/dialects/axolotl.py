@@ -40,7 +40,7 @@ def topics(reader: Reader) -> None:
 
 
 def _intervals(reader: Reader) -> None:
-    every = reader.get("save_steps") or _share(reader, "saves_per_epoch")
+    every = reader.get("save_steps") or _share_of_steps(reader, "saves_per_epoch")
     steps = {"save_strategy": "steps", "save_steps": every}
     reader.use(
         "save_steps saves_per_epoch save_strategy",
@@ -48,7 +48,7 @@ def _intervals(reader: Reader) -> None:
     )
     names = "eval_steps evals_per_epoch eval_strategy evaluation_strategy"
     if share := reader.typed("val_set_size", "a number above 0", None):
-        every = reader.get("eval_steps") or _share(reader, "evals_per_epoch")
+        every = reader.get("eval_steps") or _share_of_steps(reader, "evals_per_epoch")
         strategy = reader.get("eval_strategy", reader.get("evaluation_strategy"))
         steps = {"eval_steps": every}  # `steps` is the default strategy with --eval_split
         reader.use(names, **steps if every and strategy != "no" else {"eval_strategy": strategy or "epoch"})
@@ -57,8 +57,8 @@ def _intervals(reader: Reader) -> None:
     reader.use("val_set_size")
 
 
-def _share(reader: Reader, name: str) -> float | None:
-    """Return the interval of saves or evaluations as a share of all steps; None for 1. `name` counts them per epoch."""
+def _share_of_steps(reader: Reader, name: str) -> float | None:
+    """Return the interval in `name` (times per epoch) as a share of all steps. Return None for all steps or more."""
     often = reader.typed(name, "a number above 0", None)
     epochs = reader.typed("num_epochs", "a number above 0", 1)
     share = 1 / (often * epochs) if often else 1

@@ -54,8 +54,8 @@ class Reader:
     Attributes:
         given: the values in the file by name. A name in a group is written `group.name`.
         values: the translated values by isotype's names.
-        used: maps a translated name to isotype's names; to no names if isotype always does what the name requests.
-        notes: maps a sentence on what isotype does instead to the names that were left out.
+        used: translated name -> isotype's names, or no names if isotype always does what the translated name requests.
+        notes: note on what isotype does instead -> the names that were left out.
         trains: True if the data sets must be on this machine, because a training reads them.
     """
 
@@ -96,14 +96,14 @@ class Reader:
         return default
 
     def use(self, names: str, **ours: Any) -> None:
-        """Record that `names` are translated into `ours`; into nothing if isotype always does what the names request."""
+        """Record that `names` are translated into `ours`. Without `ours`, isotype always does what the names request."""
         self.values.update(ours)
-        for name in self._open(names):
+        for name in self._unsettled(names):
             self.used[name] = list(ours)
             self._settled.add(name)
 
     def note(self, effect: str, names: str) -> None:
-        for name in self._open(names):
+        for name in self._unsettled(names):
             self.notes.setdefault(OFF if self.get(name) in (None, False) else effect, []).append(name)
             self._settled.add(name)
 
@@ -141,7 +141,7 @@ class Reader:
 
     def finish(self) -> None:
         """Translate, leave out or refuse each unsettled name. Drop values for which the method has no argument."""
-        for name in self._open(" ".join(self.given)):
+        for name in self._unsettled(" ".join(self.given)):
             self._settle(name, self.given[name])
         self.values = tables()[self.table]["defaults"] | self.values
         by_method = tables()["of_methods"].items()
@@ -188,7 +188,7 @@ class Reader:
             fix = f"did you mean {near[0]}? Else remove it" if near else _REMOVE
             self.refuse(name, f"a name of {table['title']} that isotype translates", fix)
 
-    def _open(self, names: str) -> list[str]:
+    def _unsettled(self, names: str) -> list[str]:
         """Return the file's names that match `names` (names or patterns) and are not settled yet."""
         patterns = names.split()
         left = (name for name in self.given if name not in self._settled)
@@ -286,7 +286,7 @@ def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> No
     if absent and not reader.trains:
         reader.note(NOT_HERE.format(listed(absent)), names)
         rows = []
-    columns = _pairs(rows[0].renamed) if rows else None
+    columns = _columns_argument(rows[0].renamed) if rows else None
     if len(rows) > 1 or (
         rows and (rows[0].files or columns is None or not re.fullmatch(r"\w+", rows[0].split))
     ):
@@ -305,7 +305,7 @@ def use_rows(reader: Reader, names: str, rows: Sequence[Rows], whole: str) -> No
     reader.use(f"{names} {whole}")
 
 
-def _pairs(columns: Mapping[str, list[str]]) -> str | None:
+def _columns_argument(columns: Mapping[str, list[str]]) -> str | None:
     """Return the value of `--columns` for `columns`, or None if `--columns` cannot express them."""
     if columns == _ALPACA:
         return "alpaca"

@@ -246,7 +246,7 @@ def skipping_optimizer(optimizer: Any, accelerator: Any, device: torch.device) -
 
 
 Replay = NonFinite | str
-"""Result of a repeated step: the first value that is not finite, the reason if unknown, or "" if all are finite."""
+"""Result of running a step again: the first value that is not finite, or why it is unknown; "" if all are finite."""
 
 
 @dataclass

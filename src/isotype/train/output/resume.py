@@ -194,9 +194,9 @@ _NAMES: Any = table(__file__, "identity.json")
 # Arguments of transformers that change a run's results, and arguments of TRL that do not.
 _DECISIVE, _INDECISIVE = _NAMES["decisive"].split(), _NAMES["indecisive"].split()
 _POLICY: Mapping[str, str | None] = _NAMES["policy"]
-"""Maps a field of the policy to the argument that sets it, or to None."""
+"""Field of the policy -> the argument that sets the field, or None."""
 _PARTS = {True: "language", False: "all"}
-"""Maps whether the policy's `dense` names modules to the value of `--quantized_parts`."""
+"""True if the policy's `dense` names modules, else False -> the value of `--quantized_parts`."""
 _BATCH = "rows in an optimizer step"
 _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("dataset_name", "dataset_config")}
 

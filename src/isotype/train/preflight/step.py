@@ -96,15 +96,15 @@ class PlannedStep:
             model, _ = self.model(None)
             if not getattr(model, "supports_gradient_checkpointing", True):
                 return Choice(None, f"{type(model).__name__} has no gradient checkpointing")
-            if not self.room.holds(self._least):  # a trace without recomputation is not needed
-                least = format_bytes(self._least)
+            if not self.room.holds(self._least_bytes):  # a trace without recomputation is not needed
+                least = format_bytes(self._least_bytes)
                 return Choice(CHECKPOINTING, f"weights and adapters alone take {least}: {self.room.words}")
             return choose(lambda arguments: self._foreseen(arguments).memory.peak, self.room)
         except IsotypeError as error:
             return Choice(CHECKPOINTING, f"memory without recomputation is unknown: {error.headline}")
 
     @cached_property
-    def _least(self) -> int:
+    def _least_bytes(self) -> int:
         """Bytes of the weights, adapters and buffers, which every step needs."""
         return sum(self.constant_bytes(None).values())
 
@@ -128,7 +128,7 @@ class PlannedStep:
         if not plan.packed:
             return False
         model, _ = self.model(None)
-        if _by_lengths(plan, model):
+        if _attends_by_lengths(plan, model):
             return bool(why_whole_rows(model))
         inputs = _inputs(replace(plan, rows=1), _TRIAL, model)
         step = StepRequest(model, inputs, self.policy, plan.device, phases=("forward",))
@@ -142,7 +142,7 @@ class PlannedStep:
             rows, tokens = one_a_row(lengths or plan.lengths, tokens, rows)
             return _inputs(replace(plan, rows=rows, packed=False), tokens, model)
         # A variable-length kernel needs no mask, and its trace needs the device.
-        known = self.by_tokens and plan.unpads and not _by_lengths(plan, model)
+        known = self.by_tokens and plan.unpads and not _attends_by_lengths(plan, model)
         return _inputs(plan, tokens, model, fullest_batch(lengths, tokens, rows) if known else ())
 
     def request(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> StepRequest:
@@ -211,7 +211,7 @@ class PlannedStep:
     def alternative(self, choice: Choice) -> str:
         """Describe the cost of the opposite choice, all layers recomputed or none; "" if most memory is free."""
         room = self.room.size
-        if room is None or self.plan.unforeseen or self._least > room:
+        if room is None or self.plan.unforeseen or self._least_bytes > room:
             return ""
         every = choice.arguments is None
         try:
@@ -351,13 +351,13 @@ def _inputs(plan: StepPlan, length: int, model: Any, lengths: Sequence[Sequence[
         prompt=min(prompt, length - 1),
         completion=min(plan.completion, length - 1),
         reference=plan.reference,
-        packed=plan.packed and not _by_lengths(plan, model),
+        packed=plan.packed and not _attends_by_lengths(plan, model),
         pictures=plan.pictures,
         lengths=lengths,
     )
 
 
-def _by_lengths(plan: StepPlan, model: Any) -> bool:
+def _attends_by_lengths(plan: StepPlan, model: Any) -> bool:
     """Return True if the training's attention uses the lengths of packed documents. Rows are then traced unpacked."""
     profile = device_profile(plan.device)
     base = without_peft(model)

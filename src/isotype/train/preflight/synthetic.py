@@ -58,7 +58,7 @@ def synthetic_batch(
         ids[:, begin : begin + len(tokens)] = torch.tensor(tokens, dtype=ids.dtype)
     classifier = type(base).__name__.endswith("ForSequenceClassification")
     if classifier and getattr(base.config, "is_encoder_decoder", False):
-        # transformers scores the state of this token, and raises an error if there is none.
+        # transformers takes a row's scores from its end token, and raises an error for a row without one.
         ids[:, -1] = base.config.eos_token_id
     batch["labels"] = torch.zeros(rows, dtype=torch.long) if classifier else ids.clone()
     if pictures is not None and not classifier:

@@ -61,7 +61,7 @@ class Lengths:
         return f"{rows} begin with the beginning-of-text token, which the tokenizer adds again; remove it from the rows"
 
     def cut(self, limit: int | None, whole: bool = False) -> str | None:
-        """Describe rows of more than `limit` tokens; None without any. `whole`: these rows are left out, not cut."""
+        """Describe the rows of more than `limit` tokens, which are cut, or left out if `whole` is True; else None."""
         over = [length - limit for length in self.tokens if limit is not None and length > limit]
         if not over:
             return None
@@ -276,7 +276,8 @@ class RowTokens:
         """Return the number of tokens in a row's prompt; 0 without a prompt, and if the model generates the answers."""
         if "input_ids" in row or METHODS[self.method].loss == "policy":
             return 0
-        prompt, answer = row.get("prompt") or _begun_alike(row), row.get("messages") or row.get("completion")
+        prompt = row.get("prompt") or _common_beginning(row)
+        answer = row.get("messages") or row.get("completion")
         if only_assistant and isinstance(answer, list) and isinstance(prompt, list):
             prompt = [*prompt, *takewhile(lambda turn: turn["role"] != "assistant", answer)]
         ids = self._ids(prompt, None, row.get("tools")) if prompt else ()
@@ -313,8 +314,8 @@ class RowTokens:
         return [*ids, *end] if ends and answer is not None and ids[-1:] != end else ids
 
 
-def _begun_alike(row: Mapping[str, Any]) -> Any:
-    """Return the common beginning of a pair's answers, which TRL takes as the prompt. A rest of each answer remains."""
+def _common_beginning(row: Mapping[str, Any]) -> Any:
+    """Return the common beginning of a pair's answers, which TRL takes as the prompt. No answer becomes empty."""
     chosen, rejected = row.get("chosen") or [], row.get("rejected") or []
     alike = max(0, min(alike_at_start(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
     return chosen[: alike - (chosen[alike - 1 : alike] == " ")]

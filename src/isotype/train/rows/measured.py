@@ -85,7 +85,7 @@ def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
     try:
         record = from_json((folder / JSON_NAME).read_text(encoding="utf-8"))
         settings = _settings(record, folder)
-        split, rows = _rows(settings)
+        split, rows = _test_or_training_rows(settings)
         tokenizer = tokenizer_of(adapter)
     except (IsotypeError, ValueError, OSError, SystemExit) as error:
         return None, f"the rows of the training were not read again: {first_line(error)}"
@@ -134,7 +134,7 @@ def _settings(record: RunRecord, folder: Path) -> Settings:
     return settings_of(command)
 
 
-def _rows(settings: Settings) -> tuple[str, Any]:
+def _test_or_training_rows(settings: Settings) -> tuple[str, Any]:
     """Return (name, rows) of the test split, or of the training split if there is no test split."""
     try:
         data = training_data(settings, lambda line: None, evaluates=True)
