@@ -400,7 +400,7 @@ def test_the_first_process_computes_and_all_have_it(processes: Processes) -> Non
             computed.append(rank)
             return 10 + rank
 
-        return launched.from_first(own)
+        return launched.from_rank_0(own)
 
     assert processes.both(compute) == [10, 10]
     assert computed == [0]
@@ -411,7 +411,7 @@ def test_what_the_first_process_raises_all_raise(processes: Processes) -> None:
         def own() -> int:
             raise UsageError(f"no, says {rank}")
 
-        return launched.from_first(own)
+        return launched.from_rank_0(own)
 
     assert [error.headline for error in processes.both(compute)] == ["no, says 0", "no, says 0"]
 

@@ -255,10 +255,8 @@ def _require_config_and_weights(directory: Path, no_weights: bool) -> None:
         expected = "the model that the adapter was trained on"
         raise CheckpointError.of("an adapter, not a model", what, expected, fix)
     if adapter.is_file() and (directory / "config.json").is_file():
-        expected, fix = (
-            "only one of the two: transformers would load both",
-            "put the adapter into a separate directory",
-        )
+        expected = "only one of the two: transformers would load both"
+        fix = "put the adapter into a separate directory"
         raise CheckpointError.of("a model and an adapter in one directory", what, expected, fix)
     if not (directory / "config.json").is_file():
         expected = "config.json and model.safetensors, or a .gguf file"

@@ -140,15 +140,15 @@ def plan_of_request(request: PlanRequest) -> Plan:
         pick = chosen[profile.name]
         devices.append(
             Device(
-                profile.name,
-                profile.title,
-                profile.memory_bytes,
-                searches[0].rooms[profile.name].words,
-                rates[profile.name],
-                _dtype_notes(device_rows, profile),
-                None if pick is None else marked[device_rows.index(pick)],
-                marked,
-                None if pick is not None else _devices_needed(request, profile, device_rows),
+                name=profile.name,
+                title=profile.title,
+                memory=profile.memory_bytes,
+                room=searches[0].rooms[profile.name].words,
+                rates=rates[profile.name],
+                notes=_dtype_notes(device_rows, profile),
+                chosen=None if pick is None else marked[device_rows.index(pick)],
+                rows=marked,
+                enough=None if pick is not None else _devices_needed(request, profile, device_rows),
             )
         )
     refused = dict.fromkeys(reason for search in searches for reason in search.refused)
@@ -157,13 +157,13 @@ def plan_of_request(request: PlanRequest) -> Plan:
     fewer = f"rows of {length} tokens instead of {request.length}: the model has no more positions"
     shortened = [fewer] if request.length and request.length > length else []
     return Plan(
-        request.step.source,
-        request.step.method,
-        _settings(request, notes),
-        request.goal,
-        tuple(devices),
-        tuple(refused),
-        (*notes, *shortened, *_notes(request)),
+        model=request.step.source,
+        method=request.step.method,
+        settings=_settings(request, notes),
+        goal=request.goal,
+        devices=tuple(devices),
+        refused=tuple(refused),
+        notes=(*notes, *shortened, *_notes(request)),
     )
 
 
@@ -342,16 +342,16 @@ def fitting_lighter(request: PlanRequest, config: Any) -> tuple[str, PlanRequest
     rows: dict[str, list[Row]] = {}
 
     def fits(candidate: tuple[str, PlanRequest]) -> bool:
-        given_up, less = candidate
-        rows[given_up] = _bounded_rows(less)
-        return any(row.fits for row in rows[given_up])
+        dropped, less = candidate
+        rows[dropped] = _bounded_rows(less)
+        return any(row.fits for row in rows[dropped])
 
     if not candidates:
         return None
     # Each request needs less memory than the request before. The first request often fits, so it is tried first.
     at = 0 if fits(candidates[0]) else bisect_left(candidates, True, lo=1, key=fits)
-    given_up, less = candidates[min(at, len(candidates) - 1)]
-    return given_up, less, rows[given_up]
+    dropped, less = candidates[min(at, len(candidates) - 1)]
+    return dropped, less, rows[dropped]
 
 
 def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanRequest]]:
@@ -359,17 +359,17 @@ def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanReques
     names = _layers_beside_experts(request, config)
     if not names:
         return
-    given_up, less = f"adapters on experts (they stay on {', '.join(names)})", _with_targets(names, request)
+    dropped, less = f"adapters on experts (they stay on {', '.join(names)})", _with_targets(names, request)
     on_gpu = all(device_profile(name).kind == "cuda" for name in request.devices)
     if on_gpu and "optim" not in request.command.values:
         yield "optimizer states in 32 bits (--optim adamw_bnb_8bit)", _with_8_bit_states(request)
-        yield given_up, less
-        given_up, less = f"{given_up}, optimizer states in 32 bits", _with_8_bit_states(less)
-    yield given_up, less
-    yield from _with_least_memory(given_up, less)
+        yield dropped, less
+        dropped, less = f"{dropped}, optimizer states in 32 bits", _with_8_bit_states(less)
+    yield dropped, less
+    yield from _with_least_memory(dropped, less)
 
 
-def _with_least_memory(given_up: str, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+def _with_least_memory(dropped: str, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     """Unless the user chose a storage, yield requests with nf4 and recomputed layers, then also with shorter rows."""
     step, command = request.step, request.command
     if not request.quantize or step.precision.quantization is not None or step.precision.storage is not None:
@@ -378,13 +378,13 @@ def _with_least_memory(given_up: str, request: PlanRequest) -> Iterator[tuple[st
     step = replace(step, precision=replace(step.precision, quantization="nf4", double_quant=True))
     if step.auto:
         step = replace(step, auto=False, checkpointing=CHECKPOINTING)
-    given_up = f"{given_up}, 32-bit constants of 4-bit weights (--use_bnb_nested_quant)"
-    yield given_up, replace(request, step=step, command=command)
+    dropped = f"{dropped}, 32-bit constants of 4-bit weights (--use_bnb_nested_quant)"
+    yield dropped, replace(request, step=step, command=command)
     if request.length is not None:
         return
     for tokens in _SHORTER:
         less = replace(request, step=step, command=command.but(max_length=tokens), length=tokens)
-        yield f"{given_up}, rows of more than {tokens} tokens", less
+        yield f"{dropped}, rows of more than {tokens} tokens", less
 
 
 def _with_8_bit_states(request: PlanRequest) -> PlanRequest:
@@ -470,5 +470,5 @@ def words_of(row: Row) -> str:
     times = f" × {row.accumulation}" if row.accumulation > 1 else ""
     return (
         f"planned: {row.storage}, {plural(row.rows, 'row')} of {row.length:,} tokens{times}, checkpointing {row.checkpointing}: "
-        f"{format_bytes(row.peak)} of the {format_bytes(row.room)} that it may use{expected}"
+        f"{format_bytes(row.peak)} of the {format_bytes(row.room)} that a step may use{expected}"
     )

@@ -29,7 +29,7 @@ def nearest(request: PlanRequest) -> tuple[Row | None, str]:
 
     Smaller micro-batches are tried first, then recomputation, then other storages, then shorter rows.
     """
-    step, given_up = request.step, None
+    step, lighter = request.step, None
     again = replace(step, auto=False, checkpointing=CHECKPOINTING)
     (search,), _ = searches_of(request, bounded=True)
 
@@ -48,15 +48,15 @@ def nearest(request: PlanRequest) -> tuple[Row | None, str]:
         rows = rows_with(again, quantize=quantize, longest=True)
         if (fits := chosen_row(search, rows, request.goal)) is None and not is_out_of_reach(rows):
             less = replace(request, step=again, quantize=quantize, longest=False)
-            given_up = fitting_lighter(less, search.config)
-            fits = picked(given_up[2], request.goal) if given_up else None
+            lighter = fitting_lighter(less, search.config)
+            fits = picked(lighter[2], request.goal) if lighter else None
         if fits is not None:
             return fits, ""
-    return None, _clause(search, rows, given_up)
+    return None, _clause(search, rows, lighter)
 
 
-def _clause(search: Search, rows: Sequence[Row], given_up: Any = None) -> str:
-    """Return a clause about rows that do not fit: storage and memory. `given_up` is the result of `fitting_lighter`."""
+def _clause(search: Search, rows: Sequence[Row], lighter: Any = None) -> str:
+    """Return a clause about rows that do not fit: storage and memory. `lighter` is the result of `fitting_lighter`."""
     tried, untraced = [], []
     for row in rows:
         storage = f"{row.storage} {row.sharding}".strip()
@@ -68,9 +68,9 @@ def _clause(search: Search, rows: Sequence[Row], given_up: Any = None) -> str:
             untraced.append(f"{format_bytes(row.peak)} in {storage}")
     if untraced:
         tried.append(f"not traced: weights and adapters alone exceed the limit: {', '.join(untraced)}")
-    if given_up is not None and given_up[2]:
-        least = min(given_up[2], key=lambda row: row.peak)
-        tried.append(f"{least.storage} without {given_up[0]} needs at least {format_bytes(least.peak)}")
+    if lighter is not None and lighter[2]:
+        least = min(lighter[2], key=lambda row: row.peak)
+        tried.append(f"{least.storage} without {lighter[0]} needs at least {format_bytes(least.peak)}")
     limit = next(iter(search.rooms.values()))
     return f"no settings with less memory fit into {limit}: {'; '.join(dict.fromkeys((*tried, *search.refused)))}"
 

@@ -260,7 +260,8 @@ def _work(row: Row, work: Workload) -> str:
     if work.packed_seconds is not None:
         text += f"; with --packing: {_hours(row, work.packed_seconds)}"
     if work.cut:
-        text += f"; {format_share(work.cut)} of the rows are longer than {row.length:,} tokens and are {'left out' if row.command.method == 'reward' else 'cut'}"
+        done = "left out" if row.command.method == "reward" else "cut"
+        text += f"; {format_share(work.cut)} of the rows are longer than {row.length:,} tokens and are {done}"
     return text
 
 

@@ -445,8 +445,10 @@ class Trace:
 
 def _lines(trace: Trace) -> Iterator[str]:
     setup = trace.setup
+    model = trace.model or trace.modules.get("", "a step")
     autocast = "off" if setup.autocast is None else dtype_name(setup.autocast)
-    yield f"{trace.model or trace.modules.get('', 'a step')} on {setup.profile.title}   autocast {autocast}   scaler {'on' if setup.scaler else 'off'}"
+    scaler = "on" if setup.scaler else "off"
+    yield f"{model} on {setup.profile.title}   autocast {autocast}   scaler {scaler}"
     for phase, calls in groupby(trace.calls, lambda call: call.phase):
         yield phase
         entered: tuple[str, ...] = ()

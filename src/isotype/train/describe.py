@@ -52,17 +52,22 @@ def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | 
     packed = getattr(args, "packing", False) or getattr(args, "padding_free", False)
     beyond = [] if limit is None or packed else [length - limit for length in tokens if length > limit]
     packs = len(rows) if getattr(args, "packing", False) and lengths is not None else None
+    held_back = evaluated.values() if isinstance(evaluated, dict) else [evaluated or ()]
+    padding = 0.0 if tokens else None
+    if tokens and not packed:
+        cut = [min(length, limit or length) for length in tokens]
+        padding = padding_share(cut, args.per_device_train_batch_size)
     return DataSummary(
         rows=len(rows) if packs is None or lengths is None else lengths.rows,
-        held_back=0 if evaluated is None else sum(map(len, evaluated.values())) if isinstance(evaluated, dict) else len(evaluated),
+        held_back=sum(map(len, held_back)),
         effective_batch=batch,
         epochs=float(state.epoch) if state.epoch else planned_epochs(args, len(rows), batch),
         lengths=percentiles(tokens) if tokens else None,
         cut_rows=round(len(beyond) * lengths.rows / len(tokens)) if lengths is not None and beyond else 0,
         cut_share=sum(beyond) / sum(tokens) if beyond else 0.0,
-        padding_share=None if not tokens else 0.0 if packed else padding_share([min(n, limit or n) for n in tokens], args.per_device_train_batch_size),
+        padding_share=padding,
         packs=packs,
-    )  # fmt: skip
+    )
 
 
 def planned_epochs(args: Any, rows: int, batch: int) -> float:
@@ -354,8 +359,8 @@ def record(
 
 
 def _hyperparameters(settings: Settings) -> tuple[tuple[str, str], ...]:
-    other = "num_train_epochs" if settings.max_steps > 0 else "max_steps"  # the shorter of the two
-    names = [name for name in _SETTINGS if name != other and name in settings.command.specs]
+    unused = "num_train_epochs" if settings.max_steps > 0 else "max_steps"
+    names = [name for name in _SETTINGS if name != unused and name in settings.command.specs]
     rows = [(name, str(settings.value(name))) for name in names]
     if settings.use_peft:
         rows += [(name, _words(settings.value(name))) for name in _OF_ADAPTERS]

@@ -64,7 +64,7 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def from_first(compute: Callable[[], T]) -> T:
+def from_rank_0(compute: Callable[[], T]) -> T:
     """Call `compute` in rank 0 only. Return the result, or raise the exception, in every process."""
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return compute()

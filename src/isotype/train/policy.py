@@ -26,7 +26,7 @@ from isotype.precision.devices.attention import has_faulty_cudnn
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 from isotype.precision.policy import DEFAULT_LOSS_SCALE, PrecisionPolicy, read_moments
 from isotype.precision.ranges import FLOAT16_LARGEST, Ranges
-from isotype.train.launched import from_first, processes
+from isotype.train.launched import from_rank_0, processes
 
 Result = TypeVar("Result", bound=Ranges | Damages)
 
@@ -70,7 +70,7 @@ def policy_of_run(
     """Return the result of `policy_by_ranges` in all processes of a run. Only rank 0 measures."""
     if processes() == 1:
         return policy_by_ranges(checkpoint, request, device, when=when)
-    policy, ranges = from_first(lambda: policy_by_ranges(checkpoint, request, device, when=when))
+    policy, ranges = from_rank_0(lambda: policy_by_ranges(checkpoint, request, device, when=when))
     known = None if ranges is None else (lambda measured=ranges: measured)
     # All processes use the layers' formats of rank 0, because each process may have measured other values.
     mixed = request.quantization == MIXED
@@ -88,7 +88,7 @@ def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tenso
         damages = damages or _measured(measure_quality, local, device_profile(device))
         return {layer.module: layer.moments for layer in damages.layers}
 
-    return {name: read_moments(text) for name, text in from_first(measured).items()}
+    return {name: read_moments(text) for name, text in from_rank_0(measured).items()}
 
 
 def _measured(measure: Callable[..., Result], checkpoint: Checkpoint, profile: DeviceProfile) -> Result:

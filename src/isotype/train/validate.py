@@ -367,10 +367,8 @@ def check_policy(settings: Settings, policy: PrecisionPolicy) -> None:
         raise PrecisionError.of("flash-attn has no kernel for float32", what, "bfloat16 or float16", fix)
     for flag, name, other in (("bf16", "bfloat16", "float16"), ("fp16", "float16", "bfloat16")):
         if settings.command.given(flag) is False and dtype_name(policy.compute) == name:
-            headline, expected = (
-                "the arguments disagree about precision",
-                "a compute dtype that no argument excludes",
-            )
+            headline = "the arguments disagree about precision"
+            expected = "a compute dtype that no argument excludes"
             what = f"--dtype auto, which is {name} in this run, and --{flag} False"
             raise PrecisionError.of(headline, what, expected, f"--dtype float32, or --dtype {other}")
 

@@ -183,10 +183,8 @@ def _check_parts(adapter: Adapter, stored: str | None, config: Any) -> None:
             raise _unmergeable(adapter, f"it adds a bias to {name}, which has none")
     name = _stacked_expert(config) if stored in QUANTIZATIONS else None
     if name is not None:
-        what, expected = (
-            f"{adapter.base}: {name}",
-            "only linear layers: transformers cannot read quantized stacked experts",
-        )
+        what = f"{adapter.base}: {name}"
+        expected = "only linear layers: transformers cannot read quantized stacked experts"
         gguf = ", or --gguf q8_0" if is_exportable(config, None) else ""
         fix = f"--dtype bfloat16{gguf}; or use the adapter with its base in {stored}"
         raise UsageError.of(f"experts cannot be merged into {stored}", what, expected, fix)

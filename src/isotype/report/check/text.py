@@ -31,7 +31,7 @@ from isotype.report.check.cost import (
     time_rows,
 )
 from isotype.report.check.map import layer_counts, split_layer
-from isotype.report.check.record import Record, Status, repair_outlook
+from isotype.report.check.record import Outlook, Record, Status, repair_outlook
 from isotype.report.text import format_share, short_source, width_of
 from isotype.rules.ist605_memory import unquantized_experts
 
@@ -226,16 +226,18 @@ def next_steps(report: Record, commands: bool = True) -> list[tuple[str, str]]:
     """Return (label, sentence) for each next step of the user. With `commands`, the fixes contain their commands."""
     outlook = repair_outlook(report)
     every = plural(sum(map(len, outlook.values())), "finding")
-    repair = "isotype.repair(model, isotype.check(model, …))"
-    unsafe = "isotype.repair(model, report, unsafe=True)"
-    rows = [
-        ("repair", f"{repair} resolves {len(outlook['repair']):,} of {every}; isotype check --fix prints the changes", outlook["repair"]),
-        ("unsafe", f"{unsafe} resolves {len(outlook['unsafe']):,} of {every} by an unsafe change", outlook["unsafe"]),
-        ("untried", f"isotype.repair(model, report) tries the fixes of {len(outlook['untried']):,} of {every}", outlook["untried"]),
-        *(("to do", order, outlook["caller"]) for order in _orders(outlook["caller"], commands)),
-        ("left", f"no fix is known for {len(outlook['left']):,} of {every}", outlook["left"]),
-    ]  # fmt: skip
-    steps = [(label, text) for label, text, findings in rows if findings]
+    share = {group: f"{len(findings):,} of {every}" for group, findings in outlook.items()}
+    repair = f"isotype.repair(model, isotype.check(model, …)) resolves {share['repair']}"
+    unsafe = f"isotype.repair(model, report, unsafe=True) resolves {share['unsafe']}"
+    rows: list[tuple[Outlook, str]] = [
+        ("repair", f"{repair}; isotype check --fix prints the changes"),
+        ("unsafe", f"{unsafe} by an unsafe change"),
+        ("untried", f"isotype.repair(model, report) tries the fixes of {share['untried']}"),
+        *[("caller", order) for order in _orders(outlook["caller"], commands)],
+        ("left", f"no fix is known for {share['left']}"),
+    ]
+    labels = {"caller": "to do"}
+    steps = [(labels.get(group, group), text) for group, text in rows if outlook[group]]
     if report.ranges in ("known", "unknown"):
         steps.append(("measure", _MEASURE))
     if report.findings:

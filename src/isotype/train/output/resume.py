@@ -28,7 +28,7 @@ from isotype.report.text import say
 from isotype.train.command.command import Command
 from isotype.train.command.settings import Settings
 from isotype.train.initial_adapter import FIELDS_OF_CONFIG, LOFTQ, sorted_names
-from isotype.train.launched import from_first, processes
+from isotype.train.launched import from_rank_0, processes
 from isotype.train.output import checkpoints
 
 _NO_RESUME = (None, False, "False", "false")
@@ -242,7 +242,7 @@ def identity_of(
     }
     identity: dict[str, Any] = json.loads(json.dumps(settings_by_name, default=_plain))
     # The day that the checkpoint records, or today in rank 0.
-    identity[TEMPLATE_DATE] = from_first(lambda: template_date(resume) or date.today()).isoformat()
+    identity[TEMPLATE_DATE] = from_rank_0(lambda: template_date(resume) or date.today()).isoformat()
     if resume is not None:
         check_resume(identity, resume)
     return identity

@@ -20,7 +20,7 @@ from isotype.records.request import DEEPSPEED
 from isotype.train.command.command import Command
 from isotype.train.command.settings import Settings
 from isotype.train.initial_adapter import is_its_own_reference
-from isotype.train.launched import from_first, processes, requested_sharding
+from isotype.train.launched import from_rank_0, processes, requested_sharding
 from isotype.train.models import parts_to_adapt, processing_class, require_router, tokenizer_here
 from isotype.train.output.resume import RECOMPUTED, saved_settings
 from isotype.train.preflight.plan import Options, StepPlan
@@ -60,7 +60,7 @@ def choice_of_run(run: Run, tokenizer: Any, lengths: Lengths | None) -> Choice:
     if resume is not None and RECOMPUTED in earlier:
         return Choice(earlier[RECOMPUTED], f"as in {resume.name}, which the run resumes")
     plan = training_plan(settings, tokenizer, run.data, lengths)
-    return from_first(PlannedStep(plan, run.checkpoint.model_config, run.policy, by_tokens=True).choice)
+    return from_rank_0(PlannedStep(plan, run.checkpoint.model_config, run.policy, by_tokens=True).choice)
 
 
 def training_plan(settings: Settings, tokenizer: Any, data: Any, lengths: Lengths | None = None) -> StepPlan:

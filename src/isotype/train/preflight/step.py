@@ -373,7 +373,9 @@ def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
     if loaded:
         dtype = experts[0].dtype
         stored = int(loaded / dtype.itemsize * _MXFP4_BYTES)
-        yield f"mxfp4 experts dequantized to {dtype_name(dtype)}: {format_bytes(loaded)} instead of {format_bytes(stored)} in the files (--quantization {MXFP4} keeps them packed)"
+        sizes = f"{format_bytes(loaded)} instead of {format_bytes(stored)} in the files"
+        kept = f"--quantization {MXFP4} keeps them packed"
+        yield f"mxfp4 experts dequantized to {dtype_name(dtype)}: {sizes} ({kept})"
 
 
 def _notes(plan: StepPlan, model: Any) -> tuple[str, ...]:

@@ -192,10 +192,8 @@ class Pictured:
         if places is None or (any(images) and replaced is None):
             what = f"{type(self.processor).__name__}, which does not return the positions of image tokens"
             called = "that calls `__call__` of transformers' `ProcessorMixin`"
-            headline, expected = (
-                "the tokens of images cannot be found",
-                f"a processor with a fast tokenizer {called}",
-            )
+            headline = "the tokens of images cannot be found"
+            expected = f"a processor with a fast tokenizer {called}"
             raise UsageError.of(headline, what, expected, "give a model with such a processor")
         kinds = torch.full_like(batch["input_ids"], GIVEN)
         around = torch.isin(batch["input_ids"], torch.tensor(sorted(self._image_ids), dtype=torch.long))
