@@ -232,10 +232,7 @@ def fake_of(memory: torch.Tensor, device: torch.device) -> Any:
 
 
 def give_class(fake: torch.Tensor, cls: Any) -> None:
-    """Make a fake tensor an instance of `cls`, the class of its real tensor.
-
-    Raise TypeError if Python does not allow this class change (DTensor).
-    """
+    """Make a fake tensor an instance of `cls`. Raise TypeError if Python does not allow this class change (DTensor)."""
     fake.__class__ = cls if issubclass(cls, FakeTensor) else _fake_class(cls)
 
 

@@ -8,10 +8,7 @@ import torch
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `isotype.lora.gpu.elementwise.rms_norm`.
-
-    The norm is computed in float32 and rounded once (aten/src/ATen/native/cuda/layer_norm_kernel.cu, from torch 2.9 on).
-    """
+    """Return the results of `lora.gpu.elementwise.rms_norm`, by a kernel of torch from 2.9 on (layer_norm_kernel.cu)."""
     y, inverse = torch.ops.aten._fused_rms_norm(x, list(weight.shape), weight, eps)
     return y, inverse
 

@@ -450,11 +450,7 @@ def nearest(tables: Sequence[TableName], kind: str, variant: str, torch_version:
 
 
 def _variant_distance(measured: str, variant: str) -> float:
-    """Return the distance of two variants of a device kind; 0 if they are equal.
-
-    The major number of a compute capability counts most. If an older and a newer capability are equally far from
-    `variant`, the older is nearer.
-    """
+    """Return the distance of two variants. The major number counts most; at a tie, the older variant is nearer."""
     if measured == variant:
         return 0
     if not (measured.startswith("sm") and variant.startswith("sm")):

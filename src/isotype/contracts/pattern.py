@@ -98,10 +98,7 @@ def fill(template: str, letters: Sequence[str], integer: torch.dtype = torch.int
 
 @dataclass(frozen=True)
 class Layout:
-    """The numbers of tensor lists and of single tensors that an operator takes.
-
-    `by_element` is True if the operator works on its lists element by element.
-    """
+    """Numbers of an operator's tensor lists and single tensors. `by_element`: it works on lists element by element."""
 
     lists: int = 0
     optional_lists: int = 0

@@ -100,10 +100,7 @@ def record_of(text: str, kind: type[Record], version: int) -> Record:
 
 
 def decoded(value: Any, kind: Any) -> Any:
-    """Return a value of parsed JSON as an instance of the annotated type `kind`.
-
-    A value of another type raises KeyError, TypeError or AttributeError.
-    """
+    """Return parsed JSON as the annotated type `kind`. Another type raises KeyError, TypeError or AttributeError."""
     arguments = get_args(kind)
     if is_dataclass(kind):
         hints = _hints(kind)

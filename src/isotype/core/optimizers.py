@@ -150,7 +150,6 @@ def learning_rate_of(*optimizers: torch.optim.Optimizer) -> float:
 
 
 def _rate(group: Mapping[str, Any]) -> float:
-    """Return the learning rate of a group; 0 if the optimizer has none."""
     return float(group.get("initial_lr", group.get("lr", 0.0)))
 
 

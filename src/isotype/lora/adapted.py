@@ -209,7 +209,7 @@ class _Parts(NamedTuple):
     dropouts: tuple[Any, ...]
 
     def facts(self, layer: Any, base: Any, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """Return all that a `Reading` of the layer depends on, besides hooks."""
+        """Return everything on which a `Reading` of the layer depends, except hooks."""
         children = [*chain.from_iterable(map(dict.values, map(_CHILDREN, self.all)))]
         active = layer.active_adapter
         return (

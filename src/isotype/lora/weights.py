@@ -31,10 +31,7 @@ def shape_of(layer: Any) -> tuple[int, int]:
 
 
 def dense(layer: Any, dtype: torch.dtype, state: Any = None) -> torch.Tensor:
-    """Return the weight `[out_features, in_features]` in `dtype`: a view of the weight if possible, else a new tensor.
-
-    `state` replaces the quantization state of a 4-bit layer.
-    """
+    """Return the weight `[out, in]` in `dtype`, as a view if possible. `state` replaces a 4-bit layer's quantization state."""
     quantized = kind_of(layer) in ("linear4bit", "linear8bit")
     return dense_weight(layer, dtype, state) if quantized else _oriented(layer).to(dtype)
 

@@ -142,10 +142,7 @@ def align_stack(stack: QuantizedStack, compute: torch.dtype) -> list[str]:
 
 
 def align_8bit(name: str, layer: Any) -> list[str]:
-    """Prepare a `Linear8bitLt` for its forward: store float32 row scales on the layer. Return the changes in words.
-
-    Raises PrecisionError if the row scales were lost.
-    """
+    """Store an int8 layer's row scales on the layer, in float32. Return the changes; raise PrecisionError without scales."""
     scales = row_scales(layer)
     if scales is None:
         raise _lost(name, layer, "int8 weight", "row scales")
@@ -262,7 +259,7 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
 
 
 def leave_dense(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) -> None:
-    """Replace quantized layers, whose `weights` the checkpoint lacks, by dense layers, which are initialized and trained."""
+    """Replace quantized layers by dense layers, to initialize and train them, if the checkpoint lacks their `weights`."""
     modules = dict(model.named_modules())
     for name in {weight.rpartition(".")[0] for weight in weights}:
         if name in modules and kind_of(modules[name]) in _BITS:

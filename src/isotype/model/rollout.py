@@ -48,7 +48,7 @@ def _generate(model: Any, batch: Mapping[str, torch.Tensor], completion: int) ->
 def _standing_for(tokens: int, cache: Any) -> Iterator[None]:
     """In the `with` block, the keys and values of one token take the memory of `tokens` tokens.
 
-    In a layer with a sliding window, they take at most the memory of as many tokens as still fit into the window.
+    In a layer with a sliding window, they take at most the memory of the tokens that still fit into the window.
     """
     update, mask_sizes = cache.update, cache.get_mask_sizes
 

@@ -57,10 +57,7 @@ def uncopied(model: nn.Module) -> str:
 
 
 def gathered_by(model: nn.Module) -> dict[str, tuple[Any, list[str]]]:
-    """Return (`MixedPrecisionPolicy`, names of the gathered float parameters) of each module that FSDP2 has sharded.
-
-    Parameters that FSDP2 ignores are left out.
-    """
+    """Return (`MixedPrecisionPolicy`, names of the float parameters that FSDP2 gathers) of each sharded module."""
     groups = {n: (sharded_policy(m), list[str]()) for n, m in model.named_modules() if is_gathered(m)}
     for name, parameter in model.named_parameters() if groups else ():
         if is_sharded(parameter) and parameter.is_floating_point():

@@ -232,10 +232,7 @@ def _of_class(model: Any, base: Any, present: set[int]) -> Copy:
 
 
 def _small_vocabulary(config: Any, present: set[int]) -> tuple[dict[int, int], tuple[int, ...]]:
-    """Reduce a config's vocabulary to the token ids in `present` and the special tokens.
-
-    Return a map from old to new token ids, and the new ids of the ordinary tokens.
-    """
+    """Reduce a vocabulary to special tokens and `present`. Return old id -> new id, and the new ids of ordinary tokens."""
     special = special_tokens(config)
     known = sorted(present | special.keys())
     tokens = {old: new for new, old in enumerate(known)}

@@ -340,7 +340,7 @@ def _with_copies(function: Any, memo: dict[int, Any]) -> Any:
 
 
 def _with_copies_in(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a stored value with copies in place of the modules, tensors and methods in it; itself without any of these."""
+    """Return a stored value with copies in place of modules, tensors and methods in it; the value itself without them."""
     if isinstance(value, types.FunctionType):
         return _with_copies(value, memo)
     if isinstance(value, types.MethodType):

@@ -215,10 +215,7 @@ def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionR
 
 
 def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
-    """Return `policy` with the moments of layer inputs from the policy `saved`, if both have the same layer formats.
-
-    The moments determine the 4-bit constants, which a resumed run must not change.
-    """
+    """Return `policy` with the moments of `saved` if both have the same layer formats: a resumed run keeps constants."""
     if saved is None or policy.layer_formats != saved.layer_formats:
         return policy
     return replace(policy, layers=saved.layers)

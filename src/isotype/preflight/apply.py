@@ -30,10 +30,7 @@ Undo = Callable[[], object]
 
 
 def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
-    """Apply the actions that change the model, and return functions that undo the changes, in the order of the actions.
-
-    If the model lacks the target of an action, undo the earlier actions and raise UsageError.
-    """
+    """Apply the actions, and return functions that undo them. Undo all and raise UsageError if the model lacks a target."""
     undos: list[Undo] = []
     for action in actions:
         change = _CHANGES.get(action.kind)

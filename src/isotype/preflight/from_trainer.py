@@ -102,7 +102,7 @@ def _between_steps(trainer: Any, first: Any) -> LossOf | None:
         batch = next(iter(loader), None)
     if not isinstance(batch, Mapping):
         return None if isinstance(first, Mapping) else _rollout(trainer, max(first, batch or [], key=len))
-    # A function that shortens the predictions keeps almost nothing of them, and generated tokens are small.
+    # If a function shortens the predictions, little is stored. Generated tokens are small, too.
     small = trainer.preprocess_logits_for_metrics or getattr(trainer.args, "predict_with_generate", False)
     if trainer.compute_metrics is None or trainer.args.prediction_loss_only or small:
         return _loss_of_trainer(trainer, batch)
@@ -194,10 +194,7 @@ def _processes_of(model: nn.Module, arguments: Any) -> dict[str, Any]:
 
 
 def fsdp_version(arguments: Any) -> int:
-    """Return the FSDP version of TrainingArguments, or 0 without FSDP; transformers' default is 2.
-
-    See `_process_fsdp_args` in transformers/training_args.py.
-    """
+    """Return the FSDP version of TrainingArguments, or 0 (`_process_fsdp_args` in transformers/training_args.py)."""
     if not getattr(arguments, "fsdp", None):
         return 0
     config = arguments.fsdp_config if isinstance(arguments.fsdp_config, Mapping) else {}

@@ -117,10 +117,7 @@ def picture_place(processor: Any) -> str:
 
 
 def by_config(config: Any, sizes: Sequence[Size] | None = None) -> Pictures | None:
-    """Return a row's images by the config; None if the config lacks the necessary values.
-
-    If `sizes` is None, the row has one image, in the only size that the vision tower takes.
-    """
+    """Return a row's images; None if the config lacks values. Without `sizes`: one image in the tower's only size."""
     vision = getattr(config, "vision_config", None)
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
     rule = _RULES.get(str(getattr(config, "model_type", "")), _fixed)

@@ -196,10 +196,7 @@ class Weights:
         self._gradients.clear()
 
     def range_of(self, weights: Collection[Weight]) -> tuple[float, float, float]:
-        """Return the largest magnitude, the median magnitude and the largest gradient of a module's parameters.
-
-        The median is from the module's largest parameter.
-        """
+        """Return the largest magnitude, the largest parameter's median magnitude, and the largest gradient of `weights`."""
         used = [weight for weight in weights if weight.key in self._sizes]
         sizes = [(weight.shape.numel(), *self._sizes[weight.key]) for weight in used]
         if not sizes:

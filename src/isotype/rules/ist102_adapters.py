@@ -35,10 +35,6 @@ from isotype.rules.kit.groups import Broken, Claim
 from isotype.trace.sides import is_adapter
 
 
-def _takes_an_adapter(broken: Broken) -> bool:
-    return any(_is_of_adapter(operand, broken) for operand in broken.call.operands)
-
-
 def _is_of_adapter(operand: Operand, broken: Broken) -> bool:
     """Return whether `operand` is an adapter's weight, or is to blame because of one.
 
@@ -54,4 +50,4 @@ def _is_of_adapter(operand: Operand, broken: Broken) -> bool:
 
 
 _HEADLINE = "{given} instead of {expected} in an adapter"
-CLAIMS = (Claim("operand", _takes_an_adapter, _HEADLINE),)
+CLAIMS = (Claim("operand", lambda b: any(_is_of_adapter(o, b) for o in b.call.operands), _HEADLINE),)

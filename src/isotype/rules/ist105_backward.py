@@ -32,17 +32,12 @@ from dataclasses import replace
 from isotype.records.trace import Trace
 from isotype.rules.kit import contract_rule
 from isotype.rules.kit.findings import Findings, advice
-from isotype.rules.kit.groups import Broken, Claim
+from isotype.rules.kit.groups import Claim
 
 _HEADLINE = "{given} instead of {expected} in the backward"
 _HOW = "bring the operands to one dtype in the Function's backward (torch.amp.custom_fwd and custom_bwd), and return each gradient in its parameter's dtype"
 
-
-def _is_backward(broken: Broken) -> bool:
-    return broken.call.phase == "backward" and not broken.call.recomputed
-
-
-CLAIMS = (Claim("phase", _is_backward, _HEADLINE),)
+CLAIMS = (Claim("phase", lambda b: b.call.phase == "backward" and not b.call.recomputed, _HEADLINE),)
 
 
 def find(trace: Trace) -> Findings:

@@ -14,16 +14,16 @@ from isotype.core.names import in_module
 from isotype.records.memory import Memory, MemoryKind, MemoryPoint, Phase
 
 _MOST_STEPS = 64  # parts in which the memory of represented modules is allocated and freed
-_MOST_POINTS = 512  # points of the timeline; of more points, every two neighbours are merged
+_MOST_POINTS = 512  # maximum number of points of the timeline; then two neighbours become one
 
 
 class Ledger:
     """Counts every storage once, from its first use until its last tensor is freed.
 
     A traced module can represent several equal modules (`multiply`). The activations that its forward saves then count
-    once for each of them. The surplus is what counts for the modules that are not traced. Freeing a storage also frees
+    once for each of them. The bytes of the untraced modules are the surplus of a storage. Freeing a storage also frees
     its surplus. But a storage that the traced module's own backward frees keeps its surplus until the end of this
-    backward, because the backwards of the other modules follow.
+    backward, because the untraced modules run their backwards later.
 
     Attributes:
         total: bytes of all live storages.

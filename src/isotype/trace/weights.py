@@ -83,10 +83,7 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
 
 
 def unread_weights(model: nn.Module) -> Iterator[Weight]:
-    """Yield a record (name, dtype, shape, …) of each parameter in `model`, without reading values.
-
-    Buffers and the parameters of lazy layers, which have no shape yet, are left out.
-    """
+    """Yield each parameter's record without reading values. Buffers and parameters of lazy layers are left out."""
     pinned, gathered = _pinned_patterns(model), gathering(model)
     seen: dict[int, torch.Tensor] = {}
     for place in places(model):

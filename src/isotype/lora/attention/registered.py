@@ -35,7 +35,7 @@ NAME, REPEATED, LENGTHS = "isotype", "isotype_repeated", "isotype_lengths"
 """Names of isotype's functions in transformers' registries, for `model.set_attn_implementation`."""
 
 _AMX_IS_FASTER = 1 << 16
-"""From this keys × head size on, torch's kernel without a mask is faster on CPUs with AMX (benchmarks/attention.py)."""
+"""If keys × head size is at least this, torch's kernel without a mask is faster on CPUs with AMX (benchmarks/attention.py)."""
 
 
 @dataclass

@@ -175,7 +175,7 @@ def _sorted(
 
 
 def _representatives(groups: Sequence[_Group]) -> Iterator[_Group]:
-    """Yield the first group. Of successive later groups with equal numbers of experts and rows, yield one."""
+    """Yield the first group, then one group of each run of groups with equal numbers of experts and rows."""
     yield from groups[:1]
     for _, run in groupby(groups[1:], lambda group: (group.stop - group.first, group.end - group.begin)):
         same = list(run)
@@ -282,7 +282,7 @@ class _Adapted:
         group: _Group,
         weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the gradient of the rows, and write those of the adapters, which `weight` multiplies if it is given."""
+        """Return the gradient of the rows. Write the gradients of A and B, multiplied by `weight` if it is not None."""
         d_rows = group.product(d_out, self.matrices(group).transpose(1, 2))
         for low, small in zip(self.lows, hidden, strict=True):
             d_small = group.product(d_out, low.b[group.experts].transpose(1, 2)).mul_(low.scale)

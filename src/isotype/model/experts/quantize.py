@@ -30,10 +30,7 @@ from isotype.precision.policy import PrecisionPolicy, is_pinned
 def formats_of_stacks(
     model: nn.Module, policy: PrecisionPolicy, skipped: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return weight name -> format of each stacked expert weight that the policy quantizes.
-
-    The model may be on the meta device. `skipped` names modules that stay dense, as in quantization configs.
-    """
+    """Return weight name -> format of each stacked weight that `policy` quantizes, without modules named in `skipped`."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     formats = {}

@@ -147,7 +147,6 @@ class _Probe:
 
     @property
     def done(self) -> bool:
-        """True if the time budget is spent and enough calls were timed."""
         enough = len(self.times) >= _LEAST_CALLS and self.spent + self.times[-1] > self.seconds
         return self.message is not None or enough
 

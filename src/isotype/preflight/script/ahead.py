@@ -169,10 +169,7 @@ def _never_scales() -> bool:
 
 
 def autocast_of(model: nn.Module, device: str) -> torch.dtype | None:
-    """Return the dtype of the current autocast, or of accelerate's autocast for `model`; None without autocast.
-
-    accelerate switches autocast on inside of the model's forward.
-    """
+    """Return the dtype of the current autocast, or of the autocast that accelerate adds to `model`'s forward; else None."""
     low = autocast_dtype(device)
     if low is not None or not is_prepared(model):
         return low

@@ -149,10 +149,10 @@ class Diagnosis:
 
     def _request_of(self, beginning: Beginning, *phases: Sequence[str]) -> StepRequest:
         request = request_of_script(beginning, LossOfForward(self._returned), self._device, *phases)
-        stands = self.gpu.stands
-        self.watch.kind, self.watch.stands = self.gpu.kind, stands
+        device_autocast = self.gpu.device_autocast
+        self.watch.kind, self.watch.device_autocast = self.gpu.kind, device_autocast
         if isinstance(request.autocast, torch.dtype):
-            return replace(request, autocast=stands.get(request.autocast, request.autocast))
+            return replace(request, autocast=device_autocast.get(request.autocast, request.autocast))
         return request
 
     def _looked_ahead(self, request: StepRequest) -> Report | None:

@@ -41,14 +41,14 @@ class MissingGpu:
 
     Attributes:
         kind: device type of the device for which the step is checked.
-        stands: autocast dtype on the CPU -> autocast dtype on the device. They may differ if the script sets no dtype.
+        device_autocast: autocast dtype on the CPU -> autocast dtype on the device. They may differ if the script sets no dtype.
         questions: each `file:line` where the script asks for a GPU, in order.
     """
 
     def __init__(self, profile: DeviceProfile | None) -> None:
         self._profile = profile
         self.kind = device_type("cpu" if profile is None else profile.kind)
-        self.stands: dict[torch.dtype, torch.dtype] = {}
+        self.device_autocast: dict[torch.dtype, torch.dtype] = {}
         self.questions: list[str] = []
         self._named = False
         self._default = torch.get_autocast_dtype(self.kind)
@@ -120,4 +120,4 @@ class MissingGpu:
         init(autocast, device_type, there, *rest, **more)
         if autocast.device == "cpu" and more.get("enabled", next(iter(rest), True)):
             here = autocast.fast_dtype
-            self.stands[here] = self._default if dtype is None else here
+            self.device_autocast[here] = self._default if dtype is None else here

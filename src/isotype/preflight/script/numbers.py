@@ -50,10 +50,7 @@ class _Forward:
 
 
 class Numbers:
-    """Watches the values of a script's training, from `attach` to `detach`.
-
-    `say` prints a line. `stop` removes all of isotype's hooks from the script.
-    """
+    """Watches the values of a script's training. `say` prints a line; `stop` removes isotype's hooks from the script."""
 
     def __init__(self, say: Callable[[str], None], stop: Callable[[], None]) -> None:
         self._say, self._stop = say, stop

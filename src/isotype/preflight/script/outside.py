@@ -79,10 +79,7 @@ class Unloads(Replacements):
 
 
 def outside(error: BaseException, model: nn.Module, step: Trace, unloads: Mapping[nn.Module, str]) -> Outside:
-    """Describe an error outside of `step`, a training step of `model` that ran without errors.
-
-    `unloads` has the lines at which PEFT has removed a model's adapters.
-    """
+    """Describe an error outside of `step`, a training step of `model`. `unloads`: lines at which PEFT removed adapters."""
     held = (*model.named_parameters(), *model.named_buffers())
     names = {id(tensor): name for name, tensor in held}
     source, variables = line_of(error), dict(tensors_at_hand(error))

@@ -139,10 +139,7 @@ def line_of_script(error: BaseException) -> str:
 
 
 def _weight_words(error: BaseException, kind: str) -> dict[str, str] | None:
-    """Return name, dtype and count of the weights of `kind` in the largest model among the traceback's variables.
-
-    Returns {} if `kind` is "", and None if the model has no weight of this kind.
-    """
+    """Return name, dtype and count of the weights of `kind` in the traceback's largest model; None if it has none."""
     if not kind:
         return {}
     variables = [value for frame, _ in walk_tb(error.__traceback__) for value in frame.f_locals.values()]

@@ -76,10 +76,7 @@ def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
 
 
 def _written_into(group: Group) -> str | None:
-    """Return the dtype of the tensors that the group's calls write into.
-
-    Return None if the calls write into no tensor, or into tensors of several dtypes.
-    """
+    """Return the dtype of the tensors that the group's calls write into; None without such tensors or for several dtypes."""
     op = group.calls[0].op
     name = op.split(".")[1] if op.count(".") > 1 else ""
     in_place = name.endswith("_") and not name.endswith("__")  # `aten.lerp_.Scalar`

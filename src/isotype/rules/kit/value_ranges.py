@@ -125,10 +125,7 @@ def flushed(trace: Trace) -> Flushed | None:
 
 
 def _key(call: Call | OperatorRange) -> _Key:
-    """Return the key that traced calls and measured operators have in common: (module, operator without overload, phase).
-
-    All attention kernels get the same operator name.
-    """
+    """Return (module, operator, phase), the key of a traced or measured call. Attention kernels share one operator name."""
     operator = "attention" if is_attention(call.op) else call.op.rpartition(".")[0]
     return base_name(call.module), operator, call.phase
 

@@ -106,7 +106,7 @@ def in_operands_dtype(result: Any, tensors: Sequence[tuple[str, torch.Tensor]], 
 
 
 def as_measured(result: Any, dtypes: Sequence[torch.dtype]) -> Any:
-    """Cast each result of an operator to its measured dtype. With more or fewer dtypes than results, cast no result."""
+    """Cast each result of an operator to its measured dtype. If the numbers of dtypes and results differ, cast no result."""
     outputs = list(leaves(result))
     if len(outputs) != len(dtypes):
         return result

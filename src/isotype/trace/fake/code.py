@@ -46,7 +46,7 @@ class LossOfOutput:
 
 
 def loss_in(inputs: Any) -> Any:
-    """Return the loss function in a request's inputs; the inputs themselves if the model computes the loss."""
+    """Return the loss function that a request's inputs contain. If the model computes the loss, return the inputs."""
     return inputs.function if isinstance(inputs, LossOf) else inputs
 
 

@@ -47,15 +47,12 @@ _PRODUCTS = frozenset({"mm", "spmm", "matmul", "__matmul__"})
 _PACKED = frozenset({"_pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu"})
 _LOWERED = FLOATS - {torch.float64}  # autocast keeps float64
 _HALF_TRANSFORMS = frozenset({"cuda", "xpu"})
-"""Kinds of devices with float16 Fourier transforms (torch's `promote_type_fft`); on "cuda", sizes are powers of two."""
+"""Kinds of devices with float16 Fourier transforms (torch's `promote_type_fft`). "cuda" needs sizes of 2^n."""
 _HALVES = {torch.float32: torch.float16, torch.complex64: torch.complex32}
 
 
 class Functions(TorchFunctionMode):
-    """A function mode that records the name of the running function, and applies a device's autocast lists.
-
-    `profile` is the profile of the simulated device.
-    """
+    """A function mode that records the running function's name, and applies the autocast lists of the device `profile`."""
 
     def __init__(self, recorder: FakeRecorder, profile: DeviceProfile) -> None:
         super().__init__()
@@ -218,7 +215,7 @@ def name_of(func: Any) -> str:
 
 _OF_CPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 _LEAST_SHARE, _LEAST = 0.01, 1 << 20
-"""Smallest share of the step's peak memory, and smallest number of bytes, of attention scores that a note reports."""
+"""A note reports attention scores only from this share of the step's peak memory and this number of bytes on."""
 
 
 class Attention:

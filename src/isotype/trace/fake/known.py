@@ -18,7 +18,7 @@ from isotype.trace.recorder import OperatorCall
 aten = torch.ops.aten
 
 _MOST = 1 << 20
-"""Maximum number of elements of a tensor whose masked positions are followed."""
+"""Maximum number of elements of a tensor whose masked positions are tracked."""
 _INTEGERS = "_isotype_integers"
 _MASKED = "_isotype_masked"
 _NAN = "_isotype_nan"
@@ -40,14 +40,14 @@ _ADDS = frozenset({aten.add, aten.add_, aten.baddbmm, aten.addmm})
 _LOSSES = frozenset({aten.nll_loss_forward, aten.nll_loss2d_forward})
 _SELECTIONS = frozenset({aten.gather, aten.index_select})
 _SOFTMAX = frozenset({aten._softmax, aten._log_softmax})
-_DECIDES = frozenset({aten.embedding, aten.index, *_LOSSES, *_SELECTIONS, *_SOFTMAX, *_CLEARS})
-"""Operators that are followed for any operands: they read a table, compute a softmax, or replace NaN."""
-_CARRIES = frozenset({*_MOVED, *_SAME, *_SCALED, *_ADDS})
-"""Operators that are followed only if something is known about an operand (`_is_noted`)."""
+_ALWAYS = frozenset({aten.embedding, aten.index, *_LOSSES, *_SELECTIONS, *_SOFTMAX, *_CLEARS})
+"""Operators that are tracked for all operands, because they read a table, compute a softmax, or replace NaN."""
+_IF_KNOWN = frozenset({*_MOVED, *_SAME, *_SCALED, *_ADDS})
+"""Operators that are tracked only if values of an operand are known (`_is_noted`)."""
 
 
 class Known:
-    """Follows integers and masked positions through a step on fake tensors.
+    """Tracks integers and masked positions in a step on fake tensors.
 
     Args:
         values: the known values of the step's tensors.
@@ -67,14 +67,14 @@ class Known:
         If the operator replaces NaN in the result of an earlier call, the earlier call gets `undefined=0`.
         """
         packet, args = operator_packet(call.func), call.args
-        if packet not in _DECIDES and not (packet in _CARRIES and any(map(_is_noted, args[:2]))):
+        if packet not in _ALWAYS and not (packet in _IF_KNOWN and any(map(_is_noted, args[:2]))):
             return {}
         with without_functions(), without_modes():
             for arg in args if packet in _CLEARS else ():
                 if hasattr(arg, _NAN):
                     at = getattr(arg, _NAN)
                     calls[at] = replace(calls[at], undefined=0)
-            self._follow(packet, call, result)
+            self._propagate(packet, call, result)
             outside = next(self._outside(packet, args), None)
             undefined = self._undefined(packet, args)
         if undefined:
@@ -82,7 +82,7 @@ class Known:
         fields = {"outside": outside, "undefined": undefined}
         return {name: value for name, value in fields.items() if value}
 
-    def _follow(self, packet: Any, call: OperatorCall, result: Any) -> None:
+    def _propagate(self, packet: Any, call: OperatorCall, result: Any) -> None:
         """Copy the known integers, masked positions or NaN of an operator's first operand to its result."""
         args, first = call.args, call.args[0]
         output = result[0] if isinstance(result, (tuple, list)) and result else result
@@ -98,7 +98,9 @@ class Known:
         kept = {_INTEGERS: getattr(first, _INTEGERS, None), _MASKED: self._masked(first)}
         for name, value in kept.items():
             moved = call.func(value, *args[1:]) if value is not None and packet in _MOVED else value
-            if moved is None or (packet in _SCALED and (name == _INTEGERS or not self._positive(args[1]))):
+            if moved is None or (
+                packet in _SCALED and (name == _INTEGERS or not 0 < (self._number(args[1]) or 0) < math.inf)
+            ):
                 continue
             setattr(output, name, (moved, version_of(output) or 0) if name == _MASKED else moved)
 
@@ -131,9 +133,9 @@ class Known:
             return torch.ones((), dtype=torch.bool) if number == -math.inf else None
         if not value.is_floating_point():
             return None
-        followed: tuple[torch.Tensor | None, int] = getattr(value, _MASKED, (None, 0))
-        if followed[0] is not None and followed[1] == (version_of(value) or 0):
-            return followed[0]
+        tracked: tuple[torch.Tensor | None, int] = getattr(value, _MASKED, (None, 0))
+        if tracked[0] is not None and tracked[1] == (version_of(value) or 0):
+            return tracked[0]
         known = self._values.of(value)
         # Not by `isneginf`, which has no kernel for float8.
         positions = None if known is None else known.float() == -math.inf
@@ -144,10 +146,6 @@ class Known:
             known = self._values.of(value) if value.numel() == 1 else None
             return None if known is None else float(known)
         return float(value) if isinstance(value, (int, float)) else None
-
-    def _positive(self, factor: Any) -> bool:
-        number = self._number(factor)
-        return number is not None and 0 < number < math.inf
 
     # ------------------------------------------------------------------------------------------------- decisions
 
@@ -165,10 +163,7 @@ class Known:
                 yield int(wrong.max() if int(wrong.max()) >= size else wrong.min()), size
 
     def _undefined(self, packet: Any, args: Any) -> int:
-        """Return how many rows of a softmax are wholly masked.
-
-        For a loss whose labels are all ignored, return 1 if it is a mean, and -1 if it is a sum.
-        """
+        """Return how many rows of a softmax are fully masked; for a loss without labels, 1 if it is a mean, -1 if a sum."""
         if packet in _SOFTMAX and args[0].dim():
             masked = self._masked(args[0])
             return 0 if masked is None else int(masked.all(args[1]).sum())

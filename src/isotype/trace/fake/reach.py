@@ -34,10 +34,7 @@ _PARAMETER = "_isotype_parameter"
 
 
 class InputReach:
-    """Records for each storage the inputs of the forward that its content may depend on.
-
-    An operator's result may depend on all inputs that one of its operands depends on.
-    """
+    """Records on which inputs of the forward each storage may depend: on those of all operands that computed it."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -48,7 +45,7 @@ class InputReach:
         self._masks[storage_of(tensor)] = self._mask(tensor) | 1 << len(self._names)
         self._names.append(name)
 
-    def follow(self, call: OperatorCall, result: Any) -> None:
+    def record(self, call: OperatorCall, result: Any) -> None:
         """Record an operator: its results, and the operands that it overwrites, depend on the inputs of all operands."""
         sources = {storage_of(tensor) for _, tensor in call.tensors}
         mask = 0
@@ -69,7 +66,7 @@ class InputReach:
             self._masks[storage_of(tensor)] = self._mask(tensor) | self._mask(operand)
 
     def without_effect(self, loss: torch.Tensor) -> tuple[str, ...]:
-        """Return the names of inputs that change neither the loss nor the choice of the code that runs."""
+        """Return the names of inputs that affect neither the loss nor a branch of the code."""
         reached = self._read | self._mask(loss)
         return tuple(name for at, name in enumerate(self._names) if not reached >> at & 1)
 

@@ -61,7 +61,7 @@ from isotype.trace.sides import Sides
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 
-# Operators of an angle. The absolute error of the angle matters, even for a large angle.
+# The absolute error of their operand, an angle, matters, even if the angle is large.
 _CIRCULAR = frozenset({aten.sin.default, aten.cos.default})
 
 _NOT_REAL = frozenset({FakeTensor, int, float, bool, str, type(None), torch.dtype, torch.device})
@@ -131,10 +131,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         super().leave(arguments, output)
 
     def register_named(self, kind: OriginKind, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Before the step, register (name, tensor) of real tensors outside of the model that its code may use.
-
-        These tensors are the inputs, and data that the loss function can read, such as a class weight.
-        """
+        """Before the step, register (name, tensor) of real tensors outside of the model: inputs, and data of the loss."""
         for name, tensor in tensors:
             self._named[id(tensor)] = tensor, Origin(kind, tensor.dtype, name)
 
@@ -217,12 +214,12 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         call = OperatorCall(func, args, kwargs, place)
         value = self.values.compute(call)
         if value is not None:
-            self.values.follow_rounding(call, value)
+            self.values.track_rounding(call, value)
         # `FakeTensorMode` would keep the number of `torch.tensor` as a constant and compute with it.
         if value is not None and (is_data_dependent(func) or (func in LIFTS and is_real(args[0]))):
             result = fakes_of(value, self.values, self.fake)
         else:
-            result = self._judged(call)
+            result = self._checked(call)
             if edited is not None and not call.floats:
                 result, value = cast_result(edited, result), cast_result(edited, value)
             self._keep(call, result, value)
@@ -234,7 +231,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if self.phase == "forward" or torch.is_grad_enabled():
             self.gradients.used(call, result, self.names)
         if self.phase == "forward":
-            self.reach.follow(call, result)
+            self.reach.record(call, result)
         if value is not None and func in _CIRCULAR:
             decided["off"], decided["rounded_at"] = self.values.rounding(call.tensors[0][1])
         if value is not None and func is aten._to_copy.default:
@@ -247,7 +244,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         """Return the dtype that a code change sets at the line of `place` (default: the running line); None without a change."""
         return self.lines.get(shown((place or self._place()).source)) if self.lines else None
 
-    def _judged(self, call: OperatorCall) -> Any:
+    def _checked(self, call: OperatorCall) -> Any:
         """Return the result of an operator. If it breaks its contract, set `call.breach` and convert the operands."""
         name, args = call.name, call.args
         numbers = numbers_of(name, self.contracts.kind)
@@ -264,7 +261,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             refused = Breach(verdict.message, verdict.assumed, None)
         if float_indices(name, dtypes):
             call.breach = refused
-            return self._judged(call.but(*without_floats((args, call.kwargs), call.tensors, name)))
+            return self._checked(call.but(*without_floats((args, call.kwargs), call.tensors, name)))
         if verdict is None or (not verdict.accepted and is_exempt(name, args, self.contracts.kind)):
             return self._run(call)
         if verdict.accepted:
@@ -360,7 +357,6 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         return self.sides.at(self._place().module, causes or [self.origin(tensor).cause for tensor in floats])
 
     def _run_converted(self, call: OperatorCall, target: torch.dtype) -> Any:
-        """Run an operator with its float operands in the dtype `target`."""
         written = call.args[0] if schema_of(call.func).mutates and call.args else None
         if isinstance(written, torch.Tensor) and written.dtype != target:
             return written
@@ -371,7 +367,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         )
 
     def _computed(self, call: OperatorCall, args: Any, kwargs: Any) -> Any:
-        """Return the result of an operator with these arguments. The arguments of `call` decide how it is computed."""
+        """Return the result of an operator with these arguments. The original arguments in `call` may select a stand-in."""
         other = self.values.stand_in(call)
         return other(*args, **kwargs) if other else self.kernels.run(call.func, args, kwargs)
 

@@ -144,10 +144,7 @@ def failed_trace(model: nn.Module, setup: Setup, error: Exception) -> Trace:
 def _with_history(
     faked: Sequence[Weight], real: Sequence[Weight], before: Mapping[str, torch.dtype]
 ) -> tuple[Weight, ...]:
-    """Return the records of the twin's weights, with the magnitudes of the real weights.
-
-    `before` maps the name of each weight to its dtype at the start of the step.
-    """
+    """Return the twin's weights with the magnitudes of the real weights. `before`: name -> dtype before the step."""
     by_name = {weight.name: weight for weight in real}
     rows = []
     for weight in faked:
@@ -238,7 +235,6 @@ class _Step:
             return self.enough(self.trace())
 
     def trace(self) -> Trace:
-        """Return the trace of the step so far."""
         model, before = self.request.model, {weight.name: weight.dtype for _, weight in self.weights}
         recorder = self.recorder
         partial = getattr(self.loss_of, "partial", False)
@@ -398,10 +394,13 @@ class _Step:
                 self._refuse("GradScaler.step", NOTHING_UNSCALED, [("parameter", self._trainable()[0])])
             return
         request: Any = self.request.optimizer
-        request = self.setup.optimizer if isinstance(request, str) else request  # a fix may name another one
+        request = (
+            self.setup.optimizer if isinstance(request, str) else request
+        )  # a fix may name another optimizer
         optimizers = optimizers_in(request)
         copies = [names_instead(optimizer, self.request.model) for optimizer in optimizers]
-        # Copies of a script's optimizers have no parameters. The script may have more optimizers, so nothing is unheld.
+        # Copies of a script's optimizers have no parameters, and the script may have more optimizers. So it is unknown
+        # which parameters are in no optimizer.
         in_optimizers = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
         updated = updates_of(copies)
         if in_optimizers and (updated or not are_masters(in_optimizers, self.request.model)):

@@ -130,7 +130,7 @@ def use_in(frame: FrameType) -> tuple[Use | None, FrameType]:
 
 @lru_cache(maxsize=4096)
 def _use(code: CodeType, at: int, so_far: Use) -> Use | None:
-    """Return how code uses the number read by the instruction at byte `at`; `passes` is None if the function returns it.
+    """Return how code uses the number read by the instruction at byte `at`; `passes` is None if it returns the number.
 
     `so_far` is the use of the number in the functions that the code calls.
     """

@@ -56,7 +56,8 @@ _CALLED = (
 _METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property, _LRU)
 # Types of imported objects. A lazy import is not undone, because `sys.modules` keeps the module, too.
 _IMPORTED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
-# Objects of libraries' classes are visited, but of these packages only the classes in `_OPENED`.
+# Objects of libraries' classes are visited. If a class is defined in one of these packages, its objects are visited only
+# if `_OPENED` contains it.
 _CLOSED = frozenset(sys.stdlib_module_names) | {"torch", "functorch", "numpy", "isotype"}
 _OPENED = (
     "torch.nn.", "torch.optim.", "torch.amp.", "torch.distributions.", "collections", "types", "argparse", "weakref",

@@ -38,7 +38,7 @@ aten = torch.ops.aten
 LIMIT = 1 << 14
 """Maximum number of elements of a tensor whose value is stored."""
 _MOST_ANGLES = 1 << 18
-"""Maximum number of elements of a tensor whose rounding is followed: the angles of 4,096 positions in heads of 128."""
+"""Maximum number of elements of a tensor whose rounding is tracked: the angles of 4,096 positions in heads of 128."""
 
 _GUESSED = "_isotype_guessed"
 _LARGE = "_isotype_large"
@@ -181,7 +181,7 @@ class Values:
                 exact = torch.where(exact == exact.round(), exact, rounded) if written else rounded
             setattr(value, _EXACT, (exact, name))
 
-    def follow_rounding(self, call: OperatorCall, value: Any) -> None:
+    def track_rounding(self, call: OperatorCall, value: Any) -> None:
         """Compute an operator's result without rounding to 16 bits, and store it as an attribute of `value`."""
         func, args, kwargs, tensors = call.func, call.args, call.kwargs, call.tensors
         operands = [self.of(tensor) for _, tensor in tensors]

@@ -169,8 +169,8 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = operator_name(func)
-        adds, follows = ADDS_IN_PLACE.match(name), _FOLLOWED.fullmatch(name)
-        if not self._reported and (adds or follows):
+        adds, averaging = ADDS_IN_PLACE.match(name), _AVERAGING.fullmatch(name)
+        if not self._reported and (adds or averaging):
             source = shown(asking_line())
             if name.endswith("_.Tensor") and "peft/tuners/" in source and args[0].dtype in HALVES:
                 self._merge, self._reported = self._call(name, args[0], source, MERGED_WEIGHT), True
@@ -178,7 +178,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
             firsts = [arg[0] if isinstance(arg, (list, tuple)) and arg else arg for arg in args]
             scales = (kwargs or {}).get("alpha", 1) != 1
             operands, new = list(tensors_of(firsts)), next(tensors_of(result), None)
-            averages = follows is not None and self._follow(follows["name"], operands, new, scales)
+            averages = averaging is not None and self._track(averaging["name"], operands, new, scales)
             copies = (t for t in tensors_of(args[0]) if self._kinds(t) == {"copy"})
             in_place = next(copies, None) if adds else None
             if averages or in_place is not None:
@@ -192,7 +192,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         operand = Operand("self", changed.dtype, tuple(changed.shape), origin)
         return Call(name, "forward", "", source, (operand,), ())
 
-    def _follow(
+    def _track(
         self, name: str, operands: Sequence[torch.Tensor], result: torch.Tensor | None, scales: bool
     ) -> bool:
         """Store the kinds of tensors from which `result` is computed. Return whether it is an average.
@@ -236,7 +236,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         self._terms.clear()
 
 
-_FOLLOWED = re.compile(r"aten\.(?:_foreach_)?(?P<name>mul|div|sub|rsub|add|lerp|copy_)\.\w+")
+_AVERAGING = re.compile(r"aten\.(?:_foreach_)?(?P<name>mul|div|sub|rsub|add|lerp|copy_)\.\w+")
 """Names of the operators that compute averages, except those that add to their first argument."""
 
 

@@ -31,7 +31,7 @@ from isotype.trace.recorder import ORIGIN
 Sample = tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]
 _SAMPLE = 4096
 _KEPT_STEPS = {1, 2, 3}
-"""Numbers of the steps (from 0) whose losses must all be alive, because a script may keep fewer losses on purpose."""
+"""Numbers of steps, from 0. A script may keep some losses on purpose, so the losses of all these steps must be alive."""
 
 
 def gradients_of(
@@ -84,7 +84,7 @@ def gradients_of(
 def _unequal(
     optimizer: torch.optim.Optimizer, recorder: LiveRecorder, roots: Sequence[nn.Module]
 ) -> tuple[str, str]:
-    """Return why each process makes another update ("no_sync" or "scaler") and the line; ("", "") if no reason is known."""
+    """Return why the processes' updates differ ("no_sync" or "scaler"), and the line; ("", "") if no reason is known."""
     if process_count() == 1:
         return "", ""
     updated = {id(weight) for weight in parameters_of(optimizer)}
@@ -275,7 +275,7 @@ def _alive(ends: Sequence[int]) -> list[torch.Tensor]:
 
 
 def _steps(tensor: torch.Tensor, ends: Sequence[int]) -> set[int]:
-    """Return the numbers of the steps that computed a tensor, or the terms of a scalar."""
+    """Return the numbers of the steps that computed a tensor or, for a scalar, its terms."""
     if type(tensor) is not torch.Tensor or tensor.grad_fn is None:
         return set()
     if tensor.dim():

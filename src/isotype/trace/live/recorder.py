@@ -120,10 +120,7 @@ class LiveRecorder(Recorder):
         return result
 
     def _book(self, note: Callable[..., _Noted], *args: Any) -> _Noted | None:
-        """Call a method of the recorder, count its time, and return its result; None after the end of the recording.
-
-        An error, or too much time, ends the recording.
-        """
+        """Call a method of the recorder and count its time. An error, or too much time, ends the recording: return None."""
         if self.fault:
             return None
         started, noted = time.perf_counter(), None
@@ -282,7 +279,7 @@ class LiveRecorder(Recorder):
         """Return name of a trainable parameter -> a matmul of the forward with this parameter."""
         trained = {weight.name for weight in self.weights if weight.trainable}
         matmuls = (call for call in self.calls if call.phase == "forward" and call.flops)
-        # Beyond a cast in the code, such as accelerate's cast of a model's output, the path belongs to another value.
+        # An operand that was cast in the code (accelerate casts a model's output) is another value than the parameter.
         paths = ((call, o.origin.path()) for call in matmuls for o in call.operands)
         steps = ((call, s) for call, path in paths for s in takewhile(lambda s: s.kind != "cast", path))
         return {step.name: call for call, step in steps if step.name in trained}

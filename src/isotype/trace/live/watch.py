@@ -107,7 +107,7 @@ class Watch:
         skipped: number of steps that the GradScaler has skipped.
         skipping: True while `after` is called for a skipped step.
         kind: kind of the simulated device.
-        stands: autocast dtype of the recorded step -> autocast dtype of the simulated device.
+        device_autocast: autocast dtype of the recorded step -> autocast dtype of the simulated device.
         evaluation: calls that were recorded before the first training forward, for example of a reference model.
         transformed: True if a transform of `torch.func` has called a module. These calls are not recorded.
     """
@@ -131,7 +131,7 @@ class Watch:
         self.gradients, self._samples = dict[str, Any](), list[Sample]()
         self.skipped, self.skipping, self._stepping = 0, False, False
         self.transformed, self.evaluation = False, tuple[Call, ...]()
-        self.kind, self.stands = "cpu", dict[torch.dtype, torch.dtype]()
+        self.kind, self.device_autocast = "cpu", dict[torch.dtype, torch.dtype]()
         self._steps, self._before, self._after, self._evaluates = steps, before, after, evaluates
         self._repeats, self._last = repeats, LastStep()
         self._mine: tuple[int, int] | None = None
@@ -270,10 +270,7 @@ class Watch:
             self.recorder.leave()
 
     def _is_mine(self) -> bool:
-        """Return whether the current call runs in the recorded thread or in a backward, and not on fake tensors.
-
-        A process forked during a recorded step (a data loader's worker) is not recorded.
-        """
+        """Return whether the call runs in the recorded thread or a backward, with real tensors, and not in a forked process."""
         process, thread = self._mine or (os.getpid(), threading.get_ident())
         mine = process == os.getpid() and (thread == threading.get_ident() or in_backward())
         return mine and not is_simulated() and not is_traced()
@@ -466,8 +463,10 @@ class Watch:
         if failure is None:
             # The script has caught every error. Only breaches of the simulated device, which have a conversion, remain.
             calls = [replace(c, breach=c.breach if c.breach and c.breach.converted else None) for c in calls]
-        if self.stands and not any(weight.dtype in self.stands for weight in recorder.weights):
-            calls = [in_dtypes(call, self.stands) for call in calls]
+        if self.device_autocast and not any(
+            weight.dtype in self.device_autocast for weight in recorder.weights
+        ):
+            calls = [in_dtypes(call, self.device_autocast) for call in calls]
         parts = (part for root in self.roots for part in root.modules() if part in self._names)
         # The code after a failed step may have changed the mode. Newer layers recompute in eval mode, too.
         recomputes = failure is not None or any(call.recomputed for call in calls)
@@ -497,4 +496,4 @@ class Watch:
         backward = any(call.phase == "backward" for call in self._live.calls)
         if backward or self._live.phase != "optimizer":
             self._autocast = autocast_of(self._live.calls)
-        return self._autocast and self.stands.get(self._autocast, self._autocast)
+        return self._autocast and self.device_autocast.get(self._autocast, self._autocast)

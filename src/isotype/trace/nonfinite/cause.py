@@ -39,7 +39,7 @@ def fresh_elements(call: TensorCall, result: torch.Tensor, by_code: Sequence[boo
     tensors = aligned or _read(call, values.device)
 
     def anywhere(conditions: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return a mask of elements that meet a condition; a single value for an operator that is not element-wise."""
+        """Return a mask of elements that meet a condition; if the operator is not element-wise, whether any element does."""
         hit = torch.zeros((), dtype=torch.bool, device=values.device)
         for condition in conditions:
             hit = hit | (condition if aligned else condition.any())

@@ -38,10 +38,7 @@ _UNSET = ("aten.empty", "aten.new_empty", "aten.resize")
 
 
 class FoundError(BaseException):
-    """Raised to stop the step when the first non-finite result is found.
-
-    It is a `BaseException`, so that code with `except Exception` does not catch it.
-    """
+    """Ends the step at the first non-finite result. It is a `BaseException`, so `except Exception` does not catch it."""
 
 
 class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
@@ -97,7 +94,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         if func in LIFTS:
             _add(self._constant, result)  # `torch.tensor(0.0)` in the code
         elif not is_view(func):
-            self.finding = self._look(call, result)
+            self.finding = self._check(call, result)
             if self.finding is not None and self._stop:
                 raise FoundError
         return result
@@ -108,7 +105,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         elif self.phase == "backward":
             self.phase = "forward"
 
-    def _look(self, call: TensorCall, result: Any) -> NonFinite | None:
+    def _check(self, call: TensorCall, result: Any) -> NonFinite | None:
         """Return a finding if a result of an operator is not finite and has to be reported; else None."""
         name = call.name
         outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -131,7 +128,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
         for tensor in outputs:
             if any(tensor is statistic for statistic in statistics) or is_finite(tensor):
                 continue
-            finding = self._judge(call, tensor, by_code)
+            finding = self._of_result(call, tensor, by_code)
             if finding is not None:
                 return finding
             _add(self._passed, tensor)
@@ -142,7 +139,7 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
                 self._constant.pop(_address(tensor), None)
         return None
 
-    def _judge(self, call: TensorCall, result: torch.Tensor, by_code: Sequence[bool]) -> NonFinite | None:
+    def _of_result(self, call: TensorCall, result: torch.Tensor, by_code: Sequence[bool]) -> NonFinite | None:
         """Return a finding for a non-finite result; None if the result is intended, or follows from an earlier value."""
         fresh = fresh_elements(call, result, by_code)
         if fresh is not None:
@@ -154,14 +151,11 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
                 continue
             if operand.original is None:
                 self._suspect(self._finding(call, result, "constant"))
-            elif (judged := self._judge_operand(call, result, operand)) is not None:
-                return judged
+            elif (finding := self._of_operand(call, result, operand)) is not None:
+                return finding
         return None
 
-    def _judge_operand(
-        self, call: TensorCall, result: torch.Tensor, operand: TensorOperand
-    ) -> NonFinite | None:
-        """Return a finding if a non-finite operand has to be reported; else None."""
+    def _of_operand(self, call: TensorCall, result: torch.Tensor, operand: TensorOperand) -> NonFinite | None:
         address, nan = _address(operand.original), bool(operand.tensor.isnan().any())
         if address in self._weights:
             is_mask = address in self._constant and not nan

@@ -1,4 +1,4 @@
-"""The tokens near borders of sequences and padding, whose reach (effect on predictions) is measured."""
+"""Selects the tokens for the measurement of leaks: tokens near the borders of sequences and of padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isotype.compat.torch import has_values
 
 MOST_ROWS = 4
 FEW_TOKENS = 64
-"""Longer rows are cut to this number of tokens, which show the same leaks in less time."""
+"""Rows are cut to this number of tokens. Shorter rows show the same leaks in less time."""
 MOST_TOKENS = 512
 _AROUND = 16
 _BORDERS = 64
@@ -152,7 +152,7 @@ def _numbered(values: torch.Tensor) -> torch.Tensor:
 
 
 def _window(batch: Batch) -> dict[str, Any]:
-    """Return the inputs for the tokens from before a border of sequences or padding to after the next label."""
+    """Return the inputs of a few tokens: from before a border of sequences or padding, to after the next label."""
     rows, tokens = batch.ids.shape
     inputs = dict(batch.inputs)
     if tokens <= FEW_TOKENS or _in_pieces(inputs) or any(name in inputs for name in _STARTS):

@@ -34,7 +34,7 @@ def leaks(probe: Probe) -> Iterator[Leak]:
 def _leak(
     probe: Probe, source: Source, changed: dict[str, Any], at: torch.Tensor, guarded: torch.Tensor
 ) -> Leak | None:
-    """Return a leak if other inputs change a prediction that must stay the same; else None.
+    """Return a leak if the inputs `changed` change a prediction that must stay the same; else None.
 
     `at` is a mask of the predictions with a label (`probe.learned`), True if a prediction must stay the same. `guarded`
     is a mask of the tokens whose hidden states must stay the same, `[rows, tokens]`.

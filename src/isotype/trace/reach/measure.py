@@ -25,7 +25,7 @@ from isotype.trace.reach.processes import parting, skipped_modules, without_grad
 _MATRIX_ROWS = 24
 _DRAWS = 2
 _SHARED_OUT = 1 << 27
-"""If weights times tokens exceed this number, a copy runs on all threads. On one thread, this takes over 0.02 s."""
+"""A copy runs on all threads if weights times tokens exceed this number. One thread would take over 0.02 s."""
 
 Sharing = Literal["", "ddp", "fsdp"]
 _COUNT = "num_items_in_batch"

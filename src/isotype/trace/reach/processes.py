@@ -99,10 +99,7 @@ def parting(model: nn.Module, batches: Sequence[Batch]) -> Parting | None:
 
 
 def _shard(model: Any, mesh: Any) -> None:
-    """Shard the model's blocks, then its other weights, as accelerate's `fsdp2_prepare_model` does.
-
-    https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/fsdp_utils.py
-    """
+    """Shard blocks, then other weights, as accelerate's `fsdp2_prepare_model` does (1.15, utils/fsdp_utils.py)."""
     from torch.distributed.fsdp import fully_shard
 
     classes = unsplit_classes(without_peft(model))
