@@ -40,7 +40,7 @@ from isotype.checkpoint.merge.report import (
 )
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import CheckpointError, PrecisionError, SaveError, UsageError
-from isotype.core.files import held, remove_abandoned
+from isotype.core.files import directory_lock, remove_abandoned
 from isotype.model.adapters import add_lora
 from isotype.precision.policy import POLICY_FILE, ModuleException
 from isotype.report.inspect import show_merge
@@ -665,7 +665,7 @@ def test_what_a_killed_merge_left_is_removed_and_what_a_living_one_builds_is_not
     for each in (left, lives):
         each.mkdir()
         (each / "model.safetensors").write_bytes(bytes(100))
-    with held(lives):
+    with directory_lock(lives):
         merge_adapter(adapter, tmp_path / "merged")
         assert sorted(path.name for path in tmp_path.iterdir()) == [lives.name, "adapter", "merged"]
     remove_abandoned([lives])

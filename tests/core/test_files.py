@@ -17,8 +17,8 @@ import pytest
 from isotype.core import files
 from isotype.core.files import (
     STAGING,
+    create_once,
     discard,
-    made_once,
     publish_directory,
     publish_files,
     recover,
@@ -237,10 +237,10 @@ def test_a_folder_is_made_once_and_whole(tmp_path: Path):
 
     folder = tmp_path / "cache" / "folder"
     with pytest.raises(ZeroDivisionError):
-        made_once(folder, fail)
+        create_once(folder, fail)
     assert list(folder.parent.iterdir()) == []
     for write in (lambda part: (part / "b").touch(), fail):
-        assert made_once(folder, write) == folder
+        assert create_once(folder, write) == folder
         assert [path.name for path in folder.iterdir()] == ["b"]
 
 

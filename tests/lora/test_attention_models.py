@@ -77,7 +77,7 @@ def test_models(name: str, side: str) -> None:
             "labels": batch["labels"].masked_fill(present == 0, -100),
         }
     report = assert_same_step(model, batch, present.bool())
-    assert report.taken
+    assert report.in_use
     assert not report.left
 
 
@@ -87,7 +87,7 @@ def test_other_architectures(name: str) -> None:
     with quiet():
         model, batch = architecture.build(torch.float32).eval(), architecture.batch()
     report = assert_same_step(model, batch)
-    assert report.taken == (name != "falcon")
+    assert report.in_use == (name != "falcon")
     assert not report.left
 
 
@@ -105,7 +105,7 @@ def test_half_precision_is_close_to_float32(dtype: torch.dtype) -> None:
     exact = step(tiny_model("llama").eval(), tiny_batch("llama"))["logits"]
     model, batch = tiny_model("llama", dtype).eval(), tiny_batch("llama")
     theirs = step(model, batch)["logits"]
-    assert use_fast_attention(model).taken
+    assert use_fast_attention(model).in_use
     own = step(model, batch)["logits"]
     assert own.dtype == theirs.dtype
     assert (own.float() - exact).norm() <= 1.5 * (theirs.float() - exact).norm()
@@ -207,7 +207,7 @@ def test_models_that_are_left_are_told(name: str, reason: str) -> None:
         model = tiny_model(name) if name in CONFIGS else ARCHITECTURES[name].build(torch.float32)
     before = model.config._attn_implementation
     report = use_fast_attention(model)
-    assert not report.taken
+    assert not report.in_use
     assert str(report) == f"attention: unchanged: {reason}"
     assert model.config._attn_implementation == before
     assert use_fast_attention(torch.nn.Linear(2, 2)).reason == "the model is no transformers model"

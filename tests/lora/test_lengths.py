@@ -211,7 +211,7 @@ def test_why_padding_is_computed(
     for name, value in config.items():
         setattr(model.config, name, value)
     report = registered._with_lengths(model, device_profile(device), dtype, "it is there")
-    assert not report.taken
+    assert not report.in_use
     assert reason in str(report.padded)
     assert model.config._attn_implementation == config.get("_attn_implementation", "sdpa")
 
@@ -234,7 +234,7 @@ def test_a_kernel_that_is_wrong_is_not_taken(calls: list[Any], monkeypatch: pyte
     model = tiny_model("llama")
     monkeypatch.setattr(lengths, "by_lengths", lambda inputs, mask, **_: inputs[0].transpose(1, 2))
     report = on_gpu(model)
-    assert (report.taken, model.config._attn_implementation) == (False, "sdpa")
+    assert (report.in_use, model.config._attn_implementation) == (False, "sdpa")
     assert report.padded == "the model's results change if rows are concatenated"
 
 

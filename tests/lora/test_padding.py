@@ -115,7 +115,7 @@ def test_source_and_target_of_one_length(name: str, side: str) -> None:
     batch["labels"][:, -3:] = -100
     # t5 adds its mask to its position bias by the lowest float: a query that reads nothing reads everything there.
     report = assert_peft_numbers(model, batch, "sdpa", *["eager"] * (side == "right"))
-    assert report.attention.taken
+    assert report.attention.in_use
     assert bool(report.attention.left) == (name == "t5")
 
 

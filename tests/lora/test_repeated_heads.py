@@ -113,7 +113,7 @@ def test_where_heads_are_repeated(
 def test_heads_that_are_not_grouped_stay() -> None:
     with torch.device("meta"):
         report = use_fast_attention(tiny_model_without_groups(), "cuda", T4)
-    assert (report.taken, report.repeated) == (False, None)
+    assert (report.in_use, report.repeated) == (False, None)
 
 
 def tiny_model_without_groups() -> Any:

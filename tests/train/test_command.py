@@ -18,7 +18,7 @@ import yaml
 from tools.command_table import CHOICES, LIBRARIES, table_text
 
 from isotype.core.errors import UsageError
-from isotype.core.formats import ASKED, MIXED
+from isotype.core.formats import MIXED, REQUESTABLE
 from isotype.core.terminal import printed_command
 from isotype.data.methods import METHODS
 from isotype.train.command.command import (
@@ -186,7 +186,7 @@ def test_rewards_are_scaled_as_trl_means_it(raw: Any, value: str) -> None:
 
 
 def test_quantization_can_be_each_format_that_a_user_can_request() -> None:
-    assert specs("sft")["quantization"].choices == (*ASKED, MIXED)
+    assert specs("sft")["quantization"].choices == (*REQUESTABLE, MIXED)
 
 
 def test_a_flag_wins_over_a_keyword_and_a_keyword_over_the_file(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from isotype.compat.hub import asking
 from isotype.compat.transformers import gguf_bar_hidden, without_bars
 from isotype.core.cache import default_cache_dir
 from isotype.core.errors import CheckpointError, Problem, SaveError, error_line, first_line
-from isotype.core.files import made_once, write_failure
+from isotype.core.files import create_once, write_failure
 from isotype.core.pretrained import TOKENIZER_FILES, code_named, pretrained
 
 _ENDS = (".json", ".model", "_config.json")
@@ -147,7 +147,7 @@ def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) ->
     root = cache_dir or default_cache_dir() / "gguf"
     target = root / f"{path.stem}-{_fingerprint(path)}-tokenizer"
     try:
-        return made_once(target, lambda folder: _convert(path, headers.metadata, folder))
+        return create_once(target, lambda folder: _convert(path, headers.metadata, folder))
     except Exception as error:
         failure = write_failure(error, root)
         if failure is None:

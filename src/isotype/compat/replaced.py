@@ -24,8 +24,8 @@ def sets(name: str) -> Callable[[Any, Any], None]:
 
 def replace(holder: Any, name: str, new: Any) -> Callable[[], None]:
     """Set the attribute `name` of `holder` to `new`. Return a function that restores it."""
-    held = name in vars(holder)  # otherwise `holder` inherits it
-    undo = partial(setattr, holder, name, vars(holder)[name]) if held else partial(delattr, holder, name)
+    is_own = name in vars(holder)  # otherwise `holder` inherits it
+    undo = partial(setattr, holder, name, vars(holder)[name]) if is_own else partial(delattr, holder, name)
     setattr(holder, name, new)
     return undo
 

@@ -27,7 +27,7 @@ def casts_in_place() -> Iterator[None]:
 
 
 def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    parameters = {name: held for name, held in module._parameters.items() if held is not None}
+    parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if not all(isinstance(parameter, FakeTensor) for parameter in parameters.values()):
         return _SWAP(module, fn, recurse)
     for child in module.children() if recurse else ():

@@ -42,11 +42,11 @@ def is_fused_forward(function: Any) -> bool:
 
 def head_arguments(function: Any) -> dict[str, Any]:
     """Return the fused head's arguments from the closure of `function`. Raise LookupError if an argument is missing."""
-    held = inspect.getclosurevars(function).nonlocals
-    missing = [name for name in HEAD_ARGUMENTS if name not in held]
+    variables = inspect.getclosurevars(function).nonlocals
+    missing = [name for name in HEAD_ARGUMENTS if name not in variables]
     if missing:
         raise LookupError(f"the forward of TRL's {_MAKER} does not store {', '.join(missing)}")
-    return {name: held[name] for name in HEAD_ARGUMENTS}
+    return {name: variables[name] for name in HEAD_ARGUMENTS}
 
 
 def put_forward(model: Any, forward: Callable[..., Any]) -> None:
@@ -79,13 +79,13 @@ def completions_of(trainer: Any) -> dict[str, Any] | None:
     return {"batches": trainer._buffered_inputs, "micro_steps": trainer._step}
 
 
-def put_completions(trainer: Any, held: Mapping[str, Any] | None) -> None:
+def put_completions(trainer: Any, completions: Mapping[str, Any] | None) -> None:
     """Give a trainer the result of `completions_of`. The completions are moved to the trainer's device."""
-    if held is not None:
+    if completions is not None:
         from accelerate.utils import send_to_device
 
-        trainer._step = held["micro_steps"]
-        trainer._buffered_inputs = send_to_device(held["batches"], trainer.args.device)
+        trainer._step = completions["micro_steps"]
+        trainer._buffered_inputs = send_to_device(completions["batches"], trainer.args.device)
 
 
 def prompts_of(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -145,5 +145,7 @@ def incompatibilities(utilities: Any) -> list[str]:
     if maker is None:
         return [f"{utilities.__name__} has no {_MAKER}"]
     inner = [code for code in maker.__code__.co_consts if isinstance(code, CodeType)]
-    held = {name for code in inner for name in code.co_freevars}
-    return [f"the forward of {_MAKER} does not store {name}" for name in HEAD_ARGUMENTS if name not in held]
+    variables = {name for code in inner for name in code.co_freevars}
+    return [
+        f"the forward of {_MAKER} does not store {name}" for name in HEAD_ARGUMENTS if name not in variables
+    ]

@@ -50,7 +50,7 @@ def fsync_tree(directory: Path) -> None:
         bring_to_disk(Path(root))
 
 
-def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
+def create_once(folder: Path, write: Callable[[Path], None]) -> Path:
     """Return `folder`. If it does not exist, `write` fills a temporary folder, which is then renamed to `folder`.
 
     Several processes may call this function at the same time.
@@ -285,7 +285,7 @@ def wait_for_turn(path: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def held(directory: Path) -> Iterator[bool]:
+def directory_lock(directory: Path) -> Iterator[bool]:
     """Lock a directory in the `with` block, so that no process removes it by `remove_abandoned`.
 
     Yields False if another process has the lock, or if locks are not supported.
@@ -300,9 +300,9 @@ def held(directory: Path) -> Iterator[bool]:
 
 
 def remove_abandoned(directories: Iterable[Path]) -> None:
-    """Remove the directories that no running process has locked by `held`; nothing if locks are not supported."""
+    """Remove the directories that no running process has locked by `directory_lock`; nothing if locks are not supported."""
     for directory in directories:
-        with held(directory) as locked:
+        with directory_lock(directory) as locked:
             if locked:
                 shutil.rmtree(directory, ignore_errors=True)
 
@@ -319,7 +319,7 @@ def _locked_file(path: Path) -> int | str:
             os.close(descriptor)
             if not isinstance(error, BlockingIOError):
                 raise
-            raise _taken(path, holder) from error
+            raise _already_locked(path, holder) from error
         if why is None and _same_file(descriptor, path):
             return descriptor
         os.close(descriptor)
@@ -365,7 +365,7 @@ def _same_file(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _taken(path: Path, holder: bytes) -> UsageError:
+def _already_locked(path: Path, holder: bytes) -> UsageError:
     who, stop = "another process", "wait until that process has ended"
     try:
         about = json.loads(holder)

@@ -63,7 +63,7 @@ MXFP4 = "mxfp4"
 MIXED = "mixed"
 """Quantization that chooses a format for each layer by measured changes of the model's output."""
 
-ASKED: tuple[str, ...] = (*QUANTIZATIONS, MXFP4)
+REQUESTABLE: tuple[str, ...] = (*QUANTIZATIONS, MXFP4)
 """Values of `--quantization` except `mixed`."""
 
 MEASURED = (*(name for name, form in FORMATS.items() if form.measured), "bfloat16", "float16")

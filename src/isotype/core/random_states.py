@@ -21,7 +21,7 @@ class RandomStates:
     setters: tuple[Callable[[], object], ...]
 
     @classmethod
-    def taken(cls, *devices: torch.device) -> RandomStates:
+    def current(cls, *devices: torch.device) -> RandomStates:
         """Return the current random states of Python and `devices`, and of NumPy and torch if they are imported."""
         setters = [partial(random.setstate, random.getstate())]
         if "numpy" in sys.modules:
@@ -38,7 +38,7 @@ class RandomStates:
                     setters.append(partial(backend.set_rng_state, backend.get_rng_state(device), device))
         return cls(tuple(setters))
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for restore in self.setters:
             restore()
 
@@ -50,11 +50,11 @@ def random_states_kept(device: torch.device | None = None) -> Iterator[None]:
     Unlike `torch.random.fork_rng()`, this creates no CUDA context on a GPU that the process does not use. `device` is
     an accelerator that the code in the `with` block uses.
     """
-    states = RandomStates.taken(*(_in_use(device) if "torch" in sys.modules else ()))
+    states = RandomStates.current(*(_in_use(device) if "torch" in sys.modules else ()))
     try:
         yield
     finally:
-        states.put_back()
+        states.restore()
 
 
 def _in_use(device: torch.device | None) -> list[torch.device]:

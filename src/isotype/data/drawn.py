@@ -19,7 +19,7 @@ import numpy
 
 from isotype.core.cache import default_cache_dir
 from isotype.core.errors import DataError
-from isotype.core.files import made_once
+from isotype.core.files import create_once
 from isotype.data.pictures import NEEDS_PILLOW
 
 NAME = "shapes"
@@ -105,7 +105,7 @@ def rows(split: str) -> Iterator[tuple[Content, Any, str, str]]:
 
 def shapes_folder() -> Path:
     """Return the folder of the data set. The first call draws the images, or raises DataError if pillow is missing."""
-    return made_once(default_cache_dir() / f"{NAME}-{_VERSION}", _write_splits)
+    return create_once(default_cache_dir() / f"{NAME}-{_VERSION}", _write_splits)
 
 
 def _write_splits(folder: Path) -> None:

@@ -153,7 +153,7 @@ class FusionReport:
             parts.append(plural(len(self.norms), "norm"))
         if self.attention.repeated:
             parts.append("keys and values repeated for a fused attention")
-        elif self.attention.taken and not self.attention.by_lengths:
+        elif self.attention.in_use and not self.attention.by_lengths:
             parts.append("attention by one function")
         if self.attention.sides:
             parts.append("no padding")

@@ -208,8 +208,8 @@ def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:
 
 def unmatched(model: Any) -> tuple[str, ...]:
     """Return the names in PEFT's `target_modules` and `modules_to_save` that match no module of `model`."""
-    held = (vars(module).get("peft_config") for module in model.modules())
-    configs = [config for by_name in held if isinstance(by_name, dict) for config in by_name.values()]
+    peft_configs = (vars(module).get("peft_config") for module in model.modules())
+    configs = [config for by_name in peft_configs if isinstance(by_name, dict) for config in by_name.values()]
     asked = [getattr(c, key, None) or () for c in configs for key in ("target_modules", "modules_to_save")]
     wanted = {name for names in asked if not isinstance(names, str) for name in names}
     for config in configs:

@@ -98,8 +98,8 @@ def fold(model: nn.Module) -> nn.Module:
 def _is_sliced(around: Sequence[nn.Module], layers: nn.Module) -> bool:
     """Return whether a forward uses a slice of the list. `around` has the owner of the list and the modules around it."""
     name = next(name for name, child in around[0].named_children() if child is layers)
-    taken = re.compile(rf"\.{name}\[([^\]:]*):([^\]]*)\]")
-    slices = (part for module in around for part in taken.findall(_source(type(module).forward)))
+    slicing = re.compile(rf"\.{name}\[([^\]:]*):([^\]]*)\]")
+    slices = (part for module in around for part in slicing.findall(_source(type(module).forward)))
     return any(start.strip() or not _ALL.search(end) for start, end in slices)
 
 

@@ -230,8 +230,8 @@ def _floats_in(value: Any, name: str, visited: set[int]) -> Iterator[tuple[str, 
             yield name, value
     elif isinstance(value, (dict, list, tuple, nn.Module)) and id(value) not in visited:
         visited.add(id(value))
-        for key, held in _items(value):
-            yield from _floats_in(held, f"{name}.{key}", visited)
+        for key, item in _items(value):
+            yield from _floats_in(item, f"{name}.{key}", visited)
 
 
 def _items(holder: dict[Any, Any] | list[Any] | tuple[Any, ...] | nn.Module) -> Iterator[tuple[str, Any]]:

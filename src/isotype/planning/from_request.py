@@ -18,7 +18,7 @@ from isotype.checkpoint.weightless import skeleton
 from isotype.compat.compiler import defer_compiler, import_uncompiled
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import Problem, UsageError
-from isotype.core.formats import ASKED, MEASURED
+from isotype.core.formats import MEASURED, REQUESTABLE
 from isotype.core.json_records import Names, text_of
 from isotype.core.names import format_bytes, grouped, plural
 from isotype.core.random_states import random_states_kept
@@ -201,7 +201,7 @@ def _devices_needed(request: PlanRequest, profile: DeviceProfile, rows: Sequence
     least = min(rows, key=lambda row: row.peak, default=None)
     if not request.longest or least is None or profile.kind in ("cpu", "mps"):
         return None
-    storage = least.storage if least.storage in ASKED else request.step.precision.quantization
+    storage = least.storage if least.storage in REQUESTABLE else request.step.precision.quantization
     step = replace(
         request.step,
         fsdp=2,

@@ -11,7 +11,7 @@ from typing import Any
 
 from isotype.core.arguments import Parser, add_arguments, wrong_size
 from isotype.core.errors import Problem
-from isotype.core.formats import ASKED
+from isotype.core.formats import REQUESTABLE
 from isotype.core.names import parse_size
 from isotype.data.methods import METHODS
 from isotype.planning.record import GOALS, Row
@@ -157,7 +157,7 @@ def command_of(
     if command.method == "sft" and not {"dataset_name", "datasets"} & set(command.values):
         command = command.but(dataset_name=EXAMPLE_DATA)
     requested = request.step.precision.quantization
-    if row.base_memory is not None or (row.storage in ASKED and row.storage != requested):
+    if row.base_memory is not None or (row.storage in REQUESTABLE and row.storage != requested):
         command = with_storage(command, row.storage, row.base_memory)
     command = command.but(gradient_checkpointing=row.checkpointing != "off", **_batch_arguments(request, row))
     if _needs_length(request, row):

@@ -10,7 +10,7 @@ import torch
 
 from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name, parse_dtype
 from isotype.core.errors import PrecisionError, Problem
-from isotype.core.formats import ASKED, FOUR_BITS, MXFP4, QUANTIZATIONS
+from isotype.core.formats import FOUR_BITS, MXFP4, QUANTIZATIONS, REQUESTABLE
 from isotype.core.names import listed
 from isotype.precision.by_ranges import decide_by_ranges
 from isotype.precision.devices.profile import DeviceProfile
@@ -148,8 +148,8 @@ class _Draft:
         saved = self.facts.quantization.format if self.facts.quantization else None
         if self.request.trainable not in TRAINABLE:
             self._refuse(f"trainable={self.request.trainable!r}", "'lora' or 'full'", "give one of the two")
-        if requested is not None and requested not in ASKED:
-            expected = f"one of {', '.join(ASKED)} or none"
+        if requested is not None and requested not in REQUESTABLE:
+            expected = f"one of {', '.join(REQUESTABLE)} or none"
             self._refuse(f"quantization {requested!r}", expected, "give one of these")
             return None
         if self.request.trainable == "full" and (requested or saved in QUANTIZATIONS):

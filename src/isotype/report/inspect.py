@@ -17,7 +17,7 @@ from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.inspect import Group, Inspection, PlanInspection
 from isotype.checkpoint.merge.report import ENOUGH, share
 from isotype.core.dtypes import dtype_name
-from isotype.core.formats import ASKED, MXFP4, QUANTIZATIONS, why_kept
+from isotype.core.formats import MXFP4, QUANTIZATIONS, REQUESTABLE, why_kept
 from isotype.core.json_records import encoded
 from isotype.core.names import format_bytes, grouped, listed, plural, stacked, starred
 from isotype.report.text import chat_commands, fitting, pair_table, say, say_labelled, show_commands, table_of
@@ -172,7 +172,7 @@ def storage_lines(inspection: PlanInspection) -> list[str]:
     """Return lines about 3-D weights that are not quantized and about mxfp4 weights that are dequantized."""
     lines = []
     policy, tensors = inspection.policy, inspection.plan.tensors
-    wide = [tensor for tensor in tensors if len(tensor.shape) == 3 and tensor.storage not in ASKED]
+    wide = [tensor for tensor in tensors if len(tensor.shape) == 3 and tensor.storage not in REQUESTABLE]
     if policy.storage in QUANTIZATIONS and wide:
         stays = f"stay in {listed(sorted({tensor.storage for tensor in wide}))}"
         lines.append(
@@ -246,7 +246,7 @@ def _weight_share(error: float) -> str:
 
 
 def _rows(report: MergeReport) -> list[tuple[str, str]]:
-    dequantized = f" (dequantized from {report.storage})" if report.storage in ASKED else ""
+    dequantized = f" (dequantized from {report.storage})" if report.storage in REQUESTABLE else ""
     rows = [
         ("adapter", str(report.adapter)),
         ("base", f"{report.base}{dequantized}"),

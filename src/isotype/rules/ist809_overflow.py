@@ -46,7 +46,7 @@ from isotype.records.finding import Finding, Fix, RangeBoundaries
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.findings import Findings, Fixes, advice, finding_at
 from isotype.rules.kit.slow_dtype import step_in
-from isotype.rules.kit.value_ranges import Held, held
+from isotype.rules.kit.value_ranges import Float16Value, float16_values
 
 KIND = "values"
 
@@ -63,7 +63,11 @@ def find(trace: Trace) -> Findings:
         return
     # A number that float16 refuses (a mask's -1e9) is no value of the model.
     refused, written = _numbers(trace.breaches()), _numbers(trace.calls)
-    beyond = [value for value in held(trace) if value.value > FLOAT16_LARGEST and value.value not in refused]
+    beyond = [
+        value
+        for value in float16_values(trace)
+        if value.value > FLOAT16_LARGEST and value.value not in refused
+    ]
     of_model = [value for value in beyond if value.value not in written]
     forward = [value for value in of_model if value.call.phase == "forward"]
     if of_model:
@@ -77,7 +81,7 @@ def _numbers(calls: Iterable[Call]) -> set[float]:
     return {abs(torch.tensor(value).item()) for call in calls for _, value in call.numbers}
 
 
-def _mask(beyond: Sequence[Held]) -> Finding:
+def _mask(beyond: Sequence[Float16Value]) -> Finding:
     """Return the finding for a number in the code that becomes infinite in float16, as in `(1 - mask) * -1e9`."""
     first = beyond[0]
     value, where = number(first.value), short(first.call.source)
@@ -85,7 +89,7 @@ def _mask(beyond: Sequence[Held]) -> Finding:
         "warning",
         f"the number {value} becomes infinite in float16: a row that is masked completely becomes NaN",
         [first.call],
-        places=tuple(dict.fromkeys(held.module for held in beyond)),
+        places=tuple(dict.fromkeys(value.module for value in beyond)),
         cause=f"{_short(first.call.op)} by {value} at {where}",
         fixes=(advice(first.call.source, f"write torch.finfo(dtype).min instead of the number at {where}"),),
     )
@@ -110,7 +114,7 @@ def _undefined(ranges: Ranges, operator: OperatorRange) -> Finding:
     )
 
 
-def _finding(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Finding:
+def _finding(trace: Trace, ranges: Ranges, beyond: Sequence[Float16Value]) -> Finding:
     first = beyond[0]
     backward = first.call.phase == "backward"
     # A GradScaler halves the scale until the gradients fit, even below 1. It skips a step each time.
@@ -135,7 +139,7 @@ def _short(op: str) -> str:
     return "a cast" if name == "_to_copy" else name
 
 
-def _notes(trace: Trace, ranges: Ranges, beyond: Sequence[Held]) -> Iterator[str]:
+def _notes(trace: Trace, ranges: Ranges, beyond: Sequence[Float16Value]) -> Iterator[str]:
     first, *others = beyond
     if others:
         modules = len({value.operator.module for value in others})

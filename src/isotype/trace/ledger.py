@@ -67,7 +67,7 @@ class Ledger:
         self._note_peak()
 
     def count(
-        self, tensor: torch.Tensor, kind: MemoryKind | None = None, repeats: int = 1, held: int | None = None
+        self, tensor: torch.Tensor, kind: MemoryKind | None = None, repeats: int = 1, local: int | None = None
     ) -> None:
         """Add the storage of `tensor` to the ledger, or change the kind and size of a storage that was added before.
 
@@ -75,14 +75,14 @@ class Ledger:
             tensor: any tensor over the storage.
             kind: kind of memory of the storage; None for its earlier kind, or for the ledger's `kind` if it is new.
             repeats: how many equal storages of the model this storage represents.
-            held: bytes of the storage that this process holds; None for the ledger's `share` of the storage.
+            local: bytes of the storage that this process holds; None for the ledger's `share` of the storage.
         """
         *others, last = dense_parts(tensor)
         for part in others:
             self.count(part, kind, repeats)
         storage = last.untyped_storage()
         key = storage_key(storage)
-        size = (int(self.share * storage.nbytes()) if held is None else held) * repeats
+        size = (int(self.share * storage.nbytes()) if local is None else local) * repeats
         if key in self._live:
             if kind is not None:
                 self._book_again(key, kind, size)

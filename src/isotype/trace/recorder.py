@@ -39,9 +39,9 @@ from isotype.records.trace import (
     Operand,
     Origin,
 )
+from isotype.trace.dtype_reads import DtypeReads
 from isotype.trace.flops import flops_of
 from isotype.trace.ledger import Ledger
-from isotype.trace.taken import DtypeReads
 
 aten = torch.ops.aten
 
@@ -150,7 +150,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         # Float dtypes of the step's inputs.
         self.inputs: dict[str, torch.dtype] = {}
         # Module name -> arguments of `Ledger.count` for the module's own parameters and buffers.
-        self.held: dict[str, list[tuple[torch.Tensor, MemoryKind, int, int | None]]] = {}
+        self.module_tensors: dict[str, list[tuple[torch.Tensor, MemoryKind, int, int | None]]] = {}
         self._frames: list[_Frame] = []
         self._places: dict[int, CallPlace] = {}
         self._alive: list[Any] = []
@@ -238,7 +238,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         # Hooks also run while an exception propagates. The first module whose hook runs then has raised it.
         raised = sys.exc_info()[1] is not self._handled
         self._raised_in = (self._raised_in or frame) if raised else None
-        for row in self.held.get(frame.name, ()):
+        for row in self.module_tensors.get(frame.name, ()):
             self.ledger.count(*row)  # the tensor's memory may have changed (`weight.data = …`)
         outer = self._frames[-1].repeats if self._frames else 1
         saves, added = self.phase == "forward" and torch.is_grad_enabled(), 0
@@ -321,7 +321,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             if isinstance(like, torch.Tensor) and kwargs.get("dtype") is None:
                 return self.origin(like)
         dtype = kwargs.get("dtype") or next((arg for arg in args if isinstance(arg, torch.dtype)), None)
-        return self.reads.taken_by(dtype) if isinstance(dtype, torch.dtype) else self.like
+        return self.reads.origin_of(dtype) if isinstance(dtype, torch.dtype) else self.like
 
     def _like(self, dtype: torch.dtype) -> Origin | None:
         return self.like if self.like is not None and self.like.dtype == dtype else None

@@ -56,8 +56,8 @@ def tallies(weights: Iterable[Weight]) -> Tallies:
     Each module counts once, in the dtype of its largest weight. Norms, adapters, and weights that the model's author
     keeps in float32 do not count, because they differ on purpose.
     """
-    held = [weight for weight in weights if not weight.buffer]
-    voters = _largest(weight for weight in held if _computes(weight)) or _largest(held)
+    parameters = [weight for weight in weights if not weight.buffer]
+    voters = _largest(weight for weight in parameters if _computes(weight)) or _largest(parameters)
     parts: dict[str, Tally] = {"": Tally()}
     for weight in voters:
         dtype, count = _computed_in(weight), weight.repeats
@@ -117,12 +117,12 @@ class Sides:
         """
         met = {cause.dtype for cause in causes}
         homes = [_home(cause) for cause in causes]
-        held = [home for home in homes if home is not None]
-        for part in with_parents(_list_of(_common([module, *held])))[:-1]:
+        modules = [home for home in homes if home is not None]
+        for part in with_parents(_list_of(_common([module, *modules])))[:-1]:
             tally = self.parts.get(part, Tally())
             leaders = tally.leaders()
             both = len(met & tally.modules.keys()) > 1
-            if len(leaders) == 1 and (both or (len(held) == len(homes) and tally.modules.total() > 1)):
+            if len(leaders) == 1 and (both or (len(modules) == len(homes) and tally.modules.total() > 1)):
                 return leaders[0]
         return whole(self.parts, self.input_dtypes) or self.compute
 

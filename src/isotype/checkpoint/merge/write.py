@@ -30,8 +30,8 @@ from isotype.core.dtypes import GGUF_TYPES, LLAMA_CPP_TYPES, to_safetensors_name
 from isotype.core.errors import SaveError, UsageError
 from isotype.core.files import (
     NO_ROOM,
+    directory_lock,
     fsync_tree,
-    held,
     publish_directory,
     publish_file,
     remove_abandoned,
@@ -97,8 +97,10 @@ class Output:
             with self.disk_errors():
                 remove_abandoned(output.parent.glob(f".*{_BUILDING}"))
                 fresh.mkdir(parents=True)
-            with held(fresh):
-                fresh.rename(built)  # after `held`: another merge would remove a folder that no process holds
+            with directory_lock(fresh):
+                fresh.rename(
+                    built
+                )  # locked before: another merge would remove a folder that no process has locked
                 yield built
             self.check()  # again: another program may have created it in the meantime
             with self.disk_errors():

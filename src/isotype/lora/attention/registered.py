@@ -43,8 +43,8 @@ class AttentionReport:
     """The result of `use_fast_attention`. Each later call of the model's attention may add entries to the report.
 
     Attributes:
-        taken: True if the model now uses one of isotype's attention functions.
-        reason: why the model keeps its own attention; None if `taken`.
+        in_use: True if the model now uses one of isotype's attention functions.
+        reason: why the model keeps its own attention; None if `in_use`.
         repeated: title of the device if it needs repeated keys and values for a fused kernel; else None.
         slow: the reason why attention stores all scores in memory on this device, if this is the case; else None.
         left: reason to use torch's kernel -> number of calls.
@@ -54,7 +54,7 @@ class AttentionReport:
         name: the name that isotype's function has in transformers; "" if no function is used.
     """
 
-    taken: bool
+    in_use: bool
     reason: str | None = None
     repeated: str | None = None
     slow: str | None = None
@@ -66,13 +66,13 @@ class AttentionReport:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self.taken:
+        if self.in_use:
             _register()  # for a fused model that is unpickled in another process
 
     @property
     def by_lengths(self) -> bool:
         """True if a variable-length kernel of the GPU computes the attention of rows that are concatenated."""
-        return self.taken and self.name == LENGTHS
+        return self.in_use and self.name == LENGTHS
 
     def undo(self) -> None:
         while self._undo:
@@ -80,7 +80,7 @@ class AttentionReport:
             model.set_attn_implementation(before)
 
     def __str__(self) -> str:
-        if not self.taken:
+        if not self.in_use:
             return f"attention: unchanged: {self.reason}"
         left = [f"  {plural(n, 'call')} left to torch's kernel: {why}" for why, n in self.left.items()]
         if self.repeated:

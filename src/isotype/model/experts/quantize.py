@@ -155,11 +155,11 @@ def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedS
     `constants` are the scales of int8 and mxfp4. For nf4 and fp4, `constants` are float32 `[experts, blocks]`. This
     function quantizes them to 8 bits if `blank` has 8-bit constants.
     """
-    held = {"scales": constants}
+    factors = {"scales": constants}
     if blank.storage not in ("int8", MXFP4):
         settings = {"shape": blank.shape, "dtype": blank.dtype, "blocksize": blank.blocksize}
         form = FORMATS[blank.storage].code
         state = state_4bit(constants.view(-1), double_quant=blank.nested, quant_type=form, **settings)
-        held = constants_4bit(state, blank.shape[0])
+        factors = constants_4bit(state, blank.shape[0])
     size, layout = blank.blocksize, blank.transposed
-    return QuantizedStack(blank.storage, blank.shape, blank.dtype, held, blocksize=size, transposed=layout)
+    return QuantizedStack(blank.storage, blank.shape, blank.dtype, factors, blocksize=size, transposed=layout)

@@ -359,14 +359,14 @@ def seen_dense(model: nn.Module) -> Iterator[None]:
     PEFT (0.21) nests wrappers of parametrized weights in another order than wrappers of parameters
     (`_inject_parameters`). With the order of parametrized weights, names in an adapter's file would change.
     """
-    held: list[tuple[nn.Module, Any, Any]] = []
+    replaced: list[tuple[nn.Module, Any, Any]] = []
     for module in list(model.modules()):
         names = [name for name in getattr(module, "parametrizations", ()) if quantized_stack(module, name)]
         if not names:
             continue
         lists: Any = own_modules(module)["parametrizations"]
         cls: Any = type(module)
-        held.append((module, lists, cls))
+        replaced.append((module, lists, cls))
         plain: Any = cls.original if issubclass(cls, Swapped) else cls
         del own_modules(module)["parametrizations"]
         module.__class__ = plain.__bases__[0]  # as in `parametrize.type_before_parametrizations`
@@ -377,7 +377,7 @@ def seen_dense(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, lists, cls in held:
+        for module, lists, cls in replaced:
             for name in lists:
                 del own_parameters(module)[name]
             own_modules(module)["parametrizations"] = lists

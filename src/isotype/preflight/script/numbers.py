@@ -97,7 +97,7 @@ class Numbers:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             kind = self._device.type
             autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            self._forwards.append(_Forward(args, dict(kwargs), RandomStates.taken(self._device), autocast))
+            self._forwards.append(_Forward(args, dict(kwargs), RandomStates.current(self._device), autocast))
 
     def _around_backward(self, backward: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         self._guard(self._backward, tensors)
@@ -137,8 +137,8 @@ class Numbers:
         if self._scaler is not None:  # the GradScaler has checked the gradients already
             self._judge(0.0, 0.0, self._scaler)
         else:
-            held = (parameter.grad for parameter in parameters_of(optimizer))
-            gradients = [grad for grad in held if grad is not None and grad.layout is torch.strided]
+            all_gradients = (parameter.grad for parameter in parameters_of(optimizer))
+            gradients = [grad for grad in all_gradients if grad is not None and grad.layout is torch.strided]
             norms = [torch.nn.utils.get_total_norm(gradients)] if gradients else []
             numbers = self._read([*self._losses, *norms])
             norm = numbers.pop() if gradients else None
@@ -178,7 +178,7 @@ class Numbers:
         def step() -> Iterator[torch.Tensor]:
             nonlocal outside
             for forward in forwards:
-                forward.states.put_back()
+                forward.states.restore()
                 with forward.autocast:
                     output = inner(*forward.args, **forward.kwargs)
                 loss = find_loss(output)

@@ -80,8 +80,8 @@ class Unloads(Replacements):
 
 def outside(error: BaseException, model: nn.Module, step: Trace, unloads: Mapping[nn.Module, str]) -> Outside:
     """Describe an error outside of `step`, a training step of `model`. `unloads`: lines at which PEFT removed adapters."""
-    held = (*model.named_parameters(), *model.named_buffers())
-    names = {id(tensor): name for name, tensor in held}
+    parts = (*model.named_parameters(), *model.named_buffers())
+    names = {id(tensor): name for name, tensor in parts}
     source, variables = line_of(error), dict(tensors_at_hand(error))
     removed = next((line for part in model.modules() if (line := unloads.get(part))), "")
     if removed and NO_GRADIENT in str(error) and not any(p.requires_grad for p in model.parameters()):
@@ -125,8 +125,8 @@ def _without_gradients(error: BaseException, model: nn.Module, names: Mapping[in
         return "call backward on a scalar, such as loss.mean()"
     if NOTHING_UNSCALED not in str(error):
         return ""
-    held = [parameter for optimizer in stepped_at(error) for parameter in parameters_of(optimizer)]
-    named = and_others(names.get(id(parameter), f"{list(parameter.shape)}") for parameter in held)
+    parameters = [parameter for optimizer in stepped_at(error) for parameter in parameters_of(optimizer)]
+    named = and_others(names.get(id(parameter), f"{list(parameter.shape)}") for parameter in parameters)
     return f"no parameter of this optimizer ({named}) has a gradient: {how}, or leave this step out"
 
 

@@ -13,7 +13,7 @@ from isotype.records.finding import Action, Finding, Severity
 from isotype.records.memory import Memory, StepTime
 from isotype.records.trace import Trace
 from isotype.rules.kit.costs import step_time
-from isotype.rules.kit.value_ranges import Held, computes_float16, largest
+from isotype.rules.kit.value_ranges import Float16Value, computes_float16, largest
 from isotype.rules.kit.weight_sets import unseen_towers
 
 Again = Callable[[Sequence[Action]], tuple[Finding, ...]]
@@ -126,7 +126,7 @@ class Record:
         return "known" if self.trace.setup.family_ranges else "unknown"
 
     @property
-    def largest(self) -> Held | None:
+    def largest(self) -> Float16Value | None:
         """The largest measured value of the forward in float16. None without a measurement."""
         return largest(self.trace)
 

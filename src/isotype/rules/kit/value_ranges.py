@@ -25,7 +25,7 @@ _Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class Held:
+class Float16Value:
     """The largest measured float16 value of a traced call.
 
     Attributes:
@@ -58,14 +58,14 @@ def computes_float16(trace: Trace) -> bool:
     return any(torch.float16 in call.dtypes for call in trace.calls)
 
 
-def largest(trace: Trace) -> Held | None:
+def largest(trace: Trace) -> Float16Value | None:
     """Return the largest measured value that the forward computes in float16; None if there is none."""
-    forward = (value for value in held(trace) if value.call.phase == "forward")
+    forward = (value for value in float16_values(trace) if value.call.phase == "forward")
     return max(forward, key=lambda value: value.value, default=None)
 
 
 @per_trace
-def held(trace: Trace) -> tuple[Held, ...]:
+def float16_values(trace: Trace) -> tuple[Float16Value, ...]:
     """Return each measured value that the step computes in float16, in program order; () without a measurement."""
     ranges, policy = trace.setup.ranges, trace.setup.policy
     if ranges is None:
@@ -87,9 +87,9 @@ def held(trace: Trace) -> tuple[Held, ...]:
             for call, (at, operator) in _matched(calls, operators):
                 value = _value(call, operator, trace.by_ranges.get(module, 0), weights.get(layer, 0.0))
                 if value is not None:
-                    values.append(Held(call, operator, at, *value))
+                    values.append(Float16Value(call, operator, at, *value))
                 elif id(call) in casts and not is_fill(operator.output):
-                    values.append(Held(casts[id(call)], operator, at + 0.5, operator.output, False))
+                    values.append(Float16Value(casts[id(call)], operator, at + 0.5, operator.output, False))
     return tuple(sorted(values, key=lambda value: value.at))
 
 
@@ -111,7 +111,7 @@ class Flushed:
 @per_trace
 def flushed(trace: Trace) -> Flushed | None:
     """Return the shares of gradients that become zero in float16 in the backward; None without a measurement."""
-    backward = [value for value in held(trace) if value.call.phase == "backward"]
+    backward = [value for value in float16_values(trace) if value.call.phase == "backward"]
     results = [(value.operator, *value.call.results[0]) for value in backward]
     gradients = [(operator, math.prod(shape)) for operator, dtype, shape in results if dtype == torch.float16]
     total = sum(count for _, count in gradients)

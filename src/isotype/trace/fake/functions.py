@@ -35,10 +35,10 @@ from isotype.precision.devices.attention import (
 )
 from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.trace import ATTENTION, NO_ATTENTION_KERNEL, Breach
+from isotype.trace.dtype_reads import DTYPE
 from isotype.trace.fake.arguments import in_operands_dtype, map_leaves, with_tensors_in, without_floats
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.twin import SPARSE
-from isotype.trace.taken import DTYPE
 
 _READS = frozenset({torch.Tensor.shape, torch.Tensor.is_sparse, torch.Tensor.requires_grad})
 """Attributes that are read often. A read runs no operator, and its result is the same on all devices."""

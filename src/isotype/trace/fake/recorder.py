@@ -441,8 +441,8 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         frame = self._raised_in or (self._frames[-1] if self._frames else None)
         source = raising_line(error)
         with without_functions():
-            held = [(name, value) for name, value in tensors_at_hand(error) if value.dtype in FLOATS]
-            operands = self.operands(held)
+            tensors = [(name, value) for name, value in tensors_at_hand(error) if value.dtype in FLOATS]
+            operands = self.operands(tensors)
         mixed = len({operand.dtype for operand in operands}) > 1
         recomputes = isinstance(error, CheckpointError) or frame is not None
         recomputed = self.phase == "backward" and recomputes and not isinstance(error, TimeSpentError)

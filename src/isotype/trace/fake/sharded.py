@@ -98,10 +98,10 @@ class ProcessMemory:
             sizes = (shards[id(p)] // p.itemsize * (reduce or p.dtype).itemsize for p in trained)
             reduced = setup.devices * sum(sizes)
             repeats = max((self._repeats[id(p)] for p in parameters), default=1)
-            held = replace(group, parameters=tuple(parameters))
-            self._groups.append(_Gathering(held, repeats, setup.devices * sum(shards.values()), reduced))
+            group = replace(group, parameters=tuple(parameters))
+            self._groups.append(_Gathering(group, repeats, setup.devices * sum(shards.values()), reduced))
 
-    def held(self, tensor: torch.Tensor) -> int | None:
+    def local_bytes(self, tensor: torch.Tensor) -> int | None:
         """Return how many bytes of a parameter or buffer a process holds; None if it holds the whole tensor."""
         return self._shards.get(id(tensor))
 
@@ -110,8 +110,8 @@ class ProcessMemory:
         """Share (0 to 1) of the trained parameters and their optimizer states that this process holds."""
         sizes = {id(p): p.untyped_storage().nbytes() for p in self._trained}
         whole = sum(size * self._repeats[key] for key, size in sizes.items())
-        held = sum(self._shards.get(key, size) * self._repeats[key] for key, size in sizes.items())
-        return held / whole if whole else 1.0
+        local = sum(self._shards.get(key, size) * self._repeats[key] for key, size in sizes.items())
+        return local / whole if whole else 1.0
 
     def watch(self) -> Iterator[Any]:
         """Start counting. Yield the handle of each hook that is added."""
@@ -217,10 +217,10 @@ class ProcessMemory:
         reducing = gathering.reduced if gradients else 0
         self._ledger.add("buckets", reducing - self._reducing)
         self._reducing = reducing
-        held = Counter[int]()  # gradients can be views of one storage
+        bytes_of = Counter[int]()  # gradients can be views of one storage
         for parameter, gradient in gradients:
-            held[storage_of(gradient)] += self._shards[id(parameter)]
-            self._ledger.resize(gradient, held[storage_of(gradient)])
+            bytes_of[storage_of(gradient)] += self._shards[id(parameter)]
+            self._ledger.resize(gradient, bytes_of[storage_of(gradient)])
 
 
 def _differentiable(values: Any) -> Iterator[torch.Tensor]:

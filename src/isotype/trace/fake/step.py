@@ -266,10 +266,12 @@ class _Step:
     def _weigh_weights(self) -> None:
         ledger = self.recorder.ledger
         for tensor, weight in self.weights:
-            kind, size = memory_kind(weight), self.process.held(tensor)
+            kind, size = memory_kind(weight), self.process.local_bytes(tensor)
             size = self.packed.get(weight.name) if size is None else size
             ledger.count(tensor, kind, weight.repeats, size)
-            self.recorder.held.setdefault(weight.module, []).append((tensor, kind, weight.repeats, size))
+            self.recorder.module_tensors.setdefault(weight.module, []).append(
+                (tensor, kind, weight.repeats, size)
+            )
             for state in state_tensors(tensor, self.twin.get_submodule(weight.module)):
                 # Codes that share the weight's storage are sharded with the weight; every process holds all scales.
                 same = storage_of(state) == storage_of(tensor)
@@ -288,10 +290,10 @@ class _Step:
         for owner, moments in self.states.items():
             for key, moment in moments.items():
                 if isinstance(moment, torch.Tensor):
-                    kept = f"the optimizer's {key} of {owner}"
-                    self.recorder.mark(moment, Origin("outside", moment.dtype, kept))
-                    held = int(self.process.share * moment.untyped_storage().nbytes())
-                    ledger.count(moment, "optimizer", held=held)
+                    name = f"the optimizer's {key} of {owner}"
+                    self.recorder.mark(moment, Origin("outside", moment.dtype, name))
+                    local = int(self.process.share * moment.untyped_storage().nbytes())
+                    ledger.count(moment, "optimizer", local=local)
         for name, value in _named(self.inputs):
             if not isinstance(value, FakeTensor):  # in an object that is passed to the model unchanged
                 self.recorder.stand_for(value, Origin("input", value.dtype, name))
@@ -375,8 +377,8 @@ class _Step:
         """Unscale gradients dtype by dtype, like `GradScaler.unscale_`, which refuses float16 and complex gradients."""
         if not self.setup.scaler:
             return
-        held = (parameter.grad for _, parameter in self._trained() if parameter.grad is not None)
-        groups = grouped(held, lambda gradient: gradient.dtype)
+        all_gradients = (parameter.grad for _, parameter in self._trained() if parameter.grad is not None)
+        groups = grouped(all_gradients, lambda gradient: gradient.dtype)
         on = "cpu" if self.setup.profile.kind == "cpu" else "cuda"
         for dtype, gradients in groups.items():
             if dtype == torch.float16 or dtype.is_complex:

@@ -26,7 +26,7 @@ from torch.nn import functional
 from isotype.compat.standard import frame_above
 from isotype.core.names import short
 from isotype.core.source import asking_frame, is_library
-from isotype.trace.taken import is_inside, position, span_of
+from isotype.trace.dtype_reads import is_inside, position, span_of
 
 _ROUNDS = 3
 _MOST_READS = 50

@@ -49,13 +49,13 @@ def gradients_of(
     trained = [weight for weight in weights if weight.requires_grad]
     graded = [weight for weight in trained if weight.grad is not None]
     lost = [weight for weight in trained if weight.grad is None]
-    held = {id(weight) for weight in weights}
+    updated = {id(weight) for weight in weights}
     optimizers = living(torch.optim.Optimizer)
-    elsewhere = {id(w): w for other in optimizers for w in parameters_of(other) if id(w) not in held}
+    elsewhere = {id(w): w for other in optimizers for w in parameters_of(other) if id(w) not in updated}
     # Weights without a name are master copies of the model's parameters.
     all_of_model = all(weight.grad is None or id(weight) in recorder.names for weight in weights)
     left = [weight for root in roots for weight in root.parameters() if weight.requires_grad]
-    left = [w for w in left if id(w) in recorder.names and id(w) not in held and id(w) not in elsewhere]
+    left = [w for w in left if id(w) in recorder.names and id(w) not in updated and id(w) not in elsewhere]
     # With several optimizers, one of them may use the gradients of a loss that was not scaled.
     alone = all(weight.grad is None for key, weight in elsewhere.items() if key in recorder.names)
     divides = any(call.phase == "unscale" for call in recorder.calls)

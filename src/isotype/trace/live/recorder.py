@@ -33,10 +33,10 @@ from isotype.model.walk import living
 from isotype.records.finding import in_library
 from isotype.records.memory import Phase
 from isotype.records.trace import CASTS, UNSAFE, Breach, Call, Origin, Weight
+from isotype.trace.dtype_reads import DTYPE
 from isotype.trace.fake.code import named_tensors
 from isotype.trace.fake.recorder import is_about_dtypes
 from isotype.trace.recorder import ORIGIN, OperatorCall, Recorder
-from isotype.trace.taken import DTYPE
 from isotype.trace.weights import memory_kind, packed_bytes, state_tensors, tensors_and_weights
 
 aten = torch.ops.aten
@@ -301,7 +301,7 @@ class LiveRecorder(Recorder):
             self.weights.append(weight)
             origin = Origin("buffer" if weight.buffer else "parameter", tensor.dtype, weight.name)
             self._register(tensor, origin)
-            self.ledger.count(tensor, memory_kind(weight), held=packed_bytes(tensor))
+            self.ledger.count(tensor, memory_kind(weight), local=packed_bytes(tensor))
             for state in state_tensors(tensor, layer):
                 self.ledger.count(state, "weights")
                 self.mark(state, Origin("state", state.dtype, weight.module, weight.module))

@@ -151,8 +151,8 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
                 continue
             if operand.original is None:
                 self._suspect(self._finding(call, result, "constant"))
-            elif (finding := self._of_operand(call, result, operand)) is not None:
-                return finding
+            elif (other := self._of_operand(call, result, operand)) is not None:
+                return other
         return None
 
     def _of_operand(self, call: TensorCall, result: torch.Tensor, operand: TensorOperand) -> NonFinite | None:

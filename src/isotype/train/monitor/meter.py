@@ -324,7 +324,7 @@ class StepMeter:
 
         def losses() -> Iterator[torch.Tensor]:
             for batch in step.batches:
-                batch.states.put_back()
+                batch.states.restore()
                 yield trainer.training_step(batch.model, copy.copy(batch.inputs), batch.items)
 
         named = [dict(batch.inputs) for batch in step.batches]
@@ -356,7 +356,7 @@ class StepMeter:
         self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if model.training:
-            states = RandomStates.taken(self.trainer.args.device)
+            states = RandomStates.current(self.trainer.args.device)
             items = kwargs.get("num_items_in_batch")
             self.now.batches.append(MicroBatch(model, copy.copy(inputs), items, states))
         return method(model, inputs, *args, **kwargs)

@@ -14,7 +14,7 @@ from torch import nn
 from isotype.core.dtypes import FLOATS
 from isotype.records.trace import Trace
 from isotype.rules.kit.groups import groups
-from isotype.trace.taken import call_of
+from isotype.trace.dtype_reads import call_of
 from tests.measured_step import measure_step
 from tests.reality import real_step
 from tests.rules.traces import traced
@@ -209,7 +209,7 @@ def test_the_evidence_says_who_took_it_and_where():
     (group,) = groups(traced(Block(TAKEN["to"]), X, phases=("forward",)))
     assert (
         evidence(group.mismatched.origin)[-1]
-        == f"to takes that dtype at test_taken.py:{TAKEN['to'].__code__.co_firstlineno}"
+        == f"to takes that dtype at test_dtype_reads.py:{TAKEN['to'].__code__.co_firstlineno}"
     )
 
 

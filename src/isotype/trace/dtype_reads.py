@@ -75,7 +75,7 @@ class DtypeReads:
             call, code, at = weakref.ref(call_of(frame)), frame.f_code, frame.f_lasti
             self._reads.setdefault(code, {})[at] = _Read(call, code, at, origin, self._count)
 
-    def taken_by(self, dtype: torch.dtype) -> Origin | None:
+    def origin_of(self, dtype: torch.dtype) -> Origin | None:
         """Return the origin of the running call's argument `dtype`; None if the code names the dtype itself."""
         frame = next(_frames(frame_above(1)), None) if self._reads else None
         if frame is None:
