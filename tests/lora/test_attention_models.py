@@ -271,4 +271,4 @@ class _Empty(transformers.PreTrainedModel):  # type: ignore[misc]
 
 
 def test_a_model_without_parameters() -> None:
-    assert use_fast_attention(_Empty(transformers.PretrainedConfig())).taken
+    assert use_fast_attention(_Empty(transformers.PretrainedConfig())).in_use

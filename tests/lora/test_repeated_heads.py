@@ -26,7 +26,7 @@ before_torch_2_14 = pytest.mark.lacking(
 
 
 def repeated(model: Any) -> Any:
-    registered._put(model, REPEATED, AttentionReport(taken=True))
+    registered._put(model, REPEATED, AttentionReport(in_use=True))
     return model
 
 

@@ -36,8 +36,8 @@ def test_modules_that_one_batch_skips() -> None:
     reach = measure_reach(model, seen, others=[seen, text_alone()], sharing="fsdp")
     assert reach is not None
     assert reach.skipped == ("model.multi_modal_projector", "model.vision_tower")
-    assert reach.parting is not None
-    assert (reach.parting.process, reach.parting.at) == (2, 1)
+    assert reach.mismatch is not None
+    assert (reach.mismatch.process, reach.mismatch.at) == (2, 1)
     step = replace(trace([weight()]), reach=reach)
     assert not list(find(step))
     (finding,) = find(replace(step, setup=replace(step.setup, fsdp=2)))
@@ -46,7 +46,7 @@ def test_modules_that_one_batch_skips() -> None:
     assert (first, other) == ("model.vision_tower.embeddings", "model.language_model.layers.0")
     alike = measure_reach(model, seen, others=[seen], sharing="fsdp")
     assert alike is not None
-    assert (alike.skipped, alike.parting, alike.undecided) == ((), None, ())
+    assert (alike.skipped, alike.mismatch, alike.undecided) == ((), None, ())
 
 
 def test_gradients_that_one_process_does_not_reduce() -> None:
@@ -73,8 +73,8 @@ def test_gradients_that_one_process_does_not_reduce() -> None:
     reach = measure_reach(Gated(), batches[0], others=batches[1:], sharing="fsdp")
     assert reach is not None
     assert reach.skipped == ()
-    assert reach.parting is not None
-    assert (reach.parting.first, reach.parting.other) != (None, None)
+    assert reach.mismatch is not None
+    assert (reach.mismatch.first, reach.mismatch.other) != (None, None)
     step = replace(trace([weight()], fsdp=2), reach=reach)
     (finding,) = find(step)
     assert finding.message.startswith("the gradients of different batches reach different modules:")
@@ -91,7 +91,7 @@ def test_a_process_with_a_process_group_says_which_modules_are_skipped() -> None
     with fake_process_group(2):
         reach = measure_reach(SEES.build(FP32), SEES.batch(), others=[text_alone()], sharing="fsdp")
     assert reach is not None
-    assert reach.parting is None
+    assert reach.mismatch is None
     assert reach.skipped == ("model.multi_modal_projector", "model.vision_tower")
 
 
@@ -101,7 +101,7 @@ def test_experts_that_a_batch_does_not_hit_are_gathered_with_their_layer() -> No
     other = {name: value.roll(3, -1) for name, value in batch.items()}
     reach = measure_reach(model, batch, others=[other], sharing="fsdp")
     assert reach is not None
-    assert (reach.skipped, reach.parting, reach.undecided) == ((), None, ())
+    assert (reach.skipped, reach.mismatch, reach.undecided) == ((), None, ())
 
 
 class Rows(torch.utils.data.Dataset[Any]):

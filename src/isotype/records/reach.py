@@ -126,7 +126,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Parting:
+class CollectiveMismatch:
     """The first place in a step where two processes call different collectives.
 
     Attributes:
@@ -180,7 +180,7 @@ class Reach:
         undecided: reasons why dependences were not measured.
         matrix: the tokens that some predictions of one row depend on; None if not measured.
         skipped: modules with weights that run for some processes' batches, but not for all.
-        parting: the first place where processes call different collectives of FSDP; None if there is none or it was not
+        mismatch: the first place where processes call different collectives of FSDP; None if there is none or it was not
             measured.
         ungraded: trainable parameters that get no gradient from the loss of at least one batch.
     """
@@ -194,7 +194,7 @@ class Reach:
     undecided: tuple[str, ...] = ()
     matrix: Matrix | None = None
     skipped: tuple[str, ...] = ()
-    parting: Parting | None = None
+    mismatch: CollectiveMismatch | None = None
     ungraded: tuple[str, ...] = ()
 
     def leak(self, source: Source) -> Leak | None:

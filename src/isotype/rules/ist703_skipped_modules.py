@@ -37,7 +37,7 @@ from isotype.rules.kit.findings import Findings, advice, reach_of
 
 def find(trace: Trace) -> Findings:
     reach = reach_of(trace)
-    if not trace.setup.fsdp or not (reach.skipped or reach.parting):
+    if not trace.setup.fsdp or not (reach.skipped or reach.mismatch):
         return
     if reach.skipped:
         what = f"only some batches run {listed(reach.skipped, 3)}"
@@ -46,9 +46,9 @@ def find(trace: Trace) -> Findings:
         what = "the gradients of different batches reach different modules"
         how = "let every batch use all trained modules, or add 0 times their outputs to the loss"
     notes = []
-    if reach.parting is not None:
-        first, other = (call or "ends its step" for call in (reach.parting.first, reach.parting.other))
-        place = f"in collective {reach.parting.at + 1} of the step"
+    if reach.mismatch is not None:
+        first, other = (call or "ends its step" for call in (reach.mismatch.first, reach.mismatch.other))
+        place = f"in collective {reach.mismatch.at + 1} of the step"
         notes.append(f"{place}, one process {first} and another {other} (FSDP2 with a fake process group)")
     yield Finding(
         "error",

@@ -78,16 +78,16 @@ def find(trace: Trace) -> Findings:
             cause=f"{too_large[0].name} reaches {_largest(too_large[0]):.3g}",
             fixes=(advice("dtype", f"compute in {other}"),),
         )
-    norms = [w for w in trace.weights if w.kind == "norm" and FLOAT16_LARGEST < _reach(w) < math.inf]
+    norms = [w for w in trace.weights if w.kind == "norm" and FLOAT16_LARGEST < _bound(w) < math.inf]
     if norms:
-        worst = max(norms, key=_reach)
+        worst = max(norms, key=_bound)
         product = f"{_largest(worst):.3g} x sqrt({worst.shape[-1]})"
         yield finding_of(
             "warning",
             f"{counted(norms, 'norm', 'can')} return values beyond float16's 65504",
             norms,
             cause=f"{norms[0].name} reaches {_largest(norms[0]):.3g}",
-            notes=(f"{worst.name}: up to {product} = {_reach(worst):.3g}",),
+            notes=(f"{worst.name}: up to {product} = {_bound(worst):.3g}",),
             fixes=(advice("dtype", f"load the model and compute in {other}"),),
         )
 
@@ -114,6 +114,6 @@ def _largest(weight: Weight) -> float:
     return weight.largest or 0.0
 
 
-def _reach(weight: Weight) -> float:
+def _bound(weight: Weight) -> float:
     """Return the largest value that a norm of width n can return: its largest weight times sqrt(n)."""
     return _largest(weight) * math.sqrt(weight.shape[-1]) if weight.shape else 0.0

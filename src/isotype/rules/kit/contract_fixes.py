@@ -204,7 +204,7 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
     if group.cause.kind == "input":
         others = [name for name, dtype in trace.input_dtypes.items() if dtype_name(dtype) != expected]
         names = dict.fromkeys((group.cause.name, *others))
-        # Numbers per row keep their dtype beside matrices: see `preflight.apply._cast_input`.
+        # If a matrix is cast, vectors (timesteps, lengths) keep their dtype: see `preflight.apply._cast_input`.
         matrices = [name for name in names if len(trace.setup.batch.get(name, (0, 0))) > 1]
         inputs = listed(matrices or names, 8)
         yield fix(f"pass {inputs} to the model in {expected}", "input", ("",), expected)

@@ -20,7 +20,7 @@ from isotype.records.reach import Labels, Matrix, NoReach, Reach, Unused
 from isotype.trace.reach.batch import IGNORED, Batch, batch_of, by_token, renumbered
 from isotype.trace.reach.leaks import leaks
 from isotype.trace.reach.probe import LEAST_CHANGE, Probe, UndecidedError, gradients_of, logits_of, spread
-from isotype.trace.reach.processes import parting, skipped_modules, without_gradient
+from isotype.trace.reach.processes import collective_mismatch, skipped_modules, without_gradient
 
 _MATRIX_ROWS = 24
 _DRAWS = 2
@@ -88,7 +88,7 @@ def _of_processes(reach: Reach, model: nn.Module, batches: Sequence[Batch], shar
             return replace(reach, ungraded=without_gradient(model, batches))
         if sharing == "fsdp":
             reach = replace(reach, skipped=skipped_modules(model, batches))
-            return replace(reach, parting=parting(model, batches))
+            return replace(reach, mismatch=collective_mismatch(model, batches))
     except Exception as error:  # noqa: BLE001 - any code may fail on another batch; the reason is reported
         why = f"the processes' batches could not be compared: {error_line(error)}"
         return replace(reach, undecided=(*reach.undecided, why))

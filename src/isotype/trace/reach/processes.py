@@ -24,7 +24,7 @@ from isotype.compat.transformers import unsplit_classes
 from isotype.core.operators import COLLECTIVES
 from isotype.model.loss import find_loss
 from isotype.model.walk import blocks_in
-from isotype.records.reach import Collective, Parting
+from isotype.records.reach import Collective, CollectiveMismatch
 from isotype.trace.reach.batch import Batch
 from isotype.trace.reach.probe import gradients_of, logits_of
 
@@ -74,7 +74,7 @@ def without_gradient(model: nn.Module, batches: Sequence[Batch]) -> tuple[str, .
     return tuple(missing)
 
 
-def parting(model: nn.Module, batches: Sequence[Batch]) -> Parting | None:
+def collective_mismatch(model: nn.Module, batches: Sequence[Batch]) -> CollectiveMismatch | None:
     """Return the first FSDP2 collective that differs between a batch and the first batch; None if all are equal.
 
     Forward and backward of each batch run in this process, in a fake process group of two.
@@ -94,7 +94,7 @@ def parting(model: nn.Module, batches: Sequence[Batch]) -> Parting | None:
         for at, batch in enumerate(batches[1:], 1):
             for step, (ours, theirs) in enumerate(zip_longest(first, _collectives(model, batch))):
                 if ours is None or theirs is None or ours.signature != theirs.signature:
-                    return Parting(at, step, ours, theirs)
+                    return CollectiveMismatch(at, step, ours, theirs)
     return None
 
 
