@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
@@ -196,6 +197,32 @@ def test_what_comes_after_a_failure_is_not_run() -> None:
     assert phases_seen(trace) == ["forward"]
 
 
+@pytest.mark.parametrize("caught", ["", "at once", "used"])
+def test_a_layer_in_another_thread_ends_the_trace(caught: str) -> None:
+    """Such a layer runs without the recorder's modes, so its operators would be missing."""
+
+    class Threaded(nn.Sequential):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+            outputs = list[Any]()
+
+            def run() -> None:
+                try:
+                    outputs.append(self[1](hidden))
+                except RuntimeError:
+                    outputs.append(hidden if caught == "at once" else None)
+
+            hidden: torch.Tensor = self[0](input)
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+            return outputs[0] if caught else outputs[0] * 2
+
+    trace = trace_step(StepRequest(Threaded(nn.Linear(WIDTH, 4), nn.Linear(4, 4)), X), SETUP)
+    assert trace.failure is not None
+    assert trace.failure.error == "OtherThreadError: 1 runs in another thread, which a trace cannot record"
+    assert phases_seen(trace) == ["forward"]
+
+
 def test_dropout_and_batch_norm_are_those_of_training() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).eval()
     trace = trace_step(StepRequest(model, X), SETUP)
@@ -296,7 +323,7 @@ def test_a_line_that_casts_to_another_dtype() -> None:
             super().__init__()
             self.proj = nn.Linear(WIDTH, 2).to(BF16)
 
-        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name of the batch's tensor
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # noqa: A002 - the name of the batch's tensor
             return self.proj(input.float())
 
     setup, inputs = replace(SETUP, compute=BF16), {"input": torch.ones(2, WIDTH, dtype=BF16)}

@@ -163,13 +163,8 @@ def _is_block(layer: nn.Module) -> bool:
 
 def living(kind: type[Kind]) -> Iterator[Kind]:
     """Yield all objects of a type, and of its subclasses, in this process."""
-    if frozen := gc.get_freeze_count():  # `gc.get_objects` leaves out objects that the script has frozen
-        gc.unfreeze()
-    things = gc.get_objects()
-    if frozen:
-        gc.freeze()
     # `isinstance` would read an attribute and load a lazy object of the script.
-    yield from (thing for thing in things if issubclass(type(thing), kind))
+    yield from (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
 
 
 def name_in_process(parameter: nn.Parameter) -> str:

@@ -1289,3 +1289,79 @@ def test_log_probabilities_of_a_reference_in_16_bits_are_found(runs: Runs, cast:
     status, _, err = runs(REFERENCE.replace("CAST", cast))
     assert status == 0
     assert err.count("warning[IST805]: log_softmax over 300 values returns bfloat16") == (not cast)
+
+
+_THREADS = """
+from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor(2)
+
+class Branches(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.branches = nn.ModuleList(nn.Linear(8, 8, dtype=dtype) for _ in range(2))
+
+    def run(self, branch, hidden):
+        INSIDE
+            return branch(hidden)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return sum(future.result() for future in [pool.submit(self.run, b, hidden) for b in self.branches]).float()
+
+model = Branches(torch.DTYPE)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+OUTSIDE
+    loss = model(torch.ones(2, 8)).sum()
+loss.backward()
+optimizer.step()
+print("trained")
+"""
+_AUTOCAST = 'with torch.autocast("cpu", torch.bfloat16):'
+
+
+@pytest.mark.parametrize(
+    ("outside", "inside", "dtype", "says"),
+    [
+        (
+            _AUTOCAST,
+            "if True:",
+            "float32",
+            "branches.0 runs without autocast, because the step enters autocast to bfloat16",
+        ),
+        (
+            _AUTOCAST,
+            _AUTOCAST,
+            "float32",
+            "the operators that the model ran in other threads were not recorded",
+        ),
+        (
+            _AUTOCAST,
+            "if True:",
+            "bfloat16",
+            "the operators that the model ran in other threads were not recorded",
+        ),
+        (
+            "if True:",
+            "if True:",
+            "float32",
+            "the operators that the model ran in other threads were not recorded",
+        ),
+        ("if True:", "if True:", "bfloat16", "dtype"),
+    ],
+)
+def test_layers_in_threads_do_not_get_the_autocast_of_the_step(
+    outside: str, inside: str, dtype: str, says: str, runs: Runs
+) -> None:
+    script = _THREADS.replace("INSIDE", inside).replace("OUTSIDE", outside).replace("DTYPE", dtype)
+    status, out, err = runs(script)
+    breaks = "RuntimeError: mat1 and mat2" in err
+    assert (status == 0, "trained" in out) == (not breaks, not breaks)
+    assert breaks == (says not in _NOT_RECORDED)
+    assert says in err
+    assert ("runs without autocast, because" in err) == ("autocast" in says)
+    assert "error[" not in err  # nothing is stated about operators that were not traced
+    assert "the first step was traced only up to forward: OtherThreadError: branches." in err
+
+
+_NOT_RECORDED = "the operators that the model ran in other threads were not recorded"

@@ -25,7 +25,15 @@ from isotype.preflight.script.ahead import TRIED_AFTER, look_ahead, tried
 from isotype.preflight.script.family import Family
 from isotype.preflight.script.missing_gpu import MissingGpu
 from isotype.preflight.script.output import Output
-from isotype.preflight.script.outside import Unloads, calls_of, casts_since, outside, stepped_at, updated_at
+from isotype.preflight.script.outside import (
+    Unloads,
+    calls_of,
+    casts_since,
+    outside,
+    owners_in,
+    stepped_at,
+    updated_at,
+)
 from isotype.ranges.twin import unwrapped
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
@@ -174,6 +182,11 @@ class Crash:
             failure = Failure("backward", "", line_of(error), headline, recomputed=True)
             self.output.brief(findings_of(judge(self.watch.trace(setup, failure)), ist107_recomputation))
             return
+        lost = {} if recorder is None else {**recorder.without_autocast}
+        for module in owners_in(error):
+            if isinstance(module, nn.Module) and module in lost:
+                self.output.say(lost[module])
+                return
         if self._explain_by_other(error):
             return
         of_gradients = _has(text, _ABOUT_GRADIENTS)

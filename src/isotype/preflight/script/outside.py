@@ -170,7 +170,7 @@ def casts_since(before: Trace, after: Trace) -> Iterator[str]:
         yield f"{and_others(name for name, *_ in rows)} from {dtype_name(was)} to {dtype_name(now)}{why}"
 
 
-def _owners(error: BaseException, method: str = "") -> Iterator[object]:
+def owners_in(error: BaseException, method: str = "") -> Iterator[object]:
     """Yield `self` of the frames in the traceback, or only of the frames of `method`. The innermost comes last."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if "self" in frame.f_locals and method in ("", frame.f_code.co_name):
@@ -180,8 +180,11 @@ def _owners(error: BaseException, method: str = "") -> Iterator[object]:
 def _of_copy(error: BaseException, model: nn.Module) -> Outside | None:
     """Describe an error of a module (`AveragedModel`) whose averages have another dtype than the model; else None."""
     trained = dict(model.named_parameters())
-    no_update = {id(model), *map(id, _owners(error, "forward"))}  # a forward raises errors of other operands
-    for owner in _owners(error):
+    no_update = {
+        id(model),
+        *map(id, owners_in(error, "forward")),
+    }  # a forward raises errors of other operands
+    for owner in owners_in(error):
         if not isinstance(owner, nn.Module) or id(owner) in no_update:
             continue
         copies = dict(owner.named_parameters())
@@ -210,7 +213,7 @@ def _of_copy(error: BaseException, model: nn.Module) -> Outside | None:
 
 def _of_optimizer(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
     """If an optimizer raised the error, yield the parameter, the gradient and the state with different dtypes."""
-    optimizers = (owner for owner in _owners(error) if isinstance(owner, torch.optim.Optimizer))
+    optimizers = (owner for owner in owners_in(error) if isinstance(owner, torch.optim.Optimizer))
     for optimizer in optimizers:
         for parameter in parameters_of(optimizer):
             state = {"grad": parameter.grad, **optimizer.state.get(parameter, {})}

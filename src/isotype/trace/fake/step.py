@@ -222,6 +222,7 @@ class _Step:
                 with self.recorder.during(phase):
                     try:
                         run()
+                        self.recorder.check_threads()
                     except Exception as error:  # noqa: BLE001 - any error of the model's code ends the step
                         return self.recorder.failure(error)
                 if phase in ("forward", "backward") and self._is_enough():

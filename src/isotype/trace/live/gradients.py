@@ -6,6 +6,7 @@ import gc
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from traceback import walk_stack
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,9 +24,11 @@ from isotype.core.source import asking_line, is_library, shown
 from isotype.model.shard import is_flattened, process_count
 from isotype.model.walk import living
 from isotype.records.finding import in_library
+from isotype.records.memory import Memory
 from isotype.records.reach import Unreached
 from isotype.records.trace import Origin
-from isotype.trace.live.recorder import LiveRecorder, summands
+from isotype.trace.live.recorder import LiveRecorder
+from isotype.trace.live.terms import summands
 from isotype.trace.recorder import ORIGIN
 
 Sample = tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -187,6 +190,14 @@ def after_step(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> d
         if name and before.isfinite().all() and not now.isfinite().all():
             spoiled.append(name)
     return {"unmoved": tuple(still), "spoiled": tuple(spoiled)}
+
+
+@dataclass(frozen=True)
+class StepSeen:
+    """A recorded step: the number of its operators, and its peaks of memory."""
+
+    operators: int
+    memory: Memory
 
 
 class LastStep:

@@ -6,8 +6,10 @@ Memory of the recorder itself does not count in the ledger. If the recorder fail
 
 from __future__ import annotations
 
+import gc
 import math
 import os
+import threading
 import time
 import warnings
 from collections import Counter
@@ -16,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn, overrides
@@ -23,19 +26,20 @@ from torch.overrides import TorchFunctionMode
 
 from isotype.compat import torch_device
 from isotype.compat.standard import frame_above
-from isotype.compat.torch import OpOverload, current_node, forget_gradient_hooks, node_number
+from isotype.compat.torch import OpOverload, current_node, forget_gradient_hooks, is_simulated
 from isotype.contracts.contract import autocast_lists, contracts_for, contracts_here
-from isotype.core.dtypes import FLOATS, HALVES, autocast_dtype
+from isotype.core.dtypes import FLOATS, HALVES, autocast_dtype, dtype_name
 from isotype.core.errors import error_line, first_line
+from isotype.core.names import named
 from isotype.core.operators import COLLECTIVES, given_tensors, leaves
 from isotype.core.source import asking_line, shown
 from isotype.model.walk import living
-from isotype.records.finding import in_library
 from isotype.records.memory import Phase
 from isotype.records.trace import CASTS, UNSAFE, Breach, Call, Origin, Weight
 from isotype.trace.dtype_reads import DTYPE
 from isotype.trace.fake.code import named_tensors
 from isotype.trace.fake.recorder import is_about_dtypes
+from isotype.trace.live.terms import Terms
 from isotype.trace.recorder import ORIGIN, OperatorCall, Recorder
 from isotype.trace.weights import memory_kind, packed_bytes, state_tensors, tensors_and_weights
 
@@ -44,13 +48,6 @@ aten = torch.ops.aten
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 # Functions of a backward. Their names would hide the function that made a cast.
 _BACKWARDS = frozenset({"backward", "grad"})
-_ADDS = frozenset({"add", "add_", "__add__", "__iadd__", "__radd__"})
-_SUBTRACTS = frozenset({"sub", "sub_", "__sub__", "__isub__", "__rsub__", "rsub"})
-_COPIES = frozenset({"tensor", "as_tensor"})
-_SINGLE = ("MulBackward", "DivBackward")
-"""Nodes of a product or quotient, which are linear if only one operand has a graph."""
-_LINEAR = (*_SINGLE, *(f"{name}Backward" for name in ("Add", "Sub", "Stack", "ToCopy", "Mean", "Sum")))
-
 
 _Noted = TypeVar("_Noted")
 
@@ -76,6 +73,7 @@ class LiveRecorder(Recorder):
         graded: ids of the parameters that got a gradient in a backward of this step.
         unsynced: id of each DDP model whose last forward with gradients ran under `no_sync()` -> line of this forward.
         treatment: name of the simulated device's autocast list that contains the running function; "" if there is none.
+        without_autocast: module that runs in a thread without autocast, unlike the step -> sentence on it.
         of_gradients: True to record only operators on accumulated gradients, and collectives.
     """
 
@@ -98,9 +96,11 @@ class LiveRecorder(Recorder):
         self.weights: list[Weight] = []
         self.graded: set[int] = set()
         self.unsynced: dict[int, str] = {}
-        self.terms = _Terms()
+        self.terms = Terms()
+        self.without_autocast = WeakKeyDictionary[nn.Module, str]()
         self._marked: set[int] = set()  # ids: weak references would prevent `torch.utils.swap_tensors`
-        self._process = os.getpid()
+        self._process, self._thread = os.getpid(), threading.get_ident()
+        self._autocast: torch.dtype | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -202,7 +202,7 @@ class LiveRecorder(Recorder):
         """Start another step: remove the calls and errors of the last step."""
         for record in (self.calls, self.cuts, self._cut_nodes, self.frozen, self.graded):
             record.clear()
-        self.terms = _Terms()
+        self.terms = Terms()
         self.failed, self.failure_text = None, ""
         self.turn_to("forward")
 
@@ -239,6 +239,21 @@ class LiveRecorder(Recorder):
         """True if a module's forward is running."""
         return bool(self._frames)
 
+    def enter(self, *args: Any, **kwargs: Any) -> None:
+        self._autocast = autocast_dtype(self.autocast_device)
+        super().enter(*args, **kwargs)
+
+    def in_other_thread(self, module: nn.Module, name: str | None) -> bool:
+        """Return whether a forward of the model's module `name` begins in another thread, where nothing is recorded."""
+        if name is None or os.getpid() != self._process or threading.get_ident() == self._thread:
+            return False
+        if self._autocast is not None and autocast_dtype(self.autocast_device) is None:
+            self.without_autocast[module] = (
+                f"{named(name)} runs without autocast, because the step enters autocast to {dtype_name(self._autocast)} "
+                "in another thread: enter torch.autocast in the function that the thread runs"
+            )
+        return not is_simulated()
+
     def turn_to(self, phase: Phase) -> None:
         self.phase = phase
         self.ledger.kind = "optimizer" if phase == "optimizer" else "activations"
@@ -266,11 +281,14 @@ class LiveRecorder(Recorder):
 
     def forget(self) -> None:
         """Remove the origins from the script's tensors, which the script may save, and drop all references to them."""
+        # A script may have frozen tensors, which the garbage collector then hides. Freezing them again would also freeze
+        # other objects, which could then leak.
+        gc.unfreeze()
         for tensor in living(torch.Tensor) if self._marked else ():
             if id(tensor) in self._marked:
                 vars(tensor).pop(ORIGIN, None)
         self._marked.clear()
-        self.terms = _Terms()
+        self.terms = Terms()
         self.names.clear()
         self._alive.clear()
         self._places.clear()
@@ -407,81 +425,3 @@ def in_dtypes(call: Call, others: Mapping[torch.dtype, torch.dtype]) -> Call:
     results = ((others.get(dtype, dtype), shape) for dtype, shape in call.results)
     autocast = call.autocast and others.get(call.autocast, call.autocast)
     return replace(call, operands=tuple(operands), results=tuple(results), autocast=autocast)
-
-
-class _Terms:
-    """Finds terms of a loss that were computed from trained weights but have no graph.
-
-    Attributes:
-        losses: the scalars whose backward has begun.
-        lost: (line where a term loses its graph, line that adds the term to the loss) for each term without a graph.
-    """
-
-    def __init__(self) -> None:
-        self.losses: list[torch.Tensor] = []
-        self.lost: list[tuple[str, str]] = []
-        self._cut: dict[int, set[str]] = {}
-        self._numbers: dict[float, set[str]] = {}
-        self._sums: list[tuple[Any, tuple[str, str]]] = []
-        self._kept: list[torch.Tensor] = []
-        self._balanced = False
-
-    def note(self, name: str, args: Any, result: Any) -> None:
-        """Record a function's result if it is a scalar without a graph, or a sum that contains such a scalar."""
-        is_tensor = isinstance(result, torch.Tensor) and result.is_floating_point()
-        is_scalar = is_tensor and (not result.ndim or name in _COPIES or name == "stack")
-        if not (is_scalar or (name == "item" and isinstance(result, float))) or not torch.is_grad_enabled():
-            return
-        operands = [*leaves(args)]
-        sources = set[str]().union(*map(self._sources, operands))
-        trained = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in operands)
-        if not is_tensor:
-            # A number with few digits may be equal to another by chance.
-            if (sources or trained) and float(f"{result:.3g}") != result:
-                self._numbers[result] = sources or {shown(asking_line())}
-        elif not result.requires_grad and (sources or trained):
-            self._cut[id(result)] = sources or {shown(asking_line())}
-            self._kept.append(result)
-        elif result.requires_grad and (outside := sorted(s for s in sources if not in_library(s))):
-            # `value.detach() + loss - loss.detach()` is intended: it shows one value and has the gradient of another.
-            self._balanced |= name in _SUBTRACTS
-            if name in _ADDS or name == "stack":
-                self._sums += [(result.grad_fn, (source, shown(asking_line()))) for source in outside]
-
-    def not_finite(self, scaled: bool) -> str:
-        """Return `NaN` or `infinite` if a loss had this value; else "". An infinite scaled loss does not count."""
-        losses = [float(loss.detach()) for loss in self.losses]
-        if any(map(math.isnan, losses)):
-            return "NaN"
-        return "infinite" if any(map(math.isinf, losses)) and not scaled else ""
-
-    def _sources(self, value: Any) -> set[str]:
-        """Return the lines where `value` lost its graph. A float is a multiple of a loss if their ratio has few digits."""
-        if isinstance(value, torch.Tensor):
-            return self._cut.get(id(value), set())
-        for number, lines in self._numbers.items() if isinstance(value, float) else ():
-            ratio = value / number
-            if math.isclose(ratio, float(f"{ratio:.4g}"), rel_tol=1e-12):
-                return lines
-        return set()
-
-    def backward(self, tensors: Any, sums: bool) -> None:
-        """Record the losses whose backward begins. With `sums`, also record their terms without a graph."""
-        plain = [leaf for leaf in leaves(tensors) if type(leaf) is torch.Tensor]
-        self.losses += [tensor for tensor in plain if not tensor.dim()]
-        for loss in plain if sums and not self._balanced else ():
-            summed = {node_number(node) for node in summands(loss.grad_fn)}
-            self.lost += [lines for node, lines in self._sums if node_number(node) in summed]
-
-
-def summands(node: Any) -> Iterator[Any]:
-    """Yield `node` and the nodes before it in the graph, up to nodes that are not linear."""
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        if node is None or not type(node).__name__.startswith(_LINEAR):
-            continue
-        yield node
-        following = [after for after, _ in node.next_functions if after is not None]
-        if len(following) == 1 or not type(node).__name__.startswith(_SINGLE):
-            waiting += following

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -42,13 +42,14 @@ from isotype.core.operators import tensors_of
 from isotype.core.optimizers import class_of, learning_rate_of, parameters_of
 from isotype.model.adapters import unmatched
 from isotype.model.recompute import idle_checkpoints
-from isotype.records.memory import Memory, Phase
+from isotype.records.memory import Phase
 from isotype.records.request import Setup
 from isotype.records.trace import Call, Failure, Origin, Trace
 from isotype.trace.live.forward import Beginning, autocast_of, is_lazy, named_inputs, trains
 from isotype.trace.live.gradients import (
     LastStep,
     Sample,
+    StepSeen,
     after_step,
     gradients_of,
     optimizers_here,
@@ -74,14 +75,6 @@ _EVALUATION_CALLS = 20_000
 
 _OPTIMIZERS = 3
 """With several optimizers, as for a GAN, one step of each is recorded, but at most this number."""
-
-
-@dataclass(frozen=True)
-class StepSeen:
-    """A recorded step: the number of its operators, and its peaks of memory."""
-
-    operators: int
-    memory: Memory
 
 
 class Watch:
@@ -237,7 +230,11 @@ class Watch:
     # ----------------------------------------------------------------------------------------------------- modules
 
     def _enters(self, module: nn.Module, args: Any, frame: Any) -> None:
-        if self.state not in ("waiting", "evaluating", "watching") or not self._is_mine():
+        if self.state not in ("waiting", "evaluating", "watching"):
+            return
+        if not self._is_mine():
+            if self.recorder is not None and self.recorder.in_other_thread(module, self._names.get(module)):
+                self._note("the operators that the model ran in other threads were not recorded")
             return
         if is_transformed():
             self.transformed = True
