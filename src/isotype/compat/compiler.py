@@ -142,10 +142,7 @@ def uncompiled() -> Iterator[None]:
 
 
 def import_uncompiled(name: str) -> None:
-    """Import the package `name` if it is installed. During the import, `torch.compile` compiles nothing.
-
-    bitsandbytes 0.50.2 compiles two operators during its import (backends/default/ops.py).
-    """
+    """Import the package `name`, if installed, with `torch.compile` off: bitsandbytes compiles operators at its import."""
     if name not in sys.modules and importlib.util.find_spec(name) is not None:
         with replaced(torch, "compile", _as_written):
             importlib.import_module(name)

@@ -68,10 +68,7 @@ def device_type(kind: str) -> str:
 
 @contextlib.contextmanager
 def cpu_stands_for(profile: Any) -> Iterator[None]:
-    """Let the simulated device's autocast cast CPU tensors, by default to the device's default dtype.
-
-    torch's functions about the device return the properties of `profile`, a `DeviceProfile`.
-    """
+    """Let the autocast of `profile`'s device cast CPU tensors, and let torch's functions return the device's properties."""
     simulated = device_type(profile.kind)
     if simulated == "cpu":
         yield

@@ -32,10 +32,7 @@ def sharded_policy(module: nn.Module) -> Any:
 
 
 def apply_like_fsdp(function: Callable[[Any], Any], values: Any) -> Any:
-    """Return `values` with `function` applied to each tensor that FSDP2 casts in a module's inputs and outputs.
-
-    torch 2.13 also finds tensors in dataclasses; older releases use `tree_map`.
-    """
+    """Return `values` with `function` applied to the tensors that FSDP2 casts. torch 2.13 also finds them in dataclasses."""
     from torch.distributed.fsdp._fully_shard import _fsdp_state
 
     return getattr(_fsdp_state, "_apply_to_tensors", tree_map)(function, values)

@@ -61,10 +61,7 @@ def former_forward(model: Any) -> Callable[..., Any]:
 
 
 def headless_forward(model: Any) -> Callable[..., Any]:
-    """Return the model's forward without a fused head.
-
-    The forward is bound to `model`, even if TRL has replaced the forward of another model and `model` is a copy of it.
-    """
+    """Return the forward without a fused head, bound to `model`, which may be a copy of the model that TRL has changed."""
     forward: Any = former_forward(model)
     if is_fused_forward(forward):
         forward = inspect.getclosurevars(forward.__func__).nonlocals["original_forward"]

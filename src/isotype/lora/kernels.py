@@ -92,10 +92,7 @@ class Kernel:
 
 
 def kernel_of(operation: Operation, *tensors: torch.Tensor, detail: str = "") -> Any | None:
-    """Return the functions of the GPU kernel for an operation on these tensors; None if torch's operators compute it.
-
-    The kernel depends on the dtype of the first tensor. `detail` is the activation of a gated product.
-    """
+    """Return the functions of the GPU kernel for these tensors; None for torch's operators. `detail`: the activation."""
     first = tensors[0]
     if first.device.type not in DEVICES or first.dtype not in COMPUTE_DTYPES or torch.compiler.is_compiling():
         return None

@@ -185,10 +185,7 @@ def in_one_row(model: Any, bare: Unpadded) -> Iterator[None]:
 
 
 def hooks_see_one_row(model: Any, present: torch.Tensor) -> AbstractContextManager[None]:
-    """Give the hooks on a model's embeddings all tokens of a batch as one row without padding.
-
-    `present` `[rows, length]` is zero for padding and has any dtype. For a fake batch, nothing changes.
-    """
+    """Give the hooks of a model's embeddings all tokens as one row. `present` `[rows, length]` is zero for padding."""
     if isinstance(present, FakeTensor) or not _is_hooked(model):
         return nullcontext()
     flat = present.flatten().bool()

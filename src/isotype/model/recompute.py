@@ -32,10 +32,7 @@ def needs_input_gradients(arguments: Mapping[str, Any] | None, model: Any) -> bo
 
 
 def checkpoint_gradients(model: Any, settings: Mapping[str, Any], *, adapters: bool) -> None:
-    """Enable gradient checkpointing as isotype's trainers do, if the model supports it.
-
-    `settings` are arguments of `gradient_checkpointing_enable`. `adapters`: True if only adapters are trained.
-    """
+    """Enable checkpointing as isotype's trainers do, with these `settings`. `adapters`: True if only adapters are trained."""
     if not getattr(model, "supports_gradient_checkpointing", True):
         return
     others = dict(settings)

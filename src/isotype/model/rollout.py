@@ -18,10 +18,7 @@ CACHES = ("cache", "past_key_values")
 
 
 def rollout(prompts: Mapping[str, torch.Tensor], completion: int) -> LossOf:
-    """Return a call of the part of `generate` that needs the most memory. Each row gets `completion` new tokens.
-
-    TRL generates all rows of an optimizer step at once.
-    """
+    """Return a call of the part of `generate` that needs the most memory: `completion` tokens for all rows of a step."""
     return LossOf(partial(_generate, completion=completion), prompts, generates=True)
 
 

@@ -198,10 +198,7 @@ def integers_named() -> Iterator[None]:
 
 
 def _plain_codes(model: nn.Module) -> None:
-    """Make quantized weights plain parameters, because FSDP2 drops parameters' attributes. The layers keep the constants.
-
-    bitsandbytes (`fix_4bit_weight_quant_state_from_module`) and the boundary of 8-bit layers read these constants.
-    """
+    """Make quantized weights plain parameters, because FSDP2 drops parameters' attributes. The layers keep the constants."""
     for place in places(model):
         layer: Any = place.module
         if place.kind == "linear4bit":

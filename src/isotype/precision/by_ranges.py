@@ -225,10 +225,7 @@ def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> Module
 
 
 def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
-    """Yield a `ModuleException` for each linear layer with adapters whose scaled gradients may exceed float16.
-
-    An adapter's gradient is a sum over tokens: input times gradient (https://arxiv.org/abs/2106.09685, equation 3).
-    """
+    """Yield an exception for each linear layer whose adapters' scaled gradients (sums over tokens) may exceed float16."""
     for module in ranges.modules:
         if module.kind == "linear" and scale * module.gradient * module.input > _PRODUCTS * FLOAT16_LARGEST:
             reason = f"inputs reach {number(module.input)}, gradients {number(module.gradient)}"

@@ -194,10 +194,7 @@ _TENTH = 10
 
 
 def first_request(request: PrecisionRequest) -> PrecisionRequest:
-    """Return the request with all layers in nf4. Its policy decides everything but the layers' formats.
-
-    If the request leaves `double_quant` open, this function turns it on, because it costs little accuracy.
-    """
+    """Return the request with all layers in nf4, and with double quantization unless the request decides it."""
     nested = True if request.double_quant is None else request.double_quant
     return replace(request, quantization="nf4", double_quant=nested, base_memory=None)
 

@@ -126,10 +126,7 @@ class Ledger:
         return added
 
     def saved_by_layer(self, since: int, added: int, times: int) -> None:
-        """Record the end of a layer's forward: it saves the live activations that were counted after the mark `since`.
-
-        `added` is the result of `multiply` for this layer, which represents `times` layers.
-        """
+        """Record a layer's forward: it saves activations newer than the mark `since`. `added` is `multiply`'s result for it."""
         self._saved += sum(self._activations(since).values()) + added
         self._layers += times
 

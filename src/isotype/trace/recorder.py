@@ -397,10 +397,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 self.cuts.setdefault(id(getattr(end, "variable", None)), source)
 
     def set_trainable(self, func: Any, *args: Any) -> None:
-        """Record that `func(*args)` freezes or unfreezes a parameter: `requires_grad_` or a setting of `requires_grad`.
-
-        If PEFT calls it, the recorded line is in the code that calls PEFT.
-        """
+        """Record the line that freezes or unfreezes a parameter by `func(*args)`; with PEFT, the line that calls PEFT."""
         sets = getattr(func, "__self__", None) is torch.Tensor.requires_grad and len(args) > 1
         if not sets and func is not torch.Tensor.requires_grad_:
             return

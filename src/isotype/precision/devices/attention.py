@@ -72,10 +72,7 @@ def enabled_attention() -> frozenset[str]:
 def attention_kernel(
     profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE, enabled: Set[str] = KERNELS
 ) -> Kernel | None:
-    """Return the kernel of a torch release for a call; None for a device other than an NVIDIA GPU.
-
-    `enabled` are the enabled kernels (see `enabled_attention`). If no enabled kernel supports the call, return "none".
-    """
+    """Return the kernel among `enabled` that a torch release uses for a call, or "none"; None without an NVIDIA GPU."""
     if profile.kind != "cuda":
         return None
     if "cudnn" in enabled and _is_by_cudnn(profile, call, release):

@@ -42,10 +42,7 @@ _SMALL = 2**20  # elements
 
 
 def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math.inf) -> Report:
-    """Return the report on a script's step. The script's state stays unchanged.
-
-    The trace takes at most `seconds`. Fixes are tried if the estimated time of all trials is at most `trial_seconds`.
-    """
+    """Trace a script's step within `seconds`. Try the fixes if all trials are estimated to take at most `trial_seconds`."""
     with _unnoticed():
         fake_mode()  # the first fake mode imports parts of torch for seconds, which would count as time of the trace
         report = run(request, verify=False, seconds=seconds, measure=False)

@@ -133,10 +133,7 @@ _LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.devic
 
 
 def without_floats(values: Any, tensors: Sequence[tuple[str, torch.Tensor]], op: str) -> Any:
-    """Replace the float indices and labels in nested values by integers, or by bool tensors if `op` takes a mask.
-
-    `tensors` are the operands of `op`.
-    """
+    """Replace float indices and labels in nested values by integers, or by bools if `op` takes a mask."""
     refused = [tensors[at][1] for at in float_indices(op, [tensor.dtype for _, tensor in tensors])]
     dtype = torch.bool if any(name in op for name in (*MASKED, "where")) else torch.int64
     return map_leaves(lambda leaf: leaf.to(dtype) if any(leaf is one for one in refused) else leaf, values)

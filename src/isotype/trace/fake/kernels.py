@@ -141,10 +141,7 @@ class Kernels:
         return self._entry(result, [memory[id(tensor)] for tensor in tensors])
 
     def _entry(self, result: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return (function that collects the results, a recipe for each result); () if they cannot be cached.
-
-        `result` and its operands `tensors` are fake tensors, or the meta tensors of `_of_meta_kernel`.
-        """
+        """Return (function that collects the results, a recipe for each result); () if they cannot be cached."""
         structure: Any = type(result) if type(result) in (tuple, list) else next
         if structure is next and isinstance(result, (tuple, list)):
             return ()  # a named tuple

@@ -121,10 +121,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     # -------------------------------------------------------------------------------------- tensors from outside
 
     def watch(self, model: nn.Module) -> ExitStack:
-        """Add the recorder's hooks, and a hook that registers the tensors in a call's arguments as inputs.
-
-        Plain tensor attributes of modules, which the model's `.to()` does not move, also get names.
-        """
+        """Add the recorder's hooks, and name the tensors in arguments of calls and in plain attributes of modules."""
         hooks = super().watch(model)
         if not isinstance(model, torch.jit.ScriptModule):
             noting = model.register_forward_pre_hook(self._note_inputs, with_kwargs=True, prepend=True)
@@ -399,10 +396,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     # ---------------------------------------------------------------------------------------- above the operators
 
     def composite(self, func: Any, args: Any, kwargs: Any, error: Exception) -> torch.dtype | None:
-        """Record a function that raised `error` before any operator ran.
-
-        Return the dtype to which the function's operands are converted; None if the caller has to raise the error.
-        """
+        """Record a function that raised `error` before any operator ran. Return its operands' new dtype; None to raise it."""
         tensors = given_tensors(args, kwargs)
         floats = [tensor for _, tensor in tensors if tensor.dtype in FLOATS]
         dtypes = {tensor.dtype for tensor in floats}

@@ -55,10 +55,7 @@ class Beginning:
 
 
 def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a forward's inputs by argument name, so that `module(**inputs)` repeats the call.
-
-    If that is impossible, the positional arguments are named `argument 0`, `argument 1`, …
-    """
+    """Return a forward's inputs by argument name. If that is impossible, positional ones are `argument 0`, `argument 1`, …"""
     by_position = {**{f"argument {number}": value for number, value in enumerate(args)}, **kwargs}
     if not args:
         return by_position

@@ -53,10 +53,7 @@ def _leak(
 
 
 def _first_place(probe: Probe, changed: dict[str, Any], where: torch.Tensor) -> tuple[str, str]:
-    """Return (name, class) of the first module with equal inputs and other outputs at the tokens `where`, or ("", "").
-
-    The copy runs with the batch's inputs, then with the inputs `changed`. `where` is a mask, `[rows, tokens]`.
-    """
+    """Return (name, class) of the first module whose outputs at the tokens `where` change although its inputs do not."""
     before, after = (_hidden(probe, inputs, where) for inputs in (probe.batch.inputs, changed))
     for name, (inputs, outputs) in after.items():
         if name not in before or not outputs or not name:
