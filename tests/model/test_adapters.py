@@ -387,7 +387,7 @@ def test_settings_given_twice(saved: Saved) -> None:
 def test_no_adapter_where_every_weight_is_trained(saved: Saved) -> None:
     policy = isotype.resolve_precision(saved("llama"), "bfloat16", device="cpu", trainable="full")
     assert refused(isotype.PrecisionError, isotype.add_lora, object(), policy) == (
-        "no adapter under a policy that trains every weight\n"
+        "the policy trains every weight, so it has no adapters\n"
         "  - trainable='full'\n"
         "    expected  trainable='lora'\n"
         "    fix       resolve the policy with trainable='lora'"

@@ -127,7 +127,7 @@ def test_a_cpu_is_what_its_onednn_makes_of_it(cpu: str, onednn: OneDnn, name: st
 def test_a_lowered_instruction_set_is_named() -> None:
     profile = cpu_profile(parse_cpuinfo(GENOA), None, replace(AVX512, limit="AVX512_CORE"))
     assert profile.reason(BF16) == (
-        "ONEDNN_MAX_CPU_ISA=AVX512_CORE keeps oneDNN from this CPU's bfloat16 instructions"
+        "ONEDNN_MAX_CPU_ISA=AVX512_CORE forbids oneDNN this CPU's bfloat16 instructions"
     )
     assert profile.contracts == "cpu-avx512"
     assert profile.speed == {}, "nobody has measured how fast oneDNN converts bfloat16 there"

@@ -167,7 +167,7 @@ def test_a_plain_tensor_that_the_model_holds() -> None:
             return self.proj(x) @ self.classes
 
     (finding,) = verified(Holding().to(BF16), {"x": torch.ones(2, 4, dtype=BF16)}, "IST101")
-    assert finding.cause == "classes, an unregistered tensor that no .to() of the model reaches, is float32"
+    assert finding.cause == "classes, an unregistered tensor that model.to() does not cast, is float32"
     # What nobody asked for (the cast rounds) comes after what is the caller's.
     assert [(fix.description, fix.safety) for fix in finding.fixes[::2]] == [
         ("run the step under autocast to bfloat16", "safe"),
@@ -189,7 +189,7 @@ def test_the_weights_of_an_unregistered_module() -> None:
     (finding,) = verified(Holding().to(BF16), {"x": torch.ones(2, 4, dtype=BF16)}, "IST101")
     assert (
         finding.cause
-        == "blocks.0.weight, an unregistered tensor that no .to() of the model reaches, is float32"
+        == "blocks.0.weight, an unregistered tensor that model.to() does not cast, is float32"
     )
     cast = finding.fixes[-1]
     assert {action.target for action in cast.actions} == {"blocks.*.weight", "blocks.*.bias"}

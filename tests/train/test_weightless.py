@@ -82,7 +82,7 @@ def test_a_module_that_is_not_there_is_named(config):
 
 
 def test_no_adapter_where_every_weight_is_trained(config):
-    with pytest.raises(PrecisionError, match="no adapter under a policy that trains every weight"):
+    with pytest.raises(PrecisionError, match="the policy trains every weight, so it has no adapters"):
         weightless_model(config, policy_for(config, trainable="full"), lora={"r": 4})
     assert all(
         p.requires_grad for p in weightless_model(config, policy_for(config, trainable="full")).parameters()

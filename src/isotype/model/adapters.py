@@ -72,7 +72,7 @@ def add_lora(
     import peft
 
     if policy.trainable == "full":
-        headline = "no adapter under a policy that trains every weight"
+        headline = "the policy trains every weight, so it has no adapters"
         fix = "resolve the policy with trainable='lora'"
         raise PrecisionError.of(headline, "trainable='full'", "trainable='lora'", fix)
     config = _config(model, config, lora_kwargs)

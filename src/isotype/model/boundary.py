@@ -72,10 +72,10 @@ def set_boundary(module: nn.Module, settings: BoundarySettings | None) -> bool:
     if hasattr(module, "set_reshard_after_forward"):
         # FSDP2's class is a subclass of the module's class. Nothing can be put between the two.
         if boundary_of(module) != settings:
-            what = f"{type(module).__name__}, which FSDP2 has sharded, under another policy"
-            expected = "the policy that it was sharded under"
+            what = f"another policy for {type(module).__name__}, which FSDP2 has sharded"
+            expected = "the policy with which it was sharded"
             fix = "isotype.enforce(model, policy) before it is sharded"
-            raise PrecisionError.of("a sharded module cannot get another boundary", what, expected, fix)
+            raise PrecisionError.of("the policy of a sharded module cannot change", what, expected, fix)
         return False
     base: Any = original_class(module)
     cls = base if settings is None else _boundary_class(base, settings)

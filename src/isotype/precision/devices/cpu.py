@@ -177,7 +177,7 @@ def why_not_native(dtype: torch.dtype, name: str, features: CpuFeatures, onednn:
     if onednn is None:
         return f"this torch has no oneDNN, which runs {name} matmuls on a CPU"
     if all(onednn.forbids(flag) for flag in present):
-        return f"ONEDNN_MAX_CPU_ISA={onednn.limit} keeps oneDNN from this CPU's {name} instructions"
+        return f"ONEDNN_MAX_CPU_ISA={onednn.limit} forbids oneDNN this CPU's {name} instructions"
     return None
 
 

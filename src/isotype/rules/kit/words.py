@@ -33,7 +33,7 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
         "input": f"the {'argument' if cause.name in ('input', 'inputs') else 'input'} {cause.name} is {dtype}",
         "outside": f"{cause.name} is {dtype}{where}{inside}",
         "scratch": f"the scratch tensor that {cause.name} allocated is {dtype}{where}",
-        "attribute": f"{cause.name}, an unregistered tensor that no .to() of the model reaches, is {dtype}",
+        "attribute": f"{cause.name}, an unregistered tensor that model.to() does not cast, is {dtype}",
         "data": f"{cause.name or 'a tensor'} in the loss function is {dtype}{where}",
         "cast": f"a cast to {dtype}{where}{inside}",
         "autocast": f"autocast returns {dtype} from {cause.name}{where}{inside}",
