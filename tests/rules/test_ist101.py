@@ -188,8 +188,7 @@ def test_the_weights_of_an_unregistered_module() -> None:
 
     (finding,) = verified(Holding().to(BF16), {"x": torch.ones(2, 4, dtype=BF16)}, "IST101")
     assert (
-        finding.cause
-        == "blocks.0.weight, an unregistered tensor that model.to() does not cast, is float32"
+        finding.cause == "blocks.0.weight, an unregistered tensor that model.to() does not cast, is float32"
     )
     cast = finding.fixes[-1]
     assert {action.target for action in cast.actions} == {"blocks.*.weight", "blocks.*.bias"}

@@ -143,7 +143,6 @@ class Contracts:
     """The contracts of a device.
 
     Attributes:
-        kind: kind of the device, see `KINDS`.
         measured: the table of a device of this kind; None if none was measured.
         reference: a CPU table, whose verdicts are assumed for operators and dtypes that were not measured.
         others: for a CPU that was not measured, the tables of other CPUs. If one of these tables has another verdict

@@ -34,7 +34,6 @@ def request_of_trainer(trainer: Any, inputs: Any = None, device: Any = None) -> 
     rollout's memory. With PEFT, the token is generated outside of autocast, as in the trainer.
 
     Args:
-        trainer: a trainer of transformers or TRL.
         inputs: a batch in place of the trainer's first batch, or a callable model -> loss in place of the trainer's
             loss.
         device: the device or device profile to check for, or None for the trainer's device.

@@ -26,7 +26,6 @@ class Ledger:
     backward, because the untraced modules run their backwards later.
 
     Attributes:
-        total: bytes of all live storages.
         kind: kind of memory of new storages, unless `count` is called with another kind.
         share: the part of each new storage that this process holds. It is below 1 if the model is sharded.
     """
@@ -72,7 +71,6 @@ class Ledger:
         """Add the storage of `tensor` to the ledger, or change the kind and size of a storage that was added before.
 
         Args:
-            tensor: any tensor over the storage.
             kind: kind of memory of the storage; None for its earlier kind, or for the ledger's `kind` if it is new.
             repeats: how many equal storages of the model this storage represents.
             local: bytes of the storage that this process holds; None for the ledger's `share` of the storage.

@@ -85,10 +85,8 @@ class OperatorCall:
     """A call of an operator.
 
     Attributes:
-        func, args, kwargs: the operator and its arguments.
         name: name of the operator, such as `aten.mm.default`.
         tensors: (argument name, tensor) of each tensor argument.
-        place: the place of the call.
         breach: the contract that the call has broken; None if there is none.
     """
 

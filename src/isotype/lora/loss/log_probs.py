@@ -36,7 +36,6 @@ class PerToken:
     """Results per token, float32 `[N]`, or None if they were not requested.
 
     Attributes:
-        entropy: entropy of p.
         mean_logits: mean of the logits over the vocabulary.
         log_sum_sq_probs: logarithm of the sum of p² over the vocabulary; it has no gradient.
         is_top1: True where the target has the largest logit, and no smaller token id has the same logit; bool `[N]`.

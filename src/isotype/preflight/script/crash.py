@@ -70,7 +70,6 @@ class Crash:
     Attributes:
         watch: the watch of the script's steps, with the recorder of the last one.
         family: the processes of the run; only one of them explains an error.
-        output: prints the explanation.
         gpu: the GPU that the script asked for, and that this machine lacks.
         unloads: the lines at which PEFT has removed adapters.
         report: the report of the trace before the first step; None without this trace.

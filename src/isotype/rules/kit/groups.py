@@ -132,14 +132,12 @@ class Group:
     """Calls that break a contract and have the same cause.
 
     Attributes:
-        calls: the calls, in order of execution.
         mismatched: the operand to blame in the first call.
         causes: origins of the mismatched operands' dtypes, each once, in the order of the calls.
         expected: the dtype that `mismatched` should have had.
         side: the dtype of the part of the model that contains the first call.
         refused: the kind of refusal of the first call.
         code: code of the rule that claims the first call; "" for a group that a rule's `find` created.
-        headline: the claim's headline.
     """
 
     calls: tuple[Call, ...]

@@ -47,11 +47,7 @@ _IF_KNOWN = frozenset({*_MOVED, *_SAME, *_SCALED, *_ADDS})
 
 
 class Known:
-    """Tracks integers and masked positions in a step on fake tensors.
-
-    Args:
-        values: the known values of the step's tensors.
-    """
+    """Tracks integers and masked positions in a step on fake tensors. `values`: the known values of the step's tensors."""
 
     def __init__(self, values: Values) -> None:
         self._values = values

@@ -82,17 +82,13 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     """Records one step on fake tensors.
 
     Args:
-        contracts: contracts of the simulated device.
         compute: dtype to which the operands of a breach are converted by default.
-        fake: mode of the step's fake tensors.
         lines: code changes to try, `file:line` -> dtype. At such a line, casts and new tensors get the dtype, and
             operands of mixed dtypes are converted to it.
 
     Attributes:
         sides: chooses the dtype to which operands of mixed dtypes are converted. By default, it chooses `compute`.
         deadline: latest end of the step by `time.monotonic`, in seconds. A later operator raises TimeSpentError.
-        gradients: records which trainable parameters get gradients.
-        reach: records which inputs may reach the loss.
     """
 
     def __init__(

@@ -93,7 +93,6 @@ def trace_step(
 
     Args:
         request: the model, and the code that runs in the step.
-        setup: settings of the step.
         weights: the result of `weights_of(request.model)`, if the caller has it; None to call this slow function.
         change: a fix to try, which changes the twin before the step.
         lines: code changes to try, `file:line` -> dtype. In such a line, casts and new tensors get the dtype.

@@ -40,13 +40,7 @@ def is_lazy(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Beginning:
-    """A forward that is about to run and will be recorded.
-
-    Attributes:
-        model: the called module.
-        inputs: the inputs of the forward by argument name.
-        args, kwargs: the original arguments.
-    """
+    """A forward that is about to run and will be recorded. `inputs`: the forward's inputs by argument name."""
 
     model: nn.Module
     inputs: Mapping[str, Any]

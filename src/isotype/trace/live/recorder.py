@@ -56,8 +56,6 @@ class LiveRecorder(Recorder):
     """Records a real step; operators run unchanged.
 
     Args:
-        device: device type of the step.
-        limit: maximum number of recorded calls.
         seconds: time limit of the recorder's own work.
         kind: kind of the simulated device. For a step on a CPU, the calls are recorded as the simulated device's
             autocast runs them.

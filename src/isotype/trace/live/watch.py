@@ -89,7 +89,6 @@ class Watch:
         repeats: called with the lines of two optimizer steps if both use the same gradients.
 
     Attributes:
-        seen: the recorded steps.
         notes: sentences on what was not recorded, and why.
         recorder: recorder of the current or last step; None before the first step and after `forget`.
         roots: the outermost modules that the recorded steps have called; empty after `forget`.
@@ -99,7 +98,6 @@ class Watch:
         gradients: the result of `gradients_of` at the start of the last optimizer step; empty before it.
         skipped: number of steps that the GradScaler has skipped.
         skipping: True while `after` is called for a skipped step.
-        kind: kind of the simulated device.
         device_autocast: autocast dtype of the recorded step -> autocast dtype of the simulated device.
         evaluation: calls that were recorded before the first training forward, for example of a reference model.
         transformed: True if a transform of `torch.func` has called a module. These calls are not recorded.

@@ -45,8 +45,6 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
     """Finds the first operator with a non-finite result.
 
     Args:
-        model: the trained model.
-        scale: the loss scale; None if there is none.
         stop: True to raise `FoundError` at this operator; False if other processes wait for the step's end.
 
     Attributes:
