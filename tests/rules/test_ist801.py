@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isotype.cli.main import main
 from isotype.core.optimizers import learning_rate_of
 from isotype.precision.ranges import ModuleRange, Ranges
 from isotype.preflight.check import check
@@ -15,6 +17,7 @@ from isotype.rules.kit.weight_sets import spacing
 from tests.reality import real_step
 from tests.rules.samples import BF16, FP16, FP32, LAYER, adapter, norm, trace, weight
 from tests.rules.traces import batch, cast, llama
+from tests.train.tiny import save_chat_model
 
 
 def test_adapters_that_stand_still() -> None:
@@ -176,3 +179,37 @@ def test_an_update_of_sgd_is_as_large_as_the_measured_gradient(gradient: float, 
     one.grad = torch.full_like(one, gradient)
     torch.optim.SGD([one], lr=0.1).step()
     assert (one.item() == 1.0) == (lost or not gradient)
+
+
+@pytest.mark.parametrize("inputs", [64, 320, 2048])
+def test_half_of_the_values_of_a_matrix_that_is_not_loaded_are_above_the_estimate(inputs: int) -> None:
+    """Compared with real updates of matrices that torch and transformers initialise."""
+    (finding,) = find(trace([weight(trainable=True, shape=(8, inputs))], learning_rate=1e-6))
+    size = float(finding.notes[0].partition("half of its values are above ")[2].partition(",")[0])
+    normal = torch.randn(512, inputs, generator=torch.Generator().manual_seed(0)) * 0.02
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        uniform = torch.nn.Linear(inputs, 512).weight.detach()
+    for values in (normal, uniform):
+        assert (values.abs() > 0.98 * size).float().mean() > 0.49
+        moved = values.bfloat16() - 1e-6 != values.bfloat16()
+        assert moved.float().mean() < 0.5
+    assert not list(find(trace([weight(trainable=True, shape=(8, inputs))], learning_rate=1e-3)))
+    assert not list(find(trace([weight("w", FP32, trainable=True, shape=(8, inputs))], learning_rate=1e-6)))
+
+
+@pytest.mark.parametrize("more", [["--use_peft", "False"], ["--use_dora", "True"]])
+def test_masters_that_were_requested_in_bfloat16_are_changed_by_the_request(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_chat_model(tmp_path / "model")
+    line = ["check", "sft", "--model_name_or_path", str(tmp_path / "model"), "--device", "a100", *more]
+    line += ["--dtype", "bfloat16", "--learning_rate", "1e-6", "--master_dtype"]
+    assert main([*line, "bfloat16"]) == 0
+    text = capsys.readouterr().out
+    assert "warning[IST801]" in text
+    assert "safe; verified" in text
+    (command,) = (row for row in text.splitlines() if row.startswith("    isotype sft"))
+    assert "--master_dtype float32" in command
+    assert main([*line, "float32"]) == 0
+    assert "IST801" not in capsys.readouterr().out

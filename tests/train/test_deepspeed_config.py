@@ -31,6 +31,8 @@ def settings_with(config: Any, *argv: str) -> Settings:
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled true and bf16.enabled true", "in both"),
         ({"train_micro_batch_size_per_gpu": 3}, "and --per_device_train_batch_size 4", "_size 3"),
         ({"train_batch_size": 6}, "train_batch_size 6", "auto"),
+        ({"bf16": {"enabled": "true"}}, 'bf16.enabled "true"', "remove the quotes"),
+        ({"gradient_clipping": "1.0"}, 'gradient_clipping "1.0"', "remove the quotes"),
         ({"gradient_clipping": 0.5}, "and --max_grad_norm 1", "--max_grad_norm 0.5"),
         ({"optimizer": {"params": {"lr": 1e-5}}}, "and --learning_rate 2e-05", "--learning_rate 1e-05"),
         ({"optimizer": {"params": {"betas": [0.9, 0.95]}}}, "[0.9, 0.999]", "auto"),

@@ -102,6 +102,28 @@ def test_adapter_and_model_do_not_mix_in_a_reused_directory(model, data, tmp_pat
     assert not names(out) & {"adapter_model.safetensors", "adapter_config.json"}
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--use_peft", "False"),
+        ("--use_peft", "False", "--optim", "adafactor"),
+        ("--quantization", "nf4"),
+        ("--use_dora", "True", "--packing", "True"),
+    ],
+)
+def test_masters_in_bfloat16_stay_in_bfloat16_also_after_a_resume(model, data, tmp_path, more):
+    wanted = ("--dtype", "bfloat16", "--master_dtype", "bfloat16", *more)
+    _, text = train(model, data, tmp_path, *wanted)
+    assert "bfloat16 masters lose every update smaller than half a unit" in text
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    outcome, _ = train(model, data, tmp_path, *wanted, "--resume_from_checkpoint", "true")
+    assert outcome.record.status == "finished"
+    saved = load_file(next(tmp_path.glob("*.safetensors")))
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    with pytest.raises(CheckpointError, match="--master_dtype"):
+        train(model, data, tmp_path, *wanted[:2], *more, "--resume_from_checkpoint", "true")
+
+
 def test_lora_layers_are_fused_unless_it_is_not_wanted(model, data, tmp_path):
     losses = {}
     for name, flags in {"fused": ("-v",), "plain": ("--no_fuse",)}.items():

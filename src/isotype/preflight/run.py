@@ -276,8 +276,11 @@ def with_settings(setup: Setup, actions: Sequence[Action]) -> Setup:
     changes: dict[str, Any] = {a.target: setting_value(a.value) for a in actions if a.kind == "setting"}
     if "autocast" in changes and "scaler" not in changes:
         changes["scaler"] = setup.scaler or changes["autocast"] == torch.float16
-    if "compute" in changes and setup.policy is not None:  # the request itself changes
-        compute, was = changes["compute"], setup.policy
+    was = setup.policy
+    if "master_dtype" in changes and was is not None:
+        changes["policy"] = replace(was, master=changes.pop("master_dtype"))
+    if "compute" in changes and was is not None:  # the request itself changes
+        compute = changes["compute"]
         storage = dtype_name(compute) if was.storage == dtype_name(was.compute) else was.storage
         scaling = changes.get("scaler", was.loss_scaling)
         changes["policy"] = replace(was, compute=compute, storage=storage, loss_scaling=scaling)

@@ -35,7 +35,7 @@ import torch
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import base_name
 from isotype.precision.ranges import ModuleRange
-from isotype.records.finding import Finding, Fix
+from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.findings import Findings, Fixes, advice, finding_of
 from isotype.rules.kit.weight_sets import borders, casts, count, float32_masters, spacing, trained
@@ -74,7 +74,7 @@ def find(trace: Trace) -> Findings:
         f"updates of {rate:.2g} are lost in {count(lost)} of {count(trained(trace))} trainable parameters",
         lost,
         phase="optimizer",
-        notes=(f"{worst.name}: {source} near {size:.2g}, where {gap}",),
+        notes=(f"{worst.name}: {source} {size:.2g}, where {gap}",),
         fixes=tuple(_fixes(trace, lost)),
     )
 
@@ -113,16 +113,18 @@ def _measured(weight: Weight, trace: Trace, module: str | None = None) -> Module
 def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
     """Return the median magnitude of a weight's nonzero values (0 if unknown), and a phrase on how it is known.
 
-    If the values of a DoRA magnitude are unknown, they are estimated. A magnitude is the norm of a row of the layer's
-    weight (https://arxiv.org/abs/2402.09353, eq. 5). A row of `n` normally distributed values with the median magnitude
-    m has the norm sqrt(n) m / 0.6745. If m was not measured, the layer's weight is assumed to be untrained. Its
-    standard deviation is then 0.02 in transformers and 1 / sqrt(3 n) in torch; the smaller number is used.
+    Unknown values are estimated for matrices of the base model and for DoRA magnitudes. A magnitude is the norm of a row of
+    the layer's weight (https://arxiv.org/abs/2402.09353, eq. 5). A row of `n` normally distributed values with the median
+    magnitude m has the norm sqrt(n) m / 0.6745. If m was not measured, the weight is assumed to be untrained. Its standard
+    deviation is then 0.02 in transformers and 1 / sqrt(3 n) in torch; the smaller number is used.
     """
     if weight.median_magnitude is not None:
-        return weight.median_magnitude, "values"
+        return weight.median_magnitude, "values near"
     measured = _measured(weight, trace).median_weight
     if measured and not weight.adapter:
-        return measured, "measured values"
+        return measured, "measured values near"
+    if not weight.adapter and len(weight.shape) == 2:
+        return 0.6745 * _spread(weight.shape[1]), "not loaded; when initialised, half of its values are above"
     if "magnitude" not in weight.name:
         return 0.0, ""
     layer = weight.name.partition("magnitude")[0].rpartition(".")[0]
@@ -132,18 +134,27 @@ def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
         return 0.0, ""
     base = _measured(weight, trace, layer).median_weight
     if base:
-        return math.sqrt(inputs[0]) * base / 0.6745, "values (computed from the layer's measured weights)"
-    return min(0.02 * math.sqrt(inputs[0]), math.sqrt(1 / 3)), "not loaded; when initialised, its values are"
+        return math.sqrt(inputs[0]) * base / 0.6745, "values (from the layer's measured weights) near"
+    return math.sqrt(inputs[0]) * _spread(inputs[0]), "not loaded; when initialised, its values are near"
+
+
+def _spread(inputs: int) -> float:
+    """Return the standard deviation of an untrained matrix with `inputs` columns."""
+    return min(0.02, 1 / math.sqrt(3 * inputs))
 
 
 def _fixes(trace: Trace, lost: list[Weight]) -> Fixes:
-    if all(weight.kind == "norm" for weight in lost):
-        compute = trace.setup.compute
+    low, setup = trained(trace, *HALVES), trace.setup
+    requested = setup.policy is not None and setup.policy.master in HALVES
+    if requested or all(weight.kind == "norm" for weight in lost):
+        raised, text = lost, "keep the norms' weights in float32 and their outputs in the compute dtype"
+        if requested:
+            raised, text = list(low), "train float32 weights, which take twice the memory"
         # A float32 model, and autocast, accept float32 norms. A 16-bit model needs casts of their outputs.
-        border = borders(lost, compute) if compute in HALVES else ()
-        actions = (*casts(lost, torch.float32), *border)
-        text = "keep the norms' weights in float32 and their outputs in the compute dtype"
+        inner = [w for w in raised if w.kind in ("norm", "embedding")] if setup.compute in HALVES else []
+        request = (Action("setting", "master_dtype", "float32"),) * requested
+        actions = (*casts(raised, torch.float32), *borders(inner, setup.compute), *request)
         yield Fix(text, "safe", actions=actions)
-    low = trained(trace, *HALVES)
-    adapters = tuple(weight for weight in low if weight.adapter)
-    yield from float32_masters(trace, adapters if all(weight.adapter for weight in lost) else low)
+    if not requested:
+        adapters = tuple(weight for weight in low if weight.adapter)
+        yield from float32_masters(trace, adapters if all(weight.adapter for weight in lost) else low)

@@ -303,7 +303,10 @@ def _elements_by_dtype(model: Any) -> Counter[torch.dtype]:
 
 
 def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | None:
-    others = list(_in_other_dtypes(optimizer, master))
+    bits = master.itemsize  # Adafactor has float32 moments for 16-bit weights
+    others = [
+        o for o in _in_other_dtypes(optimizer, master) if o[1] == "parameter" or o[2].dtype.itemsize < bits
+    ]
     if not others:
         return None
     parameter, name, tensor = others[0]

@@ -193,6 +193,11 @@ def config_problems(settings: Any) -> Iterator[Problem]:
         if isinstance(mine, (int, float)) and isinstance(other, (int, float)) and mine != other:
             what = f"{key} {mine:g} in {name}, and --{argument} {other:g}"
             yield Problem(what, "the same value", f'"{key}": "auto" in {name}, or --{argument} {mine:g}')
+    for key in (*_SAME, *(f"{part}.enabled" for part in _DTYPES)):
+        if isinstance(text := _value(config, key), str) and text != "auto":
+            yield Problem(
+                f'{key} "{text}" in {name}', 'a value without quotes, or "auto"', "remove the quotes"
+            )
     betas, arguments = _value(config, "optimizer.params.betas"), [settings.adam_beta1, settings.adam_beta2]
     if isinstance(betas, list) and betas != arguments:
         what = f"optimizer.params.betas {betas} in {name}, and --adam_beta1 and --adam_beta2 {arguments}"

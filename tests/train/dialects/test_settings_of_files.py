@@ -226,7 +226,12 @@ def test_every_reason_is_said_at_once(folder: Path) -> None:
         ),
         ({"pref_loss": "orpo"}, "dpo", "pref_loss: orpo"),
         ({"adapter_folder": "a"}, "dpo", "adapter_folder: a\n    expected  the whole path of the adapter"),
-        ({"lora_ranks": 4}, "dpo", "lora_ranks\n    expected  a known name: "),
+        (
+            {"lora_ranks": 4},
+            "dpo",
+            "lora_ranks: 4\n    expected  a name of LLaMA-Factory that isotype translates",
+        ),
+        ({"lora_rankings": 4}, "dpo", "lora_rankings\n    expected  a known name"),
     ],
 )
 def test_what_is_refused_of_a_file_of_llama_factory(

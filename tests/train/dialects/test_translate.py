@@ -14,7 +14,7 @@ import yaml
 
 from isotype.train.command.command import specs
 from isotype.train.dialects import axolotl, llama_factory
-from isotype.train.dialects.reader import Reader, tables
+from isotype.train.dialects.reader import OFF, Reader, tables
 from isotype.train.dialects.translate import dialect_of, translated
 
 HERE = Path(__file__).parent
@@ -142,22 +142,101 @@ def test_frozen_parts_of_a_model_with_images_get_no_adapters(frozen: Mapping[str
     assert "freeze_vision_tower: false" in problem.fix or "freeze_vision_tower" in frozen
 
 
+AXOLOTL: Mapping[str, Any] = {"base_model": "m"}
+LORA: Mapping[str, Any] = {**AXOLOTL, "adapter": "lora", "lora_target_linear": True}
+FACTORY: Mapping[str, Any] = {"model_name_or_path": "m", "stage": "sft"}
+FULL: Mapping[str, Any] = {**FACTORY, "finetuning_type": "full"}
+UNSCALED = "Attempting to unscale FP16 gradients"
+
+
 @pytest.mark.parametrize(
-    ("settings", "dtypes"),
+    ("settings", "dtypes", "text"),
     [
-        ({"base_model": "m", "bf16": "full"}, "axolotl: bfloat16 weights"),
-        ({"base_model": "m", "bf16": "full", "adapter": "lora", "lora_target_linear": True}, ""),
-        ({"base_model": "m", "bf16": True}, ""),
-        ({"model_name_or_path": "m", "stage": "sft", "pure_bf16": True}, "LLaMA-Factory: bfloat16 weights"),
-        ({"model_name_or_path": "m", "stage": "sft", "bf16": True}, ""),
+        *(({**AXOLOTL, **bf16}, "bfloat16 bfloat16", "") for bf16 in ({}, {"bf16": "auto"}, {"bf16": True})),
+        *(({**AXOLOTL, "bf16": bf16}, "bfloat16 bfloat16", "") for bf16 in ("true", "True", "full")),
+        ({**AXOLOTL, "bfloat16": True}, "bfloat16 bfloat16", ""),
+        ({**AXOLOTL, "bf16": True, "deepspeed": "zero2.json"}, "bfloat16", ""),
+        ({**AXOLOTL, "bf16": True, "fsdp": ["full_shard"]}, "bfloat16", ""),
+        ({**AXOLOTL, "bf16": True, "fsdp_config": {"fsdp_version": 2}}, "bfloat16", ""),
+        ({**AXOLOTL, "bf16": "full", "fsdp_version": 2, "fsdp": True}, "bfloat16 bfloat16", ""),
+        ({**AXOLOTL, "bf16": False}, "float32", ""),
+        *(({**AXOLOTL, "fp16": True, **bf16}, "float16", UNSCALED) for bf16 in ({}, {"bf16": "auto"})),
+        ({**AXOLOTL, "fp16": True, "deepspeed": "zero2.json"}, "float16", ""),
+        ({**AXOLOTL, "float16": True, "bf16": False}, "float16", "without loss scaling"),
+        ({**LORA, "bf16": "full"}, "bfloat16", ""),
+        *(({**LORA, "fp16": True, **bf16}, "float16", "") for bf16 in ({}, {"bf16": "auto"})),
+        ({**LORA, "fp16": "true", "bf16": "false"}, "float16", ""),
+        ({**LORA, "fp16": True, "lora_modules_to_save": ["lm_head"]}, "float16", UNSCALED),
+        ({**LORA, "bf16": "auto"}, "auto", "axolotl: bfloat16 if the GPU has it"),
+        ({**FACTORY, "pure_bf16": True}, "bfloat16", ""),
+        ({**FACTORY, "bf16": "true"}, "bfloat16", ""),
+        ({**FACTORY}, "auto", ""),
+        ({**FULL, "pure_bf16": True}, "bfloat16 bfloat16", ""),
+        ({**FULL, "bf16": True}, "bfloat16", ""),
+        ({**FULL}, "float32", ""),
     ],
 )
-def test_weights_that_the_other_program_trains_in_bfloat16(settings: Mapping[str, Any], dtypes: str) -> None:
-    """isotype trains float32 weights, so its check shows neither the memory nor the lost updates of bfloat16 weights."""
+def test_dtypes_of_compute_and_masters(settings: Mapping[str, Any], dtypes: str, text: str) -> None:
+    """axolotl-ai-cloud/axolotl #1031 and #3189: axolotl trains float16 weights. LLaMA-Factory's adapters are float32."""
     reader = read(settings)
-    notes = [note for note, names in reader.notes.items() if not {"bf16", "pure_bf16"}.isdisjoint(names)]
-    assert [dtypes in note for note in notes] == [True] * bool(dtypes)
-    assert reader.values["dtype"] == "bfloat16"
+    names = {"bf16", "fp16", "float16", "pure_bf16", "lora_modules_to_save"}
+    notes = [note for note, others in reader.notes.items() if names & {*others} and note != OFF]
+    assert [text in note for note in notes] == [True] * bool(text)
+    ours = (reader.values.get(name) for name in ("dtype", "master_dtype"))
+    assert " ".join(dtype for dtype in ours if dtype) == dtypes
+
+
+@pytest.mark.parametrize(
+    ("settings", "quantization", "refused"),
+    [
+        ({"adapter": "qlora", "load_in_4bit": True}, "nf4", []),
+        ({"adapter": "qlora", "load_in_4bit": "true", "load_in_8bit": "false"}, "nf4", []),
+        ({"adapter": "qlora", "load_in_4bit": False}, None, ["adapter: qlora"]),
+        ({"adapter": "qlora", "load_in_4bit": True, "load_in_8bit": True}, "nf4", ["load_in_8bit: true"]),
+        ({"adapter": "qlora", "load_in_8bit": True}, None, ["load_in_8bit: true", "adapter: qlora"]),
+        ({"adapter": "lora", "load_in_8bit": True, "load_in_4bit": True}, "int8", []),
+        ({"adapter": "lora", "load_in_4bit": True}, "nf4", []),
+    ],
+)
+def test_axolotl_quantizes_to_the_bits_of_the_adapter(
+    settings: Mapping[str, Any], quantization: str | None, refused: list[str]
+) -> None:
+    reader = read({**LORA, **settings})
+    assert reader.values.get("quantization") == quantization or refused
+    assert [problem.given for problem in reader.problems] == refused
+    unquantized = any("the base model is not quantized" in note for note in reader.notes)
+    assert unquantized == (settings == {"adapter": "lora", "load_in_4bit": True})
+
+
+def test_a_setting_of_llama_factory_that_is_off_is_not_passed_on() -> None:
+    assert (
+        "disable_gradient_checkpointing"
+        not in read({**FACTORY, "disable_gradient_checkpointing": False}).values
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "meant"),
+    [
+        (AXOLOTL, "bf_16", "bf16"),
+        (AXOLOTL, "learing_rate", "learning_rate"),
+        (AXOLOTL, "load_in_4_bit", "load_in_4bit"),
+        (FACTORY, "finetunning_type", "finetuning_type"),
+        (FACTORY, "pure_bf_16", "pure_bf16"),
+        (FACTORY, "quantisation_bit", "quantization_bit"),
+    ],
+)
+def test_a_misspelt_name_is_refused_with_the_similar_name(
+    settings: Mapping[str, Any], name: str, meant: str
+) -> None:
+    (problem,) = read({**settings, name: 4}).problems
+    assert problem.given == f"{name}: 4"
+    assert problem.fix == f"did you mean {meant}? Else remove it"
+
+
+def test_llama_factory_has_one_dtype_of_autocast() -> None:
+    (problem,) = read({**FACTORY, "bf16": True, "fp16": True}).problems
+    assert (problem.given, problem.expected) == ("fp16: true", "one of fp16 and bf16")
 
 
 def test_there_are_enough_examples_of_every_kind() -> None:

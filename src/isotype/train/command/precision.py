@@ -42,6 +42,7 @@ def read_precision_request(command: Command) -> PrecisionRequest:
         dtype=dtypes[0][1] if dtypes else "auto",
         quantization=formats[0][1] if formats else None,
         trainable="lora" if command["use_peft"] else "full",
+        master=command.given("master_dtype"),
         double_quant=bool(nested) or None,
         quant_storage=command["bnb_4bit_quant_storage"],
         base_memory=None if memory is None else parse_size(str(memory)),

@@ -76,12 +76,12 @@ class Reader:
         for name, value in content.items():
             grouped = isinstance(value, dict) and value and name in tables()[table]["groups"].split()
             given |= {f"{name}.{key}": item for key, item in value.items()} if grouped else {str(name): value}
-        return cls(table, method, folder, given)
+        return cls(table, method, folder, {name: plain(value) for name, value in given.items()})
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of a name, or `default` if the file lacks the name or the value is empty."""
         value = self.given.get(name)
-        return default if value is None or value in ("", [], {}) else number(value)
+        return default if value is None or value in ("", [], {}) else value
 
     def typed(self, name: str, kind: Kind, default: Any) -> Any:
         """Return the value of a name, or `default` if the file lacks the name. Refuse a value that is not of `kind`."""
@@ -132,7 +132,7 @@ class Reader:
                 self.refuse(rule["refuse"], rule["expected"], rule["fix"])
             elif "note" in rule:
                 self.note(rule["note"], names)
-                self.values |= ours
+                self.values = ours | self.values
             elif not ours or not ours.keys() & self.values.keys():
                 for name, value in more.items():
                     was = self.values.get(name, type(value)())
@@ -166,27 +166,31 @@ class Reader:
         table = tables()[self.table]
         ours, (kind, text) = _words(table["used"]).get(name), _entry(self.table, name)
         choices = _words(table["choices"].get(ours, ""))
-        if self.get(name) is None or (not value and ours is None and not table.get("passes")):
+        passes = table.get("passes") and self._similar(name, 1) != [name]
+        if self.get(name) is None or (not value and ours is None and not passes):
             self.notes.setdefault(OFF, []).append(name)
         elif choices and str(value) not in choices:
             self.refuse(name, f"one of {', '.join(choices)}", "choose one of these: isotype has no other")
         elif ours is not None:
-            self.use(name, **{ours: choices.get(str(value), number(value))})
+            self.use(name, **{ours: choices.get(str(value), value)})
         elif kind == "refused" and value and not (value == 1 and name.endswith(("_size", "_degree"))):
             self.refuse(name, text)
         elif kind:
             effect = {"idle": text, "differs": f"not done; {text}"}.get(kind, OFF) if value else OFF
             self.notes.setdefault(effect, []).append(name)
-        elif table.get("passes"):
-            self.use(name, **{name: number(value)})
+        elif passes and not self._similar(name, 0.9):
+            self.use(name, **{name: value})
         else:
-            known = [
-                *_words(table["used"]),
-                *(other for *_, other in _listed(self.table) if "*" not in other),
-            ]
-            near = difflib.get_close_matches(name, known, n=1)
+            near = self._similar(name)
             fix = f"did you mean {near[0]}? Else remove it" if near else _REMOVE
             self.refuse(name, f"a name of {table['title']} that isotype translates", fix)
+
+    def _similar(self, name: str, cutoff: float = 0.6) -> list[str]:
+        """Return the other program's name that is most similar to `name`, or an empty list."""
+        table = tables()[self.table]
+        ruled = " ".join(rule.get("use", rule.get("names", "")) for rule in table["rules"])
+        known = [*_words(table["used"]), *ruled.split(), *(other for *_, other in _listed(self.table))]
+        return difflib.get_close_matches(name, [other for other in known if "*" not in other], 1, cutoff)
 
     def _unsettled(self, names: str) -> list[str]:
         """Return the file's names that match `names` (names or patterns) and are not settled yet."""
@@ -230,11 +234,11 @@ def _entry(table: str, name: str) -> tuple[str, str]:
     return kind, text
 
 
-def number(value: Any) -> Any:
-    """Convert a number that YAML reads as text (`2e-5`). Return any other value unchanged."""
+def plain(value: Any) -> Any:
+    """Convert a number or boolean that YAML reads as text (`2e-5`, `"true"`). Return any other value unchanged."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value):
         return float(value) if re.search(r"[.eE]", value) else int(value)
-    return value
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _shown(value: Any) -> str:

@@ -202,7 +202,8 @@ def repaired_command(
     return Repaired("\n".join(lines) or "nothing to repair", fixes, unresolved, final)
 
 
-_ARGUMENTS = {"autocast": "dtype", "compute": "dtype", "optimizer": "optim", "learning_rate": "learning_rate"}
+_ARGUMENTS = {"autocast": "dtype", "compute": "dtype", "optimizer": "optim"}
+_ARGUMENTS |= {name: name for name in ("learning_rate", "master_dtype")}
 """Kind of a fix's action -> the argument that it changes. An action of the kind `setting` has its target as the key."""
 
 
