@@ -248,7 +248,7 @@ def incompatibilities(trainer: type) -> list[str]:
 def fakes_taken_for_real() -> Iterator[None]:
     """In the `with` block, transformers (5.20 to 5.24) runs the same code for fake tensors as for real ones.
 
-    transformers treats fake tensors as an export (`is_tracing` in transformers/utils/import_utils.py): it always
+    transformers treats fake tensors as an export (`is_tracing` in transformers/utils/import_utils.py). It then always
     creates masks, repeats keys and values, and uses another attention kernel. On the CPU before torch 2.11,
     `_can_use_grouped_mm` in transformers/integrations/moe.py checks if memory is aligned to 16 bytes, but fake tensors
     have no memory. tests/compat/test_others.py fails when the replacement of either function is no longer needed.

@@ -68,7 +68,7 @@ def is_exempt(op: str, args: Sequence[Any], kind: str = "cpu") -> bool:
     Contracts ignore shapes and missing operands, which decide these cases:
 
     - cuFFT transforms float16, and complex numbers of float16, if each size is a power of two.
-    - Without a weight, or for a matrix, the batch norm of an NVIDIA or AMD GPU accepts running statistics of any dtype
+    - The batch norm of an NVIDIA or AMD GPU accepts running statistics of any dtype for a matrix, or without a weight
       (`batch_norm_update_stats` in Normalization.cu).
     - `index_put` with bool masks accepts a single value of any dtype, because torch runs it as `masked_fill`.
     - `rrelu` outside of training is a leaky ReLU, which has kernels for every float dtype.

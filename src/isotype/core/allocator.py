@@ -20,8 +20,9 @@ def let_segments_expand(arguments: Sequence[str] = ()) -> str | None:
     """Turn on the allocator's expandable segments. They reduce fragmentation if batches have different lengths.
 
     Call this before torch is imported. Returns the value of the environment variable that was set. Returns None and
-    changes nothing if the user has set one of `VARIABLES`, or if expandable segments are unsupported: in torch for
-    ROCm or Windows (`expandable_segments()` in c10/cuda/CUDAAllocatorConfig.h), and with vLLM (`--use_vllm`).
+    changes nothing if the user has set one of `VARIABLES`, or if expandable segments are unsupported. They are
+    unsupported in torch for ROCm or Windows (`expandable_segments()` in c10/cuda/CUDAAllocatorConfig.h), and with vLLM
+    (`--use_vllm`).
     """
     if allocator_setting() or sys.platform == "win32" or _uses_vllm(arguments) or built_for("cuda") is None:
         return None

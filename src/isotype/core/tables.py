@@ -8,6 +8,6 @@ from typing import Any
 
 
 def table(module: str, name: str = "") -> Any:
-    """Return the content of a JSON file in a module's folder (`module`: its `__file__`), by default the module's name + `.json`."""
+    """Return the content of the JSON file `name` (default: the name of the module) in the folder of `module`, a `__file__`."""
     path = Path(module).with_name(name) if name else Path(module).with_suffix(".json")
     return json.loads(path.read_text(encoding="utf-8"))

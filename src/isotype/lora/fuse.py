@@ -232,19 +232,19 @@ def fuse(
     """Fuse each LoRA layer of a PEFT model into one function. Layers with the same input share one function.
 
     PEFT's parameters keep their names, and adapters can be saved, loaded, merged and switched as before. PEFT's forward
-    still computes a layer if its active adapter cannot be fused (see `FusionReport.left`), if its adapters are merged
-    or disabled, if the layer is compiled, or if its inner modules have hooks. Gated MLPs recompute their product in the
-    backward instead of saving it. On a CPU, each RMSNorm and each rotary embedding is computed by one function, and
-    attention is computed by compiled loops (`isotype.lora.attention`). To find layers with the same input, the model
-    runs once, without gradients. If the model is sharded, call `fuse` after sharding and in every process.
+    still computes a layer whose active adapter cannot be fused (see `FusionReport.left`). It also computes a layer that
+    is compiled, has merged or disabled adapters, or has hooks on its inner modules. Gated MLPs recompute their product
+    in the backward instead of saving it. On a CPU, each RMSNorm and each rotary embedding is computed by one function,
+    and attention is computed by compiled loops (`isotype.lora.attention`). To find layers with the same input, the
+    model runs once, without gradients. If the model is sharded, call `fuse` after sharding and in every process.
 
     Args:
         model: a PEFT model; changed in place. If the model is fused already, it is fused again.
         inputs: keyword arguments for the forward that finds layers with the same input. The default inputs are a
             few tokens, which run the language model but no vision tower.
         budget: maximum bytes for dense copies of base weights that are quantized or need a cast. The default on a GPU
-            is 0. The default on a CPU is a quarter of the free memory, because dequantizing a weight there takes more
-            than half as long as multiplying by the weight. A sharded (FSDP2) model gets no copies.
+            is 0. The default on a CPU is a quarter of the free memory. There, dequantizing a weight takes more than
+            half as long as multiplying by the weight. A sharded (FSDP2) model gets no copies.
         device: kind (`"cpu"`, `"cuda"`) or profile of the device for which a model on the meta device is fused. None
             means the device of the parameters.
 

@@ -94,8 +94,9 @@ GATES = {name: Gate(name, ACTIVATIONS[name], through) for name, through in _BACK
 
 
 # --------------------------------------------------------------------------------------------------- detection
-# A gated MLP is detected by running its forward with stand-ins for its three layers with adapters: the input goes to two
-# layers, one result is multiplied, after a known activation, by the other result, and the product goes to the third layer.
+# A gated MLP is detected by running its forward with stand-ins for its three layers with adapters. The input goes to
+# two layers. A known activation is applied to one of their results, which is then multiplied by the other result. The
+# product goes to the third layer.
 
 
 @dataclass(frozen=True)

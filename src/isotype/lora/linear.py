@@ -6,10 +6,10 @@ For layers l with adapters a (`s` the scaling, `m` DoRA's magnitude, `‖·‖` 
     Y_l = m ⊙ (X W_lᵀ + s (X Aᵀ) Bᵀ) / ‖W_l + s B A‖ + b_l                  DoRA, https://arxiv.org/abs/2402.09353
 
 The function turns autocast off, and casts X, the adapters' weights and the gradients of these weights only once. The
-backward computes one gradient of X for all layers, and all gradients of A in one product. Base weights are frozen, so the
-function saves only X and the small X Aᵀ. If X is a gated product, its two factors are saved instead of X. All tensors are
-saved before Y is computed: gradient checkpointing stops a recomputation after the last saved tensor, so it computes no Y
-for the last layer of a block.
+backward computes one gradient of X for all layers, and all gradients of A in one product. Base weights are frozen, so
+the function saves only X and the small X Aᵀ. If X is a gated product, its two factors are saved instead of X. All
+tensors are saved before Y is computed. Gradient checkpointing stops a recomputation after the last saved tensor. So for
+the last layer of a block, Y is not computed again.
 """
 
 from __future__ import annotations

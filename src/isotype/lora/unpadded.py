@@ -1,6 +1,6 @@
 """Removes padding from batches: all rows are concatenated to one row, and the tokens attend only to their own row.
 
-The results stay the same under two conditions: tokens influence each other only by attention, and attention uses positions
+The results stay the same under two conditions. Tokens influence each other only by attention. Attention uses positions
 to separate sequences, as transformers does for packed sequences. `tried` tests both conditions.
 """
 

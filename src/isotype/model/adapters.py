@@ -177,8 +177,9 @@ def _magnitudes_again(model: Any, adapter_name: str) -> list[str]:
 def _computed_in_part(model: Any, adapter_name: str) -> list[str]:
     """Return the adapted embeddings and output layers whose forward PEFT (0.21) replaces by a lookup or a product.
 
-    For trained tokens (`TrainableTokensLayer`), PEFT leaves out the bias of a tied output layer, and all steps of an
-    embedding's forward except `embed_scale`. LoRA on an embedding is added after these steps, and merged before them.
+    For trained tokens (`TrainableTokensLayer`), PEFT leaves out the bias of a tied output layer. Of an embedding's
+    forward, PEFT runs only the lookup and `embed_scale`. LoRA on an embedding is added after the other steps, but
+    merged before them.
     """
     layers = []
     for place in places(model):

@@ -1,7 +1,7 @@
 """Chooses the boundaries of a policy: the modules whose inputs and outputs are cast.
 
-A module needs a boundary in three cases: value ranges require a cast (a float32 residual stream, or another dtype for this
-module), the module's weights are float32, or the module returns float32.
+A module needs a boundary in three cases: its weights are float32, it returns float32, or value ranges require a cast.
+The cast is for a float32 residual stream, or for another dtype of this module.
 """
 
 from __future__ import annotations

@@ -65,11 +65,11 @@ class _Fold:
 def fold(model: nn.Module) -> nn.Module:
     """Remove layers of a model that equal other layers, in place. Return the model.
 
-    Only lists of at least 4 layers are folded. Layers are equal if their modules have equal classes and plain attributes
-    (except the layer's number), and if their parameters and buffers have equal names, shapes, dtypes, devices and
-    `requires_grad`. The first and last layer of each kind stay, with their names (`model.layers.0`, `model.layers.79`). The
-    first layer stands only for itself, so that its extra work counts once. The last layer stands for all others (attribute
-    `_stands_for`). Layer numbers and configs are updated.
+    Only lists of at least 4 layers are folded. Layers are equal if their modules, parameters and buffers are equal.
+    Equal modules have the same class and plain attributes (except the layer's number). Equal tensors have the same
+    name, shape, dtype, device and `requires_grad`. The first and last layer of each kind stay, with their names
+    (`model.layers.0`, `model.layers.79`). The first layer stands only for itself, so that its extra work counts once.
+    The last layer stands for all others (attribute `_stands_for`). Layer numbers and configs are updated.
     """
     folded: list[tuple[nn.Module, nn.Module, _Fold]] = []
     for owner, layers in lists_of_blocks(model, _FEWEST):

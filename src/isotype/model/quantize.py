@@ -104,9 +104,9 @@ def state_4bit(absmax: torch.Tensor, *, double_quant: bool, **settings: Any) -> 
 def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 codes `[rows, columns]` and float32 row scales `[rows]`, as in `bitsandbytes.nn.Int8Params`.
 
-    code = round(127 x / absmax of the row) for the weight x in float16 (https://arxiv.org/abs/2208.07339, section 2). In
-    a row of zeros, the codes are 0. Rows whose absmax is below 2^-6 or above 65504 are first multiplied by a power of
-    two, because float16 has few digits for small numbers and overflows above 65504.
+    code = round(127 x / absmax of the row) for the weight x in float16 (https://arxiv.org/abs/2208.07339, section 2).
+    In a row of zeros, the codes are 0. float16 has few digits for small numbers, and overflows above 65504. So rows
+    whose absmax is below 2^-6 or above 65504 are first multiplied by a power of two.
     """
     weight = weight.detach()
     rows, columns = weight.shape

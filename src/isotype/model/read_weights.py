@@ -38,8 +38,8 @@ _QUERIES = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|
 def layers_read(base: Any, *, packed: bool = False) -> dict[str, str]:
     """Return layer name -> parent's class, for each linear layer whose weight a method of a parent reads.
 
-    With `packed`, also return the linear layers for which packed codes would break a method: it changes the weight in
-    place (Gemma 3n), or casts to the weight's dtype (SigLIP 2 casts pixels).
+    With `packed`, also return the linear layers for which packed codes would break a method. Such a method changes the
+    weight in place (Gemma 3n), or casts to the weight's dtype (SigLIP 2 casts pixels).
     """
     reads, modules = {}, dict(base.named_modules(remove_duplicate=False))
     for name, module in base.named_modules():

@@ -1,8 +1,8 @@
 """Shards a model under a policy by FSDP2. Every tensor keeps its dtype.
 
-FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers and reduces a group of parameters together, and the trained parameters
-of a group need one dtype. Under a policy, a model has several dtypes. So FSDP2 casts nothing when it gathers
-(`param_dtype=None`), and parameters trained in another dtype than the rest of their block form a separate group.
+FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers and reduces a group of parameters together, and the trained
+parameters of a group need one dtype. Under a policy, a model has several dtypes. So FSDP2 casts nothing when it gathers
+(`param_dtype=None`). Parameters that are trained in another dtype than their block form a separate group.
 """
 
 from __future__ import annotations

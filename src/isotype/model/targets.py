@@ -1,8 +1,8 @@
 """Chooses the layers for `all-linear`, and describes the weights that get no adapters.
 
-`all-linear` leaves out routers. It also leaves out layers whose weight the model uses without calling the layer
-(`F.linear(x, self.out_proj.weight)`, Mamba's fused scans), because their adapters would have no effect. All layers that the
-user names get adapters.
+`all-linear` leaves out routers. It also leaves out layers whose weight the model uses without calling the layer: their
+adapters would have no effect. Examples are `F.linear(x, self.out_proj.weight)` and Mamba's fused scans. All layers that
+the user names get adapters.
 """
 
 from __future__ import annotations

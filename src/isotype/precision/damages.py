@@ -49,7 +49,7 @@ class LayerDamage:
         """Return the bytes of the layer's weight in a format, with its quantization constants.
 
         A 4-bit weight has a float32 constant in each block. Double quantization (https://arxiv.org/abs/2305.14314,
-        section 3) stores each constant in one byte, and adds a float32 number for every 256 blocks and another for the
+        section 3) stores each constant in one byte. It adds a float32 number for every 256 blocks, and another for the
         whole weight. An int8 weight has a float32 constant in each row.
         """
         values = self.rows * self.columns

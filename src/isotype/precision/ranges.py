@@ -124,8 +124,8 @@ class OperatorRange:
         phase: forward or backward. Gradients are of the mean loss, before loss scaling.
         inputs: largest magnitude of each float operand, in the order of the arguments.
         output: largest magnitude of the results.
-        flushed: share of the results' nonzero elements that float16 rounds to zero (magnitudes up to 2^-25), in the
-            batch with the largest share. For a large result, evenly spaced elements are counted.
+        flushed: largest share, over the batches, of the results' nonzero elements that float16 rounds to zero
+            (magnitudes up to 2^-25). For a large result, evenly spaced elements are counted.
         source: `file:line` of the call; "" if there is none.
         flushed_scaled: like `flushed`, after multiplication by 65536, the initial loss scale of a GradScaler.
     """

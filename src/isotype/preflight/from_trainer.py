@@ -29,7 +29,7 @@ def request_of_trainer(trainer: Any, inputs: Any = None, device: Any = None) -> 
     """Return the request for a trainer's first step with its loss and arguments. Call this before `train()`.
 
     The trainer, its data order and the random states stay unchanged. For a data set with only prompts (GRPO, RLOO), the
-    step is a forward and a backward over the first prompts, with completions of the greatest length and without
+    step is a forward and a backward over the first prompts. Completions have the greatest length, and there are no
     rewards. Unless vLLM generates the completions, the step also generates one token, and the report contains the
     rollout's memory. With PEFT, the token is generated outside of autocast, as in the trainer.
 

@@ -220,7 +220,7 @@ def _roots(
     """Return the findings. An error that another error causes becomes a note of the other error.
 
     Error A causes error B if B is later in the step, a fix of A resolves both, and no fix of B resolves A. Only fixes
-    of the model are considered, because a change of an argument or of the code may fix several causes at once.
+    of the model are considered: a change of an argument or of the code may fix several causes at once.
     """
     errors = [finding for finding in findings if finding.severity == "error"]
     position = {finding.key: order.get(_place(finding), len(order)) for finding in errors}

@@ -22,8 +22,8 @@ class Ledger:
 
     A traced module can represent several equal modules (`multiply`). The activations that its forward saves then count
     once for each of them. The bytes of the untraced modules are the surplus of a storage. Freeing a storage also frees
-    its surplus. But a storage that the traced module's own backward frees keeps its surplus until the end of this
-    backward, because the untraced modules run their backwards later.
+    its surplus. If the traced module's own backward frees a storage, the surplus stays until the end of this backward:
+    the untraced modules run their backwards later.
 
     Attributes:
         kind: kind of memory of new storages, unless `count` is called with another kind.

@@ -1,8 +1,8 @@
 """Attention on NVIDIA GPUs: FlashAttention for concatenated rows of any length, and attention with repeated heads.
 
-`torch.nn.attention.varlen.varlen_attn` takes 16-bit queries, keys and values `[tokens, heads, head]` of one head size, on
-NVIDIA GPUs of compute capability 8.0 and later. `varlen_attn` supports grouped heads, causal attention, a backward and
-(since torch 2.11) a scale and windows, but no dropout, soft cap or bias.
+`torch.nn.attention.varlen.varlen_attn` takes 16-bit queries, keys and values `[tokens, heads, head]` of one head size,
+on NVIDIA GPUs of compute capability 8.0 and later. `varlen_attn` supports grouped heads, causal attention and a
+backward, and since torch 2.11 a scale and windows. It supports no dropout, soft cap or bias.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 `add_fused_lm_head` of TRL 1.16 replaces a model's forward. With `fused_lm_head=True` the new forward returns
 log-probabilities instead of logits. SFT, DPO, KTO, GRPO and RLOO call this forward for every batch. On a CPU, isotype's
 loss is five times as fast as TRL's (`benchmarks/loss.py`). On a GPU, TRL's Triton kernel computes three products of the
-head's weight and isotype two, and TRL's kernel rounds logits to 16 bits. TRL's head reads no quantized weight, and its
-results are wrong if a model's own head does more than a projection. isotype's forward also returns a
+head's weight, and isotype two. TRL's kernel also rounds logits to 16 bits. TRL's head reads no quantized weight, and
+its results are wrong if a model's own head does more than a projection. isotype's forward also returns a
 `FusedCausalLMOutput`, and passes calls without `fused_lm_head=True` on to the model's forward.
 """
 

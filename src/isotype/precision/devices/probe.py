@@ -1,9 +1,9 @@
 """Measures the matmul rate of each dtype on this machine within a time limit.
 
-A call computes the two products of a frozen linear layer in a LoRA step, x @ w.T and y @ w, because their rates can
-differ: on a CPU with AVX2, bfloat16 ran at 4.2 and at 1.3 GFLOP/s. A dtype without hardware support can be a hundred
-times slower than another. So the matrices grow only if the next size surely fits the time limit. The dtypes take turns,
-so that other programs slow all dtypes equally.
+A call computes the two products of a frozen linear layer in a LoRA step, x @ w.T and y @ w. Their rates can differ: on
+a CPU with AVX2, bfloat16 ran at 4.2 and at 1.3 GFLOP/s. A dtype without hardware support can be a hundred times slower
+than another. So the matrices grow only if the next size surely fits the time limit. The dtypes take turns, so that
+other programs slow all dtypes equally.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Costs of findings that raise no error (rules IST2xx and IST6xx): FLOPs, casts, bytes and estimated time.
 
-By the roofline model (Williams, Waterman, Patterson, CACM 52(4), 2009), an operator takes the longer of two times: its
-FLOPs at the peak rate of its dtype, or its bytes at the memory bandwidth. A step's time is the sum over its operators,
-without fusion and launch costs. Estimates for tiny models mean little, because launches take most of their time.
+By the roofline model (Williams, Waterman, Patterson, CACM 52(4), 2009), an operator takes the longer of two times. One
+is its FLOPs at the peak rate of its dtype, the other its bytes at the memory bandwidth. A step's time is the sum over
+its operators, without fusion and launch costs. Estimates for tiny models mean little, because launches take most of
+their time.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def by_autocast(origin: Origin) -> bool:
 def root(origin: Origin) -> Origin:
     """Return the origin to blame for a wide dtype.
 
-    This is `Origin.cause`, unless a quantized layer or an adapter casts a wide input to a narrower dtype, and casts the
-    output to the wide dtype again. Then the input's origin is to blame.
+    This is `Origin.cause`, with one exception: a quantized layer or an adapter casts a wide input to a narrower dtype,
+    and casts the output to the wide dtype again. Then the input's origin is to blame.
     """
     blamed = origin.cause
     while blamed.kind in ("cast", "autocast"):

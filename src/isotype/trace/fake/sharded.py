@@ -5,7 +5,7 @@ in the order of torch 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param_grou
 
 - A group's weights are gathered into one flat buffer, and copied out of this buffer. In the forward, the buffer is
   freed after the copy of the next group's weights (before the copy from torch 2.15 on). In the backward, the buffer is
-  freed right after the copy of this group's weights, but the next group is gathered while this group still computes.
+  freed right after the copy of this group's weights. But the next group is gathered while this group still computes.
 - The input of a group's reduce-scatter is freed when the next group reduces.
 
 DDP holds all weights, and a copy of every gradient in its buckets (torch/csrc/distributed/c10d/reducer.cpp, without

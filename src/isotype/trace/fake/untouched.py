@@ -1,8 +1,9 @@
 """Saves, before a trace, the Python state that a step's code can change, and restores the state after the trace.
 
-Attributes of modules need no saving, because the step sets them in the twin. But the step can store fake tensors in
-globals, class attributes, memoized results, and objects in a loss's closure (a noise scheduler, an average of weights,
-a cache). References in these objects are saved. Real tensors need no copy, because the step writes into fakes.
+Attributes of modules need no saving, because the step sets them in the twin. But the step can store fake tensors
+elsewhere: in globals, class attributes, memoized results, and objects in a loss's closure. Such an object is a noise
+scheduler, an average of weights, or a cache. References in these objects are saved. Real tensors need no copy, because
+the step writes into fakes.
 """
 
 from __future__ import annotations

@@ -104,9 +104,9 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
     """Detects that a script averages trained weights into a 16-bit copy, or that PEFT merges adapters between steps.
 
     It watches from an optimizer step to the next forward. `report` gets the first call that adds to a copy or merges. A
-    frozen weight of the same model can be the copy. If a copy is only overwritten with the weights, as in the first
-    update of `AveragedModel`, the next step is watched, too, and `later` becomes 1. No attributes are set on tensors,
-    because `torch.save` would save them.
+    frozen weight of the same model can be the copy. The first update of `AveragedModel` only overwrites the copy with
+    the weights. After such an update, the next step is watched, too, and `later` becomes 1. No attributes are set on
+    tensors, because `torch.save` would save them.
     """
 
     def __init__(self, report: Callable[[Call], None]) -> None:

@@ -225,9 +225,9 @@ class LastStep:
 class IdleSteps:
     """Detects that an optimizer whose parameters had gradients steps twice without any gradient.
 
-    If another optimizer steps with gradients in between, the idle steps are intended: a multi-task training calls `step`
-    of all optimizers, and computes gradients for one task. Else `report` gets the number of the optimizer's parameters
-    and the line of the step.
+    If another optimizer steps with gradients in between, the idle steps are intended. A multi-task training computes
+    gradients for one task, and calls `step` of all optimizers. Else `report` gets the number of the optimizer's
+    parameters and the line of the step.
     """
 
     def __init__(self, report: Callable[[int, str], None]) -> None:
