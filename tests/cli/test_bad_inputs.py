@@ -289,7 +289,7 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
         ("check NCCL_P2P_DISABLE=1 llamafactory-cli train factory.yaml", "check factory.yaml"),
         (
             "check llamafactory-cli train --stage sft --model_name_or_path chat --finetuning_type full",
-            "check --max_length 2048 --learning_rate 5e-05 --use_peft False --dtype auto --model_name_or_path chat",
+            "check --max_length 2048 --learning_rate 5e-05 --use_peft False --dtype float32 --model_name_or_path chat",
         ),
         (
             "check swift sft --model chat --train_type lora --dataset sft.jsonl --torch_dtype bfloat16 --lora_rank 8 "
@@ -301,6 +301,14 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
             "check swift rlhf --rlhf_type rm --model chat --tuner_type full --quant_bits 4",
             "check reward --model_name_or_path chat --use_peft False --quantization nf4",
         ),
+        (
+            "check swift sft --model chat --quant_method bnb --quant_bits 8 --torch_dtype bfloat16",
+            "check sft --model_name_or_path chat --quantization int8 --dtype bfloat16",
+        ),
+        (
+            "check sft chat --use_peft False --full_bf16",
+            "check sft chat --use_peft False --master_dtype bfloat16",
+        ),
         ("check chat/model.safetensors --device t4", "check chat --device t4"),
         ("chekc chat --lora_rank 4", "check chat --lora_r 4"),
         ("check sft chat -d a.jsonl --lr 1e-4", "check sft chat --dataset_name a.jsonl --learning_rate 1e-4"),
@@ -308,7 +316,7 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
         ("check sft --bs 2 chat", "check sft --per_device_train_batch_size 2 chat"),
         (
             "sft chat a.jsonl --cutoff_len 64 --finetuning_type full",
-            "sft chat --dataset_name a.jsonl --max_length 64 --learning_rate 5e-05 --use_peft False --dtype auto",
+            "sft chat --dataset_name a.jsonl --max_length 64 --learning_rate 5e-05 --use_peft False --dtype float32",
         ),
         ("chat --adapter_name_or_path chat", "chat chat"),
         ("./chat", "check ./chat"),
@@ -326,7 +334,7 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
         ),
         (
             "check sft --stage sft --model_name_or_path chat --finetuning_type full --device t4",
-            "check sft --max_length 2048 --learning_rate 5e-05 --use_peft False --dtype auto --model_name_or_path chat --device t4",
+            "check sft --max_length 2048 --learning_rate 5e-05 --use_peft False --dtype float32 --model_name_or_path chat --device t4",
         ),
         ("merge --adapter chat --out merged", "merge chat --output merged"),
         ("merge chat merged", "merge chat -o merged"),
@@ -367,6 +375,7 @@ def test_the_number_of_processes_of_a_launcher_in_the_environment(capsys, folder
         "stf",
         "no_such_file.py",
         "check chat --r-fuse 3",
+        "check chat --torch_dtype bfloat16 --bnb_4bit_compute_dtype float16",
         "check chat --adapter qlora",
         "check chat --lora_target q_proj v_proj",
         "check chat --max_memory 10GiB",

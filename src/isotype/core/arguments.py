@@ -321,7 +321,7 @@ def corrected(
 ) -> tuple[list[str] | None, list[Problem]]:
     """Correct a command's words by each problem's `swap`. Return (words, []), or (None, problems without a correction).
 
-    Problems with words that a correction added are left out.
+    Problems with words that a correction added are left out. Words that would have a flag twice are not returned.
     """
     line, added = separated(words), set[str]()
     for _ in range(4):  # one correction may show the next problem
@@ -333,7 +333,8 @@ def corrected(
         except IsotypeError as error:
             problems = error.problems
         else:
-            return line, []
+            twice = any(line.count(word) > 1 for word in added if word.startswith("--"))
+            return (None if twice else line), []
     return None, [problem for problem in problems if re.split("[: ]", problem.given)[0] not in added]
 
 
