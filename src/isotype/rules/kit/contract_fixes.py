@@ -11,7 +11,7 @@ from isotype.core.names import distinct_names, grouped, in_module, listed, short
 from isotype.records.finding import Fix, in_library
 from isotype.records.trace import Call, Operand, Origin, Trace, Weight
 from isotype.rules.kit.findings import actions, advice, fix
-from isotype.rules.kit.groups import SCATTERS, Group, per_trace
+from isotype.rules.kit.groups import SCATTERS, STATISTICS, Group, per_trace
 from isotype.rules.kit.weight_sets import count, main_dtype, quantized, statistics_of, trained
 
 
@@ -50,7 +50,9 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
     if trace.setup.autocast is None and low in ("bfloat16", "float16"):
         yield fix(f"run the step under autocast to {low}", "setting", ("autocast",), low)
     called = tuple(dict.fromkeys(call.source for call in group.calls if call.source))
-    if called and (len(called) <= 3 or group.refused == "dtype"):
+    # A batch norm would update the copies of its statistics.
+    copies = any(o.role in STATISTICS and o.dtype != _wanted(group) for c in group.calls for o in c.floats)
+    if called and not copies and (len(called) <= 3 or group.refused == "dtype"):
         into = _written_into(group)
         what = f"the operands to {expected}" if into is None else f"what is written to {into}"
         back = group.refused == "dtype" and group.mismatched.dtype in HALVES

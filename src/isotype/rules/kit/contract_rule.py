@@ -90,7 +90,8 @@ def _finding(trace: Trace, group: Group) -> Finding:
     others = [dtype_name(o.dtype) for o in first.floats if o.dtype != group.mismatched.dtype]
     # On fake tensors, attention has another kernel than on the simulated device.
     op = ATTENTION if "_scaled_dot_product" in first.op else first.op
-    dtype, expected = dtype_name(group.mismatched.dtype), (others or [dtype_name(group.expected)])[0]
+    dtype, expected = dtype_name(group.mismatched.dtype), dtype_name(group.expected)
+    expected = others[0] if others and expected not in others else expected
     return finding_at(
         "error",
         group.headline.format(given=dtype, expected=expected, op=op),

@@ -186,6 +186,7 @@ def _group(trace: Trace, rows: Sequence[tuple[str, Claim, Broken]]) -> Group:
     calls = tuple(broken.call for _, _, broken in rows)
     causes = distinct(broken.mismatched.origin.cause for _, _, broken in rows)
     expected, side = _expected(calls[0], trace.setup.compute), side_at(calls[0], sides_in(trace))
+    side = expected if _wrong_in_batch_norm(calls[0]) else side
     return Group(calls, first.mismatched, causes, expected, side, claim.refused, code, claim.headline)
 
 
@@ -207,7 +208,26 @@ def distinct(causes: Iterable[Origin]) -> tuple[Origin, ...]:
     return tuple(first for first, *_ in by_place.values())
 
 
+def _wrong_in_batch_norm(call: Call) -> list[Operand]:
+    """Return the operands of a batch norm that should be float32, as its other weights or statistics are.
+
+    The kernels take weights and statistics in one dtype: the input's or float32.
+    """
+    stored = [operand for operand in call.floats if operand.role in BATCH_NORM_STORED]
+    if "batch_norm" not in call.op or len(stored) == len(call.floats):
+        return []
+    dtypes = {operand.dtype for operand in stored}
+    as_input = call.floats[0].dtype in dtypes and torch.float32 not in dtypes
+    return [] if as_input else [operand for operand in stored if operand.dtype != torch.float32]
+
+
+STATISTICS = ("running_mean", "running_var")
+BATCH_NORM_STORED = ("weight", "bias", *STATISTICS)
+
+
 def _expected(call: Call, compute: torch.dtype) -> torch.dtype:
+    if _wrong_in_batch_norm(call):
+        return torch.float32
     refused = {operand.dtype for operand in call.floats} == {compute}  # a device without this dtype
     return (call.breach and call.breach.converted) or (torch.float32 if refused else compute)
 
@@ -218,6 +238,8 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
     If trained float32 weights of an adapter meet a frozen 16-bit weight, the frozen weight is to blame.
     """
     expected = _expected(call, side)
+    if wrong := _wrong_in_batch_norm(call):
+        return wrong[0]
     floats = _without_kernel(call) or call.floats
     scales = [o for o in floats if o.role in _SCALES and o.dtype != torch.float32]
     if scales and call.op.startswith("bitsandbytes."):
