@@ -313,7 +313,7 @@ def _table(name: str) -> Table:
 
 
 _SHIFTED = (str.maketrans("df", "fb"), str.maketrans("d", "b"))
-"""Translations of patterns: float64 and float32 to float32 and bfloat16, and float64 to bfloat16. Both were measured."""
+"""For a pattern with float64: the letters of two measured patterns, with bfloat16 (and float32) in its place."""
 
 
 def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:

@@ -51,7 +51,7 @@ def fsync_tree(directory: Path) -> None:
 
 
 def create_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Return `folder`. If it is missing, `write` fills a temporary folder, which is then renamed (safe in several processes)."""
+    """Return `folder`. If it is missing, `write` fills a temporary folder, which is renamed. Several processes may call this."""
     if folder.is_dir():
         return folder
     part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")

@@ -46,7 +46,7 @@ class Products:
     aten/src/ATen/native/cuda/Blas.cpp).
 
     Attributes:
-        scales: True to use `addmm`, which also scales; False if torch's `addmm` has no float32 result.
+        scales: True if torch's `addmm`, which also scales, has a float32 result.
     """
 
     scales: bool
@@ -239,7 +239,7 @@ def float32_reductions() -> Iterator[None]:
 
 
 def _allowed(matmul: Any, name: str) -> bool | tuple[bool, bool]:
-    """Return (reduced precision is allowed, split-k is allowed). torch 2.10 has no split-k setting: return a bool."""
+    """Return whether reduced precision, and whether split-k is allowed. torch 2.10 has only the first setting."""
     reduced = bool(getattr(matmul, name))
     try:
         return reduced, bool(getattr(matmul, f"{name}_split_k"))

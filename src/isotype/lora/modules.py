@@ -66,7 +66,7 @@ class Siblings:
         self.__setstate__({"weights": weights, "layers": tuple(layers)})
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has no ready outputs of a running forward, and no readings of the original layers.
+        # A copy starts without outputs of a running forward, and without readings of the original layers.
         return {"weights": self.weights, "layers": self.layers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

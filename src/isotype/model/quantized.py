@@ -142,7 +142,7 @@ def align_stack(stack: QuantizedStack, compute: torch.dtype) -> list[str]:
 
 
 def align_8bit(name: str, layer: Any) -> list[str]:
-    """Store an int8 layer's row scales on the layer, in float32. Return the changes; raise PrecisionError without scales."""
+    """Store an int8 layer's row scales on the layer, in float32. Raise PrecisionError if the scales are lost."""
     scales = row_scales(layer)
     if scales is None:
         raise _lost(name, layer, "int8 weight", "row scales")
@@ -259,7 +259,7 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
 
 
 def leave_dense(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) -> None:
-    """Replace quantized layers by dense layers, to initialize and train them, if the checkpoint lacks their `weights`."""
+    """Replace layers by dense ones to initialize and train, because the checkpoint lacks their quantized `weights`."""
     modules = dict(model.named_modules())
     for name in {weight.rpartition(".")[0] for weight in weights}:
         if name in modules and kind_of(modules[name]) in _BITS:

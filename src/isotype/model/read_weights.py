@@ -1,4 +1,4 @@
-"""Finds the linear layers whose weight the code of a model reads itself, past the layer's forward.
+"""Finds the linear layers whose weight a model's code reads directly, without the layer's forward.
 
 An adapter on such a layer has no effect, and packed codes in place of the weight break the code.
 """

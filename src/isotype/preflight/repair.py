@@ -207,7 +207,7 @@ def _may_be_applied(fix: Fix, command: bool) -> bool:
 
 
 def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
-    """Return whether a fix resolved the finding without more errors, and without a failure that only the new trace has."""
+    """Return whether a fix resolved the finding, added no error, and did not end the trace early."""
     if (finding.code, finding.cause) in faults(after):
         return False
     if "untraced" in {f.kind for f in after} - {f.kind for f in before}:

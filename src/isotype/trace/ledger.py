@@ -14,16 +14,16 @@ from isotype.core.names import in_module
 from isotype.records.memory import Memory, MemoryKind, MemoryPoint, Phase
 
 _MOST_STEPS = 64  # parts in which the memory of represented modules is allocated and freed
-_MOST_POINTS = 512  # maximum number of points of the timeline; then two neighbours become one
+_MOST_POINTS = 512  # maximum number of points of the timeline; with more, two neighbours become one
 
 
 class Ledger:
     """Counts every storage once, from its first use until its last tensor is freed.
 
     A traced module can represent several equal modules (`multiply`). The activations that its forward saves then count
-    once for each of them. The bytes of the untraced modules are the surplus of a storage. Freeing a storage also frees
-    its surplus. If the traced module's own backward frees a storage, the surplus stays until the end of this backward:
-    the untraced modules run their backwards later.
+    once for each of them. The bytes that count for the untraced modules are the surplus of a storage. Freeing a storage
+    also frees its surplus. If the traced module's own backward frees a storage, the surplus stays until the end of this
+    backward: the untraced modules run their backwards later.
 
     Attributes:
         kind: kind of memory of new storages, unless `count` is called with another kind.
@@ -102,7 +102,7 @@ class Ledger:
         inputs: Sequence[torch.Tensor] = (),
         outputs: Sequence[torch.Tensor] = (),
     ) -> int:
-        """Count a module's live activations that are newer than the mark `since` `times` times. Return the added bytes.
+        """Count `times` times the module's live activations that are newer than `since`. Return the added bytes.
 
         If the module has saved its input, each represented module saves an input, too: the output of the previous one.
         """

@@ -72,7 +72,7 @@ def enabled_attention() -> frozenset[str]:
 def attention_kernel(
     profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE, enabled: Set[str] = KERNELS
 ) -> Kernel | None:
-    """Return the kernel among `enabled` that a torch release uses for a call, or "none"; None without an NVIDIA GPU."""
+    """Return the kernel that a torch release uses: one of `enabled`, or "none"; None if the device is no NVIDIA GPU."""
     if profile.kind != "cuda":
         return None
     if "cudnn" in enabled and _is_by_cudnn(profile, call, release):

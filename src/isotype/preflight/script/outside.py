@@ -144,9 +144,10 @@ def updated_at(error: BaseException) -> nn.Module | None:
 
 
 def calls_of(error: BaseException) -> list[tuple[nn.Module, str, tuple[Any, ...], dict[str, Any]]]:
-    """Return the outermost forward that raised the error, with its arguments, after methods that led to it.
+    """Return the calls that raised the error: methods of the model, then the outermost forward.
 
-    A method (`vae.decode`) comes with its name, and a forward with "". If no forward raised the error: no calls.
+    Each call is (module, name, args, kwargs): a method has its name (`decode`), a forward "". Return no calls if no
+    forward raised the error.
     """
     calls: list[tuple[nn.Module, str, tuple[Any, ...], dict[str, Any]]] = []
     for frame, _ in traceback.walk_tb(error.__traceback__):

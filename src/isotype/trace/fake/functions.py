@@ -215,7 +215,7 @@ def name_of(func: Any) -> str:
 
 _OF_CPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 _LEAST_SHARE, _LEAST = 0.01, 1 << 20
-"""A note reports attention scores only from this share of the step's peak memory and this number of bytes on."""
+"""A note reports attention scores that take at least this share of the step's peak memory, and this many bytes."""
 
 
 class Attention:

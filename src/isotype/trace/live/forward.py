@@ -188,7 +188,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
     ) -> bool:
         """Store the kinds of tensors from which `result` is computed. Return whether it is an average.
 
-        `p + noise` adds to the weight itself, an average to a scaled weight.
+        `p + noise` adds to the weight itself; an average adds to a scaled weight.
         """
         kinds = [self._kinds(operand) for operand in operands]
         if name == "copy_":
