@@ -25,7 +25,7 @@ _OTHER_NAMES = {
 }
 """Short name or other library's name -> names of isotype's arguments. A command has at most one of these arguments."""
 _ELSEWHERE = frozenset({*_OTHER_NAMES, *(name for names in _TABLES["names"] for name in names.split())})
-"""Names with a known meaning. isotype does not suggest an argument for them that is merely spelled similarly."""
+"""Names with a known meaning. isotype suggests no argument for such a name only because of a similar spelling."""
 _OTHER_VALUES: Mapping[str, str] = _TABLES["values"]
 _SWITCHES: Mapping[str, str] = {
     other: words for words, others in _TABLES["switches"].items() for other in others.split()

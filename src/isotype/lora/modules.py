@@ -104,7 +104,7 @@ class Siblings:
     def _together(
         self, layers: Sequence[Any], inputs: tuple[torch.Tensor, ...], gate: Gate | None = None
     ) -> dict[nn.Module, torch.Tensor] | None:
-        """Return the outputs of the first layer, and of the others with its dtypes; None if PEFT must compute the first."""
+        """Return the outputs of the first layer, and of the layers with the same dtypes; None if PEFT must compute the first."""
         x = inputs[0]
         first, *others = [self._read(layer, x) for layer in layers]
         if first is None:

@@ -72,7 +72,7 @@ def decide_by_ranges(
         return _without_measurement(facts)
     scale, why_scale = _loss_scale(ranges)
     exceptions = {exception.module: exception for exception in _adapters(ranges, scale)}
-    # If no value is large, these are modules with weights that float16 cannot hold. Their results may be as small.
+    # If no value is large, the next exceptions are for weights that float16 cannot hold. Their results may be as small.
     dense = (*facts.dense, *facts.never_quantized, *facts.kept)
     others = {other.module: other for other in _exceptions(ranges, profile, storage, dense)}
     first = next(iter(others.values()), None)

@@ -50,8 +50,8 @@ def attention(
     """Return softmax(scale q kᵀ + mask) v, `[batch, query heads, queries, value head]`; zero for queries without keys.
 
     Scores, softmax, the gradients of both and all sums are float32. If compiled loops support the dtype `work`, they
-    round to `work` before a matrix product, as torch's kernel does: probabilities, and gradients of scores. If a masked
-    key or value is not finite, the result may be NaN, as in torch's kernel.
+    round operands of products to `work`, as torch's kernel does: probabilities and gradients of scores. If a masked key
+    or value is not finite, the result may be NaN, as in torch's kernel.
 
     Args:
         q: `[batch, query heads, queries, head]`, in any layout.
