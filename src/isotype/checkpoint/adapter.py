@@ -251,8 +251,8 @@ _DRAWN = (True, False, None, "gaussian", "orthogonal")
 def deferred_base(adapter: Adapter) -> DeferredBlocks:
     """Return `DeferredBlocks` that read most weights of the adapter's base later, block by block.
 
-    Weights that the adapter's file replaces are not deferred. No weights are deferred for other adapters than LoRA, and for
-    DoRA, PiSSA and OLoRA, where PEFT reads the weights to add the adapter.
+    Weights that the adapter's file replaces are not deferred. No weights are deferred for an adapter that is not LoRA, or if
+    PEFT reads the weights to add the adapter (DoRA, PiSSA, OLoRA).
     """
     config = adapter.config
     drawn = kind_of_adapter(config) == "LORA" and not config.use_dora and config.init_lora_weights in _DRAWN

@@ -107,7 +107,7 @@ class _Stored:
 
 
 def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Iterator[_Stored]:
-    """Yield the stored parameters, without those with a part in their name that begins with one of `adapters`."""
+    """Yield the stored parameters, except those whose name has a part that begins with one of `adapters`."""
     for name, parameter in model.named_parameters():
         if any(part.startswith(adapters) for part in name.split(".")):
             continue

@@ -223,7 +223,7 @@ class DenseWeight:
 def _of_stack(
     module: Any, name: str, codes: torch.Tensor, stack: QuantizedStack, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return dequantized values on the CPU: of the module's codes, or of `codes` if the module has no stack now."""
+    """Return dequantized values on the CPU: those of the module's stack, or of `codes` if the module has no stack now."""
     if quantized_stack(module, name) is not None:
         computes_in = stack.dtype
         codes, stack = take_stack(module, name)

@@ -152,7 +152,7 @@ def forget_quantization(config: Any) -> None:
 
 
 def wanted_quantization(policy: PrecisionPolicy, saved: str | None) -> Any:
-    """Return the `BitsAndBytesConfig` for `policy`; None if it is dense, or for files in the quantization `saved`."""
+    """Return the `BitsAndBytesConfig` for `policy`; None if the policy is dense or the files have the quantization `saved`."""
     if saved is not None or not policy.quantized:
         return None
     from transformers import BitsAndBytesConfig

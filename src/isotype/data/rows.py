@@ -313,7 +313,7 @@ def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
 
 
 def captioned(path: Path) -> Path | None:
-    """Return the image whose caption is the .txt file `path`: only the suffixes of the paths differ. Else None."""
+    """Return the image whose path differs from that of the caption `path` (.txt) only in the suffix; None without one."""
     if path.suffix.lower() != ".txt":
         return None
     return next((at for suffix in SUFFIXES if (at := path.with_suffix(suffix)).is_file()), None)

@@ -272,8 +272,8 @@ def _rows_per_device(request: PlanRequest, length: int) -> int:
 def chosen_row(search: Search, rows: list[Row], goal: str) -> Row | None:
     """Return the row that the goal picks; None if no row fits at any length.
 
-    If no row in `rows` fits, or if the goal is `longest` without `--max_length`, a row with the longest length that fits is
-    added to `rows` and returned.
+    If no row in `rows` fits, a row with the longest length that fits is added to `rows` and returned. The same applies to
+    the goal `longest` without `--max_length`.
     """
     fitting = picked(rows, goal)
     if fitting is not None and (goal != "longest" or "max_length" in search.request.command):

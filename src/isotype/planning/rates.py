@@ -44,8 +44,8 @@ class Reached(StepRates):
     Attributes:
         products: share of the peak rate that matrix products reach on a GPU with a peak of 100 TFLOP/s.
         falling: exponent by which the share falls on faster GPUs: `products` * (100 TFLOP/s / peak rate) ** `falling`.
-        ceiling: the largest share. GeForce GPUs and A10G reach this share, because their 16-bit products run at half the
-            rate if they accumulate in float32: at most at twice the rate of float32 products.
+        ceiling: the largest share. GeForce GPUs and A10G reach this share: their 16-bit products that accumulate in
+            float32 run at half the rate, which is at most twice the rate of float32 products.
     """
 
     products: float
@@ -113,7 +113,7 @@ def draw_rate(device: torch.device) -> float:
 
 
 def page_rate(device: torch.device) -> float | None:
-    """Return the bytes of zeroed pages that the operating system provides per second; None unless on a CPU.
+    """Return the bytes of zeroed pages that the operating system provides to a CPU per second; None on other devices.
 
     A CPU waits for these pages at the first write to a new memory block. Allocators of other devices keep freed blocks.
     """

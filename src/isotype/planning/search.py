@@ -261,7 +261,7 @@ class Search:
         return None
 
     def _mixed_step(self, plan: StepPlan, memory: int) -> PlannedStep | None:
-        """Return the step of an nf4 plan with at most `memory` bytes of mixed storage instead; None if impossible."""
+        """Return an nf4 plan's step with mixed storage of at most `memory` bytes; None if no mixed storage is that small."""
         base = self.request.step
         precision = replace(plan.precision, quantization=MIXED, base_memory=memory)
         try:
@@ -327,7 +327,7 @@ class Search:
         return layers.estimate(storages, "nf4")
 
     def _micro_batch(self, steps: Steps, size: int) -> int:
-        """Return the rows of a micro-batch: as requested, the most that fit and divide the step, or the least."""
+        """Return the requested rows of a micro-batch, else the most that fit and make equal micro-batches, else the least."""
         if self.request.rows is not None:
             return self.request.rows
         most = largest(

@@ -49,7 +49,7 @@ class Memory:
 
     Attributes:
         phases: phase -> kind -> bytes at that phase's peak.
-        timeline: the step, divided into about 500 intervals at most, as the moment with the most bytes of each interval.
+        timeline: for each of at most about 500 intervals of the step, the moment with the most bytes.
         saved: phase -> bytes of activations that layers (`model.layers.0`) saved for the backward, up to that phase's
             peak.
         layers: number of layers whose forward saved activations.

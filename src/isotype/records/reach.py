@@ -150,7 +150,7 @@ class Unreached:
         module, source: place of the parameter's first use.
         function: the `torch.autograd.Function` whose forward uses the parameter; "" if there is none.
         behind: modules that ran with gradients enabled before the first use of the parameter, in order.
-        ignored: True if the loss does not depend on the result of the parameter's use with gradients enabled.
+        ignored: True if the parameter was used with gradients enabled, but the loss does not depend on the result.
         cut: `file:line` that drops the graph of a result (`detach()`, `.data`, `item()`); "" if there is none.
         cleared: whether code removed the computed gradient before the optimizer's step.
         frozen: `file:line` that freezes the parameter between its forward and the backward; "" if there is none.

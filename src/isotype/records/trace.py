@@ -370,8 +370,8 @@ class Trace:
         spoiled: 16-bit parameters that became NaN or infinite in the optimizer's step.
         lost_terms: terms of the loss without a graph, as (line that drops the graph, line that adds the term).
         unheld: trainable parameters with a gradient that are in no optimizer of the step.
-        orphans: number of optimizer parameters without a gradient that no traced module has. In a check, it is 0 if an
-            optimizer has any parameter of the model.
+        orphans: number of optimizer parameters that have no gradient and belong to no traced module. In a check, it is 0
+            if an optimizer has any parameter of the model.
         idle_step: (number of parameters, line) of an optimizer step without the gradients that these parameters had in
             an earlier step; None if there is no such step.
         unmatched: names in PEFT's `target_modules` and `modules_to_save` that match no module.

@@ -317,8 +317,8 @@ def weightless_model(
 
     Args:
         lora: a `peft.LoraConfig` or its arguments, or None for no adapters.
-        fold: True to fold equal layers into one (see `isotype.model.fold`). Adapters are added before this if the policy,
-            the quantizer or the adapters' config selects layers by number, else afterwards.
+        fold: True to fold equal layers into one (see `isotype.model.fold`). Adapters are added to the folded model, unless
+            the policy, the quantizer or the adapters' config selects layers by number.
         **settings: arguments of `skeleton` (a model class, and values for fields of the config).
 
     Raises:

@@ -203,7 +203,7 @@ def converted(model: Any, source: Source, values: Mapping[str, torch.Tensor]) ->
 
 
 class _Shapes:
-    """Replaces the model in a call of a conversion that reads a dense weight's shape (`Transpose(check_dims=True)`).
+    """Replaces the model for a conversion that reads a dense weight's shape (`Transpose(check_dims=True)`).
     The model's weight may have another shape: it may be quantized already, or have more rows than the part to convert.
     """
 

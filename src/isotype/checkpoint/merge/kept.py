@@ -47,7 +47,7 @@ _IGNORED = -100  # `ignore_index` of `cross_entropy`
 
 
 def fitting(rows: Rows | None, tokenizer: Any, model: Any, tokens: int) -> Rows:
-    """Return isotype's texts for None; else about `tokens` tokens of `rows`, cut to the model's context length."""
+    """Return about `tokens` tokens of `rows`, cut to the model's context length. If `rows` is None, use isotype's texts."""
     longest = min(_LENGTH, positions(model) or _LENGTH)
     if rows is None:
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has a tokenizer

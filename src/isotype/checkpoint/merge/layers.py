@@ -58,7 +58,7 @@ class Rounding:
     def loss(
         self, name: str, before: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor | None = None
     ) -> WeightLoss:
-        """Return a merged parameter's rounding loss in the files of `written`; without `written`, in `stored`."""
+        """Return a merged parameter's rounding loss, measured on the files of `written` or, without these, on `stored`."""
         if self.written is None:
             stored = self._unbiased(name, merged) if stored is None else stored
             return rounding_loss(name, before, merged, stored, self.dtype(name))
@@ -75,7 +75,7 @@ class Rounding:
     def rounded(
         self, tensors: Mapping[str, torch.Tensor], changed: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Round tensors to their stored dtypes, names in `changed` by `unbiased`. Raise PrecisionError on overflow."""
+        """Round tensors to their stored dtypes (those in `changed` by `unbiased`). Raise PrecisionError on overflow."""
         result, problems = {}, []
         for name, value in tensors.items():
             dtype = self.dtype(name)

@@ -81,7 +81,7 @@ class StepPlan:
         data: description of the data set's rows, or "" if no data set was opened.
         dropout: True if the training uses dropout (TRL switches dropout off for methods that compare answers).
         data_rows: number of rows in the training data, or None for a stream or if no data set was opened.
-        unpads: True if the training's batches have rows of `lengths`, whose padding the training may remove.
+        unpads: True if the batches consist of rows of `lengths`, and the training may remove their padding.
         lengths, evaluation_lengths: lengths of the training rows and the evaluation rows, or None if they were not counted.
         adapt: parts of the model that get adapters, or None for all parts.
         check_policy: raises PrecisionError if the arguments contradict the decided policy.

@@ -122,7 +122,7 @@ class PlannedStep:
     def mixed(self) -> bool:
         """True if the documents of a packed row would attend to each other. A training then unpacks the documents.
 
-        Documents do not if a traced operator was called from a source line in `lines_separating_documents()`.
+        They do not if the trace has an operator that a line of `lines_separating_documents()` calls.
         """
         plan = self.plan
         if not plan.packed:

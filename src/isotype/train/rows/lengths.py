@@ -181,7 +181,7 @@ def longest_of_batches(tokens: Sequence[int], rows: int) -> float:
 def padding_share(tokens: Sequence[int], rows: int) -> float:
     """Return the expected share of padding in batches of `rows` rows that are padded to the batch's longest row."""
     share = 1 - sum(tokens) / len(tokens) / longest_of_batches(tokens, rows)
-    return max(0.0, share)  # rounding may give less
+    return max(0.0, share)  # rounding may give a negative number
 
 
 def fullest_batch(lengths: Lengths | None, limit: int, rows: int) -> list[tuple[int, ...]]:
