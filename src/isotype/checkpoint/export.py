@@ -116,13 +116,13 @@ def check_exportable(config: Any) -> Architecture:
 
 def exportable_tokenizer(tokenizer: Any) -> Any:
     """Return a tokenizer, or a processor's tokenizer. Raise UsageError for None, or if GGUF cannot represent the tokenizer."""
-    words = getattr(tokenizer, "tokenizer", tokenizer)
-    if not getattr(words, "is_fast", False):
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    if not getattr(inner, "is_fast", False):
         what = "no tokenizer that can be read as tokenizer.json"
         fix = "copy tokenizer.json into the adapter's directory"
         raise UsageError.of("a GGUF file contains the model's tokenizer", what, "a fast tokenizer", fix)
-    _name_of_split(json.loads(words.backend_tokenizer.to_str()))
-    return words
+    _name_of_split(json.loads(inner.backend_tokenizer.to_str()))
+    return inner
 
 
 def is_exportable(config: Any, tokenizer: Any) -> bool:

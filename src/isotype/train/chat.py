@@ -87,8 +87,8 @@ def _generated(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int
     limit, length = positions(model), inputs["input_ids"].shape[1]
     if limit is not None and length < limit:
         max_new_tokens = min(max_new_tokens, limit - length)
-    words = getattr(tokenizer, "tokenizer", tokenizer)
-    end = words.pad_token_id if words.pad_token_id is not None else words.eos_token_id
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    end = inner.pad_token_id if inner.pad_token_id is not None else inner.eos_token_id
     settings = {**PLAIN, "max_new_tokens": max_new_tokens, "pad_token_id": end, **arguments}
     with evaluating(model):
         return model.generate(**inputs, **settings)[0, length:]
@@ -97,8 +97,8 @@ def _generated(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int
 def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 64, **kwargs: Any) -> str:
     """Return the model's answer. Decoding is greedy unless `do_sample=True`. `kwargs` are arguments of `generate`."""
     ids = _generated(model, tokenizer, messages, max_new_tokens, **{"do_sample": False, **kwargs})
-    words = getattr(tokenizer, "tokenizer", tokenizer)
-    return str(words.decode(ids, skip_special_tokens=True)).strip()
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    return str(inner.decode(ids, skip_special_tokens=True)).strip()
 
 
 def answers_after(trainer: Any, asked: Sequence[tuple[Sample, Prompt]], console: Console) -> list[Sample]:
@@ -203,8 +203,8 @@ def stream_answer(
             console.file.write(shown(text) + "\n" * stream_end)
             console.file.flush()
 
-    words = getattr(tokenizer, "tokenizer", tokenizer)
-    writer = Writer(words, skip_prompt=True, skip_special_tokens=True)
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    writer = Writer(inner, skip_prompt=True, skip_special_tokens=True)
     whole = True
     try:
         _generated(model, tokenizer, messages, streamer=writer, **generation)

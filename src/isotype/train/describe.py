@@ -99,10 +99,10 @@ def example_of(trainer: Any) -> list[tuple[bool, str]] | None:
     if "labels" not in batch:
         return None
     ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
-    words = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    inner = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     learned = [label != -100 for label in labels]
     stretches = groupby(zip(learned, ids, strict=True), key=lambda pair: pair[0])
-    return [(mask, words.decode([token for _, token in pairs])) for mask, pairs in stretches]
+    return [(mask, inner.decode([token for _, token in pairs])) for mask, pairs in stretches]
 
 
 def show_data(console: Console, summary: DataSummary | None, example: list[tuple[bool, str]] | None) -> None:

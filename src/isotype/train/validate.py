@@ -384,7 +384,7 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
     """
     from transformers import AutoConfig
 
-    words = getattr(tokenizer, "tokenizer", tokenizer)
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
     if problems := list(_tokenizer(settings, tokenizer, data)):
         raise UsageError("the tokenizer does not fit", problems)
     _check_completions(settings, data)
@@ -393,8 +393,8 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
         config = pretrained(AutoConfig, source, revision=settings.model_revision)
     size = getattr(config.get_text_config(), "vocab_size", None)
     # Added tokens need no embedding unless they are special: Gemma 3 1B has an unused image token without one.
-    special = [i for i in (words.eos_token_id, words.bos_token_id, words.pad_token_id) if i is not None]
-    largest = max([words.vocab_size - 1, *special])
+    special = [i for i in (inner.eos_token_id, inner.bos_token_id, inner.pad_token_id) if i is not None]
+    largest = max([inner.vocab_size - 1, *special])
     if size is not None and largest >= size:
         headline = "the tokenizer is larger than the model's vocabulary"
         what = f"a tokenizer with ids up to {largest} and a model with {size} embeddings"
@@ -413,7 +413,7 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
 def _tokenizer(settings: Settings, tokenizer: Any, data: Any) -> Iterator[Problem]:
     from trl import is_conversational
 
-    words = getattr(tokenizer, "tokenizer", tokenizer)
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
     rows = islice(data[settings.dataset_train_split], 1)
     template = getattr(tokenizer, "chat_template", None) or settings.chat_template_path
     if not template and any(is_conversational(row) for row in rows):
@@ -424,8 +424,8 @@ def _tokenizer(settings: Settings, tokenizer: Any, data: Any) -> Iterator[Proble
         yield Problem("conversations, and a tokenizer without a chat template", expected, fix)
     for flag in ("eos_token", "pad_token"):
         token = settings.value(flag)
-        if token is not None and token not in words.get_vocab():
-            expected = f"a token of the vocabulary; the tokenizer's default is {getattr(words, flag)}"
+        if token is not None and token not in inner.get_vocab():
+            expected = f"a token of the vocabulary; the tokenizer's default is {getattr(inner, flag)}"
             yield Problem(f"--{flag} {token}", expected, "leave it out, or correct the spelling")
 
 

@@ -263,7 +263,7 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     longest = lengths.longest + plan.completion
     line = f"the longest of {plural(len(lengths.tokens), 'row')} has {plural(longest, 'token')}"
     line += f", including a completion of {plan.completion:,}" if plan.completion else ""
-    words = getattr(tokenizer, "tokenizer", tokenizer)
-    counted = f"counted by the tokenizer of {plan.source} ({len(words):,} tokens in its vocabulary)"
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    counted = f"counted by the tokenizer of {plan.source} ({len(inner):,} tokens in its vocabulary)"
     cut = lengths.cut(limit, whole=settings.method.loss == "reward")
     return replace(plan, length=plan.longest or longest, data="; ".join((cut or line, counted, *notes)))

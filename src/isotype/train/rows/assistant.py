@@ -205,12 +205,12 @@ def _with_template(tokenizer: Any, path: str | None) -> Any:
     templated.chat_template = other.get_chat_template()
     if trl_finds_tokens(templated):
         return None
-    words = getattr(templated, "tokenizer", templated)
-    added = [t.content for t in other.added_tokens_decoder.values() if t.content not in words.get_vocab()]
+    inner = getattr(templated, "tokenizer", templated)
+    added = [t.content for t in other.added_tokens_decoder.values() if t.content not in inner.get_vocab()]
     if added:
         what = f"--assistant_only_loss and --chat_template_path {path}, which adds the tokens {', '.join(added[:3])}"
         raise UsageError.of("the assistant's tokens cannot be found", what, _MARKED, _FIX)
-    words.eos_token = other.eos_token
+    inner.eos_token = other.eos_token
     return templated
 
 
@@ -257,8 +257,8 @@ def labelled_row(
         what = "--assistant_only_loss: the assistant's tokens" if only else "the turns excluded from the loss"
         problem = f"{place}: {' '.join(str(error).split())}"
         raise DataError.of(f"{what} cannot be found", problem, _SAME_BEGINNING, _ROW_FIX) from error
-    words = getattr(tokenizer, "tokenizer", tokenizer)
-    encoded = words(text, add_special_tokens=False, return_offsets_mapping=True)
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    encoded = inner(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = encoded["input_ids"]
     places = encoded["offset_mapping"]
     learned = [any(start < last and end > first for first, last in spans) for start, end in places]
