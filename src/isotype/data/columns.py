@@ -150,7 +150,6 @@ class Survey:
         shapes: type of every column, merged over all rows.
         first: first row that is an object (valid or not), or None if no row is an object.
         keys: maps (place, name of an unused key) to a count. A place is "row", "message" or "part".
-        pictured: True if a row has an image.
     """
 
     method: Method

@@ -32,7 +32,6 @@ class Format:
     """A set of columns that a trainer accepts.
 
     Attributes:
-        required: columns that a row must have.
         excludes: columns that a row must not have, because TRL would assume another format and fail.
     """
 

@@ -32,8 +32,6 @@ class Value:
     Attributes:
         role: name of the operator's argument, or `"result"`.
         largest: largest magnitude of the finite elements; 0 if there are none.
-        nan: number of NaN elements.
-        infinite: number of infinite elements.
         name: name of the weight, buffer or input; "" for a computed value.
     """
 

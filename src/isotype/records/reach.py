@@ -28,7 +28,6 @@ class Leak:
     Attributes:
         source: the changed input.
         row, column: place of the first changed prediction.
-        changed: number of changed predictions.
         of: number of compared predictions.
         largest: the largest change of a logit, relative to the largest logit.
         module, kind: name and class of the first module with unchanged inputs but changed outputs; "" if there is none.

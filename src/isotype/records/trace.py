@@ -246,7 +246,6 @@ class Weight:
     Attributes:
         name: fully qualified name, without the parts that wrappers add.
         shape: stored shape (packed, for 4-bit weights).
-        trainable: whether the parameter requires a gradient.
         adapter: whether the parameter belongs to a PEFT adapter or to a trained copy of a module.
         kind: kind of the module, see `isotype.model.walk.Place.kind`.
         pinned: whether the model's author keeps the parameter in float32.
@@ -345,7 +344,6 @@ class Trace:
 
     Attributes:
         calls: all operators in order of execution.
-        weights: all parameters and buffers.
         modules: fully qualified name -> class name.
         failure: the error that ended the trace early; None if the step was traced to its end.
         notes: other facts, such as the effect of a setting.

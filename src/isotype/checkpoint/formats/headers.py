@@ -42,7 +42,6 @@ class CheckpointHeaders:
     """The headers of all files of one checkpoint.
 
     Attributes:
-        path: the directory or file that was read.
         kind: `"model"` or `"adapter"` (PEFT's adapter_model.safetensors).
         metadata: the file's metadata; for a GGUF file, only its scalars and strings.
         quantization: the settings that `quantization_beside` returns.

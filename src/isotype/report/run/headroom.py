@@ -51,7 +51,6 @@ class BlockHeadroom:
     """Statistics of one block over the run. Each sample is the largest magnitude of the block's output in a micro-batch.
 
     Attributes:
-        median: median of the samples.
         high: 0.9 quantile of the samples.
         headroom: 65504 / `high`, or infinite if the block returned only zeros.
         change: median of the last third of the samples, divided by the median of the first third. None for fewer than

@@ -183,7 +183,6 @@ class Command:
 
     Attributes:
         values: the given values by argument name, in order. Any other argument has the default of its `Spec`.
-        file: the configuration file, or None if there is none.
         processes: number of processes that a launcher starts on one machine, or 1 without a launcher.
     """
 

@@ -65,7 +65,6 @@ class StepPlan:
         unforeseen: why a trace cannot show the step's memory, as a clause; "" if it can.
         lora: a `peft.LoraConfig` or its arguments, or None if every weight is trained.
         fsdp: version of FSDP, or 0 for no FSDP.
-        deepspeed: True if DeepSpeed runs the step.
         reshard: True if FSDP frees a block's gathered weights after its forward.
         step_rows: rows of an optimizer step on one device. If `step_rows` is more than `rows`, gradients are accumulated.
         evaluation: rows in an evaluation batch (0 means `rows`), or None if the training has no evaluation.
