@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,7 +15,7 @@ import transformers
 from torch import nn
 
 from isotype.rules import judge
-from isotype.trace.dtype_history import remembered
+from isotype.trace.dtype_history import default_dtypes, remembered
 from isotype.trace.script import dtype_reasons, misspelt_arguments
 from tests.rules.samples import trace, weight
 
@@ -70,28 +72,38 @@ def test_arguments_of_a_model_may_be_the_users_own(
     assert _meant(call, tmp_path, monkeypatch) == meant
 
 
-@pytest.mark.parametrize(
-    ("line", "module", "dtype"),
-    [
-        ("torch.set_default_dtype(torch.bfloat16)", "__main__", torch.bfloat16),
-        ("torch.set_default_dtype(torch.float64)", "utils", None),
-        ("torch.set_default_dtype(torch.float32)", "__main__", None),
-        ("# torch.set_default_dtype(torch.bfloat16)", "__main__", None),
-        ("torch.set_default_dtype(dtype)", "__main__", None),
-    ],
-)
-def test_a_default_dtype_is_a_reason(
-    line: str, module: str, dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def default_dtype(tmp_path: Path) -> Iterator[Callable[[torch.dtype], None]]:
+    """A function of a script that sets the default dtype."""
+    code = "import torch\ndef low(dtype):\n    torch.set_default_dtype(dtype)\n"
+    script = ModuleType("low")
+    exec(compile(code, str(tmp_path / "low.py"), "exec"), vars(script))
+    yield script.low
+    torch.set_default_dtype(torch.float32)
+    default_dtypes.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float32])
+@pytest.mark.parametrize("restored", [False, True])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_default_dtype_is_a_reason_only_if_the_script_has_set_it(
+    dtype: torch.dtype, restored: bool, recorded: bool, default_dtype: Callable[[torch.dtype], None]
 ) -> None:
-    """A function of another module than the script may never have run."""
-    script = ModuleType(module)
-    script.__file__ = str(tmp_path / "default.py")
-    Path(script.__file__).write_text(f"import torch\n{line}\n", encoding="utf-8")
-    monkeypatch.setitem(sys.modules, "a_script", script)
-    assert dtype_reasons(nn.Linear(2, 2)) == {}  # the model has no weights in this dtype
+    """A function that sets the dtype may never run."""
+    assert dtype_reasons(nn.Linear(2, 2, dtype=dtype)) == {}
+    with remembered() if recorded else nullcontext():
+        default_dtype(dtype)
+    assert dtype_reasons(nn.Linear(2, 2, dtype=torch.float16)) == {}  # no weights in this dtype
+    if restored:
+        torch.set_default_dtype(torch.float32)
     reasons = dtype_reasons(nn.Linear(2, 2, dtype=dtype))
-    assert [*reasons] == ([] if dtype is None else [dtype])
-    assert all("default.py:2 sets torch's default dtype" in reason for reason in reasons.values())
+    assert [*reasons] == ([dtype] if dtype != torch.float32 and (recorded or not restored) else [])
+    says = (
+        "low.py:3 sets torch's default dtype, so later weights are "
+        if recorded
+        else "torch's default dtype is "
+    )
+    assert all(reason.startswith(says) for reason in reasons.values())
 
 
 @pytest.mark.parametrize("flags", [{}, {"bf16_full_eval": True}])
@@ -109,14 +121,12 @@ def test_an_evaluation_that_cast_the_model_is_a_reason(
 
 
 def test_weights_that_the_script_cast_have_no_other_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    default_dtype: Callable[[torch.dtype], None],
 ) -> None:
     arguments = transformers.TrainingArguments("out", use_cpu=True, report_to=[], bf16_full_eval=True)
-    script = ModuleType("__main__")
-    script.__file__ = str(tmp_path / "default.py")
-    Path(script.__file__).write_text("def low(): torch.set_default_dtype(torch.bfloat16)\n", encoding="utf-8")
-    monkeypatch.setitem(sys.modules, "a_script", script)
     with remembered():
+        default_dtype(torch.bfloat16)
+        torch.set_default_dtype(torch.float32)
         model = nn.Linear(2, 2).to(torch.bfloat16)
     model.config = SimpleNamespace(dtype=torch.float32)  # type: ignore[assignment]
     assert dtype_reasons(model) == {}

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import MutableMapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from functools import cache
 from traceback import walk_stack
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from isotype.compat.replaced import Replacements
 from isotype.compat.standard import frame_above
 from isotype.compat.torch_casts import around_weights, weights_in
 from isotype.core.dtypes import FLOATS
 from isotype.core.names import short
-from isotype.core.source import is_library
+from isotype.core.source import asking_line, is_library, shown
 from isotype.records.finding import in_library
 from isotype.records.trace import CAST_FUNCTIONS
 
@@ -35,9 +37,22 @@ _holders: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
 """Id of a parameter or buffer -> (module, name) of each place that holds it. Places that hold another tensor are stale."""
 
 
-def remembered() -> AbstractContextManager[None]:
-    """In the `with` block, record the lines of code that create or cast parameters and buffers of modules."""
-    return around_weights(_registered, _assigned)
+default_dtypes: dict[torch.dtype, str] = {}
+"""Dtype -> last line of the script that has set it as torch's default dtype, while lines were recorded."""
+
+
+@contextmanager
+def remembered() -> Iterator[None]:
+    """In the `with` block, record the lines of code that create or cast weights of modules, or set the default dtype."""
+    with around_weights(_registered, _assigned), Replacements() as replaced:
+        replaced.wrap(torch, "set_default_dtype", _default_set)
+        yield
+
+
+def _default_set(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    original(*args, **kwargs)
+    if (line := shown(asking_line())) and not in_library(line):  # transformers sets and restores it
+        default_dtypes[torch.get_default_dtype()] = short(line)
 
 
 def set_at(module: nn.Module, name: str) -> str:

@@ -17,10 +17,9 @@ from torch import nn
 
 from isotype.compat.torch_casts import weights_in
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import short
 from isotype.model.walk import derives_from, living
 from isotype.records.finding import in_library
-from isotype.trace.dtype_history import set_at
+from isotype.trace.dtype_history import default_dtypes, set_at
 
 _QUANTIZATION = "QuantizationConfigMixin"
 _ACCEPT_ANY_NAME = {"PreTrainedConfig", "PretrainedConfig", _QUANTIZATION}
@@ -76,18 +75,13 @@ def dtype_reasons(model: nn.Module) -> dict[torch.dtype, str]:
         (w.dtype, set_at(part, name)) for part in model.modules() for name, w in weights_in(part).items()
     ]
     created = {dtype for dtype, line in weights if not line or line.startswith("created")}
-    reasons = {}
-    for module, code in script_files():
-        for name, call in _calls(code):
-            dtype = getattr(torch, getattr(call.args[0], "attr", ""), None) if call.args else None
-            if name != "set_default_dtype" or dtype not in created or dtype == torch.float32:
-                continue
-            # A function of another module may never have run.
-            if module.__name__ == "__main__" or dtype == torch.get_default_dtype():
-                where = short(f"{module.__file__}:{call.lineno}")
-                reasons[dtype] = (
-                    f"{where} sets torch's default dtype, so later weights are {dtype_name(dtype)}"
-                )
+    reasons = {
+        dtype: f"{line} sets torch's default dtype, so later weights are {dtype_name(dtype)}"
+        for dtype, line in default_dtypes.items()
+    }
+    default = torch.get_default_dtype()
+    reasons.setdefault(default, f"torch's default dtype is {dtype_name(default)}")
+    reasons = {d: reason for d, reason in reasons.items() if d in created and d != torch.float32}
     trained = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
     stored = getattr(getattr(model, "config", None), "dtype", None)
     lines = [line for dtype, line in weights if dtype == trained]
@@ -112,15 +106,15 @@ def cast_by_evaluation(dtype: torch.dtype, lines: Iterable[str]) -> str:
 
 @cache
 def _calls(code: str) -> tuple[tuple[str, ast.Call], ...]:
-    """Return each call of a class or of `set_default_dtype` in the code, with the name of the called function."""
-    if not any(name in code for name in ("transformers", "diffusers", "set_default_dtype")):
+    """Return each call of a class in the code, with the class's name."""
+    if not any(name in code for name in ("transformers", "diffusers")):
         return ()
     try:
         calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     except SyntaxError:
         return ()  # a notebook
     named = ((getattr(call.func, "id", getattr(call.func, "attr", "")), call) for call in calls)
-    return tuple((name, call) for name, call in named if name[:1].isupper() or name == "set_default_dtype")
+    return tuple((name, call) for name, call in named if name[:1].isupper())
 
 
 def _meant(config: type, argument: str, words: Container[str]) -> str:
