@@ -15,8 +15,8 @@ returns float32. Or the mask or the cache was created in another dtype.
 
     query, key = query.to(value.dtype), key.to(value.dtype)
 
-**How safe is the fix?** Safe: a cast of query and key after the rotation, of a norm's output, or of a mask changes no
-stored value, nor does a new cache in the query's dtype. Unsafe: a cast of a stored rotary table that rounds the table.
+**How safe is the fix?** Safe: casts of query and key after the rotation, of a norm's output, or of a mask, and a new
+cache in the query's dtype. They change no stored value. Unsafe: a cast of a stored rotary table that rounds the table.
 
 **Seen in** huggingface/trl #1460; unslothai/unsloth #827; huggingface/transformers #25598.
 """

@@ -3,11 +3,11 @@
 **What it means.** An operator refuses token ids, positions, labels or a mask. Either an index exceeds the size of the
 table that the operator reads, or the operator does not accept the tensor's dtype.
 
-**Why it happens.** An index is too large if a token was added to the tokenizer but the embeddings were not resized, if
-rows are longer than the table of positions, or if labels are not below the number of classes. A dtype is refused if
-labels from NumPy are int32, if a bool mask is subtracted (`1 - mask`), if integer one-hot rows are multiplied with a
-float weight, or if two integer matrices are multiplied on a GPU. Code that casts a whole batch to a float dtype also
-casts its token ids, labels and masks.
+**Why it happens.** An index is too large if a token was added to the tokenizer but the embeddings were not resized. Or
+rows are longer than the table of positions, or labels are not below the number of classes. A dtype is refused if labels
+from NumPy are int32, or if a bool mask is subtracted (`1 - mask`). Or integer one-hot rows are multiplied with a float
+weight, or two integer matrices are multiplied on a GPU. Code that casts a whole batch to a float dtype also casts its
+token ids, labels and masks.
 
 **Why it is bad.** The step fails. On a GPU, the error comes at a later line: `CUDA error: device-side assert triggered`.
 

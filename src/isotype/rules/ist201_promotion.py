@@ -3,8 +3,8 @@
 **What it means.** Matmuls run in a wider dtype than the compute dtype. No error is raised, because all operands of such
 a matmul have the same wide dtype. But the device computes more slowly in this dtype.
 
-**Why it is bad.** On a GPU with tensor cores, a float32 matmul without TF32 runs at 1/8 to 1/30 of the rate of
-a 16-bit matmul, and float32 attention has no flash kernel. Every float32 operand takes twice the memory.
+**Why it is bad.** On a GPU with tensor cores, a float32 matmul without TF32 runs at 1/8 to 1/30 of the rate of a 16-bit
+matmul. Float32 attention has no flash kernel. Every float32 operand takes twice the memory.
 
 **Why it happens.** The hidden states become float32 through a float32 embedding, norm or head (as after
 `prepare_model_for_kbit_training`), a float32 input, or a `.float()` in a custom layer. A quantized layer casts a

@@ -1,10 +1,10 @@
 """Weights or adapter inputs that are cast again at every step
 
-**What it means.** The same tensors are cast at every step. Either autocast casts frozen float32 weights to 16 bits at
-each matmul, or PEFT casts the input of a LoRA layer to float32 and autocast casts it back to 16 bits.
+**What it means.** The same tensors are cast at every step. Autocast may cast frozen float32 weights to 16 bits at each
+matmul. Or PEFT casts the input of a LoRA layer to float32, and autocast casts it back to 16 bits.
 
 **Why it is bad.** A cast reads and writes every element and computes nothing. Autocast keeps the casts of trainable
-weights for the whole step, but it casts frozen weights at every use, and again when gradient checkpointing recomputes
+weights for the whole step. But it casts frozen weights at every use, and again when gradient checkpointing recomputes
 their layer. The float32 weights take twice the memory, but the matmuls never use the additional digits.
 
 **An example that costs**

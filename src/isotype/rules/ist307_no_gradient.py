@@ -3,9 +3,9 @@
 **What it means.** Trainable parameters get no gradient in the backward: the forward uses them with gradients off, the
 loss does not depend on them, or their gradients are removed. Or all parameters of an adapter are frozen.
 
-**Why it is bad.** If no parameter has a gradient, `backward` raises `element 0 of tensors does not require
-grad and does not have a grad_fn`, or a GradScaler raises `No inf checks were recorded for this optimizer`. If
-only some parameters have a gradient, there is no error, but the parameters without a gradient never change.
+**Why it is bad.** If no parameter has a gradient, `backward` raises `element 0 of tensors does not require grad and
+does not have a grad_fn`. Or a GradScaler raises `No inf checks were recorded for this optimizer`. If only some
+parameters have a gradient, there is no error, but the parameters without a gradient never change.
 
 **Why it happens.** One of these:
 

@@ -1,6 +1,6 @@
 """4-bit layers that compute in another dtype than the model
 
-**What it means.** 4-bit layers compute in another dtype than the model, mostly in float32:
+**What it means.** 4-bit layers compute in another dtype than the model, mostly in float32.
 `BitsAndBytesConfig(load_in_4bit=True)` sets the layers' compute dtype to float32, and bitsandbytes does not warn about
 it. If no compute dtype is set, a layer computes in the dtype of its first input, which may be float32.
 

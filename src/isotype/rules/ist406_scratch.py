@@ -3,7 +3,7 @@
 **What it means.** An operator reads or writes a scratch tensor: a tensor outside of the model, such as a global, that
 several calls use. This tensor has another dtype than the model.
 
-**Why it happens.** A library allocates a buffer in the dtype of the first model, for example bfloat16, and uses the same
+**Why it happens.** A library allocates a buffer in the dtype of the first model, for example bfloat16. It uses the same
 buffer for the next model, which is float16. The buffer holds dequantized weights, a cache or a table of positions.
 
 **An example that fails**

@@ -1,12 +1,12 @@
 """4-bit weights that an evaluation on a CPU repacks
 
-**What it means.** On a CPU with AVX512-BF16, bitsandbytes repacks every 4-bit weight in place (changes the order of its
-codes) during the first forward in eval mode. For some shapes, the repacking raises an error. A repacked layer passes no
-gradient to its input, so the steps after an evaluation train with wrong gradients.
+**What it means.** On a CPU with AVX512-BF16, bitsandbytes repacks every 4-bit weight in place during the first forward
+in eval mode: it changes the order of the codes. For some shapes, the repacking raises an error. A repacked layer passes
+no gradient to its input, so the steps after an evaluation train with wrong gradients.
 
-**Why it is bad.** The repacking raises an error if the number of rows is not a multiple of 32, or if the number of
-columns is not a multiple of the quantization block (64 weights by default). For example, `generate` fails with a weight
-of 64 × 96. Repacking also rounds the scales to bfloat16. bitsandbytes has no backward for the new layout. If the
+**Why it is bad.** The repacking raises an error for some shapes. The number of rows must be a multiple of 32, and the
+number of columns a multiple of the quantization block (64 weights by default). For example, `generate` fails with a
+weight of 64 × 96. Repacking also rounds the scales to bfloat16. bitsandbytes has no backward for the new layout. If the
 weights were repacked before the checked step, the step's gradients are wrong, and the finding is an error.
 
 **Why it happens.** `Linear4bit.forward` repacks the weight if the module is in eval mode and the input requires no

@@ -7,9 +7,9 @@ precision policy does not request this other dtype.
 has no more digits. In float16, a value of a bfloat16 checkpoint above 65,504 overflows, and small weights
 become zero. A float16 checkpoint that is loaded in bfloat16 loses three of the eleven significant bits of each weight.
 
-**Why it happens.** `from_pretrained(…, dtype=torch.float32)` (the default before transformers 5) or a loader
-with a fixed dtype has cast the weights, or `.float()` or `.half()` has cast them after loading. Or the dtype in the
-config is not the dtype of the weights in the file.
+**Why it happens.** `from_pretrained(…, dtype=torch.float32)` (the default before transformers 5) or a loader with a
+fixed dtype has cast the weights. Or `.float()` or `.half()` has cast them after loading. Or the dtype in the config is
+not the dtype of the weights in the file.
 
 **An example that costs**
 

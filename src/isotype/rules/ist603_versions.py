@@ -15,9 +15,10 @@ built for another CUDA version than torch was.
 
     pip install --upgrade "torch>=2.6"
 
-**What is checked.** The rule checks the packages' requirements, minimum versions that some packages check only at run
-time, and pairs of libraries that an issue on GitHub calls incompatible. It checks nothing if `--device` names a device
-of another machine, because that machine's libraries are unknown. `isotype doctor` needs no model for this check.
+**What is checked.** The rule checks the packages' requirements, and minimum versions that some packages check only at
+run time. It also checks pairs of libraries that an issue on GitHub calls incompatible. It checks nothing if `--device`
+names a device of another machine, because that machine's libraries are unknown. `isotype doctor` needs no model for
+this check.
 
 **How safe is the fix?** Safe: the fix is a `pip` command that you run. It changes no weights and no code.
 

@@ -34,9 +34,9 @@ which optimizer states, gradients of earlier micro-batches, and activations are 
 
     isotype check meta-llama/Llama-3.1-8B --device t4 --quantization nf4 --gradient-checkpointing
 
-**How safe is the fix?** Safe: checkpointing, a loss in chunks and FSDP2 compute the same results; a smaller batch or
-shorter rows change the training, but no precision. Unsafe: nf4 rounds the base weights, 8-bit states round the moments
-of the gradients, and 16-bit storage rounds weights whose float32 values do not fit into 16 bits, or are unknown.
+**How safe is the fix?** Safe: checkpointing, a loss in chunks and FSDP2 compute the same results. A smaller batch or
+shorter rows change the training, but no precision. Unsafe: nf4 rounds the base weights, and 8-bit states round the
+moments of the gradients. 16-bit storage rounds weights whose float32 values do not fit into 16 bits, or are unknown.
 
 **Seen in** huggingface/transformers #17089 and artidoro/qlora #261 (evaluations).
 """

@@ -16,10 +16,10 @@ makes a tensor from NumPy numbers, which are float64 by default. On Intel GPUs, 
 
     angles = torch.outer(positions, frequencies.float())
 
-**What is not reported.** The rule ignores tensors without dimensions, because they stay on the CPU, and the code of
-transformers and diffusers, because it uses float32 on an Apple GPU.
+**What is not reported.** The rule ignores tensors without dimensions, because they stay on the CPU. It also ignores the
+code of transformers and diffusers, which uses float32 on an Apple GPU.
 
-**How safe is the fix?** Safe: float32 instead of float64 in the code; integers up to 16 million stay exact, and other
+**How safe is the fix?** Safe: float32 instead of float64 in the code. Integers up to 16 million stay exact, and other
 numbers are rounded to 7 digits. Unsafe: a cast of a stored float64 weight or buffer. Instead of a GradScaler, the fix
 uses bfloat16; this is unsafe if frozen float16 weights have to be cast.
 

@@ -1,7 +1,7 @@
 """Parameters without a gradient under DDP
 
-**What it means.** DDP averages the gradient of every trainable parameter over the processes, but a parameter gets no
-gradient from some batch: the batch does not run the parameter's module, or the loss does not depend on the result.
+**What it means.** DDP averages the gradient of every trainable parameter over the processes. But from some batch, a
+parameter gets no gradient: the batch does not run the parameter's module, or the loss does not depend on the result.
 
 **Why it happens.** Rows with only text do not run the vision tower, whose adapters are trained. Or the
 forward never calls a trained layer or head. The next step raises `Expected to have finished reduction in the

@@ -4,9 +4,9 @@
 choose the experts then have 8 (bfloat16) or 11 (float16) significant bits. A float32 softmax of the scores does not
 restore the lost bits.
 
-**Why it is bad.** If two scores differ by less than the last of these bits, they become equal or change their order,
-and a token goes to other experts than in float32. A token's experts can also change with the batch's padding or with
-the kernel. The balance loss and the routing weights use the same rounded numbers.
+**Why it is bad.** Two scores that differ by less than the last of these bits become equal or change their order. A
+token then goes to other experts than in float32. A token's experts can also change with the batch's padding or with the
+kernel. The balance loss and the routing weights use the same rounded numbers.
 
 **An example that costs**
 

@@ -1,8 +1,8 @@
 """Measured values beyond float16's range
 
-**What it means.** `isotype.measure_ranges` measured the values of this model in a float32 step, and an operand or
-result of a float16 operator exceeds 65504, float16's largest number. Or the loss or a gradient is infinite or NaN even
-in float32, because of `sqrt(0)`, `0 / 0`, or `log(softmax(x))` of large scores. Values above 65504 are most frequent in
+**What it means.** `isotype.measure_ranges` measured the values of this model in a float32 step. An operand or result of
+a float16 operator exceeds 65504, float16's largest number. Or the loss or a gradient is infinite or NaN even in
+float32, because of `sqrt(0)`, `0 / 0`, or `log(softmax(x))` of large scores. Values above 65504 are most frequent in
 the residual stream (the hidden states to which every block adds its result) of models that were trained in bfloat16.
 Other frequent places are the gated product before `down_proj`, the queries, the keys and the gradients.
 

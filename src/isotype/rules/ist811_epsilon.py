@@ -5,9 +5,10 @@ argument of a logarithm above zero, but float16's smallest positive number is 6e
 `log(p.clamp(min=1e-12))`, and `F.normalize` with its default, 1e-12. A clamp with `max=1 - 1e-6` should keep values
 below 1, but the largest number below 1 is 0.9995 in float16, and 0.996 in bfloat16.
 
-**Why it is bad.** For a row of zeros (padding, an empty span, squares that float16 rounds to zero), the line computes
-log(0) or 0 / 0, and the loss of the step is NaN. Steps without a zero row are not affected. In bfloat16, the sigmoid of
-a score above 6.3 is 1, so log(1 - 1) is infinite. Even with a finite loss, the gradient at a clamp's bound may be NaN.
+**Why it is bad.** For a row of zeros, the line computes log(0) or 0 / 0, and the loss of the step is NaN. Such rows are
+padding, an empty span, or squares that float16 rounds to zero. Steps without a zero row are not affected. In bfloat16,
+the sigmoid of a score above 6.3 is 1, so log(1 - 1) is infinite. Even with a finite loss, the gradient at a clamp's
+bound may be NaN.
 
 **An example that costs**
 

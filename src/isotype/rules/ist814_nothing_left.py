@@ -1,8 +1,8 @@
 """A softmax or a mean over nothing
 
-**What it means.** The result of an operator is NaN, whatever the weights are: a mask hides every position of a row of a
-softmax, a mean is computed over no values (`losses[mask].mean()`), or no label of the batch counts in a mean loss. If
-no label counts in a sum, the loss and all gradients are 0, and the finding is a warning.
+**What it means.** The result of an operator is NaN, whatever the weights are. Either a mask hides every position of a row of a
+softmax, or a mean is computed over no values (`losses[mask].mean()`). Or no label of the batch counts in a mean loss.
+If no label counts in a sum, the loss and all gradients are 0, and the finding is a warning.
 
 **Why it happens.** Code fills hidden scores with `float("-inf")`, and no position of a row is visible. Examples are a
 row's first tokens in a causal model with padding on the left, and a row that is only padding. Labels are all -100 if
