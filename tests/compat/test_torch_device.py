@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 import warnings
 from collections.abc import Callable
@@ -310,27 +309,6 @@ def test_code_that_runs_in_a_backward_names_the_device() -> None:
     assert torch.equal(gradient, torch.full((2,), 2.0))
     assert x.grad is not None
     assert torch.equal(x.grad, gradient)
-
-
-def test_tensors_of_another_16_bit_dtype_are_joined_under_autocast_as_on_a_gpu() -> None:
-    halves = [X.bfloat16(), X.bfloat16()]
-    with torch.autocast("cpu", FP16), pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
-        torch.cat(halves)
-    with written_for(device_profile("t4")), torch.autocast("cuda", FP16):
-        joined = [torch.cat(halves), torch.stack(halves), torch.vstack(halves)]
-        assert torch.is_autocast_enabled("cuda")
-    assert {tensor.dtype for tensor in joined} == {BF16}
-
-
-@pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.GroupNorm(2, 8)])
-def test_a_norm_of_other_dtypes_runs_in_float32_under_autocast_as_on_a_gpu(norm: nn.Module) -> None:
-    x, narrow = torch.randn(2, 8), copy.deepcopy(norm).bfloat16()
-    with torch.autocast("cpu", FP16), pytest.raises(RuntimeError, match="mixed dtype"):
-        narrow(x)  # such as SigLIP's: float16 of autocast plus a bfloat16 weight is float32
-    with written_for(device_profile("t4")), torch.autocast("cuda", FP16):
-        results = narrow(x), narrow(x.bfloat16())
-    assert {result.dtype for result in results} == {torch.float32}
-    assert torch.equal(results[0], norm(x))
 
 
 @pytest.mark.parametrize(

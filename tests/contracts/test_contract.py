@@ -210,6 +210,32 @@ def test_texts_that_all_devices_share_are_those_of_the_cpu() -> None:
         assert said.message == str(real.value)
 
 
+@pytest.mark.parametrize("dtype", [H, B])
+@pytest.mark.parametrize(
+    ("name", "operands"),
+    [
+        ("_linalg_solve_ex", 2),
+        ("linalg_eig", 1),
+        ("linalg_ldl_factor_ex", 1),
+        ("linalg_qr", 1),
+        ("geqrf", 1),
+        ("cholesky_inverse", 1),
+        ("triangular_solve", 2),
+        ("linalg_solve_triangular", 2),
+        ("_linalg_slogdet", 1),
+    ],
+)
+def test_factorizations_on_a_cpu_raise_the_error_that_the_rule_names(
+    name: str, operands: int, dtype: torch.dtype
+) -> None:
+    op = getattr(torch.ops.aten, name).default
+    with pytest.raises((RuntimeError, NotImplementedError)) as real:
+        op(*[torch.eye(3, dtype=dtype)] * operands, **{"upper": True} if "solve_tri" in name else {})
+    predicted = contracts_for("cpu").judge(f"aten.{name}.default", (dtype,) * operands)
+    assert predicted is not None
+    assert predicted.message == str(real.value)
+
+
 @pytest.mark.parametrize(("side", "kernel"), [(32, "svd_cuda_gesvdjBatched"), (33, "svd_cuda_gesvdj")])
 def test_small_matrices_are_factored_by_another_kernel(side: int, kernel: str) -> None:
     op = "aten._linalg_svd.default"

@@ -351,3 +351,72 @@ def test_packed_sequences_are_those_of_torch(batch_first: bool) -> None:
         padded = functions._pad(data, sizes.tolist(), batch_first, -1.0, longest)
         expected = pad_packed_sequence(packed, batch_first, -1.0, None if longest < 0 else longest)
         assert all(map(torch.equal, padded, expected))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.head = getattr(nn, kind)(8, 8, batch_first=True).to(dtype), nn.Linear(8, 8).to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x)[0])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("device", ["cpu", "t4"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize(
+    ("weights", "data"), [(BF16, FP32), (FP32, BF16), (FP32, torch.float64), (FP16, FP32)]
+)
+def test_a_recurrent_layer_refuses_an_input_of_another_dtype(
+    weights: torch.dtype, data: torch.dtype, kind: str, device: str
+) -> None:
+    model, x = Recurrent(kind, weights), torch.randn(2, 3, 8).to(data)
+    with pytest.raises(ValueError, match="RNN input dtype") as raised:
+        model(x)
+    report = isotype.check(model, {"x": x}, device=device, verify=False)
+    breach = next(report.trace.breaches())
+    assert (breach.op, breach.module, breach.refusal) == (
+        f"torch.{model.layer.mode.lower()}",
+        "layer",
+        str(raised.value),
+    )
+    assert report.trace.failure is None
+    # A CPU without bfloat16 also lacks the kernel of an LSTM.
+    errors = [finding for finding in report.errors if finding.code != "IST109"]
+    assert [(finding.code, finding.cause) for finding in errors] == [
+        ("IST101", "the input x is " + str(data)[6:])
+    ]
+
+
+@pytest.mark.parametrize("autocast", [False, BF16, FP16])
+def test_a_sparse_product_under_autocast_keeps_the_order_of_its_operands(autocast: Any) -> None:
+    """Autocast casts both operands. Without it, the sparse one comes first in torch's error."""
+    edges, x = torch.eye(4), torch.randn(4, 4)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        products = torch.sparse.mm(edges.to_sparse(), model(x).bfloat16())
+        return products.float().mean()
+
+    report = isotype.check(
+        nn.Linear(4, 4), loss, device="cpu", autocast=autocast, phases=("forward",), verify=False
+    )
+    refusals = [call.refusal for call in report.trace.breaches()]
+    assert refusals == ([] if autocast else ["expected scalar type Float but found BFloat16"])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("device", "refused"), [("rtx3090", True), ("cpu", False)])
+def test_attention_inside_of_multi_head_attention_runs_as_on_the_device(
+    device: str, refused: bool, dtype: torch.dtype
+) -> None:
+    """A GPU's fused kernel refuses a float32 mask of 16-bit queries, a CPU accepts it."""
+    layer = nn.TransformerEncoderLayer(32, 2, 8, batch_first=True, dropout=0.0).to(dtype)
+    x, mask = torch.randn(2, 4, 32).to(dtype), torch.zeros(4, 4)
+    for attn_mask in (mask, mask.to(dtype), None):
+        report = isotype.check(
+            layer, {"src": x, "src_mask": attn_mask}, device=device, optimizer="sgd", verify=False
+        )
+        wrong = refused and attn_mask is mask
+        assert [(finding.code, finding.cause) for finding in report.errors] == (
+            [("IST104", "the input src_mask is float32")] if wrong else []
+        )

@@ -373,12 +373,12 @@ def has_compiler() -> bool:
 
 
 def put_under(*modes: TorchFunctionMode | TorchDispatchMode) -> None:
-    """Put `modes` at the bottom of the stack, below the modes that the script has entered."""
+    """Put `modes` at the bottom of the stack: below the modes that the script has entered, above a mode with `is_lowest`."""
     for mode in modes:
         stack = stack_of(mode)
-        above = _pop_all(stack)
-        stack.push(mode)
-        _push_all(stack, above)
+        others = _pop_all(stack)
+        lowest = [other for other in others if hasattr(other, "is_lowest")]
+        _push_all(stack, [*(other for other in others if other not in lowest), mode, *lowest])
 
 
 def take_out(*modes: TorchFunctionMode | TorchDispatchMode) -> None:

@@ -52,13 +52,9 @@ _LEGACY_TENSORS = tuple(
     f"{name}Tensor"
     for name in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 )
-_PROMOTED = frozenset(
-    ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "index_copy")
-)
-"""Functions that only the CPU's autocast promotes. On the CPU, they fail for a 16-bit dtype other than autocast's."""
-_IN_FLOAT32 = frozenset(("layer_norm", "group_norm"))
-"""Functions that only a GPU's autocast runs in float32. On the CPU, they fail for a float32 input with 16-bit weights."""
 _KINDS = ("cpu", "cuda", "mps", "xpu")
+Run = Callable[[Callable[..., Any], Any, Any], Any]
+"""Runs a torch function on its arguments: `run(function, args, kwargs)`."""
 
 
 def device_type(kind: str) -> str:
@@ -83,12 +79,16 @@ def cpu_stands_for(profile: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def written_for(profile: Any, named: Callable[[], None] = lambda: None) -> Iterator[None]:
+def written_for(
+    profile: Any,
+    named: Callable[[], None] = lambda: None,
+    run: Run = lambda f, args, kwargs: f(*args, **kwargs),
+) -> Iterator[None]:
     """In the `with` block, code that names the simulated device makes models and tensors on the CPU.
 
     In the block, torch reports that the device is available. Libraries may cache this, so use the function only in a
     process that does nothing else. `named` is called whenever code asks for the device, or creates or moves a tensor
-    there.
+    there. `run` runs a torch function: by default with the CPU's autocast.
     """
     simulated = device_type(profile.kind)
     with contextlib.ExitStack() as stack:
@@ -98,8 +98,8 @@ def written_for(profile: Any, named: Callable[[], None] = lambda: None) -> Itera
             torch.set_autocast_dtype("cpu", default)  # for code that names the CPU
             replaced = stack.enter_context(Replacements())
             _answer(replaced, simulated, named)
-            _redirect(replaced, names_of(profile.kind), named)
-            mode = _OnCPU(names_of(profile.kind), named)
+            _redirect(replaced, names_of(profile.kind), named, run)
+            mode = _OnCPU(names_of(profile.kind), named, run)
             stack.callback(take_out, mode)
             put_under(mode)
         yield
@@ -129,21 +129,21 @@ def _answer(replaced: Replacements, simulated: str, named: Callable[[], None]) -
     replaced.wrap(torch.accelerator, "current_accelerator", partial(answer, None, torch.device(simulated)))
 
 
-def _redirect(replaced: Replacements, names: re.Pattern[str], named: Callable[[], None]) -> None:
+def _redirect(replaced: Replacements, names: re.Pattern[str], named: Callable[[], None], run: Run) -> None:
     """Use the CPU for the simulated device where no function mode is active: some functions, new threads, and backwards."""
 
     def load(load: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         by_name = map_location is None or isinstance(map_location, Mapping)
         return load(f, "cpu" if by_name else _cpu_for(map_location, names), *args, **kwargs)
 
-    def run(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _OnCPU(names, named):
-            return run(*args, **kwargs)
+    def redirected(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with _OnCPU(names, named, run):
+            return original(*args, **kwargs)
 
     replaced.wrap(torch, "load", load)
     replaced.wrap(torch, "set_default_device", lambda default, device: default(_cpu_for(device, names)))
-    replaced.wrap(Thread, "run", run)
-    replaced.wrap(torch.autograd, "_engine_run_backward", run)
+    replaced.wrap(Thread, "run", redirected)
+    replaced.wrap(torch.autograd, "_engine_run_backward", redirected)
     if torch.distributed.is_available():
 
         def start(start: Callable[..., None], backend: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -158,32 +158,18 @@ def _redirect(replaced: Replacements, names: re.Pattern[str], named: Callable[[]
 
 
 class _OnCPU(TorchFunctionMode):
-    def __init__(self, names: re.Pattern[str], named: Callable[[], None]) -> None:
+    is_lowest = True  # a recorder, above it, records a call before its casts
+
+    def __init__(self, names: re.Pattern[str], named: Callable[[], None], run: Run) -> None:
         super().__init__()
-        self._names, self._named = names, named
+        self._names, self._named, self._run = names, named, run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         places = (*args, kwargs.get("device"))
         if func in _CALLS_TO_MOVE or any(_is_named(place, self._names) for place in places):
             self._named()
-        func, args, kwargs = on_cpu(func, args, kwargs, self._names)
-        name = getattr(func, "__name__", "")
-        if (name not in _PROMOTED and name not in _IN_FLOAT32) or not torch.is_autocast_enabled("cpu"):
-            return func(*args, **kwargs)
-        if name in _IN_FLOAT32:
-            args = tuple(map(_widened, args))
-            kwargs = {key: _widened(value) for key, value in kwargs.items()}
-        torch.set_autocast_enabled("cpu", False)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            torch.set_autocast_enabled("cpu", True)
-
-
-def _widened(value: Any) -> Any:
-    half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if half else value
+        return self._run(*on_cpu(func, args, kwargs, self._names))
 
 
 def _changes(simulated: str) -> list[tuple[Any, str, Any]]:

@@ -25,6 +25,7 @@ from isotype.contracts.pattern import (
     patterns_of,
 )
 from isotype.core.dtypes import HALVES
+from isotype.core.tables import table
 from isotype.precision.devices.profile import DeviceProfile, device_profile
 
 TABLES = Path(__file__).parent / "tables"
@@ -353,11 +354,9 @@ def _float8_verdict(op: str, kind: str, dtypes: tuple[torch.dtype, ...]) -> Verd
 TABLE = TABLES / "autocast.json"
 
 _CALLED = {
-    "cross_entropy": "nll_loss",
-    "normalize": "norm",
-    "__pow__": "pow",
-    "__rpow__": "pow",
-    "__matmul__": "matmul",
+    name: called
+    for called, names in table(__file__, "kernels.json")["called"].items()
+    for name in names.split()
 }
 """Python function -> the function that it calls, which is in the autocast lists."""
 

@@ -261,6 +261,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(_ops("linalg_inv_ex"), only="fd", refusal=_LOW_PRECISION.format("linalg.inv")),
     Family(_ops("_linalg_slogdet"), only="fd", refusal=_LOW_PRECISION.format("linalg.slogdet")),
     *(_without_kernel(names, kernel, _CUDA) for names, kernel in _CUDA_FACTORIZATIONS.items()),
+    *(_without_kernel(name, kernel, _CPU) for name, kernel in _CPU_KERNELS.items()),
     *(
         _without_kernel(name, name.removeprefix("_"))
         for name in " ".join([*_CUDA_FACTORIZATIONS, "linalg_eig cholesky_inverse"]).split()
@@ -272,7 +273,6 @@ FAMILIES: tuple[Family, ...] = (
     _without_kernel("_ctc_loss", "ctc_loss_cpu", _CPU, alike=(0,)),
     replace(_without_kernel("_cdist_forward", "cdist_cuda", _CUDA), message=_SCALAR_TYPE),
     Family(_ops("_cdist_forward"), _SCALAR_TYPE, devices=_CPU),
-    *(_without_kernel(name, kernel, _CPU) for name, kernel in _CPU_KERNELS.items()),
     _without_kernel("rrelu_with_noise", "rrelu_with_noise_out_cpu", _CPU, only="fdb"),
     # On fake tensors, an LSTM is the CPU's operator: input, four weights and biases, hidden and cell state.
     Family(_ops("mkldnn_rnn_layer"), _LSTM_ON_CPU, devices=_CPU),

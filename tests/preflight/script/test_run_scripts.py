@@ -206,6 +206,40 @@ for _ in range(2):
     assert "  --> loss   torch.binary_cross_entropy   forward" in err
 
 
+def test_a_step_that_fails_in_its_forward_has_the_scaler_of_the_script(runs: Runs) -> None:
+    script = """
+model = nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cuda")
+with torch.autocast("cuda", torch.float16):
+    scores = model(torch.ones(2, 8))
+    loss = scores.clamp(max=torch.quantile(scores.detach(), 0.9)).mean()
+scaler.scale(loss).backward()
+scaler.step(optimizer)
+"""
+    _, _, err = runs(script, "--device", "t4")
+    assert "error[IST109]: torch.quantile has no kernel for float16 on this device" in err
+    assert "   autocast float16   GradScaler   " in err
+
+
+def test_the_autocast_of_a_gpu_promotes_the_operands_of_a_scatter(runs: Runs) -> None:
+    """pytorch/pytorch #51730: the first result is bfloat16, the norm's is float32."""
+    script = """
+model, norm = nn.Linear(8, 8), nn.LayerNorm(8)
+optimizer = torch.optim.SGD([*model.parameters(), *norm.parameters()], lr=0.1)
+rows = torch.zeros(6, 8, dtype=torch.int64)
+with torch.autocast("cuda", torch.bfloat16):
+    y = model(torch.ones(6, 8, device="cuda"))
+    loss = torch.zeros_like(norm(y.log())).scatter_add(0, rows, y).mean()
+loss.backward()
+optimizer.step()
+print(loss.dtype)
+"""
+    status, out, err = runs(script, "--device", "a100")
+    assert (status, out.split()) == (0, ["torch.float32"]), err
+    assert "error[" not in err
+
+
 def test_the_autocast_of_a_step_whose_operators_mostly_run_in_float32(runs: Runs) -> None:
     """Lightning-AI/pytorch-lightning #7078: a margin loss, whose weight alone is float16."""
     script = """

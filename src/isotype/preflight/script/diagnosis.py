@@ -285,10 +285,10 @@ class Diagnosis:
         return Setup(
             profile=profile,
             autocast=autocast,
-            # Without the phase "unscale", the script itself scales the loss.
+            # Without the phase "unscale", the script itself scales the loss. A step that fails scales it too late.
             scaler=watch.scaler
             or watch.gradients.get("scaled", False)
-            or (asked["scaler"] and "unscale" not in asked["phases"]),
+            or (asked["scaler"] and not ("unscale" in asked["phases"] and watch.optimizer)),
             phases=asked["phases"],
             optimizer=watch.optimizer or "an optimizer",
             compute=autocast or compute_dtype(nn.ModuleList(watch.roots)),

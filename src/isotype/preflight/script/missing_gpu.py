@@ -21,6 +21,7 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.preflight.script.setup_errors import line_of_script
 from isotype.records.finding import in_library
 from isotype.report.text import short_source
+from isotype.trace.fake.autocast import DeviceAutocast
 from isotype.trace.live.recorder import warnings_at_callers
 
 _ABOUT_GPUS = re.compile(
@@ -50,7 +51,7 @@ class MissingGpu:
         self.kind = device_type("cpu" if profile is None else profile.kind)
         self.device_autocast: dict[torch.dtype, torch.dtype] = {}
         self.questions: list[str] = []
-        self._named = False
+        self._named, self._casts, self._autocast = False, False, DeviceAutocast(self.kind)
         self._default = torch.get_autocast_dtype(self.kind)
         self._hooks = ExitStack()
         self.detach = self._hooks.close
@@ -67,7 +68,8 @@ class MissingGpu:
             replaced.wrap(torch.accelerator, "current_accelerator", self._note_caller)
         elif self._absent and self._profile is not None:
             self._hooks.enter_context(warnings_at_callers())
-            self._hooks.enter_context(written_for(self._profile, partial(setattr, self, "_named", True)))
+            named = partial(setattr, self, "_named", True)
+            self._hooks.enter_context(written_for(self._profile, named, self._as_on_gpu))
             enter, eager = self._hooks.enter_context, torch.compiler.set_stance
             self._hooks.callback(when_imported(COMPILER, lambda: enter(eager("force_eager"))))
             self._hooks.callback(when_imported(QUANTIZED_LAYERS, lambda: enter(nothing_repacked())))
@@ -113,9 +115,17 @@ class MissingGpu:
             self.questions += [] if in_library(line) or line in self.questions else [line]
         return ask(*args, **kwargs)
 
+    def _as_on_gpu(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function, with the casts of the GPU's autocast if the script uses this autocast."""
+        if not self._casts or not torch.is_autocast_enabled("cpu"):
+            return function(*args, **kwargs)
+        name = getattr(function, "__name__", "")
+        return self._autocast.run(lambda args, kwargs: function(*args, **kwargs), name, args, kwargs)
+
     def _note_autocast(
         self, init: Any, autocast: Any, device_type: str, dtype: Any = None, *rest: Any, **more: Any
     ) -> None:
+        self._casts |= device_type == self.kind
         there = self._default if dtype is None and device_type == self.kind else dtype
         init(autocast, device_type, there, *rest, **more)
         if autocast.device == "cpu" and more.get("enabled", next(iter(rest), True)):

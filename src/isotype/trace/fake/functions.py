@@ -17,12 +17,14 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from isotype.compat.replaced import Replacements
 from isotype.compat.torch import FakeTensor
 from isotype.compat.torch_device import cpu_stands_for, fused_attention, names_of, on_cpu
 from isotype.compat.triton import without_kernels
-from isotype.contracts.contract import are_powers_of_two, autocast_lists
+from isotype.contracts.contract import are_powers_of_two
 from isotype.contracts.families import ONLY_POWERS_OF_TWO
-from isotype.core.dtypes import FLOATS, HALVES, dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
+from isotype.core.errors import first_line
 from isotype.core.names import format_bytes
 from isotype.core.operators import given_tensors
 from isotype.precision.devices.attention import (
@@ -37,6 +39,7 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.trace import ATTENTION, NO_ATTENTION_KERNEL, Breach
 from isotype.trace.dtype_reads import DTYPE
 from isotype.trace.fake.arguments import in_operands_dtype, map_leaves, with_tensors_in, without_floats
+from isotype.trace.fake.autocast import LOWERED, SPARSE_PRODUCT, DeviceAutocast
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.twin import SPARSE
 
@@ -44,8 +47,8 @@ _READS = frozenset({torch.Tensor.shape, torch.Tensor.is_sparse, torch.Tensor.req
 """Attributes that are read often. A read runs no operator, and its result is the same on all devices."""
 _FROM_LISTS = (torch.tensor, torch.as_tensor)
 _PRODUCTS = frozenset({"mm", "spmm", "matmul", "__matmul__"})
-_PACKED = frozenset({"_pack_padded_sequence", "_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu"})
-_LOWERED = FLOATS - {torch.float64}  # autocast keeps float64
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+_PACKED = _RECURRENT | {"_pack_padded_sequence", "_pad_packed_sequence"}
 _HALF_TRANSFORMS = frozenset({"cuda", "xpu"})
 """Kinds of devices with float16 Fourier transforms (torch's `promote_type_fft`). "cuda" needs sizes of 2^n."""
 _HALVES = {torch.float32: torch.float16, torch.complex64: torch.complex32}
@@ -61,12 +64,15 @@ class Functions(TorchFunctionMode):
         self._names = names_of(profile.kind)
         self._stand_in = contextlib.ExitStack()
         self.attention = Attention(profile)
-        if self._foreign:
-            self._lists, self._cpu = autocast_lists(profile.kind), autocast_lists("cpu")
+        self._refused: torch.dtype | None = None  # dtype of a recurrent layer that refused its input
+        self._lists = DeviceAutocast(profile.kind)
 
     def __enter__(self) -> Functions:
         self._stand_in.enter_context(cpu_stands_for(self._profile))
         self._stand_in.enter_context(without_kernels(self._recorder.launched, FakeTensor))
+        self._stand_in.enter_context(replaced := Replacements())
+        replaced.wrap(torch.nn.RNNBase, "check_input", self._check_input)
+        replaced.wrap(torch.nn.functional, scaled_dot_product_attention.__name__, self._attend)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -100,8 +106,10 @@ class Functions(TorchFunctionMode):
         if self._foreign:
             func, args, kwargs = on_cpu(func, args, kwargs, self._names)
         if func is torch.sparse_coo_tensor and len(args) > 2:
-            return _sparse(args[1], args[2])
-        if self._foreign and name_of(func) in _PRODUCTS and getattr(args[0], SPARSE, False):
+            return _sparse(torch.zeros(tuple(args[2]), dtype=args[1].dtype) + 0 * args[1].sum())
+        if func is torch.Tensor.to_sparse:
+            return _sparse(args[0].clone())
+        if name_of(func) in _PRODUCTS and getattr(args[0], SPARSE, False):
             func = torch.sparse.mm
         if func in _FROM_LISTS and args:
             args = (self._numbers(args[0]), *args[1:])
@@ -111,11 +119,32 @@ class Functions(TorchFunctionMode):
         recorder.like = recorder.cast_origin(name, args, kwargs)
         recorder.function, recorder.autocast = name, torch.get_autocast_dtype("cpu") if cast else None
         try:
-            if self._foreign and cast:
+            sparse = name == SPARSE_PRODUCT
+            if cast and (recorder.edited() is None if sparse else self._foreign):
                 return self._autocast(func, name, args, kwargs)
             return self._call(func, args, kwargs)
         finally:
             recorder.function, recorder.autocast, recorder.like = before
+
+    def _attend(self, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call attention as this mode does. While `multi_head_attention_forward` runs, torch disables the mode."""
+        if self._recorder.function != "multi_head_attention_forward":
+            return attend(*args, **kwargs)
+        return self.__torch_function__(attend, (), args, kwargs)
+
+    def _check_input(self, check: Callable[..., None], layer: Any, value: torch.Tensor, *sizes: Any) -> None:
+        """Record that a recurrent layer refuses an input of another dtype than its weights."""
+        try:
+            check(layer, value, *sizes)
+        except ValueError as error:
+            weight = layer.weight_ih_l0
+            if value.dtype == weight.dtype:
+                raise
+            if self._recorder.edited() is None:
+                breach = Breach(first_line(error), False, weight.dtype)
+                operands = [("input", value), ("weight", weight)]
+                self._recorder.note(f"torch.{layer.mode.lower()}", operands, breach)
+            self._refused = weight.dtype
 
     def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
         """Return `index` modulo the number of rows, because an expert index that the trace assumes may be too large."""
@@ -138,6 +167,8 @@ class Functions(TorchFunctionMode):
         kernel: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if func is scaled_dot_product_attention:
             run, kernel = self.attention.as_on_device(args, kwargs, recorder)
+        if recorder.function in _RECURRENT and self._refused is not None:
+            (args, kwargs), self._refused = with_tensors_in(self._refused, (args, kwargs)), None
         if recorder.function in _PACKED and getattr(args[1], "dtype", None) == torch.int64:
             run = partial(self._of_packed, func)
         with kernel:
@@ -179,31 +210,13 @@ class Functions(TorchFunctionMode):
         return func(args[0], numbers, *args[2:])
 
     def _autocast(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        has_dtype = kwargs.get("dtype") is not None
-        treatment, on_cpu = (lists.treatment(name, has_dtype) for lists in (self._lists, self._cpu))
-        if treatment == "banned":
+        if self._lists.banned(name, kwargs):
             self._recorder.banned(name, args, kwargs)
-        if treatment in ("banned", "float32"):
-            with torch.autocast("cpu", enabled=False):
-                return self._call(func, *with_tensors_in(torch.float32, (args, kwargs), HALVES))
-        if treatment == "promote":
-            floats = {tensor.dtype for _, tensor in given_tensors(args, kwargs) if tensor.is_floating_point()}
-            widest = floats.pop() if len(floats) == 1 else torch.float32
-            return self._call(func, *with_tensors_in(widest, (args, kwargs), HALVES))
-        # A sparse product calls `addmm`, which autocast casts on a GPU.
-        sparse = func is torch.sparse.mm and self._recorder.edited() is None
-        if sparse or (treatment == "lower" and on_cpu != "lower"):
-            low = torch.get_autocast_dtype("cpu")
-            return self._call(func, *with_tensors_in(low, (args, kwargs), _LOWERED))
-        if on_cpu in ("float32", "promote"):
-            with torch.autocast("cpu", enabled=False):
-                return self._call(func, args, kwargs)
-        return self._call(func, args, kwargs)
+        return self._lists.run(partial(self._call, func), name, args, kwargs)
 
 
-def _sparse(values: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """Return a dense fake that replaces a sparse tensor: with the dtype and the graph of the sparse values."""
-    dense = torch.zeros(tuple(size), dtype=values.dtype) + 0 * values.sum()
+def _sparse(dense: torch.Tensor) -> torch.Tensor:
+    """Mark a dense fake that replaces a sparse tensor: it has the dtype and the graph of the sparse values."""
     setattr(dense, SPARSE, True)
     return dense
 
@@ -272,7 +285,7 @@ def _stand_in(kernel: Kernel, call: AttentionCall, cast: torch.dtype | None) -> 
         beyond = len(set(call.sizes)) > 1 or (mask is not None and mask.requires_grad)
         if not (takes and beyond):
             return scaled_dot_product_attention(**{**named, "dropout_p": 0.0})
-        return fused_attention(kernel, **named if cast is None else with_tensors_in(cast, named, _LOWERED))
+        return fused_attention(kernel, **named if cast is None else with_tensors_in(cast, named, LOWERED))
 
     return run
 
