@@ -39,10 +39,7 @@ def apply_like_fsdp(function: Callable[[Any], Any], values: Any) -> Any:
 
 
 def reshard(module: Any) -> None:
-    """Give a module its sharded parameters back, even if its forward has raised an error.
-
-    After such an error, `module.reshard()` does nothing if the module keeps gathered parameters until the backward.
-    """
+    """Give a module its sharded parameters back, even after an error, for which `module.reshard()` may do nothing."""
     state = module._get_fsdp_state()
     # torch before 2.13 has one group per module, or None.
     for group in getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]):

@@ -180,10 +180,7 @@ def corrupted(
 def _references(
     function: Any, example: Json, letters: str, recorded: str, device: torch.device
 ) -> Iterator[list[torch.Tensor]]:
-    """Yield the results of each trusted run that does not raise.
-
-    Only torch's own operators are trusted in float64, because they raise an error if they lack a float64 kernel.
-    """
+    """Yield the results of each trusted run that does not raise. In float64, only torch's own operators are trusted."""
     cpu = torch.device("cpu")
     double = [("d" * len(letters), cpu)] if function.namespace == "aten" else []
     for trusted, place in (*double, (recorded, device), (recorded, cpu)):

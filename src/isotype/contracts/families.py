@@ -348,10 +348,7 @@ def families_of(op: str, device: str, capability: tuple[int, int] | None = None)
 
 
 def by_shapes(op: str, args: Sequence[Any], message: str) -> str:
-    """Return torch's error for a call: `message`, changed if torch's text depends on the shapes of the call.
-
-    The SVD's error names cuSOLVER's routine, which depends on the size (`svd_cusolver` in BatchLinearAlgebraLib.cpp).
-    """
+    """Return torch's error for a call: `message`, or a text that depends on shapes (the SVD names cuSOLVER's routine)."""
     if op == "aten._linalg_svd.default" and max(args[0].shape[-2:]) <= 32:
         return message.replace('"svd_cuda_gesvdj"', '"svd_cuda_gesvdjBatched"')
     return f"{message} of{transformed_sizes(op, args)}" if message == ONLY_POWERS_OF_TWO else message

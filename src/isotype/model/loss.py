@@ -54,10 +54,7 @@ def find_loss(output: Any) -> torch.Tensor | None:
 
 
 def ends_behind(tensor: torch.Tensor, visited: set[int]) -> Iterator[Any]:
-    """Yield the nodes that accumulate parameters' gradients: the ends of the autograd graph of `tensor`.
-
-    Nodes with numbers in `visited` are left out. The numbers of inner nodes are added to `visited`.
-    """
+    """Yield the nodes that accumulate parameters' gradients for `tensor`. Nodes in `visited` are left out, others added."""
     waiting: list[Any] = [tensor.grad_fn]
     while waiting:
         node = waiting.pop()

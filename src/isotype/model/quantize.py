@@ -87,10 +87,7 @@ def quantize_4bit(
 
 
 def state_4bit(absmax: torch.Tensor, *, double_quant: bool, **settings: Any) -> Any:
-    """Return the `QuantState` of bitsandbytes 0.50.2's `quantize_4bit` for float32 `absmax` `[blocks]`.
-
-    `settings` are the weight's `shape`, `dtype`, `blocksize` and `quant_type`.
-    """
+    """Return bitsandbytes' `QuantState` for `absmax` `[blocks]`. `settings`: `shape`, `dtype`, `blocksize`, `quant_type`."""
     from bitsandbytes import functional
 
     settings["code"] = functional.get_4bit_type(settings["quant_type"], device=absmax.device)

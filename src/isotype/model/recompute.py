@@ -14,10 +14,7 @@ CHECKPOINTING = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
 
 def checkpointing(arguments: Any) -> dict[str, Any] | None:
-    """Return a trainer's arguments of `gradient_checkpointing_enable`; None if checkpointing is off.
-
-    `offload` is left out, because a traced step cannot move activations to another device.
-    """
+    """Return a trainer's arguments of `gradient_checkpointing_enable`, without `offload`; None if checkpointing is off."""
     if not arguments.gradient_checkpointing:
         return None
     options = dict(arguments.gradient_checkpointing_kwargs or {})

@@ -256,10 +256,7 @@ def _rollout(trainer: Any, rows: Sequence[Any]) -> LossOf | None:
 
 
 def _generates_under_autocast(trainer: Any) -> bool:
-    """Return whether completions are generated under autocast, which accelerate adds to the outermost model's forward.
-
-    PEFT generates with the base model.
-    """
+    """Return whether completions are generated under accelerate's autocast. PEFT generates with the base model, without it."""
     return not hasattr(trainer.model, "peft_config")
 
 

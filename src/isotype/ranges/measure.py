@@ -347,10 +347,7 @@ def _experts_of(module: Any) -> int:
 
 @contextlib.contextmanager
 def _experts_noted(model: nn.Module, chosen: dict[str, set[int]]) -> Iterator[None]:
-    """In the `with` block, record in `chosen`: name of an experts module -> indices of the experts that routers choose.
-
-    The forward of an experts module gets these indices as an int64 argument `[tokens, experts per token]`.
-    """
+    """In the `with` block, record in `chosen`: name of an experts module -> indices of the experts that routers choose."""
 
     def note(name: str, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         for value in (*args, *kwargs.values()):

@@ -67,10 +67,7 @@ class _HeadRequest:
 
 
 def use_own_head(trainer: Any) -> None:
-    """Replace TRL's head by isotype's in each model of a new TRL trainer that has TRL's head.
-
-    Under DeepSpeed's ZeRO-3, TRL's head stays, because it gathers the shards of the head's weight.
-    """
+    """Replace TRL's head by isotype's in a new TRL trainer's models. Under ZeRO-3, TRL's head stays: it gathers shards."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from trl.trainer.utils import FusedCausalLMOutput
 

@@ -250,10 +250,7 @@ class IdleSteps:
 
 
 class KeptGraphs:
-    """Detects that a script keeps its losses or outputs with their graphs, as `total += loss` does.
-
-    Create it after a step. If the results of the next steps are all alive some steps later, `report` gets a sentence.
-    """
+    """Detects that a script keeps losses or outputs with their graphs, as `total += loss` does. Create it after a step."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report, self._ends, self._optimizer = report, [last_node_number()], 0
