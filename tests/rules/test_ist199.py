@@ -182,3 +182,52 @@ def test_an_optimizer_that_takes_one_dtype() -> None:
     assert (finding.code, finding.phase, finding.cause) == ("IST199", "optimizer", "0.weight is float32")
     inputs = {"input": torch.ones(2, 4, dtype=BF16)}
     assert isotype.check(model.to(BF16), inputs, device="cpu", optimizer=Picky).ok
+
+
+class Nested(nn.Module):
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.inner, self.layout = nn.Linear(4, 4), layout
+
+    def forward(self, rows: torch.Tensor, lone: torch.Tensor) -> torch.Tensor:
+        nested = torch.nested.nested_tensor([rows, lone], layout=self.layout)
+        return torch.nested.to_padded_tensor(self.inner(nested), 0.0).mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize("inside", [False, True])
+def test_nested_tensors_are_not_traced(layout: torch.layout, inside: bool) -> None:
+    parts = {"rows": torch.ones(3, 4), "lone": torch.ones(1, 4)}
+    inputs = parts if inside else {"input": torch.nested.nested_tensor([*parts.values()], layout=layout)}
+    report = isotype.check(Nested(layout) if inside else nn.Linear(4, 4), inputs, device="cpu")
+    assert {(finding.code, finding.severity) for finding in report.findings} == {("IST199", "warning")}
+    finding = report.findings[0]
+    assert not report.complete
+    assert "nested tensors cannot be traced" in finding.message
+    assert "IST199" in report.to_json()
+
+
+@pytest.mark.real_cpu
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", torch.optim.SparseAdam])
+@pytest.mark.parametrize("embedding", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("dense", [False, True])
+def test_optimizers_that_refuse_the_layout_of_gradients(
+    optimizer: Any, embedding: Any, sparse: bool, dense: bool
+) -> None:
+    layers = [embedding(8, 4, sparse=sparse), *[nn.Linear(4, 4)] * dense]
+    model, ids = nn.Sequential(*layers), torch.zeros(2, 3, dtype=torch.long)
+    report = isotype.check(model, {"input": ids}, device="cpu", optimizer=optimizer)
+    cls = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}.get(optimizer, optimizer)
+    step = cls(model.parameters())
+    model(ids).sum().backward()
+    raised = ""
+    try:
+        step.step()
+    except RuntimeError as error:
+        raised = str(error).split(", ")[0]
+    assert report.ok == (raised == "")
+    assert [(f.code, f.phase, raised in f.message) for f in report.errors] == [
+        ("IST199", "optimizer", True)
+    ] * bool(raised)

@@ -86,7 +86,11 @@ def setup_of(request: StepRequest) -> Setup:
         accumulates=micro_batches,
         # accelerate's loader fetches one batch more, which stays in the host's memory.
         ahead=max(1, micro_batches) - 1 + (profile.kind == "cpu") if request.fetches_all else 0,
-        batch={n: tuple(v.shape) for n, v in inputs.items() if isinstance(v, torch.Tensor)},
+        batch={
+            name: tuple(value.shape)
+            for name, value in inputs.items()
+            if isinstance(value, torch.Tensor) and not value.is_nested
+        },
         towers=tuple(names[id(tower)] for _, tower in towers_of(without_peft(request.model))),
         details=(
             *adapter_words(request.model),

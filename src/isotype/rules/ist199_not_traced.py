@@ -54,7 +54,7 @@ _DTYPES = re.compile(
 _CERTAIN = re.compile(
     r"leaf Variable|modified by an inplace operation|modified inplace|graph a second time|one_hot is only|Muon only|"
     r"^IndexError: tensors used as indices|operator\.invert|optimizer got an empty parameter list|can.t optimize a non-leaf|"
-    r"can require gradients|if no padding token is defined|TrainableTokensLayer wraps an unknown"
+    r"support (sparse|dense) gradients|can require gradients|if no padding token is defined|TrainableTokensLayer wraps an unknown"
 )
 """Errors that do not depend on the tensors' values, so the real step raises them, too."""
 

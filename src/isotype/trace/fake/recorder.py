@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -460,7 +461,11 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         recomputes = isinstance(error, CheckpointError) or frame is not None
         recomputed = self.phase == "backward" and recomputes and not isinstance(error, TimeSpentError)
         name, condition = frame.name if frame else "", condition_at(source)
-        return Failure(self.phase, name, source, error_line(error), mixed, operands, recomputed, condition)
+        text = error_line(error)
+        code = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+        if any(module.startswith("torch.nested") for module in code):
+            text = f"NotImplementedError: nested tensors cannot be traced ({text})"
+        return Failure(self.phase, name, source, text, mixed, operands, recomputed, condition)
 
 
 _DTYPE_WORDS = re.compile(

@@ -58,6 +58,8 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
     """Return a fake on the CPU with the shape, strides and dtype of a tensor on any device."""
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor
+    if tensor.is_nested:
+        raise NotImplementedError("nested tensors cannot be traced")
     with without_dispatch():  # ten times faster than through the mode
         if tensor.layout != torch.strided:
             memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
