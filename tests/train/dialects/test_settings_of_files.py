@@ -314,6 +314,11 @@ def test_a_file_takes_the_place_of_the_model(folder: Path) -> None:
         ({"llm_backbone": "m", "training": {"lora": True}}, "H2O LLM Studio", "isotype check MODEL"),
         ({"model": {"model_name": "m"}, "peft": {"q_lora": True}}, "Oumi", "isotype check MODEL"),
         ({"actor_rollout_ref": {"model": {"path": "m"}}}, "verl", "isotype check MODEL"),
+        (
+            {"__version": 10, "training_method": "LORA", "weight_dtype": "FLOAT_16"},
+            "OneTrainer",
+            "isotype check MODEL",
+        ),
         ({"model": "m", "tuner_type": "lora", "quant_bits": 4}, "ms-swift", "isotype check swift sft"),
         (
             {"recipe": "x", "peft": {"_target_": "nemo_automodel.x", "dim": 8}},
@@ -330,6 +335,25 @@ def test_a_file_of_another_program_is_named(
     assert f"a file of {program}\n" in text
     assert f"fix       {fix}" in text
     assert text.count("expected") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "program"),
+    [
+        ({"training_method": "LORA", "model_type": "FLUX_2"}, "OneTrainer"),
+        ({"zero_optimization": {"stage": 2}, "fp16": {"enabled": "auto"}}, "DeepSpeed"),
+        ({"type": "act", "input_features": {}}, ""),
+        ({"model_type": "llama"}, ""),
+    ],
+)
+def test_a_json_file_of_another_program_is_no_model(
+    content: dict[str, Any], program: str, folder: Path
+) -> None:
+    (folder / "file.json").write_text(json.dumps(content), encoding="utf-8")
+    if program:
+        assert f"a file of {program}\n" in refused(UsageError, parse_options, ["file.json", "--device", "t4"])
+    else:
+        assert parse_options(["file.json", "--device", "t4"])[1]["model_name_or_path"] == "file.json"
 
 
 def test_the_settings_of_deepspeed_may_stand_in_a_file() -> None:

@@ -23,7 +23,7 @@ from isotype.data.methods import METHODS, SAME_METHODS
 from isotype.train.command.arguments import ARGUMENTS, Argument, name_problems, number_problems
 from isotype.train.command.command import Command, ConfigFile, Value, specs
 from isotype.train.command.precision import read_precision_request
-from isotype.train.dialects.translate import dialect_of, in_isotype_names, method_of
+from isotype.train.dialects.translate import dialect_of, in_isotype_names, method_of, other_program
 
 _JSON = {argument.name: argument for argument in ARGUMENTS if argument.json}
 _FILES = ("accelerator_config", "fsdp_config", "deepspeed", "parallelism_config")
@@ -261,7 +261,8 @@ def named_as_config(argv: Sequence[str]) -> list[str]:
             content = json.loads(Path(name).read_text(encoding="utf-8"))
         except ValueError:
             content = None
-        named = isinstance(content, dict) and dialect_of(content) is not None
+        known = isinstance(content, dict) and (dialect_of(content) or other_program(content))
+        named = bool(known) and "input_features" not in content  # LeRobot's config.json has it, too
     return ["--config", *argv] if named else list(argv)
 
 

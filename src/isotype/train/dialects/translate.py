@@ -25,6 +25,7 @@ _OTHERS = {
     "input_features": ("Ludwig", _BY_HAND),
     "llm_backbone": ("H2O LLM Studio", _BY_HAND),
     "q_lora": ("Oumi", _BY_HAND),
+    "training_method": ("OneTrainer", _BY_HAND),
     "actor_rollout_ref": ("verl", _BY_HAND),
     "tuner_type": ("ms-swift", "isotype check swift sft --NAME VALUE … translates ms-swift's arguments"),
 }
@@ -84,16 +85,20 @@ def translated(
     return reader
 
 
+def other_program(values: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a program whose files isotype does not translate, and a fix, if the file is for this program, else None."""
+    groups = (group for name, group in values.items() if isinstance(group, dict) and name != "deepspeed")
+    named = set(values).union(*groups)
+    return next((other for name, other in _OTHERS.items() if name in named), None)
+
+
 def in_isotype_names(
     values: dict[str, Any], method: str, path: str, *, trains: bool
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Return a file's values by isotype's names, and a problem for each refused name. Log the names that are not used."""
-    groups = (group for name, group in values.items() if isinstance(group, dict) and name != "deepspeed")
-    named = set(values).union(*groups)
-    for name, (program, fix) in _OTHERS.items():
-        if name in named:
-            expected = "a file of isotype, TRL, axolotl or LLaMA-Factory"
-            return {}, [Problem(f"a file of {program}", expected, fix.format(path=path, method=method))]
+    if other := other_program(values):
+        expected = "a file of isotype, TRL, axolotl or LLaMA-Factory"
+        return {}, [Problem(f"a file of {other[0]}", expected, other[1].format(path=path, method=method))]
     dialect = dialect_of(values)
     if dialect is None:
         return values, []
