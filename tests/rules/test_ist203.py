@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from tests.rules.traces import BF16, FP32, batch, cast, found, llama, of_llama, traced, verified
 
@@ -39,6 +40,20 @@ def test_trained_embeddings_are_a_note() -> None:
     (finding,) = found(RULE, traced(model, batch(), autocast=BF16))
     assert finding.severity == "note"
     assert finding.message == "2 trained weights are float32 in a bfloat16 model: 32.0 KiB more memory"
+    assert finding.notes == ("small updates need float32; weights that are not trained could be bfloat16",)
+
+
+def test_adapters_of_the_users_own_code_are_masters() -> None:
+    class Layer(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8, bias=False, dtype=BF16)
+            self.weight.requires_grad_(False)
+            self.lora_A, self.lora_B = nn.Linear(8, 4, bias=False), nn.Linear(4, 8, bias=False)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden) + self.lora_B(self.lora_A(hidden.float())).to(hidden.dtype)
+
+    assert found(RULE, traced(Layer(), {"hidden": torch.ones(2, 8, dtype=BF16)})) == []
 
 
 def test_one_dtype_throughout() -> None:

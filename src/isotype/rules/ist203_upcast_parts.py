@@ -43,12 +43,13 @@ from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
 from isotype.rules.kit.findings import Findings, advice, finding_of
 from isotype.rules.kit.weight_sets import cast_fix, elements, extra_bytes, main_dtype, names
+from isotype.trace.sides import is_adapter
 
 _LEAST_SHARE = 0.01
 
 
 def find(trace: Trace) -> Findings:
-    base = [w for w in trace.weights if not (w.buffer or w.adapter)]
+    base = [w for w in trace.weights if not (w.buffer or is_adapter(w.name, w))]
     narrow = [w for w in base if not w.trainable and (w.quantization is not None or w.dtype in HALVES)]
     # The model's author, or the values of a module, may require float32.
     on_purpose = {w.name for w in base if w.pinned or base_name(w.module) in trace.by_ranges}
@@ -80,7 +81,7 @@ def _finding(trace: Trace, wide: list[Weight], wanted: torch.dtype, extra: int, 
     more = f"{format_bytes(extra)} more memory"
     message = f"{agree(len(wide), noun, 'are')} float32 in a {target} model: {more}"
     if wide[0].trainable:
-        small = f"small updates need float32; with LoRA the frozen weights could be {target}"
+        small = f"small updates need float32; weights that are not trained could be {target}"
         cost = Cost(memory_bytes=extra)
         return finding_of("note", message, wide, phase="load", notes=(small,), cost=cost)
     touched = {weight.module for weight in wide}

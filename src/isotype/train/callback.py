@@ -340,9 +340,9 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
         return None
     what, fix = "a GradScaler", "build the trainer with fp16=False"
     if policy.loss_scaling:
-        what, enforced = "no GradScaler", "isotype.enforce(trainer, policy) before trainer.train()"
-        why = "on a CPU, accelerate makes no GradScaler by itself"
-        fix = f"build the trainer with fp16=True and call {enforced} ({why})"
+        what, why = "no GradScaler", "on a CPU, accelerate makes no GradScaler by itself"
+        resolved = 'isotype.enforce(trainer, isotype.resolve_precision(trainer.model, dtype="float16"))'
+        fix = f"build the trainer with fp16=True, and before trainer.train() call {resolved} ({why})"
     headline = "the trainer and the policy disagree about loss scaling"
     expected = "a GradScaler if the compute dtype is float16, and none otherwise"
     what = f"{what} with compute dtype {dtype_name(policy.compute)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -844,10 +845,17 @@ for model in (first, second): shared(model.head)
             for calls in (
                 "first(ids, ids)[1].backward()\ndel first\nsecond(ids, ids)[1].backward()\n",
                 "train(first)\ntrain(second)\n",
+                "train(first)\ndel first\ntrain(second)\n",
             )
         ),
     ],
-    ids=["a reward model", "a method", "a second model, no optimizer", "a second model"],
+    ids=[
+        "a reward model",
+        "a method",
+        "a second model, no optimizer",
+        "a second model",
+        "after the first was deleted",
+    ],
 )
 def test_a_crash_of_another_model_is_explained_by_its_trace(
     runs: Runs, script: str, lines: tuple[str, ...]
@@ -857,6 +865,64 @@ def test_a_crash_of_another_model_is_explained_by_its_trace(
     assert status == 1
     for line in lines:
         assert line in err
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-preflight",)], ids=["predicted", "afterwards"])
+def test_a_model_that_the_script_deletes_is_freed(runs: Runs, flags: tuple[str, ...]) -> None:
+    """Scripts delete one model before they load the next: both would not fit on the device."""
+    script = """
+import weakref
+model = Net()
+train(model)
+known = weakref.ref(model), weakref.ref(model.head.weight)
+del model
+print([reference() for reference in known])
+"""
+    assert runs(script, *flags)[:2] == (0, "trained\n[None, None]\n")
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-preflight",)], ids=["predicted", "afterwards"])
+def test_a_crash_in_a_thread_is_explained_at_the_end(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    """unslothai/unsloth #4026, with models in two threads: Python prints the error, and the exit status stays 0."""
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    script = """
+from threading import Thread
+for model in (Net(), Net(torch.float32)):
+    thread = Thread(target=train, args=(model,))
+    thread.start()
+    thread.join()
+print("joined")
+"""
+    status, out, err = runs(script, *flags)
+    assert (status, out) == (0, "trained\njoined\n")
+    printed, _, after = err.partition("RuntimeError: mat1 and mat2 must have the same dtype")
+    assert "Exception in thread" in printed
+    assert "isotype/trace" not in printed
+    assert "error[IST101]" in after
+    assert "= cause  head.weight is float32, created at train.py:10" in after
+
+
+def test_a_failed_forward_in_a_thread_is_not_one_without_a_backward(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    script = """
+from threading import Thread
+def fail(module, inputs, output):
+    raise ValueError("out of patience")
+
+model = Net()
+model.head.register_forward_hook(fail)
+thread = Thread(target=train, args=(model,))
+thread.start()
+thread.join()
+"""
+    status, _, err = runs(script)
+    assert status == 0
+    assert "ValueError: out of patience" in err
+    assert "no backward" not in err
 
 
 @pytest.mark.exhaustive

@@ -345,8 +345,8 @@ def test_float16_without_a_grad_scaler_is_an_error_with_a_cure(path: Path, tmp_p
         "the trainer and the policy disagree about loss scaling\n"
         "  - no GradScaler with compute dtype float16\n"
         "    expected  a GradScaler if the compute dtype is float16, and none otherwise\n"
-        "    fix       build the trainer with fp16=True and call isotype.enforce(trainer, policy) before "
-        "trainer.train() (on a CPU, accelerate makes no GradScaler by itself)"
+        "    fix       build the trainer with fp16=True, and before trainer.train() call isotype.enforce(trainer, "
+        'isotype.resolve_precision(trainer.model, dtype="float16")) (on a CPU, accelerate makes no GradScaler by itself)'
     )
     cured = float16_script(path, tmp_path, max_steps=2, per_device_train_batch_size=20, save_strategy="no")
     isotype.enforce(cured, float16_policy(cured))

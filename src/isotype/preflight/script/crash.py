@@ -110,6 +110,8 @@ class Crash:
             if recorder is not None and recorder.failed is not None and recorder.failure_text == text:
                 return self._explain_once(partial(self._explain, text, type(link).__name__, link))
             if _has(text, _ABOUT_GRADIENTS) or refused or _ABOUT_DTYPES.search(text):
+                if self.model is None and self.request is not None and not self.family.knows("explained"):
+                    return self._explain_by_other(link) and self.family.claim("explained")
                 return self._explain_once(partial(self._explain_elsewhere, link))
             if sentence := self.gpu.explained(link):
                 if self.family.claim("explained"):

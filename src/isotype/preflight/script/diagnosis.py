@@ -173,6 +173,7 @@ class Diagnosis:
         # Only the real step shows whether the script uses its GradScaler.
         left_out = [*repeats, *findings_of(report.findings, ist302_scaler_bfloat16)]
         report = replace(report, findings=tuple(f for f in report.findings if f not in left_out))
+        report = replace(report, again=None)  # the function would keep the model's memory
         self._say_ahead(report, time.perf_counter() - started)
         return report
 
@@ -318,12 +319,14 @@ class Diagnosis:
         if self.report is None or not self.report.complete:
             self._brief([finding for finding in findings if finding not in self._late])
         if not watch.seen:
+            recorder = watch.recorder
+            phases = set() if recorder is None else {call.phase for call in recorder.calls}
             if watch.skipped:
                 self._say(f"{_SKIPPED} at least {plural(watch.skipped, 'step')}: the optimizer took no step")
-            elif watch.recorder is not None and any(c.phase == "unscale" for c in watch.recorder.calls):
+            elif "unscale" in phases:
                 self._say(_ALL_SKIPPED)
-            elif watch.recorder is not None and {call.phase for call in watch.recorder.calls} == {"forward"}:
-                peak = peak_of(watch.recorder.ledger.record())
+            elif recorder is not None and recorder.failed is None and phases == {"forward"}:
+                peak = peak_of(recorder.ledger.record())
                 self._say(f"forwards with gradients, but no backward: {peak}; torch.no_grad() saves memory")
             return
         steps, last = len(watch.seen), watch.seen[-1]

@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import sys
+import threading
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -55,11 +56,13 @@ class Session:
         self._hooks = Replacements()
         self._diagnosis: Diagnosis | None = None
         self._failed = False
+        self._of_thread: BaseException | None = None  # ended a thread, which leaves the exit status unchanged
 
     def watch(self) -> None:
         """Begin the watch when this process imports torch, and watch the processes that the script starts."""
         around_programs(self._hooks, self._popen, self._system)
         around_processes(self._hooks, self._start, self._bootstrap)
+        self._hooks.wrap(threading, "excepthook", self._thread_failed)
         self._hooks.callback(when_imported("torch", lambda: self.safely(self._begin)))
 
     def leave(self) -> None:
@@ -92,7 +95,7 @@ class Session:
 
     def left(self, code: Any, leaving: SystemExit | None = None) -> None:
         """Print findings after a script has exited. `code` is the argument of `sys.exit`."""
-        reason = None if leaving is None or code in (None, 0) else leaving.__context__
+        reason = self._of_thread if leaving is None or code in (None, 0) else leaving.__context__
 
         def end() -> None:
             if self._diagnosis is None or not self._diagnosis.left(code, reason):
@@ -100,6 +103,14 @@ class Session:
 
         self.stop()
         self.safely(end)
+
+    def _thread_failed(self, hook: Callable[[Any], None], args: Any) -> None:
+        """Print the error that ended a thread as Python would. The explanation follows at the end of the script."""
+        if (error := args.exc_value) is not None:
+            self._of_thread = self._of_thread or error
+            trace = cleaned(error).__traceback__
+            args = threading.ExceptHookArgs((args.exc_type, error, trace, args.thread))
+        hook(args)
 
     def _say_if_nothing_was_seen(self, error: BaseException | None = None) -> None:
         if not self._family.is_top or self._failed:

@@ -16,7 +16,7 @@ import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import grouped, starred
-from isotype.records.trace import ONLY_WIDE, Call, Operand, Origin, Trace, Weight
+from isotype.records.trace import ONLY_WIDE, SHARED, Call, Operand, Origin, Trace, Weight
 from isotype.trace.sides import Sides, is_adapter, sides_of
 
 Stage = Literal[
@@ -254,6 +254,10 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
     if scratch:
         return scratch[0]  # another module that uses the tensor may have another dtype
     foreign = [operand for operand in floats if operand.dtype != side]
+    if len(foreign) == len(
+        floats
+    ):  # the trace converts to the dtype of the operands that belong to the model
+        foreign = [operand for operand in foreign if operand.origin.cause.kind in SHARED] or foreign
     foreign = foreign or [operand for operand in floats if operand.dtype != expected]
     # A tensor without dimensions does not change the dtype of other operands.
     foreign = [operand for operand in foreign if operand.shape] or foreign
