@@ -237,3 +237,74 @@ def test_int8_layers_without_rows(exceptions: tuple[ModuleException, ...]) -> No
         model(x).sum().backward()
         assert model(x).shape == (*rows, 4)
         assert x.grad is not None
+
+
+# -------------------------------------------------------------------- modules of users' own code, without transformers
+
+
+class Rms(nn.Module):
+    """A norm whose class is not named so. It rounds to the input's dtype before it multiplies by the weight."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.gain * (x.float() * scale).to(x.dtype)
+
+
+class Shift(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.rand(size)), nn.Parameter(torch.rand(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.shift
+
+
+class Choice(nn.Module):
+    """A router that multiplies by its weight in the input's dtype."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.table, self.bias = nn.Parameter(torch.rand(size, size)), nn.Parameter(torch.rand(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.table, self.bias)
+
+
+class Exact(Choice):
+    """A router whose author casts the input: its scores stay float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
+class Temperature(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP16])
+@pytest.mark.parametrize("cls", [Rms, Shift, Choice, Exact, Temperature])
+def test_pinned_modules_of_any_class_return_the_compute_dtype(cls: Any, dtype: torch.dtype) -> None:
+    """NVIDIA-NeMo/Automodel #1632: the pin of a custom model's norms passed float32 to bfloat16 projections."""
+    torch.manual_seed(0)
+    for size in (3, 40):
+        inner, x = cls(size), torch.randn(5, size).to(dtype)
+        model = nn.Sequential(inner, nn.Linear(size, 2)).to(dtype).requires_grad_(False)
+        expected = copy.deepcopy(inner).float()(x.float())
+        policy = PrecisionPolicy(
+            dtype, str(dtype).removeprefix("torch."), pinned=("0",), loss_scaling=dtype == FP16
+        )
+        enforce_model(model, policy)
+        assert {p.dtype for p in inner.parameters()} == {torch.float32}
+        out = inner(x)
+        assert out.dtype == (torch.float32 if cls is Exact else dtype)
+        torch.testing.assert_close(out.float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=2e-2)
+        assert enforce_model(model, policy) == ()

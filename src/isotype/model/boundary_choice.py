@@ -24,7 +24,7 @@ from isotype.precision.policy import ModuleException, PrecisionPolicy, is_pinned
 
 _PLAIN = (bool, int, float, str, torch.dtype)
 _ANSWERS: dict[Hashable, bool] = {}
-"""Cache of `returns_float32`: a hundred norms of a model have the same key (class, settings, shapes, dtype)."""
+"""Cache of `needs_cast`: a hundred norms of a model have the same key (class, settings, shapes, dtype)."""
 
 
 def range_boundaries(
@@ -159,38 +159,40 @@ def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
         return "compute"  # its last matmul has activations that are multiplied by the router's float32 scores
     high = [p for p in parameters.values() if p.dtype == torch.float32]
     if not high:
-        return "float32" if place.kind == "norm" and returns_float32(place.module, policy.plain) else None
+        return "float32" if place.kind == "norm" and needs_cast(place.module, policy.plain) else None
     if place.kind == "linear4bit":
         return "bias"
     trained = place.adapter or any(p.requires_grad for p in high)
-    if place.kind == "other":
-        # The author's code of such a module handles its pinned parameters.
-        return "compute" if trained else None
+    if place.kind == "other" and not trained:
+        # The author's code of a module handles its pinned parameters, if it has other parts, too.
+        alone = next(place.module.children(), None) is None
+        alone &= all(is_pinned(f"{place.name}.{name}", policy.pinned) for name in parameters)
+        return "float32" if alone and needs_cast(place.module, policy.plain) else None
     # A frozen linear layer that is float32 without a pin (`keep_frozen`) computes in the compute dtype, like the others.
-    return "compute" if place.kind == "linear" and (trained or not pinned) else "float32"
+    inexact = place.kind == "other" or (place.kind == "linear" and (trained or not pinned))
+    return "compute" if inexact else "float32"
 
 
-def returns_float32(norm: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a norm without a boundary returns float32 for a 16-bit input of the dtype `dtype`.
+def needs_cast(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether a module without a boundary returns float32 for an input in `dtype`, or takes only float32 inputs.
 
-    The norm runs on the meta device. Return False if the norm has no weight of shape `[n]`, or raises an error for an input
-    of shape `[1, n]`.
+    The module runs on the CPU, on zeros of shape `[1, n]`. If it has a matrix, its author has chosen the returned dtype.
     """
-    weights = {name: weight for name, weight in own_parameters(norm).items() if weight is not None}
-    if all(weight.dim() != 1 for weight in weights.values()):
-        return False
-    settings = tuple((name, value) for name, value in vars(norm).items() if isinstance(value, _PLAIN))
+    weights = {name: weight for name, weight in own_parameters(module).items() if weight is not None}
+    settings = tuple((name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN))
     shapes = tuple((name, weight.shape, weight.dtype) for name, weight in weights.items())
-    key = (original_class(norm), settings, shapes, dtype)
+    key = (original_class(module), settings, shapes, dtype)
     if key not in _ANSWERS:
-        _ANSWERS[key] = _run_on_meta(norm, weights, dtype)
+        _ANSWERS[key] = _needs_cast(module, weights, dtype)
     return _ANSWERS[key]
 
 
-def _run_on_meta(norm: nn.Module, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> bool:
-    meta = {name: torch.empty(w.shape, dtype=w.dtype, device="meta") for name, w in weights.items()}
-    twin = sharing(norm, meta)
-    size = next(weight.shape[0] for weight in weights.values() if weight.dim() == 1)
-    forward = partial(original_class(norm).forward, twin)
-    output = result_of(forward, torch.empty(1, size, dtype=dtype, device="meta"))
-    return isinstance(output, torch.Tensor) and output.dtype == torch.float32
+def _needs_cast(module: nn.Module, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> bool:
+    largest = max(weights.values(), key=torch.Tensor.dim, default=None)
+    if largest is None or largest.dim() > 2:
+        return False
+    zeros = {name: torch.zeros(weight.shape, dtype=weight.dtype) for name, weight in weights.items()}
+    forward = partial(original_class(module).forward, sharing(module, zeros))
+    inputs = (torch.zeros(1, *largest.shape[-1:], dtype=d) for d in (torch.float32, dtype))
+    exact, narrow = (getattr(result_of(forward, x), "dtype", None) for x in inputs)
+    return exact is not None if narrow is None else narrow == torch.float32 and largest.dim() < 2
