@@ -143,7 +143,7 @@ def merge_adapter(
             stored=stored,
             model=final.path if final.file else final.model_in(final.path, stored),
             notes=(*notes, *changes, *_cautions(saved, policy, base is None, outputs is not None)),
-            passed=_range_warnings(saved.policy, target, stored),
+            range_warnings=_range_warnings(saved.policy, target, stored),
             cheapest=cheap,
             answers=bool(getattr(model_class, "can_generate", bool)()),
             exportable=stored is None and is_exportable(config, tokenizer),

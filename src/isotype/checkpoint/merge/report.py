@@ -106,7 +106,7 @@ class MergeReport:
         logits: comparison of the merged model with the trained model; None if they were not compared (see `notes`).
         notes: remarks about the written types, about differences from the base, and about the comparison.
         stored: bitsandbytes format or GGUF type; None for dense safetensors.
-        passed: warnings about values of the training that exceed the range of `dtype`.
+        range_warnings: warnings about values of the training that exceed the range of `dtype`.
         model: path to load the model from: `output`, or the GGUF file in it.
         cheapest: the tried format with the fewest bits that keeps enough (`ENOUGH`) of the learning; None if no format was
             tried.
@@ -124,7 +124,7 @@ class MergeReport:
     logits: LogitsDifference | None
     bytes: int
     notes: tuple[str, ...] = ()
-    passed: tuple[str, ...] = ()
+    range_warnings: tuple[str, ...] = ()
     stored: str | None = None
     model: Path | None = None
     cheapest: Form | None = None
@@ -160,12 +160,12 @@ class MergeReport:
             off = f"the median error of a weight is {self.median_error:,.1f} × its update"
             fix = "store it in more bits, or keep the adapter separate from its base"
             lost = f"stored as {self.stored}, {off}: the training may have no effect; {fix}"
-            return (*self.passed, lost)
+            return (*self.range_warnings, lost)
         if kept is None or kept >= ENOUGH:
-            return self.passed
+            return self.range_warnings
         cheap = self.cheapest
         fix = "keep the adapter separate from its base" if cheap is None else f"merge with {cheap}"
-        return (*self.passed, f"the merged model keeps {share(kept)} of what was learned; {fix}")
+        return (*self.range_warnings, f"the merged model keeps {share(kept)} of what was learned; {fix}")
 
     @property
     def again(self) -> bool:
