@@ -177,7 +177,7 @@ def test_what_it_says() -> None:
     )
     error = report.error()
     assert error is not None
-    assert "values that float16 holds on NVIDIA T4" in str(error)
+    assert "values in float16's range on NVIDIA T4" in str(error)
     first = finding.fixes[0]
     assert first.description == (
         "keep the residual stream in float32, run 5 modules in float32; matmuls stay in float16"
