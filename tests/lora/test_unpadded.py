@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 from transformers.integrations.neftune import activate_neftune
 
 from isotype.lora.attention.registered import sides_of, use_fast_attention
@@ -17,6 +18,8 @@ from isotype.lora.unpadded import hooks_see_one_row, tried, unpadded
 from tests.cpus import no_compiler
 from tests.models import CONFIGS, tiny_model
 from tests.zoo import ARCHITECTURES
+from tests.zoo.causal import SETTINGS
+from tests.zoo.shrink import tiny_config as zoo_config
 
 BOTH = frozenset({"left", "right"})
 COMPILED = pytest.mark.lacking(no_compiler())
@@ -85,6 +88,28 @@ def test_models_are_known_by_what_they_compute(name: str, sides: frozenset[str])
     assert tried(copy.deepcopy(model).to("meta")).sides == sides  # tries a small copy
     assert all(module.training for module in model.modules())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "sides"),
+    [
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, frozenset()),
+        ("falcon_h1", {}, frozenset()),
+        ("jamba", {"expert_layer_period": 2, "expert_layer_offset": 1}, frozenset()),
+        ("recurrent_gemma", {"block_types": ["recurrent", "attention"]}, frozenset()),
+        ("deepseek_v3", {}, BOTH),
+    ],
+)
+@pytest.mark.parametrize("spread", [0.02, 0.2])
+def test_weak_states_keep_the_padding(
+    kind: str, settings: dict[str, Any], sides: frozenset[str], spread: float
+) -> None:
+    """With small weights, a row changes the row behind it much less than attention to other rows would."""
+    torch.manual_seed(0)
+    config = zoo_config(kind, {**SETTINGS.get(kind, {}), **settings, "initializer_range": spread})
+    model = AutoModelForCausalLM.from_config(config)
+    assert tried(model).sides == sides
+    assert tried(copy.deepcopy(model).to("meta")).sides == sides
 
 
 @COMPILED

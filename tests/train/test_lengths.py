@@ -67,6 +67,25 @@ def test_a_step_learns_no_prompt_unless_asked_to(model, tmp_path, argv, prompt):
     assert plan_of(*parse_options([*map(str, command)])).prompt == prompt
 
 
+@pytest.mark.parametrize(
+    ("argv", "rows", "step_rows"),
+    [
+        (["--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2], 2, 4),
+        (["--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 9], 2, 6),
+        (["--per_device_train_batch_size", 6, "--gradient_accumulation_steps", 2], 6, 6),
+        (["--per_device_train_batch_size", 8, "--gradient_accumulation_steps", 2], 6, 6),
+        (["--per_device_train_batch_size", 2, "--packing", "True", "--max_length", 16], 2, 2),
+        (["--batch", 8, "--gradient_accumulation_steps", 2], 8, 16),
+    ],
+)
+def test_a_step_ends_with_the_epoch(model, tmp_path, argv, rows, step_rows):
+    data = save_rows(tmp_path / "rows.jsonl", [{"text": "w1 w2 w3 w4"}] * 6)
+    accumulated = [] if "--gradient_accumulation_steps" in argv else ["--gradient_accumulation_steps", 8]
+    command = ["sft", "--model_name_or_path", model, "--dataset_name", data, "--device", "cpu"]
+    plan = plan_of(*parse_options([*map(str, (*command, *argv, *accumulated))]))
+    assert (plan.rows, plan.step_rows) == (rows, step_rows)
+
+
 def test_what_is_cut():
     lengths = Lengths((10, 20, 30, 40), 4)
     assert lengths.cut(None) is lengths.cut(40) is None

@@ -70,6 +70,8 @@ def _parts(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def _make_narrow(config: Any, sizes: Any) -> None:
     before = vars(config)
     head_dim = _head_dim(before)
+    # Configs of multi-head latent attention derive the first field from the second.
+    derived = head_dim is not None and head_dim == before.get("qk_rope_head_dim")
     heads, key_heads = _first(before, _HEADS), before.get("num_key_value_heads")
     changes = {name: value for name, value in sizes.items() if isinstance(before.get(name), (int, float))}
     if "num_key_value_heads" in changes:
@@ -79,6 +81,8 @@ def _make_narrow(config: Any, sizes: Any) -> None:
     for name, value in changes.items():
         if not isinstance(before[name], bool) and (before[name] or name.endswith("layerdrop")):
             setattr(config, name, value)
+    if derived:
+        config.head_dim = config.qk_rope_head_dim
     for rotary in (value for name in _ROTARY if isinstance(value := before.get(name), dict)):
         _shrink_rotary(rotary, head_dim, _head_dim(vars(config)))
 

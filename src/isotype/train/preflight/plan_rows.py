@@ -178,12 +178,17 @@ def _bounded(plan: StepPlan, settings: Settings, rows: Any) -> StepPlan:
     filled = packed_rows(lengths, settings.max_length) if settings.packing else None
     if filled is not None:
         longest = max(map(sum, filled))
-        return replace(plan, rows=min(plan.rows, len(filled)), length=longest, longest=longest)
+        return replace(_at_most(plan, len(filled)), length=longest, longest=longest)
     # In GRPO and RLOO, a batch has several completions for each row of the data set.
-    fewer = plan.rows if lengths is None or plan.completion else min(plan.rows, lengths.rows)
+    plan = plan if lengths is None or plan.completion else _at_most(plan, lengths.rows)
     unforeseen = why if plan.unforeseen == UNBOUNDED else plan.unforeseen or why
     unpads = settings.method.loss in ("labels", "preference", "unpaired") and not settings.packing
-    return replace(plan, rows=fewer, longest=longest, unforeseen=unforeseen, unpads=unpads)
+    return replace(plan, longest=longest, unforeseen=unforeseen, unpads=unpads)
+
+
+def _at_most(plan: StepPlan, rows: int) -> StepPlan:
+    """Return the plan for a data set of `rows` rows: an optimizer step ends with the epoch."""
+    return replace(plan, rows=min(plan.rows, rows), step_rows=min(plan.step_rows, rows))
 
 
 def _longest(
@@ -256,7 +261,8 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     if options.length is not None:
         return plan
     with_rows = _bounded(plan, settings, rows)
-    plan = with_rows if options.batch is None else replace(with_rows, rows=plan.rows)
+    sizes = {} if options.batch is None else {"rows": plan.rows, "step_rows": plan.step_rows}
+    plan = replace(with_rows, **sizes)
     if lengths is None or settings.packing:
         return plan
     limit = settings.max_length
