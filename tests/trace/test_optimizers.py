@@ -18,6 +18,7 @@ from isotype.report.check.cost import optimizer_words
 from isotype.trace.fake.step import trace_step
 from isotype.trace.live.forward import Beginning
 from isotype.train.command.command import specs
+from tests.allocations import peak_of
 from tests.small import BF16, FP16, FP32
 
 
@@ -172,6 +173,36 @@ def test_states_of_kernels_of_their_own_are_counted_as_they_are(name: str, kind:
     trace = trace_step(StepRequest(model, {"input": torch.ones(2, 100)}), setup)
     assert trace.memory.phases["optimizer"].get("optimizer", 0) == held
     assert trace.memory.phases["backward"].get("optimizer", 0) == held
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("AdamW8bit", "adamw_bnb_8bit"),
+        ("AdamW", "paged_adamw_32bit"),
+        ("Lion", "lion_32bit"),
+        ("Lion8bit", "paged_lion_8bit"),
+        ("RMSprop", "rmsprop_bnb"),
+        ("RMSprop8bit", "rmsprop_bnb_8bit"),
+        ("AdEMAMix", "ademamix"),
+        ("AdEMAMix8bit", "paged_ademamix_8bit"),
+    ],
+)
+def test_an_update_on_a_cpu_takes_copies_of_the_largest_parameter(
+    kind: str, name: str, dtype: torch.dtype
+) -> None:
+    optim = pytest.importorskip("bitsandbytes").optim
+    model = nn.Sequential(nn.Linear(256, 300), nn.Linear(300, 16)).to(dtype)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    real = getattr(optim, kind)(model.parameters())
+    real.step()
+    taken, _ = peak_of(real.step)
+    setup = Setup(device_profile("cpu-avx2"), None, scaler=False, optimizer=name, compute=dtype)
+    request = StepRequest(model, {"input": torch.ones(1, 256, dtype=dtype)})
+    phase = trace_step(request, setup).memory.phases["optimizer"]
+    assert phase["activations"] == pytest.approx(taken, rel=0.02)
 
 
 def test_paged_states_leave_a_full_device_but_not_a_cpu() -> None:

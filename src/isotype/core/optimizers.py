@@ -81,6 +81,25 @@ def state_bytes(
     return moments * (elements * bits // 8 + 4 * -(-elements // block))
 
 
+def bytes_of_step(name: str, shape: Sequence[int], itemsize: int = 4, *, float32: bool = False) -> int:
+    """Return the bytes that bitsandbytes (0.49) allocates on a CPU to update one parameter: float32 copies and results.
+
+    The arguments are those of `state_bytes`.
+    """
+    if package_of(name) != "bitsandbytes":
+        return 0
+    elements = math.prod(shape)
+    copies = _COPIES[not float32 and elements >= _SMALL and "8bit" in name]
+    count = next((count for part, count in copies.items() if part in name), copies[""])
+    return int(4 * elements * (count + (itemsize < 4)))
+
+
+_COPIES: tuple[Mapping[str, float], ...] = (
+    {"ademamix": 4, "": 3},
+    {"ademamix": 9.25, "rmsprop": 3, "": 5},
+)
+"""For float32 and 8-bit states: part of an optimizer's name -> number of copies of a float32 parameter."""
+
 _MOMENTS = {
     "lomo": 0, "adafactor": 0, "schedule_free_sgd": 1, "lion": 1, "rmsprop": 1, "muon": 1, "grok": 3,
     "ademamix": 3,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from torch import nn
 
 from isotype.compat.torch import in_backward, storage_of
 from isotype.core.operators import tensors_of
+from isotype.core.optimizers import bytes_of_step, state_bytes
 from isotype.model.shard import Group, groups_of
 from isotype.model.walk import STANDS_FOR
 from isotype.precision.devices.attention import RELEASE
@@ -112,6 +113,21 @@ class ProcessMemory:
         whole = sum(size * self._repeats[key] for key, size in sizes.items())
         local = sum(self._shards.get(key, size) * self._repeats[key] for key, size in sizes.items())
         return local / whole if whole else 1.0
+
+    def update(
+        self, kernels: str, named: Sequence[tuple[str, torch.Tensor]], twin: nn.Module, *, on_cpu: bool
+    ) -> None:
+        """Count the states of an optimizer with its own `kernels`, and the most memory that the update of a parameter takes."""
+        share, most = self.share, 0
+        for name, parameter in named:
+            # transformers' Trainer registers the embeddings' states in 32 bits.
+            embeds = isinstance(twin.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+            of = kernels, parameter.shape, parameter.itemsize
+            size = state_bytes(*of, float32=embeds, pages=not on_cpu)
+            self._ledger.add("optimizer", int(share * self._repeats[id(parameter)] * size))
+            most = max(most, int(share * bytes_of_step(*of, float32=embeds)) if on_cpu else 0)
+        for size in (most, -most):
+            self._ledger.add("activations", size)
 
     def watch(self) -> Iterator[Any]:
         """Start counting. Yield the handle of each hook that is added."""

@@ -35,7 +35,6 @@ from isotype.core.optimizers import (
     names_instead,
     optimizers_in,
     parameters_of,
-    state_bytes,
     updates_of,
 )
 from isotype.core.source import line_of
@@ -432,12 +431,8 @@ class _Step:
         if isinstance(optimizer, str):
             name = request if isinstance(request, str) else type(request).__name__
             self.untraced[f"the step of optimizer {name}"] = optimizer
-            kernels, pages = kernels_of(request), self.setup.profile.kind != "cpu"
-            for name, parameter in named if kernels else ():
-                # transformers' Trainer registers the embeddings' states in 32 bits.
-                embeds = isinstance(self.twin.get_submodule(name.rpartition(".")[0]), nn.Embedding)
-                size = state_bytes(kernels, parameter.shape, parameter.itemsize, float32=embeds, pages=pages)
-                ledger.add("optimizer", int(self.process.share * self.repeats[id(parameter)] * size))
+            if kernels := kernels_of(request):
+                self.process.update(kernels, named, self.twin, on_cpu=self.setup.profile.kind == "cpu")
             return optimizer
         optimizer.state.update({parameter: states[name] for name, parameter in named if name in states})
         optimizer.step()

@@ -261,8 +261,9 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
     if options.length is not None:
         return plan
     with_rows = _bounded(plan, settings, rows)
-    sizes = {} if options.batch is None else {"rows": plan.rows, "step_rows": plan.step_rows}
-    plan = replace(with_rows, **sizes)
+    plan = (
+        with_rows if options.batch is None else replace(with_rows, rows=plan.rows, step_rows=plan.step_rows)
+    )
     if lengths is None or settings.packing:
         return plan
     limit = settings.max_length
