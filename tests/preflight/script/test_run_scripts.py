@@ -1465,3 +1465,20 @@ def test_layers_in_threads_do_not_get_the_autocast_of_the_step(
 
 
 _NOT_RECORDED = "the operators that the model ran in other threads were not recorded"
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_any_error_of_a_layer_with_a_replaced_4bit_weight_was_predicted(broken: bool, runs: Runs) -> None:
+    """bitsandbytes raises an AssertionError without a message."""
+    weight = "nn.Parameter(torch.randn(64, 64), requires_grad=False)" if broken else "net[0].weight"
+    status, _, err = runs(f"""
+import bitsandbytes as bnb
+net = nn.Sequential(bnb.nn.Linear4bit(64, 64), nn.Linear(64, 4)).to("cpu")
+net[0].weight = {weight}
+net[1].register_forward_hook(lambda *_: 1 / 0)
+optimizer = torch.optim.SGD(net[1].parameters(), lr=0.1)
+net(torch.ones(2, 64)).sum().backward()
+""")
+    assert status == 1
+    assert ("isotype: predicted before the step:\nerror[IST403]" in err) == broken
+    assert ("no finding explains this error" in err) != broken

@@ -117,7 +117,23 @@ class Crash:
                 if self.family.claim("explained"):
                     self.output.say(sentence)
                 return True
+        if foreseen := self._foreseen_in_layer(error):
+            return self._explain_once(partial(self._repeat, foreseen))
         return False
+
+    def _foreseen_in_layer(self, error: BaseException) -> list[Finding]:
+        """Return the findings about the quantization state of the layer that raised the error, whatever the error is."""
+        raised_in = {id(owner) for owner in owners_in(error)}
+        parts = () if self.model is None or self.report is None else self.model.named_modules()
+        names = {name for name, part in parts if id(part) in raised_in and not [*part.children()]}
+        errors = self.report.errors if self.report is not None else ()
+        return [
+            f for f in errors if f.code.startswith("IST4") and not names.isdisjoint((f.module, *f.places))
+        ]
+
+    def _repeat(self, findings: Sequence[Finding]) -> None:
+        self.output.say("predicted before the step:")
+        self.output.brief(findings)
 
     def explain_printed(self) -> bool:
         """Explain the error of the recorded step, whose traceback the script has printed before its exit."""
