@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import isotype
 from tests.cpus import pretend
 from tests.rules.traces import BF16, FP32, WHOLE, batch, cast, found, llama, of_llama, on, traced, verified
 
@@ -155,3 +157,28 @@ def test_adapters_in_float32_are_no_promotion(dtype: torch.dtype) -> None:
 
 def test_autocast_over_float32_masters() -> None:
     assert found(RULE, of_llama(FP32, lora=False, autocast=BF16)) == []
+
+
+@pytest.mark.parametrize("holder", ["dict", "list"])
+@pytest.mark.parametrize("trainable", [True, False])
+def test_containers_of_parameters_have_no_forward_that_could_cast(holder: str, trainable: bool) -> None:
+    """PEFT's LoHa and VeRA store their matrices in a ParameterDict; only code around it can cast."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(64, 64, dtype=torch.bfloat16)
+            weight = nn.Parameter(torch.randn(64, 64), requires_grad=trainable)
+            self.factor: Any = (
+                nn.ParameterDict({"0": weight}) if holder == "dict" else nn.ParameterList([weight])
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            factor = self.factor["0" if holder == "dict" else 0]
+            return self.base(x) + x @ (factor @ factor).to(x.dtype)
+
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    report = isotype.check(Adapted(), {"x": x}, device="a100", verify=False)
+    (finding,) = (finding for finding in report.findings if finding.code == "IST201")
+    assert "factor" in finding.cause
+    assert not any("boundary" in [action.kind for action in fix.actions] for fix in finding.fixes)

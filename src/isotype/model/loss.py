@@ -10,21 +10,23 @@ import torch
 
 from isotype.compat.torch import node_number
 
+NOT_TRAINABLE = "without a float tensor to train on"
+
 
 def loss_of(output: Any) -> torch.Tensor:
     """Return the mean of the loss in a model's output, or of its first float tensor. Raise TypeError without one."""
     loss = find_loss(output)
     if loss is not None:
         return loss.mean() if loss.ndim else loss
-    first = next(_floats(output), None)
+    first = next(float_tensors(output), None)
     if first is None:
-        raise TypeError(f"the model returned {type(output).__name__} without a float tensor to train on")
+        raise TypeError(f"the model returned {type(output).__name__} {NOT_TRAINABLE}")
     return first.float().mean()
 
 
 def is_partial(output: Any) -> bool:
     """Return whether `loss_of` picks one of several differentiable tensors, and so may miss parameters."""
-    return sum(leaf.requires_grad for leaf in _floats(output)) > 1 and find_loss(output) is None
+    return sum(leaf.requires_grad for leaf in float_tensors(output)) > 1 and find_loss(output) is None
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
@@ -37,7 +39,7 @@ def find_loss(output: Any) -> torch.Tensor | None:
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
         return named
-    floats = list(_floats(output))
+    floats = list(float_tensors(output))
     if len(floats) == 1 and not floats[0].ndim:
         return floats[0]
     trained = [leaf for leaf in floats if leaf.requires_grad]
@@ -65,16 +67,16 @@ def ends_behind(tensor: torch.Tensor, visited: set[int]) -> Iterator[Any]:
             waiting += [following for following, _ in node.next_functions]
 
 
-def _floats(output: Any) -> Iterator[torch.Tensor]:
+def float_tensors(output: Any) -> Iterator[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         if output.is_floating_point():
             yield output
     elif isinstance(output, Mapping):
         for value in output.values():
-            yield from _floats(value)
+            yield from float_tensors(value)
     elif isinstance(output, (list, tuple)):
         for value in output:
-            yield from _floats(value)
+            yield from float_tensors(value)
     elif dataclasses.is_dataclass(output):
         for field in dataclasses.fields(output):
-            yield from _floats(getattr(output, field.name))
+            yield from float_tensors(getattr(output, field.name))

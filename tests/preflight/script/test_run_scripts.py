@@ -15,6 +15,7 @@ from rich.console import Console
 from isotype.cli.run import run
 from isotype.model.walk import living
 from isotype.preflight.script.diagnosis import Diagnosis
+from tests.pairwise import pairwise
 
 MODEL = """\
 import sys
@@ -1482,3 +1483,27 @@ net(torch.ones(2, 64)).sum().backward()
     assert status == 1
     assert ("isotype: predicted before the step:\nerror[IST403]" in err) == broken
     assert ("no finding explains this error" in err) != broken
+
+
+@pairwise(
+    "method, frozen, guard",
+    ["generate", "predict"],
+    [True, False],
+    ["no_grad", "inference_mode", "enable_grad"],
+)
+def test_a_method_that_returns_tokens_is_traced_to_its_end(
+    runs: Runs, method: str, frozen: bool, guard: str
+) -> None:
+    """Tokens are no loss, but the crash of `generate` is no reason to say that the trace ended there."""
+    status, _, err = runs(f"""\
+class Other(Net):
+    def {method}(self, ids):
+        with torch.{guard}():
+            return self(ids)[0].argmax(-1)
+
+train(Net())
+other = Other(torch.float32).requires_grad_({not frozen})
+other.{method}(ids)
+""")
+    assert (status, "error[IST101]" in err, "IST199" in err) == (1, True, False)
+    assert "head.weight is float32, created at train.py" in err

@@ -18,7 +18,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import causes, error_line
 from isotype.core.names import listed
 from isotype.core.source import condition_at, line_of, raising_line
-from isotype.model.loss import loss_of
+from isotype.model.loss import NOT_TRAINABLE, float_tensors, loss_of
 from isotype.model.shard import free_gathered, uncopied
 from isotype.preflight.script import setup_errors
 from isotype.preflight.script.ahead import TRIED_AFTER, look_ahead, tried
@@ -329,8 +329,11 @@ class Crash:
             on = autocast is not False
             report = self._traced(replace(request, autocast=autocast, autocast_eval=on))
             sources = [] if report is None else [call.source for call in report.trace.breaches()]
+            failure = "" if report is None or report.trace.failure is None else report.trace.failure.error
             if report is None or {line, ""}.isdisjoint(sources) or not _shows(report, str(error)):
                 continue
+            if NOT_TRAINABLE in failure and not phase:
+                continue  # the result is tokens: the next trace is one without gradients
             self.output.say(f"a trace of {of.format(report.trace.model)} explains the error:")
             if autocast != trained:
                 to = dtype_name(trained)
@@ -361,7 +364,9 @@ def _result(method: str, model: nn.Module, inputs: Mapping[str, Any]) -> torch.T
         return getattr(model, method)(**inputs)
 
     model.forward = forward
-    return loss_of(model(**inputs))
+    output = model(**inputs)
+    trainable = torch.is_grad_enabled() or next(float_tensors(output), None) is not None
+    return loss_of(output) if trainable else torch.zeros(())
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:

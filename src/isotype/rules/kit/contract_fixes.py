@@ -144,6 +144,8 @@ def _parameter_fixes(trace: Trace, group: Group, blamed: Sequence[Weight], expec
         yield cast
     if all(weight.kind == "norm" for weight in weights):
         yield fix(f"return each {first.module_class}'s output in {expected}", "output", modules, expected)
+    elif any(weight.module_class.startswith("Parameter") for weight in weights):
+        pass  # a ParameterDict or ParameterList has no forward that could cast
     elif all(modules) and (group.refused != "dtype" or _runs_in(group, modules)):
         norms = {starred(weight.module) for weight in weights if weight.kind == "norm"}
         norms -= {starred(call.module) for call in group.calls}  # norms that accept these dtypes
