@@ -207,7 +207,8 @@ def test_what_a_checkpoint_may_lack_is_said(tmp_path: Path, monkeypatch: pytest.
     with quiet():
         ranges = isotype.measure_ranges(path)
     assert ranges.notes == (
-        "the model was loaded whole, not block by block: it has no score.weight, which transformers draws at random",
+        "the model was loaded whole, not block by block: the checkpoint has no score.weight, so transformers "
+        "initialises this weight with random values",
     )
     assert ranges.by_module["model.layers.1"].gradient > 0
 

@@ -48,7 +48,7 @@ class Consumer:
         refuses: options of adapter_config.json that the program refuses -> the reason.
         unplaced: effect on a tensor for which the model has no module.
         other: effect on a tensor that is not a LoRA matrix; None if the program applies it.
-        stacked: (effect, reason) for adapters of stacked experts; None if the program applies them.
+        stacked: effect on adapters of stacked experts, and the reason; None if the program applies these adapters.
         towers: True if the program applies adapters outside of the language model (towers and projectors).
         scale: function (config's alpha, config's r, layer's r, is rsLoRA) -> scale; None for PEFT's scale.
         rank: largest rank that the program loads by default; 0 for no limit.

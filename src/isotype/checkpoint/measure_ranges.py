@@ -107,7 +107,10 @@ def of_checkpoint(checkpoint: Checkpoint) -> Measured:
     held = {id(parameter): name for name, parameter in reversed(named) if name in stored.shapes}
     missing = next((name for name, parameter in named if id(parameter) not in held), None)
     if missing is not None:
-        return _loaded(checkpoint, f"it has no {missing}, which transformers draws at random")
+        return _loaded(
+            checkpoint,
+            f"the checkpoint has no {missing}, so transformers initialises this weight with random values",
+        )
     fill_buffers(model, stored)
 
     def read(_: nn.Module, __: str, parameter: torch.Tensor) -> Weight:

@@ -91,8 +91,8 @@ def _problems() -> Iterator[Problem]:
 def first_to_fail() -> bool:
     """Return True on the first rank that reports a failure, or without torchrun. The other ranks print no message.
 
-    Failing ranks increment a counter in torchrun's `TCPStore`, which outlives them. The result is cached, so that the first
-    rank to fail also prints its later messages.
+    Failing ranks increment a counter in torchrun's `TCPStore`, which outlives them. The result is cached: a second call on
+    the first rank that failed must not return False.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True

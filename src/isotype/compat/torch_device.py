@@ -130,7 +130,7 @@ def _answer(replaced: Replacements, simulated: str, named: Callable[[], None]) -
 
 
 def _redirect(replaced: Replacements, names: re.Pattern[str], named: Callable[[], None], run: Run) -> None:
-    """Use the CPU for the simulated device where no function mode is active: some functions, new threads, and backwards."""
+    """Use the CPU for the simulated device where no function mode is active: in some functions, new threads and backwards."""
 
     def load(load: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         by_name = map_location is None or isinstance(map_location, Mapping)

@@ -24,7 +24,7 @@ import torch
 from isotype.compat.torch import operator_schema
 
 CORRUPTS = "nothing: it returns wrong values without an error"
-"""The message for an operator that misreads the bytes of an operand without an error."""
+"""Message for operators that raise no error, but read an operand's bytes as if they had another dtype."""
 
 # The names of a dtype in C++ messages: the type, and the scalar type.
 _CPP: dict[torch.dtype, tuple[str, str]] = {

@@ -183,7 +183,7 @@ def updates_of(request: Any) -> dict[str, tuple[str, float]]:
 
 
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
-"""Types of attributes that `names_instead` copies. Others may refer to the optimizer's parameters."""
+"""`names_instead` copies attributes of these types. Attributes of other types may refer to the optimizer's parameters."""
 
 
 def names_instead(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:

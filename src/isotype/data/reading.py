@@ -64,9 +64,10 @@ class ColumnMap:
 
 
 def parse_columns(value: object, origin: str = "--columns") -> ColumnMap | None:
-    """Parse a preset, pairs `prompt=question,completion=answer`, or a dict {trainer's column: columns of the data set}.
+    """Parse a map from the trainer's columns to the columns of the data set; return None for None.
 
-    Return None for None. Raise DataError if the value has another form.
+    `value` is the name of a preset, a text such as `prompt=question,completion=answer`, or a dict. Raise DataError if it
+    has another form.
     """
     if value is None:
         return None

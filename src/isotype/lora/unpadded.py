@@ -87,9 +87,10 @@ LEAST_PADDING = 0.05
 MOST_TOKENS = 8192
 """Maximum tokens of a batch without padding if attention needs a mask: the mask has a byte for each pair of tokens."""
 _TOLERANCES = {"right": 0.05, "left": 0.25}
-"""Side of padding -> tolerated difference, as a share of the difference that arises if rows attend to earlier rows.
+"""Side of padding -> largest tolerated difference of the results with and without padding.
 
-Left padding shifts rotary positions, and so changes rounding.
+The unit is the difference that arises if rows attend to earlier rows. Left padding shifts rotary positions, and so
+changes rounding.
 """
 _NEIGHBOURS = 1e-4
 """Tolerated relative change of a sequence's states if the sequence before it changes: rounding in experts differs."""

@@ -70,7 +70,7 @@ def _clause(search: Search, rows: Sequence[Row], lighter: Any = None) -> str:
         tried.append(f"not traced: weights and adapters alone exceed the limit: {', '.join(untraced)}")
     if lighter is not None and lighter[2]:
         least = min(lighter[2], key=lambda row: row.peak)
-        tried.append(f"{least.storage} without {lighter[0]} needs at least {format_bytes(least.peak)}")
+        tried.append(f"without {lighter[0]}, {least.storage} needs at least {format_bytes(least.peak)}")
     limit = next(iter(search.rooms.values()))
     return f"no settings with less memory fit into {limit}: {'; '.join(dict.fromkeys((*tried, *search.refused)))}"
 

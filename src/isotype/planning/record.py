@@ -17,7 +17,7 @@ GOALS: Mapping[str, str] = {
     "balanced": "the most precise storage at most 25 % slower than the fastest",
     "longest": "the longest rows",
     "fastest": "the most tokens a second",
-    "best": "the storage with the least damage, then the most tokens a second",
+    "best": "the most precise storage, and with it the most tokens a second",
 }
 
 

@@ -72,7 +72,7 @@ class Damages(Measurement):
 
     Attributes:
         layers: all linear layers that can be quantized, in the model's order.
-        measured: format -> damage in nats per token if all layers have the format, on the same tokens.
+        measured: format -> damage in nats per token if all layers have this format. All formats are measured on the same tokens.
     """
 
     subject: ClassVar = "damages"

@@ -172,7 +172,7 @@ class Weights:
         return value, inverse
 
     def _note(self, weight: Weight, stored: torch.Tensor, value: torch.Tensor) -> None:
-        """Record the magnitudes of a weight at its first use. Cache the largest for `value`, which is a part of `stored`."""
+        """Record the magnitudes of a weight when it is first used. `value` is some rows of `stored`, the whole weight."""
         if self.records:
             if weight.key not in self._sizes:
                 self._sizes[weight.key] = (Magnitude.of(stored).value, median(stored))

@@ -24,7 +24,7 @@ class LossOf:
     """A loss function (model, inputs) -> loss, and its inputs by name. A trace replaces the inputs by fake tensors.
 
     Attributes:
-        kept: number of batches whose predictions, copies included, an evaluation keeps in memory; 0 for a loss.
+        kept: how many batches of predictions an evaluation keeps in memory, including copies; 0 in a training step.
         generates: whether the function generates tokens, in the phase `rollout`.
     """
 

@@ -18,8 +18,9 @@ dequantized weight by a gradient in the compute dtype. Or only the forward ran u
     model = isotype.load(path, policy)      # sets quant_state.dtype; policy: see isotype.resolve_precision
     # or, in the Function: torch.amp.custom_fwd / custom_bwd, and weight.to(grad.dtype)
 
-**How safe is the fix?** Safe: a new `quant_state.dtype` changes neither the packed codes nor their scales. isotype
-cannot change the Function: write a cast in its backward, or use `custom_bwd`, which restores the forward's autocast.
+**How safe is the fix?** Safe: a new `quant_state.dtype` changes neither the packed codes nor their scales. For a
+Function of your own code there is no automatic fix: write a cast in its backward, or use `custom_bwd`, which restores
+the forward's autocast.
 
 **Seen in** unslothai/unsloth #4005, #4918, #5766, #212;
 pytorch/ao #4616; unslothai/unsloth #320; NVIDIA-NeMo/Automodel #3652.

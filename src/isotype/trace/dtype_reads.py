@@ -132,7 +132,7 @@ class DtypeReads:
 
 
 def call_of(frame: FrameType) -> _Call:
-    """Return the mark of the call in `frame`. If the frame has none yet, set one."""
+    """Return the `_Call` that `frame` has as its trace function; set a new one if there is none."""
     if not isinstance(frame.f_trace, _Call):
         frame.f_trace = _Call(frame.f_trace)
     call: Any = frame.f_trace

@@ -122,7 +122,7 @@ def _trainer(settings: Settings) -> Iterator[Problem]:
     """Yield a problem for each combination of arguments that the trainer would refuse only after the model is loaded."""
     method, losses = settings.method, settings.loss_type or ""
     if settings.padding_free and settings.packing is False and settings.max_length is not None:
-        what = f"--padding_free True without --packing, and max_length {settings.max_length}"
+        what = f"--padding_free True with --max_length {settings.max_length}, but without --packing"
         expected = "--packing True or no max_length, because TRL does not cut rows with --padding_free True"
         yield Problem(what, expected, "--packing True, or --max_length none")
     if (settings.dataset_streaming or settings.streaming) and settings.max_steps <= 0:

@@ -225,7 +225,7 @@ def _unused(
 
 
 def _has_place_for(model: Any, name: str) -> bool:
-    """Return True if a tensor belongs to a module of the model, or to another layer in one of its module lists."""
+    """Return True if a tensor's name fits the model: it names a module, or a further layer of a list of layers."""
     prefix = f"{model.base_model_prefix}."
     modules = dict(model.named_modules())
     depth, rest = 0, [""]

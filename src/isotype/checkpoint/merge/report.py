@@ -12,7 +12,7 @@ import torch
 from isotype.core.dtypes import GGUF_TYPES, dtype_name
 
 ENOUGH = 0.98
-"""Fraction of the learning (`LogitsDifference.kept`) that a merged model should keep."""
+"""Smallest `LogitsDifference.kept` that needs no warning."""
 
 VANISHED_LIMIT = 0.99
 """If more than this fraction of the changed entries have the base's codes, the merge has no effect."""

@@ -136,7 +136,7 @@ def gradient(
     results: Mapping[str, torch.Tensor],
     gradients: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Return the gradient of the projection y = W h + b for a block of tokens, float32 `[block, V]`, in a buffer.
+    """Return the loss's gradient with respect to the logits y = W h + b of a block of tokens: float32 `[block, V]`, in a buffer.
 
     With p = softmax(z) and target t: d log p_t / dz_j = 1[j = t] - p_j; d entropy / dz_j = -p_j (log p_j + entropy); d
     logsumexp / dz_j = p_j. `results`: the forward's log-probabilities, logsumexp and entropy; `gradients`: their

@@ -68,7 +68,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Claim:
-    """Decides which broken contracts a rule reports. The file of the rule lists its claims in `CLAIMS`.
+    """Decides which calls with refused dtypes a rule reports. The file of the rule lists its claims in `CLAIMS`.
 
     Attributes:
         stage: the criterion of `takes`, such as the kind of operator. Claims of earlier stages are checked first.
@@ -135,7 +135,7 @@ class Group:
         mismatched: the operand to blame in the first call.
         causes: origins of the mismatched operands' dtypes, each once, in the order of the calls.
         expected: the dtype that `mismatched` should have had.
-        side: the dtype of the part of the model that contains the first call.
+        side: the dtype of the part of the model that contains the first of these calls.
         refused: the kind of refusal of the first call.
         code: code of the rule that claims the first call; "" for a group that a rule's `find` created.
     """

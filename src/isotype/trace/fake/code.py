@@ -171,7 +171,7 @@ def tensors_of_loss(loss: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def switches_of(loss: Any) -> list[Any]:
-    """Return the objects with only simple attributes (flags, numbers, strings) that a loss function can read.
+    """Return the objects that a loss function can read, and that have only simple attributes (flags, numbers, strings).
 
     The loss may set a flag that the model reads, so the copy of the model must share the objects with the loss.
     """
