@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import bitsandbytes
@@ -15,7 +17,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import isotype
-from isotype.model.boundary import Boundary, original_class
+from isotype.model.boundary import Boundary, boundary_of, original_class
 from isotype.model.enforce import enforce_model
 from isotype.precision.policy import ModuleException, PrecisionPolicy
 from tests.pairwise import pairwise
@@ -308,3 +310,33 @@ def test_pinned_modules_of_any_class_return_the_compute_dtype(cls: Any, dtype: t
         assert out.dtype == (torch.float32 if cls is Exact else dtype)
         torch.testing.assert_close(out.float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=2e-2)
         assert enforce_model(model, policy) == ()
+
+
+class Centered(nn.Module):
+    """A module whose forward changes its buffers and a list, and draws random numbers."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(size))
+        self.register_buffer("mean", torch.ones(size))
+        self.shapes: list[torch.Size] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.shapes.append(x.shape)
+        self.mean.mul_(0.9).add_(x.float().mean(0), alpha=0.1)
+        return nn.functional.dropout(x * self.gain, 0.5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("make", [Centered, partial(nn.BatchNorm1d, momentum=None)])
+def test_the_choice_of_boundaries_changes_no_state(make: Callable[[int], nn.Module], device: str) -> None:
+    model = nn.Sequential(make(4), nn.Linear(4, 2)).to(torch.bfloat16).to(device)
+    inner: Any = model[0]
+    before, state = copy.deepcopy(dict(inner.named_buffers())), torch.get_rng_state()
+    pinned = ("0",) if isinstance(inner, Centered) else ()
+    enforce_model(model.requires_grad_(False), PrecisionPolicy(torch.bfloat16, "bfloat16", pinned=pinned))
+    assert (boundary_of(inner) is not None) == isinstance(inner, Centered)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert getattr(inner, "shapes", []) == []
+    for name, buffer in inner.named_buffers():
+        assert buffer.is_meta or torch.equal(buffer, before[name])

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from isotype.compat.peft import without_peft
-from isotype.compat.torch import own_parameters
+from isotype.compat.torch import BUFFERS, own_buffers, own_parameters
 from isotype.core.names import base_name, in_module
 from isotype.model.boundary import BoundarySettings, original_class, sharing
-from isotype.model.modes import result_of
+from isotype.model.modes import in_evaluation, result_of
 from isotype.model.parts import entrances, towers_of
 from isotype.model.read_weights import layers_read
 from isotype.model.walk import Place, blocks_in, is_router, is_tuner_layer, own_float_parameters, places
@@ -176,7 +176,7 @@ def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
 def needs_cast(module: nn.Module, dtype: torch.dtype) -> bool:
     """Return whether a module without a boundary returns float32 for an input in `dtype`, or takes only float32 inputs.
 
-    The module runs on the CPU, on zeros of shape `[1, n]`. If it has a matrix, its author has chosen the returned dtype.
+    A copy of the module runs on the CPU, on zeros of shape `[1, n]`. If it has a matrix, its author has chosen the returned dtype.
     """
     weights = {name: weight for name, weight in own_parameters(module).items() if weight is not None}
     settings = tuple((name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN))
@@ -191,8 +191,15 @@ def _needs_cast(module: nn.Module, weights: Mapping[str, torch.Tensor], dtype: t
     largest = max(weights.values(), key=torch.Tensor.dim, default=None)
     if largest is None or largest.dim() > 2:
         return False
-    zeros = {name: torch.zeros(weight.shape, dtype=weight.dtype) for name, weight in weights.items()}
-    forward = partial(original_class(module).forward, sharing(module, zeros))
     inputs = (torch.zeros(1, *largest.shape[-1:], dtype=d) for d in (torch.float32, dtype))
-    exact, narrow = (getattr(result_of(forward, x), "dtype", None) for x in inputs)
+    with in_evaluation(module):
+        twin = sharing(module, _zeros(weights))
+        vars(twin)[BUFFERS] = _zeros(own_buffers(module))
+        forward = partial(original_class(module).forward, twin)
+        exact, narrow = (getattr(result_of(forward, x), "dtype", None) for x in inputs)
     return exact is not None if narrow is None else narrow == torch.float32 and largest.dim() < 2
+
+
+def _zeros(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Return zeros on the CPU with the shapes and dtypes of `tensors`."""
+    return {name: t if t is None else torch.zeros(t.shape, dtype=t.dtype) for name, t in tensors.items()}
