@@ -163,13 +163,22 @@ def _is_block(layer: nn.Module) -> bool:
 
 def living(kind: type[Kind]) -> Iterator[Kind]:
     """Yield all objects of a type, and of its subclasses, in this process."""
+    # `gc.get_objects` leaves out objects that a script has frozen. To freeze them again would also freeze all others, which
+    # could then leak.
+    gc.unfreeze()
+    yield from _not_frozen(kind)
+
+
+def _not_frozen(kind: type[Kind]) -> Iterator[Kind]:
     # `isinstance` would read an attribute and load a lazy object of the script.
     yield from (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
 
 
 def name_in_process(parameter: nn.Parameter) -> str:
     """Return a parameter's longest name in any module of this process; "" if it is in no child of a module."""
-    pairs = (pair for module in living(nn.Module) for pair in module.named_parameters(remove_duplicate=False))
+    pairs = (
+        pair for module in _not_frozen(nn.Module) for pair in module.named_parameters(remove_duplicate=False)
+    )
     return max((name for name, value in pairs if value is parameter and "." in name), key=len, default="")
 
 

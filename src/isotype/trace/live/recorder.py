@@ -6,7 +6,6 @@ Memory of the recorder itself does not count in the ledger. If the recorder fail
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import threading
@@ -279,9 +278,6 @@ class LiveRecorder(Recorder):
 
     def forget(self) -> None:
         """Remove the origins from the script's tensors, which the script may save, and drop all references to them."""
-        # A script may have frozen tensors, which the garbage collector then hides. Freezing them again would also freeze
-        # other objects, which could then leak.
-        gc.unfreeze()
         for tensor in living(torch.Tensor) if self._marked else ():
             if id(tensor) in self._marked:
                 vars(tensor).pop(ORIGIN, None)
