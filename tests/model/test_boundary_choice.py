@@ -13,14 +13,18 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 import isotype
+from isotype.checkpoint.opened import facts_of
 from isotype.model.boundary import Boundary, boundary_of, original_class
 from isotype.model.enforce import enforce_model
-from isotype.precision.policy import ModuleException, PrecisionPolicy
-from tests.pairwise import pairwise
+from isotype.precision.decide import PrecisionRequest, decide
+from isotype.precision.devices.profile import device_profile
+from isotype.precision.policy import ModuleException, PrecisionPolicy, is_pinned
+from tests.pairwise import few, pairwise
 from tests.zoo import ARCHITECTURES
 
 FP16 = torch.float16
@@ -340,3 +344,142 @@ def test_the_choice_of_boundaries_changes_no_state(make: Callable[[int], nn.Modu
     assert getattr(inner, "shapes", []) == []
     for name, buffer in inner.named_buffers():
         assert buffer.is_meta or torch.equal(buffer, before[name])
+
+
+# ---------------------------------------------------------------- what the policy says of the outputs of pinned modules
+
+
+class Scan(nn.Module):
+    """A block with a pinned parameter beside layers, as Mamba's. Its author casts nothing."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.A_log, self.inner = nn.Parameter(torch.rand(size)), nn.Linear(size, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -torch.exp(self.A_log) * self.inner(x)
+
+
+class Beside(nn.Module):
+    """A module with a pinned parameter beside a matrix."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.A_log, self.table = nn.Parameter(torch.rand(size)), nn.Parameter(torch.rand(size, size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.table) * self.A_log
+
+
+class Counted(Shift):
+    """A pinned module with a buffer, which is on the meta device in a model without weights."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.register_buffer("offset", torch.ones(size), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.offset)
+
+
+class CustomConfig(PretrainedConfig):
+    model_type = "custom-pins"
+
+
+class Custom(PreTrainedModel):
+    """A stack of modules of one class, under a head; `Shift.scale`, for example, is pinned by `pins`."""
+
+    config_class = CustomConfig
+
+    def __init__(self, cls: Any, size: int, *pins: str) -> None:
+        super().__init__(CustomConfig(dtype=torch.bfloat16))
+        self._keep_in_fp32_modules = list(pins)
+        self.layers = nn.ModuleList(cls(size) for _ in range(2))
+        self.head = nn.Linear(size, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+UNCAST = "no cast for the outputs of modules with {}: their own code decides"
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("cls", "pins", "uncast"),
+    [
+        *((cls, ("layers",), ()) for cls in (Rms, Shift, Choice, Temperature, Counted)),
+        (Exact, ("layers",), ("layers",)),
+        (Scan, ("A_log", "head"), ("A_log",)),
+        *((cls, ("A_log",), ("A_log",)) for cls in (Scan, Beside)),
+        (Shift, ("scale",), ("scale",)),
+    ],
+)
+def test_policy_names_the_pins_whose_modules_get_no_cast(
+    cls: Any, pins: tuple[str, ...], uncast: tuple[str, ...], device: str
+) -> None:
+    for size in (4, 11) if device == "cpu" else (5, 12):  # answers are cached by size
+        torch.manual_seed(size)
+        model = Custom(cls, size, *pins).to(torch.bfloat16).requires_grad_(False)
+        policy = isotype.resolve_precision(copy.deepcopy(model).to(device), dtype="bf16", device="a100")
+        ends = "their outputs are cast to bfloat16"
+        if uncast:
+            own = UNCAST.format(", ".join(uncast))
+            ends = own if uncast == pins else f"{ends}, except for {own.partition(' outputs of ')[2]}"
+        assert policy.reasons["pinned"].endswith(f"float32 for {', '.join(pins)}; {ends}")
+        enforce_model(model, policy)
+        out = model.layers[0](torch.randn(5, size).to(torch.bfloat16))
+        assert out.dtype == (torch.float32 if uncast else torch.bfloat16)
+
+
+@pytest.mark.parametrize("cls", [Scan, Beside])
+def test_check_names_the_pin_that_no_cast_follows(cls: Any) -> None:
+    for size in (4, 11):
+        model = Custom(cls, size, "A_log").to(torch.bfloat16).requires_grad_(False)
+        policy = isotype.resolve_precision(model, dtype="bf16", device="a100")
+        enforce_model(model, policy)
+        model.head.weight.requires_grad_(True)
+        x = torch.randn(5, size).to(torch.bfloat16)
+        with pytest.raises(RuntimeError, match="same dtype"):
+            model(x)
+        report = isotype.check(model, {"x": x}, policy, autocast=False, phases=["forward"], wiring=False)
+        (error,) = report.errors
+        assert error.code == "IST101"
+        assert error.cause == "layers.0.A_log is float32, which the model's author keeps in float32"
+
+
+def _with_pins() -> list[str]:
+    """The architectures with pins that match a parameter or buffer. Only the classes are read, not the models."""
+    names = []
+    for name, architecture in ARCHITECTURES.items():
+        cls: Any = getattr(transformers, architecture.build.args[0])  # type: ignore[attr-defined]
+        if cls._keep_in_fp32_modules or cls._keep_in_fp32_modules_strict:
+            names.append(name)
+    return names
+
+
+@few("name", _with_pins(), "deepseek_v3", "nemotron_h", "rwkv", "hy_v4", "blip-2-vl", "t5-s2s")
+def test_what_policies_say_of_outputs_is_true_for_transformers_models(name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    model = architecture.build(torch.bfloat16).requires_grad_(False)
+    facts = facts_of(model)
+    policy = decide(facts, device_profile("a100"), PrecisionRequest(dtype="bfloat16"))
+    enforce_model(model, policy)
+    cast = [pattern for pattern in policy.pinned if pattern not in facts.uncast]
+    wrong = []
+
+    def note(name: str, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, torch.Tensor) and first.dtype == torch.float32:
+            wrong.append(name)
+
+    for path, module in model.named_modules():
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        if any(is_pinned(f"{path}.{key}", cast) for key, _ in tensors):
+            module.register_forward_hook(lambda _, __, output, path=path: note(path, output))
+    with torch.no_grad():
+        model(**architecture.batch(dtype=torch.bfloat16))
+    assert not wrong

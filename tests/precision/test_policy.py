@@ -261,6 +261,7 @@ def test_a_quantized_format_that_cannot_be_trained_is_refused():
     with pytest.raises(PrecisionError) as caught:
         decide(facts, A100, PrecisionRequest())
     assert caught.value.problems[0].given == "llama-gptq is quantized with gptq-4bit"
+    assert caught.value.problems[0].expected.startswith("float weights, GGUF, mxfp4, fp8")
     assert caught.value.hint is None  # nothing the user asked for is the cause
 
 

@@ -19,6 +19,7 @@ from isotype.compat.peft import without_peft
 from isotype.compat.transformers import has_own_adapters, pinned, pinned_strictly
 from isotype.core.errors import CheckpointError, PrecisionError
 from isotype.core.formats import MXFP4
+from isotype.model.boundary_choice import uncast_pins
 from isotype.model.experts.stack import held_stack
 from isotype.model.parts import Parts
 from isotype.model.quantized import constant_bytes, is_int8
@@ -163,9 +164,11 @@ def _facts_of_modules(model: Any) -> dict[str, Any]:
     def gather(patterns: Callable[[Any], Any]) -> tuple[str, ...]:
         return tuple(sorted({name for module in model.modules() for name in patterns(module) or ()}))
 
+    pins, strict = gather(pinned), gather(pinned_strictly)
     return {
-        "pinned": gather(pinned),
-        "pinned_strict": gather(pinned_strictly),
+        "pinned": pins,
+        "pinned_strict": strict,
+        "uncast": uncast_pins(model, (*pins, *strict)),
         "dense": dense and (*dense, *kept),
         "never_quantized": read,
         "kept": kept,

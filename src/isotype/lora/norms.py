@@ -20,7 +20,7 @@ from isotype.core.dtypes import HALVES
 from isotype.lora.kernels import kernel_of
 from isotype.lora.loops import elementwise
 from isotype.model.boundary import boundary_of, sharing
-from isotype.model.boundary_choice import needs_cast
+from isotype.model.boundary_choice import output_of
 from isotype.model.modes import is_close, result_of
 from isotype.model.shard import is_sharded
 
@@ -43,7 +43,7 @@ def norm_parts(module: Any) -> NormParts | None:
     alone = list(own_parameters(module)) == ["weight"] and not own_modules(module)
     if not alone or weight is None or weight.dim() != 1 or not isinstance(eps, float):
         return None
-    widens = weight.dtype in HALVES and needs_cast(module, weight.dtype)
+    widens = weight.dtype in HALVES and output_of(module, weight.dtype) == "cast"
     if boundary_of(module) is not None or widens:
         return None
     generator = torch.Generator().manual_seed(0)

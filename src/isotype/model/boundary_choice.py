@@ -6,14 +6,14 @@ The cast is for a float32 residual stream, or for another dtype of this module.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 
 from isotype.compat.peft import without_peft
-from isotype.compat.torch import BUFFERS, own_buffers, own_parameters
+from isotype.compat.torch import BUFFERS, own_buffers, own_modules, own_parameters
 from isotype.core.names import base_name, in_module
 from isotype.model.boundary import BoundarySettings, original_class, sharing
 from isotype.model.modes import in_evaluation, result_of
@@ -23,8 +23,8 @@ from isotype.model.walk import Place, blocks_in, is_router, is_tuner_layer, own_
 from isotype.precision.policy import ModuleException, PrecisionPolicy, is_pinned
 
 _PLAIN = (bool, int, float, str, torch.dtype)
-_ANSWERS: dict[Hashable, bool] = {}
-"""Cache of `needs_cast`: a hundred norms of a model have the same key (class, settings, shapes, dtype)."""
+_OUTPUTS: dict[Hashable, torch.dtype | str | None] = {}
+"""Cache of `output_of`: a hundred norms of a model have the same key (class, settings, shapes, dtype)."""
 
 
 def range_boundaries(
@@ -159,47 +159,61 @@ def _kind_of_boundary(place: Place, policy: PrecisionPolicy) -> str | None:
         return "compute"  # its last matmul has activations that are multiplied by the router's float32 scores
     high = [p for p in parameters.values() if p.dtype == torch.float32]
     if not high:
-        return "float32" if place.kind == "norm" and needs_cast(place.module, policy.plain) else None
+        norm = place.kind == "norm" and output_of(place.module, policy.plain) == "cast"
+        return "float32" if norm else None
     if place.kind == "linear4bit":
         return "bias"
     trained = place.adapter or any(p.requires_grad for p in high)
     if place.kind == "other" and not trained:
         # The author's code of a module handles its pinned parameters, if it has other parts, too.
-        alone = next(place.module.children(), None) is None
-        alone &= all(is_pinned(f"{place.name}.{name}", policy.pinned) for name in parameters)
-        return "float32" if alone and needs_cast(place.module, policy.plain) else None
+        alone = _only_pins(place, policy.pinned)
+        return "float32" if alone and output_of(place.module, policy.plain) == "cast" else None
     # A frozen linear layer that is float32 without a pin (`keep_frozen`) computes in the compute dtype, like the others.
     inexact = place.kind == "other" or (place.kind == "linear" and (trained or not pinned))
     return "compute" if inexact else "float32"
 
 
-def needs_cast(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a module without a boundary returns float32 for an input in `dtype`, or takes only float32 inputs.
+def _only_pins(place: Place, patterns: Sequence[str]) -> bool:
+    names = own_float_parameters(place.module)
+    return not own_modules(place.module) and all(is_pinned(place.full_name(n), patterns) for n in names)
 
-    A copy of the module runs on the CPU, on zeros of shape `[1, n]`. If it has a matrix, its author has chosen the returned dtype.
+
+def uncast_pins(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Return the patterns of pinned parameters and buffers in modules whose outputs no boundary casts to 16 bits."""
+    uncast: set[str] = set()
+    for place in places(model) if patterns else ():
+        names = [place.full_name(n) for n in (*own_parameters(place.module), *own_buffers(place.module))]
+        matches = {pattern for pattern in patterns if any(is_pinned(name, (pattern,)) for name in names)}
+        if matches and place.kind == "other":
+            alone = not is_router(place.module) and _only_pins(place, patterns)
+            output = output_of(place.module, torch.bfloat16, torch.float32) if alone else None
+            uncast |= set() if output in ("cast", torch.bfloat16) else matches
+    return tuple(sorted(uncast))
+
+
+def output_of(
+    module: nn.Module, dtype: torch.dtype, stored: torch.dtype | None = None
+) -> torch.dtype | str | None:
+    """Return the dtype that a module without a boundary returns for an input in `dtype`; None if it is not known.
+
+    Return "cast" if the module returns float32 (except with a matrix: its author has chosen that), or takes only float32
+    inputs. A copy runs on the CPU, on zeros of shape `[1, n]`, with all weights in `stored`, or in their own dtypes.
     """
-    weights = {name: weight for name, weight in own_parameters(module).items() if weight is not None}
     settings = tuple((name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN))
-    shapes = tuple((name, weight.shape, weight.dtype) for name, weight in weights.items())
+    weights = own_parameters(module).items()
+    shapes = tuple((n, w.shape, stored or w.dtype) for n, w in weights if w is not None)
+    size = max((shape for _, shape, _ in shapes), key=len, default=())
     key = (original_class(module), settings, shapes, dtype)
-    if key not in _ANSWERS:
-        _ANSWERS[key] = _needs_cast(module, weights, dtype)
-    return _ANSWERS[key]
-
-
-def _needs_cast(module: nn.Module, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> bool:
-    largest = max(weights.values(), key=torch.Tensor.dim, default=None)
-    if largest is None or largest.dim() > 2:
-        return False
-    inputs = (torch.zeros(1, *largest.shape[-1:], dtype=d) for d in (torch.float32, dtype))
-    with in_evaluation(module):
-        twin = sharing(module, _zeros(weights))
-        vars(twin)[BUFFERS] = _zeros(own_buffers(module))
-        forward = partial(original_class(module).forward, twin)
-        exact, narrow = (getattr(result_of(forward, x), "dtype", None) for x in inputs)
-    return exact is not None if narrow is None else narrow == torch.float32 and largest.dim() < 2
-
-
-def _zeros(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    """Return zeros on the CPU with the shapes and dtypes of `tensors`."""
-    return {name: t if t is None else torch.zeros(t.shape, dtype=t.dtype) for name, t in tensors.items()}
+    if key not in _OUTPUTS and shapes and len(size) <= 2:
+        buffers = own_buffers(module).items()
+        inputs = (torch.zeros(1, *size[-1:], dtype=d) for d in (torch.float32, dtype))
+        with in_evaluation(module):
+            twin = sharing(module, {name: torch.zeros(shape, dtype=kind) for name, shape, kind in shapes})
+            vars(twin)[BUFFERS] = {
+                n: b if b is None else torch.zeros(b.shape, dtype=b.dtype) for n, b in buffers
+            }
+            forward = partial(original_class(module).forward, twin)
+            exact, narrow = (getattr(result_of(forward, x), "dtype", None) for x in inputs)
+        needs = exact is not None if narrow is None else narrow == torch.float32 and len(size) < 2
+        _OUTPUTS[key] = "cast" if needs else narrow
+    return _OUTPUTS.get(key)

@@ -54,14 +54,8 @@ def decide(
 ) -> PrecisionPolicy:
     """Return the policy for a model, a device and the user's request.
 
-    Args:
-        facts: the model's dtypes, from the checkpoint's headers and config.
-        obstacles: problems with library versions. The error lists them together with the request's conflicts.
-        ranges: measured magnitudes of this model's values; None if they were not measured.
-
-    Raises:
-        PrecisionError: the request has conflicts. The error lists them with their fixes, and the nearest policy that
-            works.
+    Raises PrecisionError if the request has conflicts. The error lists them with their fixes and the problems `obstacles`
+    with library versions, and the nearest policy that works.
     """
     draft = _Draft(facts, profile, request)
     compute, master, storage = draft.roles()
@@ -78,17 +72,15 @@ def decide(
     quantizes = storage in QUANTIZATIONS and facts.saved_format is None
     dense, read = facts.dense if quantizes and not whole else (), facts.never_quantized if quantizes else ()
     plain = compute if storage in QUANTIZATIONS else parse_dtype(storage)
-    reasons |= fixed_reasons(compute, plain, pinned)
+    reasons |= fixed_reasons(compute, plain, pinned, facts.uncast)
     experts = kept_experts(facts, request)
     if experts:
-        reasons["storage"] += (
-            f"; experts stay in {experts}, as they are stored, and are dequantized when tokens reach them"
-        )
+        how = "as they are stored, and are dequantized when tokens reach them"
+        reasons["storage"] += f"; experts stay in {experts}, {how}"
     routers = facts.routers and compute != torch.float32
     if routers:
-        reasons["routers"] = (
-            "routers choose experts by score: rounding changes the order of the scores and sends tokens to other experts"
-        )
+        why = "rounding changes the order of the scores and sends tokens to other experts"
+        reasons["routers"] = f"routers choose experts by score: {why}"
     by_ranges = decide_by_ranges(replace(facts, dense=dense), profile, compute, storage, ranges)
     reasons |= by_ranges.reasons
     if dense:
@@ -97,7 +89,10 @@ def decide(
         reasons["storage"] += _READ.format(listed(read), dtype_name(plain))
     warnings += by_ranges.warnings
     if plain != compute:
-        reasons |= autocast_reasons(reasons["compute"], plain)
+        name = dtype_name(plain)
+        casts = f"autocast casts {name} weights to it at each matmul"
+        reasons["compute"] += f"; {casts}; outside autocast the model computes in {name}"
+        reasons["residual"] = "as the weights, because autocast casts only at matmuls"
     return PrecisionPolicy(
         compute=compute,
         storage=storage,
@@ -148,7 +143,7 @@ class _Draft:
         saved = self.facts.quantization.format if self.facts.quantization else None
         if self.request.trainable not in TRAINABLE:
             self._refuse(f"trainable={self.request.trainable!r}", "'lora' or 'full'", "give one of the two")
-        if requested is not None and requested not in REQUESTABLE:
+        if requested not in (None, *REQUESTABLE):
             expected = f"one of {', '.join(REQUESTABLE)} or none"
             self._refuse(f"quantization {requested!r}", expected, "give one of these")
             return None
@@ -158,11 +153,9 @@ class _Draft:
             self._refuse(what, expected, "train adapters (trainable='lora'), or leave the quantization out")
         if saved in QUANTIZATIONS:
             if requested not in (None, saved):
-                self._refuse(
-                    f"quantization {requested}, but {self.facts.source} is saved in {saved}",
-                    f"{saved}, or an unquantized checkpoint",
-                    f"leave the quantization out (the checkpoint's {saved} is kept) or give the 16-bit original",
-                )
+                what = f"quantization {requested}, but {self.facts.source} is saved in {saved}"
+                fix = f"leave the quantization out (the checkpoint's {saved} is kept) or give the 16-bit original"
+                self._refuse(what, f"{saved}, or an unquantized checkpoint", fix)
             self.reasons["storage"] = f"the checkpoint is saved in {saved}"
             return saved
         if problem := unreadable(self.facts):
@@ -170,11 +163,9 @@ class _Draft:
         elif requested == MXFP4 and not (self.facts.quantization and self.facts.quantization.experts):
             trained = self.facts.trained_dtype
             stores = saved or (dtype_name(trained) if trained else "another format")
-            self._refuse(
-                f"quantization {MXFP4}, but {self.facts.source} stores its weights in {stores}",
-                f"a checkpoint with experts in {MXFP4}, like gpt-oss: isotype keeps this format, but converts no weights to it",
-                "ask for nf4 or int8, or leave the quantization out",
-            )
+            what = f"quantization {MXFP4}, but {self.facts.source} stores its weights in {stores}"
+            expected = f"a checkpoint with experts in {MXFP4}, like gpt-oss: isotype keeps this format, but converts no weights to it"
+            self._refuse(what, expected, "ask for nf4 or int8, or leave the quantization out")
         elif requested and requested != MXFP4:
             self.reasons["storage"] = "as requested"
             return requested
@@ -199,10 +190,9 @@ class _Draft:
             fix = f"{self.profile.reason(compute)}; use {dtype_name(best)}, or auto"
             self._refuse(f"compute dtype {name} on {self.profile.title}", expected, fix)
         elif support == "emulated":
-            self.warnings.append(
-                f"{name} on {self.profile.title}: {self.profile.reason(compute)}; expect it to be {times} "
-                f"(this device runs {dtype_name(best)} best)"
-            )
+            why = f"{self.profile.reason(compute)}; expect it to be {times}"
+            runs = f"this device runs {dtype_name(best)} best"
+            self.warnings.append(f"{name} on {self.profile.title}: {why} ({runs})")
         elif slower is not None and slower >= 1.5:
             matmuls = f"its matmuls run {times} than {dtype_name(best)}'s"
             self.warnings.append(f"{name} on {self.profile.title}: {matmuls}")
@@ -223,15 +213,13 @@ class _Draft:
             expected = "masters with at least the precision of the compute dtype"
             self._refuse(what, expected, f"leave the master dtype out, or compute in {name}")
         elif compute == torch.float16 and master != torch.float32:
-            self._refuse(
-                f"float16 compute with {name} masters",
-                f"float32 masters: float16 compute needs a GradScaler, which cannot unscale {name} gradients",
-                "leave the master dtype out, or compute in bfloat16",
-            )
+            scaler = f"a GradScaler, which cannot unscale {name} gradients"
+            expected = f"float32 masters: float16 compute needs {scaler}"
+            fix = "leave the master dtype out, or compute in bfloat16"
+            self._refuse(f"float16 compute with {name} masters", expected, fix)
         elif master != torch.float32:
-            self.warnings.append(
-                f"{name} masters lose every update smaller than half a unit in the last place of the weight"
-            )
+            lost = "every update smaller than half a unit in the last place of the weight"
+            self.warnings.append(f"{name} masters lose {lost}")
         return master
 
     def _storage(self, storage_format: str | None, compute: torch.dtype, master: torch.dtype) -> str:
@@ -249,9 +237,8 @@ class _Draft:
         saved = self.facts.quantization
         if saved and saved.dequantized and not kept_experts(self.facts, self.request):
             keeps = f"; --quantization {MXFP4} keeps experts as they are stored" if saved.experts else ""
-            self.reasons["storage"] = (
-                f"{saved.format} weights are dequantized once at load, because the format has no backward{keeps}"
-            )
+            why = f"because the format has no backward{keeps}"
+            self.reasons["storage"] = f"{saved.format} weights are dequantized once at load, {why}"
         else:
             self.reasons["storage"] = "frozen weights are stored in the compute dtype, so no step casts them"
         return dtype_name(compute)
@@ -268,12 +255,9 @@ class _Draft:
         if storage not in COMPUTE_DTYPES:
             self._refuse(f"storage {name}", "float32, bfloat16 or float16", "give one of these")
         if form:
-            self._refuse(
-                f"storage {name} with weights quantized in {form}",
-                "one of the two",
-                f"leave the storage out (the weights are stored in {form}), or take an unquantized checkpoint "
-                "and leave the quantization out",
-            )
+            drop = f"leave the storage out (the weights are stored in {form})"
+            fix = f"{drop}, or take an unquantized checkpoint and leave the quantization out"
+            self._refuse(f"storage {name} with weights quantized in {form}", "one of the two", fix)
             return form
         if self.request.trainable == "full" and storage != master:
             what = f"storage {name} with every weight trainable and {dtype_name(master)} masters"
@@ -303,14 +287,14 @@ def _auto_compute(facts: ModelFacts, profile: DeviceProfile, form: str | None) -
         return best, f"the best dtype that {profile.title} runs natively; the checkpoint names no dtype"
     name = dtype_name(trained)
     if trained == torch.float32 and form and best != torch.float32:
-        return best, (
-            f"{form} weights are rounded already, so float32 matmuls would be slower "
-            f"and no more precise than {dtype_name(best)} matmuls"
-        )
+        worse = f"slower and no more precise than {dtype_name(best)} matmuls"
+        return best, f"{form} weights are rounded already, so float32 matmuls would be {worse}"
     if profile.supports(trained) == "native":
         return trained, f"the checkpoint was trained in {name} and {profile.title} runs it natively"
-    used = f"so {dtype_name(best)} is used"
-    return best, f"the checkpoint was trained in {name}; {profile.reason(trained)}, {used}"
+    return (
+        best,
+        f"the checkpoint was trained in {name}; {profile.reason(trained)}, so {dtype_name(best)} is used",
+    )
 
 
 def _packing(facts: ModelFacts, request: PrecisionRequest, storage: str) -> tuple[bool, torch.dtype]:
@@ -362,15 +346,21 @@ def _nearest(
     return None
 
 
-def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str]) -> dict[str, str]:
+def fixed_reasons(
+    compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str], uncast: Sequence[str]
+) -> dict[str, str]:
     """Return role -> reason, for the roles that the user cannot choose."""
     name = dtype_name(compute)
     low = compute != torch.float32
+    outputs = f"their outputs are cast to {dtype_name(plain)}"
+    if uncast:
+        start = "no cast for the outputs of" if set(pinned) <= set(uncast) else f"{outputs}, except for"
+        outputs = f"{start} modules with {', '.join(uncast)}: their own code decides"
     return {
         "optimizer": "the dtype of the masters that the optimizer updates",
         "reduce": "gradients have the dtype of their masters",
         "pinned": (
-            f"the model's author keeps float32 for {', '.join(sorted(set(pinned)))}; their outputs are cast to {dtype_name(plain)}"
+            f"the model's author keeps float32 for {', '.join(sorted(set(pinned)))}; {outputs}"
             if pinned
             else ("the model keeps no parameter in float32" if low else "everything is float32 already")
         ),
@@ -388,16 +378,4 @@ def fixed_reasons(compute: torch.dtype, plain: torch.dtype, pinned: Sequence[str
             if compute == torch.bfloat16
             else "float32 gradients do not underflow"
         ),
-    }
-
-
-def autocast_reasons(compute: str, plain: torch.dtype) -> dict[str, str]:
-    """Return role -> reason if autocast casts the float weights. `compute` is the reason for the compute dtype."""
-    name = dtype_name(plain)
-    return {
-        "compute": (
-            f"{compute}; autocast casts {name} weights to it at each matmul; outside autocast the model computes in "
-            f"{name}"
-        ),
-        "residual": "as the weights, because autocast casts only at matmuls",
     }

@@ -50,6 +50,7 @@ class ModelFacts:
             config's dtype; None if unknown.
         pinned: patterns of parameters that stay float32 in float16 (`_keep_in_fp32_modules`).
         pinned_strict: patterns of parameters that always stay float32 (`_keep_in_fp32_modules_strict`).
+        uncast: those of these patterns whose modules keep the dtype of their outputs.
         parameters: number of parameters of the dequantized model; a shared parameter counts once.
         parameter_bytes: stored bytes, including quantization constants.
         dense: names of modules that are quantized only on request: vision and audio towers, their projectors, and
@@ -65,6 +66,7 @@ class ModelFacts:
     quantization: QuantizationFacts | None = None
     pinned: tuple[str, ...] = ()
     pinned_strict: tuple[str, ...] = ()
+    uncast: tuple[str, ...] = ()
     parameters: int | None = None
     parameter_bytes: int | None = None
     routers: bool = False
@@ -83,6 +85,6 @@ def unreadable(facts: ModelFacts) -> Problem | None:
     """Return the problem in words if isotype cannot read a model's quantization format; else None."""
     if facts.saved_format is None or facts.saved_format in QUANTIZATIONS:
         return None
-    expected = f"float weights, {', '.join(DEQUANTIZED)}, or bitsandbytes {alternatives(QUANTIZATIONS)}"
+    expected = f"float weights, GGUF, {', '.join(DEQUANTIZED)}, or bitsandbytes {alternatives(QUANTIZATIONS)}"
     fix = f"give the unquantized original, and choose a quantization: {', '.join(QUANTIZATIONS)}"
     return Problem(f"{facts.source} is quantized with {facts.saved_format}", expected, fix)

@@ -268,13 +268,12 @@ class PrecisionPolicy:
             return None
         try:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except FormatVersionError as error:
-            headline, expected = "precision policy of another format version", "a supported version"
-            fix = "install the version of isotype that wrote the file, or delete the file to decide again"
-            raise CheckpointError.of(headline, f"{path}: {error}", expected, fix) from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            headline, fix = "unreadable precision policy", "delete the file to decide again"
-            expected = "the JSON that isotype wrote"
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, FormatVersionError) as error:
+            headline, expected = "unreadable precision policy", "the JSON that isotype wrote"
+            fix = "delete the file to decide again"
+            if isinstance(error, FormatVersionError):
+                headline, expected = "precision policy of another format version", "a supported version"
+                fix = f"install the version of isotype that wrote the file, or {fix}"
             raise CheckpointError.of(headline, f"{path}: {error}", expected, fix) from error
 
 
