@@ -185,14 +185,18 @@ def test_bound_methods_are_the_twins_own() -> None:
     assert model.__dict__["forward"].__self__ is model
 
 
-class Wrapper:
-    """Calls a function, and refuses to be pickled or copied, like accelerate's conversion of outputs to float32."""
+class Calls:
+    """Calls a function. The lock prevents a copy after the function has been copied."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+        self.function, self.lock = function, threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
+
+
+class Wrapper(Calls):
+    """Refuses to be pickled or copied, like accelerate's conversion of outputs to float32."""
 
     def __getstate__(self) -> None:
         raise pickle.PicklingError
@@ -211,7 +215,7 @@ def in_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: options["functions"][0](*args)
 
 
-WRAPPERS = (in_closure, in_method, in_options, partial, Wrapper)
+WRAPPERS = (in_closure, in_method, in_options, partial, Wrapper, Calls)
 
 
 @pairwise("first, second, third", WRAPPERS, WRAPPERS, WRAPPERS, ids=lambda wrapper: wrapper.__name__)
@@ -228,6 +232,19 @@ def test_wrappers_of_a_forward_call_the_twins_forward(first: Any, second: Any, t
         with mode if each is twin else nullcontext():
             each(torch.zeros(1, 4, dtype=torch.long))
     assert ran == [model.head, twin.head]
+
+
+class CallsInDict(Calls, dict[str, Any]):
+    """Is of a class that `object.__new__` refuses."""
+
+
+@pytest.mark.parametrize("wrap", [list, tuple, CallsInDict])
+def test_an_attribute_that_cannot_be_copied_is_shared_with_all_its_parts(wrap: Callable[[Any], Any]) -> None:
+    model: Any = net()
+    model.calls = wrap([CallsInDict(torch.sin)] if wrap is not CallsInDict else torch.sin)
+    twin = twin_of(model, fake_mode())
+    call = twin.calls if wrap is CallsInDict else twin.calls[0]
+    assert call(torch.zeros(1)) == 0
 
 
 def test_a_twin_of_a_twin() -> None:

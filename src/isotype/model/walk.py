@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import operator
 import re
 import types
@@ -304,6 +305,7 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
     if type(value) in _HOLDERS and not value:  # most attributes of a module are empty; deepcopy is slower
         return memo.setdefault(id(value), type(value)())
+    known = len(memo)
     try:
         if isinstance(value, (types.FunctionType, types.MethodType)):
             return _with_copies(value, memo)
@@ -315,6 +317,8 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
             result.update({key: _with_copies(hook, memo) for key, hook in hooks.items()})
         return result
     except Exception:  # noqa: BLE001 - a lock, a file, a class that refuses: shared, and put back after the trace
+        for key in [*itertools.islice(memo, known, None)]:  # copies without all attributes
+            del memo[key]
         return _object_with_copies(value, memo)
 
 
@@ -368,13 +372,14 @@ def _with_copies_in(value: Any, memo: dict[int, Any]) -> Any:
 
 def _object_with_copies(value: Any, memo: dict[int, Any]) -> Any:
     """Return a callable object with copies in its attributes, as accelerate's wrapper of a forward; itself without any."""
+    kind: Any = type(value)
     if not callable(value) or not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module)):
         return value
     if id(value) not in memo:
         memo[id(value)] = value  # an object can be in its own attributes
         attributes = _with_copies_in(vars(value), memo)
-        if attributes is not vars(value):
-            memo[id(value)] = copy = object.__new__(type(value))
+        if attributes is not vars(value) and kind.__new__ is object.__new__:
+            memo[id(value)] = copy = object.__new__(kind)
             copy.__dict__.update(attributes)
             _fill_slots(copy, value, memo)
     return memo[id(value)]
