@@ -927,6 +927,31 @@ print("joined")
     assert "= cause  head.weight is float32, created at train.py:10" in after
 
 
+@pytest.mark.parametrize("error", ["SystemExit()", "ValueError('no more rows')"])
+def test_other_errors_of_threads_keep_no_memory(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    script = f"""
+import gc, weakref
+from threading import Thread
+class Rows:
+    pass
+known = []
+def work():
+    rows = Rows()
+    known.append(weakref.ref(rows))
+    raise {error}
+thread = Thread(target=work)
+thread.start()
+thread.join()
+gc.collect()
+print(known[0]())
+train(Net())
+"""
+    assert runs(script)[:2] == (0, "None\ntrained\n")
+
+
 def test_a_failed_forward_in_a_thread_is_not_one_without_a_backward(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

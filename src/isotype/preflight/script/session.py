@@ -22,7 +22,7 @@ from isotype.compat.replaced import Replacements
 from isotype.compat.standard import around_processes, around_programs
 from isotype.core import PACKAGE
 from isotype.core.console import TerminalConsole
-from isotype.core.errors import IsotypeError, error_line
+from isotype.core.errors import IsotypeError, causes, error_line
 from isotype.preflight.script.family import Family, Options, family, watched_command
 from isotype.report.text import say, short_source
 
@@ -107,8 +107,9 @@ class Session:
     def _thread_failed(self, hook: Callable[[Any], None], args: Any) -> None:
         """Print the error that ended a thread as Python would. The explanation follows at the end of the script."""
         if (error := args.exc_value) is not None:
-            self._of_thread = self._of_thread or error
             trace = cleaned(error).__traceback__
+            if self._of_thread is None and any(map(_may_be_explained, causes(error))):
+                self._of_thread = error  # a reference to the tensors of its frames, too
             args = threading.ExceptHookArgs((args.exc_type, error, trace, args.thread))
         hook(args)
 
@@ -253,6 +254,12 @@ _OURS = tuple(str(PACKAGE / room) for room in ("trace", "preflight", "cli", "com
 _RUNPY = runpy.run_path.__code__.co_filename
 
 _Entry = tuple[FrameType, int, int]
+
+
+def _may_be_explained(error: BaseException) -> bool:
+    modules = (frame.f_globals.get("__name__", "") for frame, *_ in _entries(error.__traceback__))
+    in_torch = any(module.startswith("torch.") for module in modules)
+    return isinstance(error, RuntimeError) or (in_torch and isinstance(error, Exception))
 
 
 def cleaned(error: BaseException) -> BaseException:
