@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -118,3 +119,24 @@ def test_statistics_are_cast_themselves_because_a_batch_norm_updates_them(
             assert any(f" to {to}" in fix.description and fix.verified for fix in finding.fixes)
             copied = any(fix.description.startswith("cast the operands") for fix in finding.fixes)
             assert not (copied and statistics != to), (weight, statistics)
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_operands_are_cast_at_a_line_only_if_the_line_has_them(size: int, device: str) -> None:
+    """At `self.norm(h)`, a user can cast `h`, but not the norm's weights."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm: Any = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d][size - 1](8)
+            self.norm.weight.data, self.norm.bias.data = self.norm.weight.to(BF16), self.norm.bias.to(BF16)
+
+        def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return self.norm(x * other).float().mean()
+
+    x = torch.ones(4, 8, *[2] * size, dtype=BF16)
+    report = isotype.check(Model(), {"x": x, "other": x}, device=device)
+    fixes = [fix.description for finding in report.errors for fix in finding.fixes]
+    assert "cast norm.weight, norm.bias to float32" in fixes
+    assert not [fix for fix in fixes if fix.startswith("cast the operands")]

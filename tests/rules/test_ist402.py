@@ -1,7 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import isotype
 from isotype.rules.ist402_state_missing import find
 from tests.rules.samples import BF16, packed, trace, weight
 
@@ -35,3 +42,44 @@ def test_a_head_that_the_checkpoint_lacks() -> None:
 
 def test_states_at_hand_are_silent() -> None:
     assert not list(find(trace([packed(), weight()])))
+
+
+def _int8(dora: bool) -> tuple[Any, dict[str, torch.Tensor]]:
+    from bitsandbytes.nn import Linear8bitLt
+
+    model = nn.Sequential(Linear8bitLt(32, 32, has_fp16_weights=False), nn.Linear(32, 4)).to("cpu")
+    config = LoraConfig(r=2, target_modules=["0"], use_dora=dora)
+    return get_peft_model(model, config), {"input": torch.randn(3, 32)}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cpu", "t4"])
+@pytest.mark.parametrize("dora", [True, False])
+def test_dora_copies_an_int8_weight_without_its_scales(dora: bool, device: str) -> None:
+    """peft 0.19 calls `weight.to("cpu")` in the forward, after bitsandbytes has moved the scales to the layer."""
+    model, inputs = _int8(dora)
+    report = isotype.check(model, inputs, device=device)
+    assert ["IST402"] * (dora and device == "cpu") == [finding.code for finding in report.errors]
+    model(**inputs)
+    if not dora:
+        assert model(**inputs).shape == (3, 4)
+        return
+    with pytest.raises(AttributeError, match="NoneType"):
+        model(**inputs)
+    before = report.errors
+    after = isotype.check(model, inputs, device="cpu").errors
+    assert after[0].message == "1 quantized weight has lost the quantization state"
+    for finding in (*before, after[0]):
+        assert finding.cause == (
+            "on a CPU, PEFT's DoRA replaces base_model.model.0.base_layer.weight by a copy without its scales"
+        )
+
+
+def test_a_boundary_of_isotype_keeps_the_scales_under_dora() -> None:
+    plain, inputs = _int8(dora=False)
+    base = plain.unload()
+    policy = isotype.resolve_precision(base, "bfloat16", device="cpu")
+    model = isotype.add_lora(base, policy, LoraConfig(r=2, target_modules=["0"], use_dora=True))
+    assert not isotype.check(model, inputs, device="cpu").errors
+    for _ in range(3):
+        model(**inputs)
+    assert not isotype.check(model, inputs, device="cpu").errors

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+import isotype
 from isotype.trace.fake.twin import fake_inputs, fake_like, fake_mode, twin_of
 from tests.pairwise import pairwise
 from tests.small import BF16, FP16, FP32, net
@@ -316,3 +317,18 @@ def test_an_int8_layer_keeps_its_class_and_scales(bnb: Any) -> None:
         assert twin["proj"](torch.ones(2, 64, dtype=FP16)).shape == (2, 64)
     assert layer.weight.SCB is scales
     assert layer.state.CB is None
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_packed_codes_that_have_lost_their_class_get_it_again(nested: bool) -> None:
+    """bitsandbytes restores the class in the forward, which a fake tensor refuses."""
+    from bitsandbytes.nn import Linear4bit
+
+    layer = Linear4bit(64, 8, compute_dtype=torch.float32, compress_statistics=nested).to("cpu")
+    model: Any = nn.Sequential(layer, nn.Linear(8, 2))
+    inputs = {"input": torch.randn(3, 64)}
+    layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
+    report = isotype.check(model, inputs, device="cpu")
+    assert report.trace.failure is None
+    assert type(layer.weight) is nn.Parameter
+    model(**inputs).sum().backward()

@@ -197,9 +197,15 @@ def test_what_comes_after_a_failure_is_not_run() -> None:
     assert phases_seen(trace) == ["forward"]
 
 
+@pytest.mark.parametrize("function", ["layer", "linear", "product"])
 @pytest.mark.parametrize("caught", ["", "at once", "used"])
-def test_a_layer_in_another_thread_ends_the_trace(caught: str) -> None:
-    """Such a layer runs without the recorder's modes, so its operators would be missing."""
+def test_operators_in_another_thread_end_the_trace(caught: str, function: str) -> None:
+    """They run without the recorder's modes, so the trace would lack them."""
+    call: Callable[..., torch.Tensor] = {
+        "layer": lambda layer, hidden: layer(hidden),
+        "linear": lambda layer, hidden: nn.functional.linear(hidden, layer.weight),
+        "product": lambda layer, hidden: hidden * layer.weight[0],
+    }[function]
 
     class Threaded(nn.Sequential):
         def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
@@ -207,7 +213,7 @@ def test_a_layer_in_another_thread_ends_the_trace(caught: str) -> None:
 
             def run() -> None:
                 try:
-                    outputs.append(self[1](hidden))
+                    outputs.append(call(self[1], hidden))
                 except RuntimeError:
                     outputs.append(hidden if caught == "at once" else None)
 
@@ -219,7 +225,12 @@ def test_a_layer_in_another_thread_ends_the_trace(caught: str) -> None:
 
     trace = trace_step(StepRequest(Threaded(nn.Linear(WIDTH, 4), nn.Linear(4, 4)), X), SETUP)
     assert trace.failure is not None
-    assert trace.failure.error == "OtherThreadError: 1 runs in another thread, which a trace cannot record"
+    first = "aten.select.int" if function == "product" else "aten.t.default"
+    assert (
+        trace.failure.error
+        == f"OtherThreadError: {first} runs in another thread, which a trace cannot record"
+    )
+    assert not trace.failure.source or "test_step.py" in trace.failure.source
     assert phases_seen(trace) == ["forward"]
 
 

@@ -138,6 +138,16 @@ def _by_blocks(kernel: Callable[..., object]) -> Callable[..., None]:
     return run
 
 
+def has_plain_codes(layer: Any) -> bool:
+    """Return whether a 4-bit layer's weight has packed codes, but the quantization state is only on the layer."""
+    packed = layer.weight.dim() == 2 and layer.weight.shape[1] == 1
+    return (
+        packed
+        and getattr(layer, "quant_state", None) is not None
+        and not hasattr(layer.weight, "quant_state")
+    )
+
+
 def give_quantized_class(layer: Any) -> None:
     """Change the class and attributes of a quantized layer's fake weight to those of bitsandbytes' weights."""
     from bitsandbytes.nn import Int8Params, Linear8bitLt, Params4bit

@@ -142,6 +142,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def sizes_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's shape; for a jagged tensor, whose own sizes are no numbers, the shape of its values."""
+    values: Any = tensor._values if tensor.layout is torch.jagged else tensor
+    return tuple(values.shape)
+
+
 def last_node_number() -> int:
     return torch._C._autograd._get_sequence_nr() - 1
 

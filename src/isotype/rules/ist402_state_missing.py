@@ -3,7 +3,8 @@
 **What it means.** A quantized layer has packed codes without their quantization state (scales, code book, shape). A
 script or library has replaced the parameter by a plain tensor (`load_state_dict`, `setattr`), or by a copy without the parameter's
 attributes. Or an old version of bitsandbytes lost the state when FSDP2 gathered the parameter. Or the checkpoint lacks
-the weight, for example of a new head: transformers then makes a quantized layer with a float weight.
+the weight, for example of a new head: transformers then makes a quantized layer with a float weight. On a CPU, PEFT's
+DoRA replaces an int8 weight by a copy without its scales in every forward.
 
 **Why it is bad.** The layer cannot compute: `'Parameter' object has no attribute 'quant_state'`, `quant_state
 is required` or a bare `AssertionError`.
@@ -25,9 +26,11 @@ from __future__ import annotations
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import base_name
-from isotype.records.trace import Trace
+from isotype.records.trace import Trace, Weight
 from isotype.rules.kit.findings import Findings, advice, finding_of
 from isotype.rules.kit.weight_sets import counted, quantized
+
+_DORA = ".lora_magnitude_vector."
 
 
 def find(trace: Trace) -> Findings:
@@ -39,8 +42,33 @@ def find(trace: Trace) -> Findings:
         message = f"{are} not quantized, but the layer computes with packed codes"
         cause = f"{base_name(plain[0].name)} is {dtype_name(plain[0].dtype)}: the checkpoint lacks it, or code replaced it"
         yield finding_of("error", message, plain, cause=cause, fixes=(advice(plain[0].module, how),))
-    if lost := [weight for weight in missing if not weight.dtype.is_floating_point]:
+    lost = [weight for weight in missing if not weight.dtype.is_floating_point]
+    copied = _copied_by_dora(trace)
+    message = f"{counted(lost, 'quantized weight', 'have')} lost the quantization state"
+    if copied:
+        message = (
+            message
+            if lost
+            else f"{counted(copied, 'int8 weight', 'lose')} the row scales in the first forward: the second one fails"
+        )
+        cause = f"on a CPU, PEFT's DoRA replaces {copied[0].name} by a copy without its scales"
+        how = "use LoRA without DoRA (use_dora=False), or 4-bit weights (load_in_4bit=True)"
+        yield finding_of("error", message, lost or copied, cause=cause, fixes=(advice("use_dora", how),))
+    elif lost:
         how = "load the model again, and do not replace packed weights with plain tensors (assignment, copy_, load_state_dict)"
-        message = f"{counted(lost, 'quantized weight', 'have')} lost the quantization state"
         cause = f"{lost[0].name} was replaced by a tensor without its scales"
         yield finding_of("error", message, lost, cause=cause, fixes=(advice(lost[0].module, how),))
+
+
+def _copied_by_dora(trace: Trace) -> list[Weight]:
+    """Return the int8 weights that PEFT's DoRA has copied in a forward on a CPU.
+
+    In a layer's first forward, bitsandbytes moves the row scales from the weight to the layer. PEFT then replaces the
+    weight by a copy without scales, and the second forward uses the copy's scales. A boundary of isotype keeps the scales.
+    """
+    ran = {call.module.partition(_DORA)[0] for call in trace.calls if _DORA in call.module}
+    adapted = {name.partition(_DORA)[0] for name in trace.modules if _DORA in name}
+    int8 = (row for row in quantized(trace) if row[1].format == "int8" and not row[1].bounded)
+    layers = ((weight, ran if state.present else adapted) for weight, state in int8)
+    copied = [weight for weight, homes in layers if weight.module.rpartition(".")[0] in homes]
+    return copied if trace.setup.profile.kind == "cpu" else []

@@ -19,7 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotype.compat.torch import FakeTensor, UncompiledMode, current_node, last_node_number, node_number
+from isotype.compat.torch import (
+    FakeTensor,
+    UncompiledMode,
+    current_node,
+    last_node_number,
+    node_number,
+    sizes_of,
+)
 from isotype.core.dtypes import FLOATS
 from isotype.core.operators import leaves, numbers_in, operator_name, schema_of, tensors_in, tensors_of
 from isotype.core.source import asking_frame, asking_line, is_called_by, shown
@@ -326,7 +333,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     def operands(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[Operand, ...]:
         """Return an operand for each (argument name, tensor), with the origin of the tensor's dtype."""
-        return tuple([Operand(role, t.dtype, tuple(t.shape), self.origin(t)) for role, t in tensors])
+        return tuple([Operand(role, t.dtype, sizes_of(t), self.origin(t)) for role, t in tensors])
 
     @property
     def _recomputing(self) -> bool:
@@ -375,7 +382,7 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             place.breached = True
         if func in _READS or (func is aten.detach.default and self.function in _SHORTENED):
             self._cut(call.tensors[0][1], shown(place.source))
-        results = tuple([(tensor.dtype, tuple(tensor.shape)) for tensor in outputs])
+        results = tuple([(tensor.dtype, sizes_of(tensor)) for tensor in outputs])
         self._append(
             name,
             place,

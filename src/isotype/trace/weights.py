@@ -16,6 +16,7 @@ from isotype.compat.transformers import pinned, pinned_strictly
 from isotype.core.dtypes import HALVES
 from isotype.core.names import unparametrized
 from isotype.core.threads import SMALL, one_thread
+from isotype.model.boundary import Boundary
 from isotype.model.experts.stack import QuantizedStack, held_stack
 from isotype.model.finite import all_finite
 from isotype.model.quantized import is_repacked, quantization_state, repacking, row_scales
@@ -161,11 +162,13 @@ def _quantization(place: Place, name: str) -> Quantization | None:
     if name != "weight" or place.kind not in ("linear4bit", "linear8bit"):
         return None
     layer: Any = place.module
+    state: Any
     if place.kind == "linear8bit":
         scales = row_scales(layer) if hasattr(layer.weight, "SCB") else None
         absmax = None if scales is None else scales.dtype
-        return Quantization("int8", None, None, scales is not None, absmax, layer.weight.dtype, torch.int8)
-    state: Any = quantization_state(layer)
+        present, packed, bounded = scales is not None, layer.weight.dtype, isinstance(layer, Boundary)
+        return Quantization("int8", None, None, present, absmax, packed, torch.int8, bounded=bounded)
+    state = quantization_state(layer)
     absmax = None if state is None else (state.state2 if state.nested else state).absmax.dtype
     return Quantization(
         format=str(getattr(state, "quant_type", None) or getattr(layer.weight, "quant_type", "4-bit")),

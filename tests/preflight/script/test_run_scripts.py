@@ -1509,7 +1509,7 @@ def test_layers_in_threads_do_not_get_the_autocast_of_the_step(
     assert says in err
     assert ("runs without autocast, because" in err) == ("autocast" in says)
     assert "error[" not in err  # nothing is stated about operators that were not traced
-    assert "the first step was traced only up to forward: OtherThreadError: branches." in err
+    assert "OtherThreadError: aten." in err
 
 
 _NOT_RECORDED = "the operators that the model ran in other threads were not recorded"
@@ -1554,3 +1554,45 @@ other.{method}(ids)
 """)
     assert (status, "error[IST101]" in err, "IST199" in err) == (1, True, False)
     assert "head.weight is float32, created at train.py" in err
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_scaler_of_accelerates_optimizer_is_used_whatever_the_script_does(
+    wrapped: bool, dtype: str, runs: Runs
+) -> None:
+    wrap = "optimizer = AcceleratedOptimizer(optimizer, scaler=scaler)" if wrapped else ""
+    step = "scaler.unscale_(optimizer), scaler.step(optimizer), scaler.update()"
+    _, _, err = runs(f"""
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+accelerator = Accelerator(cpu=True)
+net = nn.Linear(8, 4).to(torch.{dtype})
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+{wrap}
+with torch.autocast("cpu", torch.float16):
+    loss = net(torch.ones(2, 8, dtype=torch.{dtype})).sum()
+scaler.scale(loss).backward()
+{"optimizer.step()" if wrapped else step}
+""")
+    before, _, after = err.partition("after the first step")
+    gets = "[IST302]: GradScaler gets the bfloat16 gradients"
+    assert (gets in before) == (wrapped and dtype == "bfloat16")
+    assert (gets in after) == (not wrapped and dtype == "bfloat16")
+
+
+def test_rules_check_a_step_on_jagged_tensors(runs: Runs) -> None:
+    """A jagged tensor has a size that is no number."""
+    status, _, err = runs("""
+net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(False))
+optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+rows = torch.nested.nested_tensor([torch.randn(3, 64), torch.randn(5, 64)], layout=torch.jagged)
+with torch.autocast("cpu", torch.bfloat16):
+    loss = net(rows).values().float().sum()
+loss.backward()
+optimizer.step()
+""")
+    assert status == 0
+    assert "IST199" not in err
+    assert "warning[IST202]: frozen float32 weights are cast to bfloat16 at every step" in err

@@ -5,14 +5,22 @@ All fake tensors are on the CPU. Their `FakeTensorMode` has attributes with the 
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import torch
 
-from isotype.compat.torch import FakeTensor, FakeTensorMode
+from isotype.compat.torch import FakeTensor, FakeTensorMode, in_backward
 from isotype.core.dtypes import HALVES
+from isotype.core.operators import operator_name
 from isotype.precision.devices.profile import DeviceProfile, this_cpu_emulates
 
 VALUE = "_isotype_value"
 """Attribute with the known value of a fake tensor."""
+
+
+class OtherThreadError(RuntimeError):
+    """An operator runs in a thread other than the thread of the trace, which cannot record it."""
 
 
 class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -21,6 +29,8 @@ class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     Attributes:
         is_cpu: whether the simulated device is a CPU; False without a profile.
         emulated: 16-bit dtypes for which the simulated CPU has no instructions; empty for other devices.
+        thread: identifier of the only thread that may run operators; None before a trace.
+        threaded: the error of the first operator in another thread, which may have ignored the error; None without one.
     """
 
     def __init__(self, profile: DeviceProfile | None = None) -> None:
@@ -28,6 +38,15 @@ class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         cpu = profile if profile is not None and profile.kind == "cpu" else None
         self.is_cpu = cpu is not None
         self.emulated = frozenset(dtype for dtype in HALVES if cpu and cpu.supports(dtype) != "native")
+        self.thread: int | None = None
+        self.threaded: OtherThreadError | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.thread not in (None, threading.get_ident()) and not in_backward():
+            what = f"{operator_name(func)} runs in another thread, which a trace cannot record"
+            self.threaded = self.threaded or OtherThreadError(what)
+            raise self.threaded
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def is_on_cpu(x: torch.Tensor) -> bool:

@@ -159,6 +159,12 @@ def _helpers(model: nn.Module) -> tuple[list[torch.optim.Optimizer], bool]:
     return optimizers[::-1], enabled and not _never_scales()
 
 
+def steps_scaled() -> bool:
+    """Return True if accelerate steps an optimizer through an enabled GradScaler, whatever the script does."""
+    scalers = (getattr(optimizer, "scaler", None) for optimizer in living(torch.optim.Optimizer))
+    return any(isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() for scaler in scalers)
+
+
 def _never_scales() -> bool:
     """Return True if the script's files construct a GradScaler, and neither they nor a library's loop scale a loss."""
     text = "".join(code for _, code in script_files())

@@ -32,6 +32,7 @@ from isotype.preflight.script.ahead import (
     look_ahead,
     rank,
     request_of_script,
+    steps_scaled,
     tried,
     without_tensors,
 )
@@ -170,8 +171,11 @@ class Diagnosis:
         # `_say_ahead` reports the error that ended the trace. A finding that only repeats this error is left out.
         raised = "" if report.trace.failure is None else report.trace.failure.error
         repeats = [f for f in report.findings if f.kind == "untraced" and raised in f.cause]
-        # Only the real step shows whether the script uses its GradScaler.
-        left_out = [*repeats, *findings_of(report.findings, ist302_scaler_bfloat16)]
+        # Only the real step shows whether the script's own code uses a GradScaler.
+        left_out = [
+            *repeats,
+            *([] if steps_scaled() else findings_of(report.findings, ist302_scaler_bfloat16)),
+        ]
         report = replace(report, findings=tuple(f for f in report.findings if f not in left_out))
         report = replace(report, again=None)  # the function would keep the model's memory
         self._say_ahead(report, time.perf_counter() - started)

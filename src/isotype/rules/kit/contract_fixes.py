@@ -50,9 +50,16 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
     if trace.setup.autocast is None and low in ("bfloat16", "float16"):
         yield fix(f"run the step under autocast to {low}", "setting", ("autocast",), low)
     called = tuple(dict.fromkeys(call.source for call in group.calls if call.source))
-    # A batch norm would update the copies of its statistics.
-    copies = any(o.role in STATISTICS and o.dtype != _wanted(group) for c in group.calls for o in c.floats)
-    if called and not copies and (len(called) <= 3 or group.refused == "dtype"):
+    stored = (
+        operand.role in STATISTICS  # a batch norm would update the copies of its statistics
+        or (
+            _is_own(operand, call) and hasattr(torch.nn, trace.modules.get(call.module, ""))
+        )  # the line has only the inputs
+        for call in group.calls
+        for operand in call.floats
+        if operand.dtype != _wanted(group)
+    )
+    if called and not any(stored) and (len(called) <= 3 or group.refused == "dtype"):
         into = _written_into(group)
         what = f"the operands to {expected}" if into is None else f"what is written to {into}"
         back = group.refused == "dtype" and group.mismatched.dtype in HALVES

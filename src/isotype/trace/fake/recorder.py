@@ -23,22 +23,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from isotype.compat.torch import (
-    FakeTensor,
-    FakeTensorMode,
-    in_backward,
-    unset_fake_temporarily,
-    without_functions,
-    without_modes,
-)
+from isotype.compat.torch import FakeTensor, unset_fake_temporarily, without_functions, without_modes
 from isotype.contracts.contract import NO_FLOAT8, Contracts, is_exempt
 from isotype.contracts.families import by_shapes
 from isotype.contracts.pattern import CORRUPTS
 from isotype.core.dtypes import FLOATS, named_integer
 from isotype.core.errors import error_line, first_line
-from isotype.core.names import named
 from isotype.core.operators import BFLOAT16_WITHOUT_MEMORY, float_indices, given_tensors, leaves, schema_of
 from isotype.core.source import condition_at, raising_line, shown, tensors_at_hand
+from isotype.precision.devices.simulated import SimulatedMode
 from isotype.records.trace import ONLY_WIDE, SHARED, UNSAFE, Breach, Failure, Origin, OriginKind
 from isotype.trace.fake.arguments import (
     as_measured,
@@ -75,10 +68,6 @@ class TimeSpentError(RuntimeError):
     """The deadline of the trace has passed before the step ended."""
 
 
-class OtherThreadError(RuntimeError):
-    """A module of the step runs in a thread without the recorder's modes."""
-
-
 class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     """Records one step on fake tensors.
 
@@ -96,7 +85,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self,
         contracts: Contracts,
         compute: torch.dtype,
-        fake: FakeTensorMode,
+        fake: SimulatedMode,
         lines: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         super().__init__()
@@ -111,7 +100,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.known = Known(self.values)
         self.gradients = Gradients()
         self.reach = InputReach()
-        self._thread, self._in_thread = threading.get_ident(), list[OtherThreadError]()
+        self.fake.thread = threading.get_ident()
         self._outside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._named: dict[int, tuple[torch.Tensor, Origin]] = {}
 
@@ -125,20 +114,6 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             hooks.enter_context(noting)
         self._register_plain_tensors(model)
         return hooks
-
-    def enter(
-        self, name: str, repeats: int = 1, returns: Origin | None = None, module: nn.Module | None = None
-    ) -> None:
-        if threading.get_ident() != self._thread and not in_backward():
-            error = OtherThreadError(f"{named(name)} runs in another thread, which a trace cannot record")
-            self._in_thread.append(error)
-            raise error
-        super().enter(name, repeats, returns, module)
-
-    def check_threads(self) -> None:
-        """Raise the error of `enter` if another thread has ignored it."""
-        if self._in_thread:
-            raise self._in_thread[0]
 
     def leave(self, arguments: Any = (), output: Any = None) -> None:
         """Call `Recorder.leave`, and record the module's name if its output may require a gradient."""
@@ -451,7 +426,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             return (torch.ones(tensor.shape, dtype=tensor.dtype) if value is None else value).tolist()
 
     def failure(self, error: Exception) -> Failure:
-        error = next(iter(self._in_thread), error)
+        error = self.fake.threaded or error
         frame = self._raised_in or (self._frames[-1] if self._frames else None)
         source = raising_line(error)
         with without_functions():

@@ -220,7 +220,8 @@ class _Step:
                 with self.recorder.during(phase):
                     try:
                         run()
-                        self.recorder.check_threads()
+                        if self.mode.threaded is not None:
+                            raise self.mode.threaded
                     except Exception as error:  # noqa: BLE001 - any error of the model's code ends the step
                         return self.recorder.failure(error)
                 if phase in ("forward", "backward") and self._is_enough():

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from isotype.compat.bitsandbytes import give_quantized_class
+from isotype.compat.bitsandbytes import give_quantized_class, has_plain_codes
 from isotype.compat.torch import (
     PARAMETERS,
     TENSOR_DATA,
@@ -39,7 +39,7 @@ from isotype.trace.recorder import ORIGIN
 _CPU = torch.device("cpu")
 
 
-def fake_mode(profile: DeviceProfile | None = None) -> FakeTensorMode:
+def fake_mode(profile: DeviceProfile | None = None) -> SimulatedMode:
     """Return a mode that replaces the real tensors of an operator by fakes.
 
     If the profile describes a CPU, the fakes of isotype's kernels use the dtypes in which that CPU multiplies.
@@ -99,12 +99,13 @@ def twin_of(model: nn.Module, mode: FakeTensorMode, shared: Iterable[Any] = ()) 
             _fill(memo[id(tensor)], tensor, memo)
         fill_copies(model, memo)
     twin: nn.Module = memo[id(model)]
-    if unshard(twin):
+    if whole := unshard(twin):
         _gather_in_dtypes(model, twin)
-        # The parameters are whole again. They get the classes that they had before the model was sharded.
-        for module in twin.modules():
-            if kind_of(module) in ("linear4bit", "linear8bit"):
-                give_quantized_class(module)
+    for module in twin.modules():
+        # Gathered parameters get the classes that they had before the model was sharded. bitsandbytes itself gives packed
+        # codes their class again, in the forward.
+        if kind_of(module) in ("linear4bit", "linear8bit") and (whole or has_plain_codes(module)):
+            give_quantized_class(module)
     return twin
 
 
