@@ -306,6 +306,22 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
             "check sft --model_name_or_path chat --quantization int8 --dtype bfloat16",
         ),
         (
+            "check swift sft --model chat --tuner_type full --torch_dtype=bfloat16",
+            "check sft --master_dtype bfloat16 --model_name_or_path chat --use_peft False --dtype bfloat16",
+        ),
+        (
+            "check swift sft --dtype bf16 --model chat --sft_type full",
+            "check sft --master_dtype bfloat16 --dtype bf16 --model_name_or_path chat --use_peft False",
+        ),
+        (
+            "check swift sft --model chat --train_type full --torch_dtype float32",
+            "check sft --model_name_or_path chat --use_peft False --dtype float32",
+        ),
+        (
+            "check swift sft --model chat --train_type full --torch_dtype bfloat16 --fsdp full_shard",
+            "check sft --model_name_or_path chat --use_peft False --dtype bfloat16 --fsdp full_shard",
+        ),
+        (
             "check sft chat --use_peft False --full_bf16",
             "check sft chat --use_peft False --master_dtype bfloat16",
         ),
@@ -354,6 +370,25 @@ def test_a_rank_above_the_width(capsys, folder, monkeypatch, command):
 def test_the_corrected_command(capsys, folder, monkeypatch, command, corrected):
     message = said(capsys, folder, monkeypatch, command)
     assert message.endswith(f" the corrected command: isotype {corrected}")
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        ("tune run full_finetune_single_device --config file.yaml", "torchtune"),
+        ("tune run --nproc_per_node 2 lora_finetune_distributed --config llama3_1/8B_lora", "torchtune"),
+        ("CUDA_VISIBLE_DEVICES=0 litgpt finetune_lora chat --quantize bnb.nf4", "LitGPT"),
+        ("xtuner train file.py --deepspeed deepspeed_zero2", "XTuner"),
+        ("ludwig train --config chat.yaml", "Ludwig"),
+    ],
+)
+@pytest.mark.parametrize("first", ["check", "plan"])
+def test_a_command_of_a_program_that_is_not_translated(capsys, folder, monkeypatch, first, command, program):
+    message = said(capsys, folder, monkeypatch, f"{first} {command}")
+    assert "error: the command begins with another program" in message
+    assert f"the command of {program} " in message
+    assert "fix isotype check MODEL checks a model alone" in message
+    assert message.count("expected ") == 1
 
 
 def test_a_problem_of_a_word_that_the_correction_added_is_not_printed(capsys, folder, monkeypatch):

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
 
+from isotype.core.optimizers import state_bytes
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
 from isotype.records.trace import Trace
 from isotype.report.check.cost import sharding_words, step_words
 from isotype.report.check.report import Report
-from isotype.rules.ist605_memory import _savings
+from isotype.rules.ist605_memory import Saving, _fixes, _savings
 from tests.rules.traces import BF16, FP32, batch, found, llama, of_llama, on, traced
 
 RULE = "ist605_memory"
@@ -37,11 +40,8 @@ def test_it_does_not_fit(trace: Trace) -> None:
     assert f", more than {room / 1024:.3g} KiB (85 % of NVIDIA T4's " in finding.message
     assert finding.cost is not None
     assert finding.cost.memory_bytes == trace.memory.peak - room
-    texts = [fix.description for fix in finding.fixes]
     # 61,440 weights of frozen linear layers from 4 bytes to 0.5625.
-    assert any(text.startswith("store the frozen linear layers in nf4: about 206 KiB less") for text in texts)
-    assert any(text.startswith("checkpoint the layers' activations: about") for text in texts)
-    assert any(text.startswith("store the frozen weights in 16 bits: about 1") for text in texts)
+    assert {saving.target: saving.bytes for saving in _savings(trace)}["quantization"] == 61_440 * 3.4375
 
 
 @pytest.mark.parametrize(("exact", "safety"), [(torch.bfloat16, "safe"), (None, "unsafe")])
@@ -49,7 +49,7 @@ def test_storage_in_16_bits_is_safe_for_weights_that_keep_their_values(
     trace: Trace, exact: torch.dtype | None, safety: str
 ) -> None:
     weights = tuple(replace(weight, exact_in=exact) for weight in trace.weights)
-    (finding,) = with_memory(replace(trace, weights=weights), trace.memory.peak / 2)
+    (finding,) = with_memory(replace(trace, weights=weights), trace.memory.peak)
     assert [fix.safety for fix in finding.fixes if "in 16 bits" in fix.description] == [safety]
 
 
@@ -109,27 +109,95 @@ def test_checkpointing_saves_what_the_layers_save_and_no_logits(trace: Trace) ->
     assert phase is not None
     of_layers, activations = trace.memory.saved[phase], trace.memory.phases[phase]["activations"]
     assert 0 < of_layers <= activations - 3 * 32 * 128 * 4  # the logits, their copy and its gradient
-    (finding,) = with_memory(trace, trace.memory.peak / 2)
-    less = next(
-        fix.description for fix in finding.fixes if fix.description.startswith("checkpoint the layers'")
-    )
-    assert f"about {(of_layers - of_layers // 2 - inputs) / 1024:.3g} KiB less" in less
+    saved = {saving.target: saving.bytes for saving in _savings(trace)}
+    assert saved["gradient_checkpointing"] == of_layers - of_layers // 2 - inputs
 
 
 def test_a_saving_that_hardly_suffices_may_be_enough(trace: Trace) -> None:
-    saved = next(size for _, size, target, _ in _savings(trace) if target == "gradient_checkpointing")
+    saved = next(s.bytes for s in _savings(trace) if s.target == "gradient_checkpointing")
     peak = trace.memory.peak
-    for part, words in ((1.05, ""), (0.99, ", which may be enough"), (0.5, ", which is enough")):
+    for part, words in ((0.99, ", which may be enough"), (0.5, ", which is enough")):
         (finding,) = with_memory(trace, (peak - part * saved) / 0.85)
         (text,) = (fix.description for fix in finding.fixes if fix.description.startswith("checkpoint"))
         assert text.partition(" less")[2] == words
+    (finding,) = with_memory(trace, (peak - 1.05 * saved) / 0.85)
+    assert not any(
+        fix.description.startswith("checkpoint the layers' activations: ") for fix in finding.fixes
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_fix_is_enough_and_none_of_its_parts_is(trace: Trace, seed: int) -> None:
+    rng = random.Random(seed)
+    names = ("gradient_checkpointing", "logits", "quantization", "dtype", "optim", "eval_accumulation_steps")
+    over = rng.randint(1, 200)
+    savings = [
+        Saving(f"<{name}>", rng.randint(1, 100), name, "x", rng.random() < 0.5)
+        for name in rng.sample(names, rng.randint(1, 6))
+    ]
+    shown = list(_fixes(trace, savings, over))
+    sets = [
+        parts
+        for n in range(1, 7)
+        for parts in combinations(savings, n)
+        if sum(part.bytes for part in parts) >= over
+        and not {"quantization", "dtype"} <= {p.target for p in parts}
+    ]
+    assert bool(shown) == bool(sets)
+    assert {saving.how for saving in savings if saving.bytes >= over} <= {
+        f.description.partition(":")[0] for f in shown
+    }
+    for fix in shown:
+        parts = [saving for saving in savings if saving.how in fix.description]
+        assert tuple(parts) in sets
+        assert [action.target for action in fix.actions] == [part.target for part in parts]
+        assert fix.safety == ("safe" if all(part.safe for part in parts) else "unsafe")
+        assert not any(tuple(p for p in parts if p is not left) in sets for left in parts)
+    small = [parts for parts in sets if all(part.bytes < over for part in parts)]
+    if any(part.safe for parts in small for part in parts) and small:
+        safe = any(all(part.safe for part in parts) for parts in small)
+        assert [fix.safety for fix in shown if len(fix.actions) > 1] == ["safe" if safe else "unsafe"]
+
+
+def test_savings_that_are_not_enough_together_are_a_note(trace: Trace) -> None:
+    (finding,) = with_memory(trace, 1)
+    assert finding.fixes == ()
+    (note,) = (note for note in finding.notes if note.startswith("not enough, even together: "))
+    assert "store the frozen linear layers in nf4 (about 206 KiB less)" in note
+    (finding,) = with_memory(trace, trace.memory.peak)
+    assert not any(note.startswith("not enough") for note in finding.notes)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "saves"),
+    [
+        ("adamw", True),
+        ("adamw_32bit", True),
+        ("adamw_8bit", False),
+        ("adamw_torch_4bit", False),
+        ("adafactor", False),
+    ],
+)
+def test_states_in_8_bits_are_advised_only_if_they_are_smaller(
+    trace: Trace, optimizer: str, saves: bool
+) -> None:
+    shapes = [(4096, 512), (64, 8192), (512,)]
+    weights = [
+        replace(w, trainable=True, shape=s, kind="linear")
+        for w, s in zip(trace.weights, shapes, strict=False)
+    ]
+    states = sum(state_bytes("adamw_bnb" if optimizer == "adamw" else optimizer, shape) for shape in shapes)
+    memory = Memory({"backward": {"optimizer": states, "activations": 1000}})
+    savings = _savings(on(replace(trace, weights=tuple(weights), memory=memory), "t4"))
+    saved = [saving.bytes for saving in savings if saving.target == "optim"]
+    small = sum(state_bytes("adamw_8bit", shape) for shape in shapes)
+    assert saved == ([states - small] if saves else [])
 
 
 def test_a_loss_in_chunks_is_advised_only_for_logits_of_all_tokens(trace: Trace) -> None:
     def advised(trace: Trace) -> bool:
-        (finding,) = with_memory(trace, trace.memory.peak / 2)
         return any(
-            fix.description.startswith("compute the loss from the logits of a part") for fix in finding.fixes
+            saving.how.startswith("compute the loss from the logits of a part") for saving in _savings(trace)
         )
 
     logits = 32 * 128 * 4

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from isotype.cli.main import main
 from isotype.core.optimizers import learning_rate_of
+from isotype.precision.devices.room import Room
 from isotype.precision.ranges import ModuleRange, Ranges
 from isotype.preflight.check import check
+from isotype.records.request import Setup
 from isotype.rules.ist801_lost_updates import find
 from isotype.rules.kit.weight_sets import spacing
 from tests.reality import real_step
@@ -213,3 +216,39 @@ def test_masters_that_were_requested_in_bfloat16_are_changed_by_the_request(
     assert "--master_dtype float32" in command
     assert main([*line, "float32"]) == 0
     assert "IST801" not in capsys.readouterr().out
+
+
+def test_masters_in_float32_that_do_not_fit_are_named_with_this_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fixes that change no memory stay fixes."""
+    save_chat_model(tmp_path / "model")
+    line = ["check", "sft", "--model_name_or_path", str(tmp_path / "model"), "--device", "a100", "--use_peft"]
+    line += [
+        "False",
+        "--dtype",
+        "bfloat16",
+        "--learning_rate",
+        "1e-6",
+        "--master_dtype",
+        "bfloat16",
+        "--json",
+    ]
+
+    def checked() -> tuple[int, list[str], list[str]]:
+        assert main(line) == 0
+        report = json.loads(capsys.readouterr().out)
+        (finding,) = (found for found in report["findings"] if found["code"] == "IST801")
+        return report["memory"]["peak_bytes"], finding["notes"], [f["description"] for f in finding["fixes"]]
+
+    peak, before, fixes = checked()
+    assert any(text.startswith("train float32 weights") for text in fixes)
+    assert not any(note.startswith("no fix here") for note in before)
+    small = Room(peak + 1000, "a small device's memory")
+    monkeypatch.setattr(Setup, "limit", property(lambda setup: small))
+    _, (note, *others), fixes = checked()
+    assert others == before
+    assert fixes == []
+    assert note.startswith(
+        "no fix here: train float32 weights, which take twice the memory, because the step does not fit: "
+    )

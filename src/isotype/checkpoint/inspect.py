@@ -197,15 +197,9 @@ def _natural_order(name: str) -> list[tuple[int, int, str]]:
 
 # A word for each operation of transformers' conversions.
 _WORDS = {
-    "MergeModulelist": "stacked",
-    "SplitModulelist": "unstacked",
-    "Concatenate": "joined",
-    "Chunk": "split",
-    "Split": "split",
-    "Transpose": "transposed",
-    "PermuteForRope": "permuted",
-    "Interleave": "interleaved",
-}
+    "MergeModulelist": "stacked", "SplitModulelist": "unstacked", "Concatenate": "joined", "Chunk": "split",
+    "Split": "split", "Transpose": "transposed", "PermuteForRope": "permuted", "Interleave": "interleaved",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -47,23 +47,12 @@ _CPP: dict[torch.dtype, tuple[str, str]] = {
 }
 
 FLOAT_DTYPES: dict[str, torch.dtype] = {
-    "f": torch.float32,
-    "b": torch.bfloat16,
-    "h": torch.float16,
-    "d": torch.float64,
-}
-RESULT_DTYPES: dict[str, torch.dtype] = {
-    **FLOAT_DTYPES,
-    "o": torch.bool,
-    "u": torch.uint8,
-    "c": torch.int8,
-    "s": torch.int16,
-    "n": torch.int32,
-    "l": torch.int64,
-    "x": torch.complex32,
-    "z": torch.complex64,
-    "y": torch.complex128,
-}
+    "f": torch.float32, "b": torch.bfloat16, "h": torch.float16, "d": torch.float64,
+}  # fmt: skip
+RESULT_DTYPES: dict[str, torch.dtype] = FLOAT_DTYPES | {
+    "o": torch.bool, "u": torch.uint8, "c": torch.int8, "s": torch.int16, "n": torch.int32, "l": torch.int64,
+    "x": torch.complex32, "z": torch.complex64, "y": torch.complex128,
+}  # fmt: skip
 RESULT_LETTERS: dict[torch.dtype, str] = {dtype: letter for letter, dtype in RESULT_DTYPES.items()}
 """Letters of result dtypes, one for each integer dtype."""
 LETTERS: dict[torch.dtype, str] = {

@@ -17,20 +17,9 @@ from torch import nn
 
 from isotype.model.walk import is_tuner_layer
 
-_RESULTS = (
-    "t",
-    "T",
-    "mT",
-    "type",
-    "to",
-    "float",
-    "view",
-    "reshape",
-    "transpose",
-    "squeeze",
-    "unsqueeze",
-    "clamp",
-)
+_RESULTS = {
+    "t", "T", "mT", "type", "to", "float", "view", "reshape", "transpose", "squeeze", "unsqueeze", "clamp",
+}  # fmt: skip
 """A tensor's attributes and methods that return the same values, or (`clamp`) the values limited to a range."""
 _QUERIES = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|_tie")
 

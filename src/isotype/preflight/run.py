@@ -6,7 +6,7 @@ import ast
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -153,7 +153,10 @@ class _Step:
 
         A finding without a fix that works gets a fix of another finding that resolves both.
         """
-        fixed = [replace(f, fixes=self._working(f, findings)) for f in findings]
+        fixed = [
+            replace(f, fixes=self._working(f, findings), notes=(*self._too_large(f, findings), *f.notes))
+            for f in findings
+        ]
         working = [fix for finding in fixed for fix in finding.fixes if fix.works]
         for at, finding in enumerate(fixed):
             if finding.severity != "note" and not any(fix.works for fix in finding.fixes):
@@ -180,6 +183,14 @@ class _Step:
                 outcome = f"the finding is gone, but the step then has {', '.join(sorted(new))}"
                 costly.append(replace(fix, verified=whole, outcome=outcome))
         return (*(good or costly[:1]), *advice)
+
+    def _too_large(self, finding: Finding, findings: Sequence[Finding]) -> Iterator[str]:
+        """Yield a note about each tried fix whose only fault is that the step then does not fit into the memory."""
+        for fix in finding.fixes:
+            after = self.tried.get(fix.actions) or ()
+            memory = [other for other in after if other.kind == "memory" and other.severity == "error"]
+            if memory and resolves(finding, findings, [other for other in after if other not in memory]):
+                yield f"no fix here: {fix.description}, because {memory[0].message}"
 
     def _with(
         self, actions: tuple[Action, ...], finding: Finding, findings: Sequence[Finding]

@@ -11,7 +11,8 @@ with their quantization states, adapters, gradients, optimizer states, activatio
 which optimizer states, gradients of earlier micro-batches, and activations are in memory together. If a trainer has
 `compute_metrics`, its evaluation keeps the predictions of all rows, and copies all of them after each batch.
 
-**What helps, and by how much.** The report estimates each saving as if no other saving were applied:
+**What helps, and by how much.** A fix is a saving that is enough, or a combination of smaller savings that are enough
+together. The report estimates each saving as if no other saving were applied:
 
 - Gradient checkpointing stores the input of each layer, and about `1/n` of the activations of n layers. The logits'
   memory stays the same. In 16 traced steps, the estimate was too large by at most 5.7 % of the peak. Therefore the
@@ -19,8 +20,8 @@ which optimizer states, gradients of earlier micro-batches, and activations are 
 - A loss that is computed in chunks needs at most about 1/8 of the memory of all logits, their copies and their
   gradients.
 - nf4 takes 0.5625 bytes per weight: half a byte, and 4 bytes of scale for each block of 64 weights.
-- A cast of frozen float32 weights to 16 bits halves their memory. 8-bit optimizer states take a quarter of the memory
-  of float32 states.
+- A cast of frozen float32 weights to 16 bits halves their memory. 8-bit optimizer states take about a quarter of the
+  memory of float32 states; the states of embeddings and of small parameters stay in float32.
 - The memory of activations is proportional to the batch size, and to the length of the rows.
 - With FSDP2 on N devices, each device stores 1/N of the layers' weights, gradients and optimizer states, and the
   activations of its batch. It also stores all weights outside of the layers, and up to three whole layers: the layer in
@@ -46,18 +47,22 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import NamedTuple
 
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.formats import why_kept
 from isotype.core.names import format_bytes, grouped, stacked
-from isotype.records.finding import Cost, Finding
+from isotype.core.optimizers import state_bytes
+from isotype.records.finding import Action, Cost, Finding, Fix
 from isotype.records.memory import BETWEEN_STEPS, Phase
+from isotype.records.request import Setup
 from isotype.records.trace import Trace, Weight
 from isotype.rules.kit import costs
-from isotype.rules.kit.findings import Findings, Fixes, fix
+from isotype.rules.kit.findings import Findings, Fixes
 from isotype.rules.kit.routers import router_products
 from isotype.rules.kit.weight_sets import count, counted, is_frozen_base, quantized
 
@@ -79,6 +84,16 @@ _SIZES: Mapping[Phase, tuple[str, str]] = {
 _DEVICES = (2, 4, 8, 16, 32, 64)
 
 
+class Saving(NamedTuple):
+    """A change that saves memory, as an instruction and as a training argument with its value."""
+
+    how: str
+    bytes: int
+    target: str
+    value: str
+    safe: bool = True
+
+
 def find(trace: Trace) -> Findings:
     limit, peak, phase = trace.setup.limit, trace.memory.peak, trace.memory.peak_phase
     if limit.size is None or phase is None or limit.holds(peak):
@@ -86,6 +101,9 @@ def find(trace: Trace) -> Findings:
     over = peak - limit.size
     place = "evaluation" if phase == "evaluate" else phase
     kinds = sorted(trace.memory.phases[phase].items(), key=lambda item: -item[1])
+    savings = sorted(_savings(trace), key=lambda saving: -saving.bytes)
+    fixes = tuple(_fixes(trace, savings, over))
+    small = "; ".join(f"{saving.how} (about {format_bytes(saving.bytes)} less)" for saving in savings)
     yield Finding(
         severity="error",
         message=f"the step does not fit: {format_bytes(peak)} at the peak of the {place}, more than {limit}",
@@ -93,10 +111,11 @@ def find(trace: Trace) -> Findings:
         cause=f"{'optimizer states' if kinds[0][0] == 'optimizer' else kinds[0][0]} take {format_bytes(kinds[0][1])}",
         notes=(
             ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds if size >= peak / 100),
+            *([f"not enough, even together: {small}"] if small and not fixes else []),
             *unquantized_experts(trace),
             *largest_tensors(trace),
         ),
-        fixes=tuple(_fixes(trace, over)),
+        fixes=fixes,
         cost=Cost(memory_bytes=over),
     )
 
@@ -135,49 +154,57 @@ def _counted(size: int, times: int) -> str:
     return f"{format_bytes(size)}{f', {times} of them' if times > 1 else ''}"
 
 
-def _fixes(trace: Trace, over: int) -> Fixes:
-    for advice, saved, target, value in sorted(_savings(trace), key=lambda saving: -saving[1]):
-        may = "may be" if saved < over + trace.memory.peak * _ERROR.get(target, 0) else "is"
-        enough = f", which {may} enough" if saved >= over else ""
-        rounds = target in ("quantization", "optim")
-        rounds |= target == "dtype" and any(weight.exact_in not in HALVES for weight in _narrowed(trace))
-        how = f"{advice}: about {format_bytes(saved)} less{enough}"
-        yield fix(how, "advice", (target,), value, safe=not rounds)
+def _fixes(trace: Trace, savings: Sequence[Saving], over: int) -> Fixes:
+    """Yield a fix for each saving of `over` bytes, and one for several smaller savings that are enough together."""
+    small = [saving for saving in savings if saving.bytes < over]
+    sets = [parts for n in range(2, len(small) + 1) for parts in combinations(small, n)]
+    sets = [parts for parts in sets if not {"quantization", "dtype"} <= {part.target for part in parts}]
+    enough = [parts for parts in sets if sum(part.bytes for part in parts) >= over]
+    enough.sort(key=lambda parts: (not all(part.safe for part in parts), len(parts)))
+    for parts in (*((saving,) for saving in savings if saving not in small), *enough[:1]):
+        saved, error = sum(part.bytes for part in parts), max(_ERROR.get(part.target, 0) for part in parts)
+        may = "may be" if saved < over + trace.memory.peak * error else "is"
+        less = f"{format_bytes(saved)} less{' together' * (len(parts) > 1)}, which {may} enough"
+        how = f"{' and '.join(part.how for part in parts)}: about {less}"
+        actions = tuple(Action("advice", part.target, part.value) for part in parts)
+        yield Fix(how, "safe" if all(part.safe for part in parts) else "unsafe", actions=actions)
 
 
-def _savings(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
-    """Yield (advice, saved bytes, training argument, value of this argument) for each way to save memory."""
+def _savings(trace: Trace) -> Iterator[Saving]:
     phase = trace.memory.peak_phase
     assert phase is not None
     peak = trace.memory.phases[phase]
     activations, predictions = peak.get("activations", 0), peak.get("predictions", 0)
     layers, of_layers = trace.memory.layers, trace.memory.saved.get(phase, 0)
     if predictions:
-        yield (_PREDICTIONS, predictions, "eval_accumulation_steps", "1")
+        yield Saving(_PREDICTIONS, predictions, "eval_accumulation_steps", "1")
     if layers > 1 and not any(call.recomputed for call in trace.calls):
         saved = of_layers - of_layers // layers - _layer_inputs(trace, layers)
         if saved > 0:
-            yield ("checkpoint the layers' activations", saved, "gradient_checkpointing", "True")
+            yield Saving("checkpoint the layers' activations", saved, "gradient_checkpointing", "True")
     if _has_all_logits(trace, activations - of_layers):
-        yield (_LOGITS, (activations - of_layers) * 7 // 8, "logits", "in chunks")
+        yield Saving(_LOGITS, (activations - of_layers) * 7 // 8, "logits", "in chunks")
     # lm_head stays dense, as in transformers' quantizers.
     linear = (w for w in trace.weights if is_frozen_base(w) and w.kind == "linear")
     dense = [w for w in linear if "lm_head" not in w.name]
     packed = int(sum((w.dtype.itemsize - _NF4_BYTES) * math.prod(w.shape) * w.repeats for w in dense))
     if packed:
-        yield ("store the frozen linear layers in nf4", packed, "quantization", "nf4")
-    halved = sum(weight.bytes * weight.repeats // 2 for weight in _narrowed(trace))
+        yield Saving("store the frozen linear layers in nf4", packed, "quantization", "nf4", False)
+    narrowed = _narrowed(trace)
+    halved = sum(weight.bytes * weight.repeats // 2 for weight in narrowed)
     if halved and trace.setup.profile.best_dtype() in HALVES:
-        yield ("store the frozen weights in 16 bits", halved, "dtype", "auto")
-    states = peak.get("optimizer", 0)
-    if states:
-        yield ("use an optimizer with 8-bit states", states * 3 // 4, "optim", "adamw_8bit")
+        exact = all(weight.exact_in in HALVES for weight in narrowed)
+        yield Saving("store the frozen weights in 16 bits", halved, "dtype", "auto", exact)
+    trained = ((w.repeats, w.shape, w.kind == "embedding") for w in trace.weights if w.trainable)
+    states = sum(times * state_bytes("adamw_8bit", shape, float32=kept) for times, shape, kept in trained)
+    if (saved := peak.get("optimizer", 0) - states // _shards(trace.setup)) > 0:
+        yield Saving("use an optimizer with 8-bit states", saved, "optim", "adamw_8bit", False)
     yield from _sharding(trace)
     over = trace.memory.peak - (trace.setup.limit.size or 0)
     if over < activations:
         share = 1 - over / activations
         size, setting = _SIZES.get(phase, ("batch size x length", "max_length"))
-        yield (f"reduce {size} to {100 * share:.0f} %", over, setting, f"{share:.2f} of it")
+        yield Saving(f"reduce {size} to {100 * share:.0f} %", over, setting, f"{share:.2f} of it")
 
 
 def _narrowed(trace: Trace) -> list[Weight]:
@@ -187,13 +214,13 @@ def _narrowed(trace: Trace) -> list[Weight]:
     return [w for w in frozen if w.dtype == torch.float32 and w.name not in routers]
 
 
-def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
+def _sharding(trace: Trace) -> Iterator[Saving]:
     """Yield FSDP2's saving on each device, with the smallest number of devices on which the step fits."""
     setup = trace.setup
     phase = trace.memory.peak_phase
     if setup.profile.kind in ("cpu", "mps") or phase is None:
         return
-    peak, before = trace.memory.phases[phase], setup.devices if setup.fsdp else 1
+    peak, before = trace.memory.phases[phase], _shards(setup)
     groups: Counter[str] = Counter()
     whole = 0
     for weight in trace.weights:
@@ -211,8 +238,12 @@ def _sharding(trace: Trace) -> Iterator[tuple[str, int, str, str]]:
         share = stays + sharded // devices
         if devices > before and setup.limit.holds(share):
             advice = f"shard the model over {devices} devices (isotype check: --fsdp 2 --devices {devices}; training: --fsdp full_shard)"
-            yield (advice, trace.memory.peak - share, "devices", str(devices))
+            yield Saving(advice, trace.memory.peak - share, "devices", str(devices))
             return
+
+
+def _shards(setup: Setup) -> int:
+    return setup.devices if setup.fsdp else 1
 
 
 def _lookup(trace: Trace) -> tuple[torch.dtype, tuple[int, ...]] | None:

@@ -152,15 +152,10 @@ def policy_rows(
 
 
 _SHORT_ROLES = {
-    "frozen base weights": "base",
-    "residual stream": "residual",
-    "trainable parameters": "masters",
-    "optimizer state": "optimizer",
-    "gradient reduction": "reduce",
-    "pinned parameters": "pinned",
-    "rotary and other buffers": "buffers",
-    "softmax and loss": "loss",
-}
+    "frozen base weights": "base", "residual stream": "residual", "trainable parameters": "masters",
+    "optimizer state": "optimizer", "gradient reduction": "reduce", "pinned parameters": "pinned",
+    "rotary and other buffers": "buffers", "softmax and loss": "loss",
+}  # fmt: skip
 
 
 def show_policy(

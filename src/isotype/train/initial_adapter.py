@@ -18,16 +18,9 @@ from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings
 
 FIELDS_OF_CONFIG = {
-    "lora_r": "r",
-    "lora_alpha": "lora_alpha",
-    "lora_dropout": "lora_dropout",
-    "lora_target_modules": "target_modules",
-    "lora_modules_to_save": "modules_to_save",
-    "lora_bias": "bias",
-    "use_dora": "use_dora",
-    "use_rslora": "use_rslora",
-    "init_lora_weights": "init_lora_weights",
-}
+    "lora_r": "r", "lora_target_modules": "target_modules", "lora_modules_to_save": "modules_to_save", "lora_bias": "bias",
+    **{name: name for name in ("lora_alpha", "lora_dropout", "use_dora", "use_rslora", "init_lora_weights")},
+}  # fmt: skip
 """Maps an argument of a new adapter to the field of `peft.LoraConfig` that it sets."""
 
 

@@ -167,6 +167,15 @@ UNSCALED = "Attempting to unscale FP16 gradients"
         *(({**LORA, "fp16": True, **bf16}, "float16", "") for bf16 in ({}, {"bf16": "auto"})),
         ({**LORA, "fp16": "true", "bf16": "false"}, "float16", ""),
         ({**LORA, "fp16": True, "lora_modules_to_save": ["lm_head"]}, "float16", UNSCALED),
+        *(
+            ({**LORA, **bf16, "lora_modules_to_save": ["lm_head"]}, "bfloat16", "(axolotl: in bfloat16")
+            for bf16 in ({"bf16": True}, {"bf16": "full"}, {"bfloat16": True})
+        ),
+        (
+            {**LORA, "bf16": True, "deepspeed": "zero2.json", "lora_modules_to_save": ["lm_head"]},
+            "bfloat16",
+            "",
+        ),
         ({**LORA, "bf16": "auto"}, "auto", "axolotl: bfloat16 if the GPU has it"),
         ({**FACTORY, "pure_bf16": True}, "bfloat16", ""),
         ({**FACTORY, "bf16": "true"}, "bfloat16", ""),
@@ -184,6 +193,24 @@ def test_dtypes_of_compute_and_masters(settings: Mapping[str, Any], dtypes: str,
     assert [text in note for note in notes] == [True] * bool(text)
     ours = (reader.values.get(name) for name in ("dtype", "master_dtype"))
     assert " ".join(dtype for dtype in ours if dtype) == dtypes
+
+
+@pytest.mark.parametrize("method", [FACTORY, FULL])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("dtype", ["pure_bf16", "bf16"])
+@pytest.mark.parametrize("inline", [True, False])
+def test_llama_factory_refuses_pure_bf16_with_zero_3(
+    method: Mapping[str, Any], stage: int, dtype: str, inline: bool, tmp_path: Path
+) -> None:
+    config = {
+        "zero_optimization": {"stage": stage, "stage3_max_live_parameters": 3},
+        "bf16": {"enabled": "auto"},
+    }
+    (tmp_path / "zero.json").write_text(json.dumps(config, indent=stage), encoding="utf-8")
+    settings = {**method, dtype: True, "deepspeed": config if inline else str(tmp_path / "zero.json")}
+    problems = [problem.given for problem in read(settings).problems]
+    refused = ["pure_bf16: true, with ZeRO-3 in the DeepSpeed config"]
+    assert problems == (refused if (dtype, stage) == ("pure_bf16", 3) else [])
 
 
 @pytest.mark.parametrize(

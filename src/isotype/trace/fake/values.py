@@ -53,15 +53,9 @@ _SHAPE_ONLY = frozenset(
 # Conditions that are false in every working step: if one is true, the code raises an error.
 _NEVER = frozenset({aten.isinf, aten.isnan})
 # Factorizations return `info`, which is nonzero after a failure. The code then raises an error.
-_FACTORISATIONS = frozenset(
-    {
-        aten.linalg_cholesky_ex,
-        aten.linalg_inv_ex,
-        aten.linalg_lu_factor_ex,
-        aten.linalg_ldl_factor_ex,
-        aten._linalg_solve_ex,
-    }
-)
+_FACTORISATIONS = frozenset({
+    aten.linalg_cholesky_ex, aten.linalg_inv_ex, aten.linalg_lu_factor_ex, aten.linalg_ldl_factor_ex, aten._linalg_solve_ex,
+})  # fmt: skip
 # Comparisons of floats are guessed. Comparisons of integers find the rows of experts, see `rows`.
 _COMPARISONS = frozenset({aten.gt, aten.ge, aten.lt, aten.le})
 # Conditions on all elements, as in checks of arguments. `Numbers` chooses a value with which the code continues.

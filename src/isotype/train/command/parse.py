@@ -23,7 +23,8 @@ from isotype.data.methods import METHODS, SAME_METHODS
 from isotype.train.command.arguments import ARGUMENTS, Argument, name_problems, number_problems
 from isotype.train.command.command import Command, ConfigFile, Value, specs
 from isotype.train.command.precision import read_precision_request
-from isotype.train.dialects.translate import dialect_of, in_isotype_names, method_of, other_program
+from isotype.train.dialects.reader import tables
+from isotype.train.dialects.translate import BY_HAND, dialect_of, in_isotype_names, method_of, other_program
 
 _JSON = {argument.name: argument for argument in ARGUMENTS if argument.json}
 _FILES = ("accelerator_config", "fsdp_config", "deepspeed", "parallelism_config")
@@ -342,6 +343,10 @@ TRAINERS = ("axolotl", "llamafactory-cli", "swift", "trl")
 _MODULES = {"llamafactory": "llamafactory-cli"} | {name: name for name in (*TRAINERS, "isotype")}
 _NAMING = ("axolotl", "llamafactory-cli")
 """Programs whose files or flags name the method."""
+_LOW = re.compile(
+    r"(?=.* --(train|tuner|sft)_type full\b)(?=.* --(torch_)?dtype bf(loat)?16\b)(?!.* --(deepspeed|fsdp)\b)"
+)
+"""Words of ms-swift that train all weights in bfloat16. DeepSpeed and FSDP update float32 copies."""
 _COUNTS = ("--num_processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus", "NPROC_PER_NODE")
 
 
@@ -358,6 +363,9 @@ def refuse_program(words: Sequence[str]) -> None:
         fix = f"isotype run {script} runs it; isotype check {Path(script).stem}:FUNCTION checks a function in it that returns (model, inputs)"
         problem = Problem(f"the script {script}", expected, fix, (("check", *line), run))
         raise UsageError("not a model", [problem])
+    if (program := tables()["commands"].get(named)) and not line[start + 1].startswith("-"):
+        what, fix = f"{named}, the command of {program}", BY_HAND.format(method="sft")
+        raise UsageError.of("the command begins with another program", what, expected, fix)
     if named not in (*LAUNCHERS, *TRAINERS, "isotype"):
         return
     problem = Problem(named, expected, "begin with the method; isotype run starts a Python script")
@@ -373,6 +381,9 @@ def refuse_program(words: Sequence[str]) -> None:
             if known:
                 kept += ("--devices", counts[0]) if counts else ()
                 kept += ("--use_peft", "False") if trains == "trl" and not _sets_use_peft(line) else ()
+                kept += (
+                    ("--master_dtype", "bfloat16") if trains == "swift" and _LOW.match(" ".join(line)) else ()
+                )
             fix = f"write {' '.join(kept)} instead" if kept else "remove it"
             swap = (tuple(line[:end]), kept) if known else None
             problem = Problem(" ".join(line[:end]), expected, fix, swap)

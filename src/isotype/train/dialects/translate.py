@@ -9,29 +9,14 @@ from typing import Any, Literal
 
 from isotype.core.errors import Problem
 from isotype.train.dialects import axolotl, llama_factory
-from isotype.train.dialects.reader import Reader
+from isotype.train.dialects.reader import Reader, tables
 
 logger = logging.getLogger(__name__)
 Dialect = Literal["axolotl", "llama_factory"]
 _NEWER = {"model_class", "peft_config", "dist_config", "train_dataset", "kernel_config", "sample_backend"}
 """Names of LLaMA-Factory's second file format (the files of its `examples/v1`)."""
 _METHOD = ("stage", "rl", "reward_model")
-_BY_HAND = "isotype check MODEL checks a model alone; isotype {method} --help lists isotype's names"
-_OTHERS = {
-    "distributed_type": ("accelerate launch", "accelerate launch --config_file {path} -m isotype {method} …"),
-    "zero_optimization": ("DeepSpeed", "--deepspeed {path}"),
-    "_component_": ("torchtune", _BY_HAND),
-    "_target_": ("NeMo Automodel", _BY_HAND),
-    "input_features": ("Ludwig", _BY_HAND),
-    "llm_backbone": ("H2O LLM Studio", _BY_HAND),
-    "q_lora": ("Oumi", _BY_HAND),
-    "training_method": ("OneTrainer", _BY_HAND),
-    "actor_rollout_ref": ("verl", _BY_HAND),
-    "tuner_type": ("ms-swift", "isotype check swift sft --NAME VALUE … translates ms-swift's arguments"),
-}
-"""Maps a name that occurs in files of other programs to (program, what the user can do with such a file)."""
-
-
+BY_HAND = "isotype check MODEL checks a model alone; isotype {method} --help lists isotype's names"
 _MODULES = {"axolotl": axolotl, "llama_factory": llama_factory}
 
 
@@ -89,7 +74,8 @@ def other_program(values: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return a program whose files isotype does not translate, and a fix, if the file is for this program, else None."""
     groups = (group for name, group in values.items() if isinstance(group, dict) and name != "deepspeed")
     named = set(values).union(*groups)
-    return next((other for name, other in _OTHERS.items() if name in named), None)
+    program = next((about for name, about in tables()["others"].items() if name in named), None)
+    return None if program is None else (program[0], program[1] if len(program) > 1 else BY_HAND)
 
 
 def in_isotype_names(
