@@ -111,6 +111,17 @@ def test_a_script_without_torch_runs_and_that_is_said(tmp_path: Path) -> None:
     assert done.stderr == "isotype: no training step was seen: the script never imported torch\na reason\n"
 
 
+def test_a_script_that_fails_before_it_imports_torch_names_the_error(tmp_path: Path) -> None:
+    script = tmp_path / "absent.py"
+    script.write_text("from unsloth import FastLanguageModel\nimport torch\n")
+    done = _plain("-m", "isotype.cli.run", str(script))
+    assert done.returncode == 1
+    *_, error, line = done.stderr.splitlines()
+    assert error == "ModuleNotFoundError: No module named 'unsloth'"
+    reason = "ModuleNotFoundError ended the script before it imported torch"
+    assert line == f"isotype: no training step was seen: {reason}"
+
+
 def test_an_interrupt_ends_with_130(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "stopped.py"
     script.write_text("print('begun')\nraise KeyboardInterrupt\n")

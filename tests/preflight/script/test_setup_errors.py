@@ -165,6 +165,8 @@ def test_a_larger_vocabulary_is_named_with_its_size() -> None:
         ("You cannot cast a bitsandbytes model in a new `dtype`. Make sure to load", "refuses to cast"),
         ("`.half()` is not supported for quantized model. Please use the model as it is", "refuses to cast"),
         ("PREFIX_TUNING does not work with gradient checkpointing.", "turns the cache off"),
+        ("Unsloth cannot find any torch accelerator? You need a GPU.", "unsloth"),
+        ("No module named 'unsloth_zoo'", "unsloth"),
     ],
 )
 def test_errors_of_libraries(message: str, word: str) -> None:

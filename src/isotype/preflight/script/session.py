@@ -133,7 +133,8 @@ class Session:
             )
         started = f" in the processes that were started ({self.watched})" if self.watched else ""
         if self._diagnosis is None:
-            return f"the script never imported torch{started and f', nor trained{started}'}"
+            failed = error and f"{type(error).__name__} ended the script before it imported torch"
+            return failed or f"the script never imported torch{started and f', nor trained{started}'}"
         if self._diagnosis.watch.transformed:
             return "transforms of torch.func (vmap, grad) call the modules, and isotype does not record such calls"
         if error is not None and not started:
