@@ -437,6 +437,18 @@ def test_float16_logits_are_not_copied_in_float32() -> None:
     assert peak < values.numel() * 4
 
 
+def test_fewer_tokens_never_take_more_scratch_memory() -> None:
+    """A check has only a bound of the number of labels."""
+    head, _, _ = make(1, 8, 50, torch.float32)
+    call = logits.Call(1.0, None, 1.0, torch.float32, (), frozenset(), differentiated=True)
+    sizes = [
+        logits.Scratch(call, head.weight, None, tokens, other=True, slope=True).logits.numel()
+        for tokens in range(0, 1200, 25)
+    ]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == sizes[-2] < 1200 * 50
+
+
 def test_logits_are_never_whole() -> None:
     """Memory stays at the scratch, however many tokens, and below what torch takes here for the whole product.
 

@@ -469,3 +469,11 @@ def test_a_trainer_with_an_optimizer_of_its_own(path: Path, tmp_path: Path, fuse
     assert error.code == "IST305"
     assert "mixes bfloat16 and float32" in error.message
     assert fused == ("create the optimizer with fused=False" in [fix.description for fix in error.fixes])
+
+
+@pytest.mark.parametrize("steps", [2, 64])
+def test_a_step_has_at_most_the_micro_batches_of_an_epoch(steps: int, path: Path, tmp_path: Path) -> None:
+    trainer = make("sft", path, tmp_path, gradient_accumulation_steps=steps)
+    batches = len(trainer.get_train_dataloader())
+    assert 2 <= batches < 64
+    assert request_of_trainer(trainer).accumulates == min(steps, batches)

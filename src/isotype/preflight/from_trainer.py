@@ -47,7 +47,9 @@ def request_of_trainer(trainer: Any, inputs: Any = None, device: Any = None) -> 
         raise UsageError.of("nothing to check", what, expected, fix)
     processes = _processes_of(trainer.model, trainer.args)
     shared = processes["fsdp"] or processes["devices"] > 1
-    batches = [inputs] if inputs is not None else _first_batches(trainer, _PROCESSES if shared else 1)
+    batches, of_epoch = [inputs], None
+    if inputs is None:
+        batches, of_epoch = _first_batches(trainer, _PROCESSES if shared else 1)
     batch = batches[0]
     wiring: Any = True
     loss, scaler = inputs, getattr(trainer.accelerator, "scaler", None)
@@ -67,6 +69,7 @@ def request_of_trainer(trainer: Any, inputs: Any = None, device: Any = None) -> 
     return replace(
         request,
         device=device,
+        accumulates=min(filter(None, (of_epoch, trainer.args.gradient_accumulation_steps))),
         autocast=request.autocast if scaled or not trainer.args.fp16 else False,
         wiring=wiring,
         others=batches[1:] if isinstance(batch, Mapping) else (),
@@ -292,10 +295,14 @@ _PROCESSES = 8
 """Number of batches that a check compares to predict differences between processes."""
 
 
-def _first_batches(trainer: Any, most: int) -> list[Any]:
+def _first_batches(trainer: Any, most: int) -> tuple[list[Any], int | None]:
+    """Return at most `most` batches, and the number of batches in an epoch; None for a data stream."""
+    from transformers.trainer_utils import has_length
+
     with random_states_kept():  # the data loader must not change the order of training
         try:
-            batches = list(islice(trainer.get_train_dataloader(), most))
+            loader = trainer.get_train_dataloader()
+            batches = list(islice(loader, most))
         except ValueError as error:
             if not any(message in str(error) for message in _NO_DATA):
                 raise
@@ -303,7 +310,7 @@ def _first_batches(trainer: Any, most: int) -> list[Any]:
     if not batches:
         what = "an empty train_dataset"
         raise UsageError.of("nothing to check", what, "at least one batch", "give the trainer data")
-    return batches
+    return batches, len(loader) if has_length(loader) else None
 
 
 def _call(positional: int, model: nn.Module, inputs: Any) -> torch.Tensor:

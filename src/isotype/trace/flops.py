@@ -82,5 +82,5 @@ _OURS: dict[str, Callable[[Any, Any], int]] = {
     **dict.fromkeys(_ADDED, lambda args, result: _product(args[1:], result)),
     "bitsandbytes.gemm_4bit": _product,
     "bitsandbytes.gemv_4bit": _product,
-    "bitsandbytes.int8_linear_matmul": _product,
+    "bitsandbytes.int8_mixed_scaled_mm": _product,
 }

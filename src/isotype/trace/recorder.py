@@ -49,6 +49,7 @@ from isotype.records.trace import (
 from isotype.trace.dtype_reads import DtypeReads
 from isotype.trace.flops import flops_of
 from isotype.trace.ledger import Ledger
+from isotype.trace.scratch import scratch_bytes
 
 aten = torch.ops.aten
 
@@ -133,8 +134,9 @@ class _Frame:
 class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
     """The recorded calls and the state of a running step; subclasses implement `__torch_dispatch__`."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.kind = kind  # of the traced device; "" for the device of the step's tensors
         self.phase: Phase = "forward"
         self.calls: list[Call] = []
         self.ledger = Ledger()
@@ -373,9 +375,11 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 memory = operands[0].origin
                 self.mark(tensor, Origin("scratch", tensor.dtype, memory.module, source=memory.source))
             self.ledger.count(tensor)
-        if name == "aten._safe_softmax.default":  # its kernel allocates a mask with one byte for each score
-            for size in (outputs[0].numel(), -outputs[0].numel()):
-                self.ledger.add("activations", size)
+        inside = (
+            scratch_bytes(name, self.kind or outputs[0].device.type, call.args, outputs[0]) if outputs else 0
+        )
+        for size in (inside, -inside):
+            self.ledger.add("activations", size)
         if breach is not None:
             if place.breached and self.phase == "backward" and not self._recomputing:
                 breach = replace(breach, consequence=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 import torch
@@ -136,8 +135,8 @@ class Scratch:
         memory = total_memory(weight.device)
         scratch = SCRATCH if memory is None else min(_SCRATCH_OF_A_GPU, memory // _SHARE_OF_A_GPU)
         most = _ROWS if on_cpu else _ROWS_OF_A_GPU
+        # Chunks of equal size would be larger for some batches with fewer tokens, and a check has a bound of the tokens.
         rows = min(most, max(1, scratch // (vocabulary * (call.working.itemsize + wide))), max(1, tokens))
-        rows = ceil(tokens / ceil(tokens / rows)) if tokens else 1  # chunks of equal size
         block = min(rows, max(1, torch.get_num_threads() * _BLOCK // (4 * vocabulary))) if on_cpu else rows
         self.logits = weight.new_empty(rows, vocabulary, dtype=call.working)
         self.values = weight.new_empty(block, vocabulary, dtype=torch.float32)

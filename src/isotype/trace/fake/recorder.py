@@ -88,7 +88,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         fake: SimulatedMode,
         lines: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(contracts.kind)
         self.contracts = contracts
         self.compute = compute
         self.sides = Sides(compute)
