@@ -548,6 +548,11 @@ def test_a_card_has_one_profile_however_it_is_written(card: str, spellings: tupl
         ("rtx 20gb", "rtxa4500, rtx4000ada"),
         ("rtx 6000", "quadrortx6000, rtx6000ada, rtxpro6000"),
         ("v100 sxm2", "v100-16g, v100-32g"),
+        ("pvc", "max1100, max1550"),
+        ("Battlemage", "b580, b570"),
+        ("gfx942", "mi300x, mi300a, mi325x"),
+        ("sm_100", "b200, gb200"),
+        ("sm75", "t4, rtx2060"),
     ],
 )
 def test_a_name_of_several_cards_lists_them(name: str, candidates: str) -> None:
@@ -572,6 +577,8 @@ def test_a_name_of_several_cards_lists_them(name: str, candidates: str) -> None:
         "5060 super",
         "k80",
         "rx 7900",
+        "sm",
+        "gfx",
         "apple m30",
         "m3 ultra max",
     ],

@@ -42,8 +42,7 @@ def profile_names() -> tuple[str, ...]:
 @cache
 def names() -> dict[str, str]:
     """Return a dict from each name and alias, written without separators (`rtx4090`), to the key of its record."""
-    entries = records().items()
-    return {"".join(words_of(name)): key for key, record in entries for name in (key, *record["aliases"])}
+    return {"".join(words_of(n)): key for key, record in records().items() for n in (key, *record["aliases"])}
 
 
 def require_device(name: str) -> None:
@@ -80,7 +79,7 @@ def card_of(name: str, number: str = " --devices {}") -> str:
 
 
 def _cards(name: str) -> list[str]:
-    """Return the keys of all records that `name` may mean."""
+    """Return the keys of all records that `name` may mean: a card, or an architecture (`gfx942`, `sm_90`, `pvc`)."""
     words = words_of(name)
     if key := names().get("".join(words)):
         return [key]
@@ -101,8 +100,9 @@ def words_of(name: str) -> tuple[str, ...]:
 
 
 def _fits(words: tuple[str, ...], key: str, record: Mapping[str, Any], is_card: bool) -> bool:
-    if record["kind"] == "cpu":
-        return False
+    architecture = record.get("arch", "sm{}{}".format(*record.get("capability", "--")))
+    if record["kind"] == "cpu" or "".join(words) == architecture:
+        return bool(record["kind"] != "cpu")
     texts = (key, record["title"], *record["driver_names"], *record["aliases"])
     owned = {word for text in texts for word in words_of(text)}
     variants = owned & _VARIANTS if is_card else set[str]()
