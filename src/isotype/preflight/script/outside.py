@@ -94,15 +94,13 @@ def outside(error: BaseException, model: nn.Module, step: Trace, unloads: Mappin
     if (copied := _of_copy(error, model)) is not None:
         return replace(copied, source=source)
     states = dict(_of_optimizer(error))
-    floats = ((n, t) for n, t in (states or variables).items() if t.dtype in FLOATS and t.dim())
-    tensors = tuple((n, t.dtype, tuple(t.shape), names.get(id(t)) or _elsewhere(t)) for n, t in floats)
+    floats = [(n, t) for n, t in (states or variables).items() if t.dtype in FLOATS and t.dim()]
+    of = {
+        id(t): name_in_process(t) for _, t in floats if isinstance(t, nn.Parameter)
+    } | names  # or of another model
+    tensors = tuple((n, t.dtype, tuple(t.shape), of.get(id(t), "")) for n, t in floats)
     dtypes = {dtype for _, dtype, *_ in tensors}
     return Outside(source, tensors[:_SHOWN], _help(error, source, bool(states), dtypes))
-
-
-def _elsewhere(tensor: torch.Tensor) -> str:
-    """Return the name of a parameter of another model than the trained one (a reward model); "" for other tensors."""
-    return name_in_process(tensor) if isinstance(tensor, nn.Parameter) else ""
 
 
 def _help(error: BaseException, source: str, optimizes: bool, dtypes: set[torch.dtype]) -> str:
@@ -118,9 +116,8 @@ def _without_gradients(error: BaseException, model: nn.Module, names: Mapping[in
     """Return advice for an error about missing gradients; "" for another error."""
     how = "compute the loss outside of torch.no_grad(), and not from detached values"
     if NO_GRADIENT in str(error):
-        frozen = not any(parameter.requires_grad for parameter in model.parameters())
         why = "no parameter of the model requires a gradient: call requires_grad_() of those to train"
-        return why if frozen else how
+        return how if any(parameter.requires_grad for parameter in model.parameters()) else why
     if NOT_SCALAR in str(error):
         return "call backward on a scalar, such as loss.mean()"
     if NOTHING_UNSCALED not in str(error):
@@ -181,10 +178,8 @@ def owners_in(error: BaseException, method: str = "") -> Iterator[object]:
 def _of_copy(error: BaseException, model: nn.Module) -> Outside | None:
     """Describe an error of a module (`AveragedModel`) whose averages have another dtype than the model; else None."""
     trained = dict(model.named_parameters())
-    no_update = {
-        id(model),
-        *map(id, owners_in(error, "forward")),
-    }  # a forward raises errors of other operands
+    # A forward raises errors of other operands.
+    no_update = {id(model), *map(id, owners_in(error, "forward"))}
     for owner in owners_in(error):
         if not isinstance(owner, nn.Module) or id(owner) in no_update:
             continue
