@@ -58,6 +58,7 @@ def test_one_block_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     answer = subprocess.run(command, capture_output=True, text=True, check=True)
     peak = int(answer.stdout)
-    # What 64 tokens need beside the block: a few MiB of activations, the largest weight as it is stored.
-    assert peak < 1.5 * block, f"{peak / _MIB:.0f} MiB for blocks of {block / _MIB:.0f} MiB"
+    # Peaks of equal runs are 1.35 to 1.47 blocks: one block, the largest weight as it is stored, the activations of 64
+    # tokens, and memory that malloc keeps. With two blocks in memory, the peak would be above 2.3 blocks.
+    assert peak < 1.75 * block, f"{peak / _MIB:.0f} MiB for blocks of {block / _MIB:.0f} MiB"
     assert peak > block / 2
