@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import pickle
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -416,6 +417,44 @@ def test_a_refusal_above_operators_is_kept_too(watches: list[Watch]) -> None:
     assert watch.recorder is not None
     assert watch.recorder.calls[-1].breach is not None
     assert "scaled_dot_product" in watch.recorder.calls[-1].op
+
+
+ADJACENT = torch.eye(4)
+CASTS_INSIDE: dict[str, Callable[[torch.Tensor, torch.dtype], torch.Tensor]] = {
+    "sparse": lambda x, dtype: torch.sparse.mm(ADJACENT.to(dtype).to_sparse(), x),
+    "roll": lambda x, _: x.roll(1, 0),
+    "roll of all": lambda x, _: x.roll(1),
+    "exponential": lambda x, _: torch.linalg.matrix_exp(x),
+    "pseudoinverse": lambda x, _: torch.linalg.pinv(x),
+}
+
+
+def _step(function: Callable[..., torch.Tensor], x: torch.Tensor, other: torch.dtype) -> list[Any]:
+    x = x.clone().requires_grad_()
+    ends: list[Any] = []
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            result = function(x, other)
+        ends += [result.dtype, result.detach().clone()]
+        result.float().sum().backward()  # type: ignore[no-untyped-call]
+        ends += [x.grad]
+    except RuntimeError as error:
+        ends += [str(error)]
+    return ends
+
+
+@pytest.mark.real_cpu
+@pytest.mark.parametrize("function", CASTS_INSIDE)
+def test_kernels_that_cast_inside_run_as_without_a_recorder(function: str) -> None:
+    random = torch.Generator().manual_seed(0)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for dtype, other in itertools.product(dtypes, dtypes):
+        x = torch.randn(4, 4, generator=random).to(dtype)
+        expected = _step(CASTS_INSIDE[function], x, other)
+        recorder = LiveRecorder("cpu")
+        with recorder, LiveFunctions(recorder):
+            ends = _step(CASTS_INSIDE[function], x, other)
+        assert repr(ends) == repr(expected), (dtype, other)
 
 
 def test_a_fault_of_the_bookkeeping_does_not_reach_the_script(

@@ -45,6 +45,10 @@ from isotype.trace.weights import memory_kind, packed_bytes, state_tensors, tens
 aten = torch.ops.aten
 
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
+_CASTS_INSIDE = frozenset(
+    {aten._sparse_addmm, aten.linalg_matrix_exp, aten.linalg_pinv, aten.roll, aten._chunk_cat}
+)
+"""Operators whose kernels call functions in the CPU's autocast lists."""
 # Functions of a backward. Their names would hide the function that made a cast.
 _BACKWARDS = frozenset({"backward", "grad"})
 
@@ -107,14 +111,29 @@ class LiveRecorder(Recorder):
         skipped = self.fault or (ignored and getattr(func, "namespace", "") != COLLECTIVES)
         skipped = skipped or len(self.calls) >= self._limit or os.getpid() != self._process
         if skipped or not isinstance(func, OpOverload):
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         try:
-            result = func(*args, **kwargs)
+            result = self._run(func, args, kwargs)
         except Exception as error:
             self._book(self._raised, func, args, kwargs, error)
             raise
         self._book(self._done, func, args, kwargs, result)
         return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator. torch disables autocast in a mode, but a kernel that casts needs it."""
+        if (
+            getattr(func, "overloadpacket", None) not in _CASTS_INSIDE
+            or self.autocast is None
+            or self._lists is not None
+        ):
+            return func(*args, **kwargs)
+        before = torch.is_autocast_enabled(self.autocast_device)
+        torch.set_autocast_enabled(self.autocast_device, True)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(self.autocast_device, before)
 
     def _book(self, note: Callable[..., _Noted], *args: Any) -> _Noted | None:
         """Call a method of the recorder and count its time. An error, or too much time, ends the recording: return None."""
