@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from isotype.precision.devices import attention
 from isotype.records.trace import Trace
@@ -69,3 +70,25 @@ def test_with_the_kernel_switched_off(trace: Trace) -> None:
         assert found(RULE, on(trace, "h100")) == []
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def _image(width: int = 4) -> dict[str, torch.Tensor]:
+    return {"input": torch.zeros(1, 3, width, width)}
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(3, 4, 1), nn.Conv2d(3, 3, 3, groups=3)]
+)
+def test_float16_convolutions_on_a_gtx_1660(model: nn.Module) -> None:
+    (finding,) = found(RULE, on(traced(model, _image(), autocast=torch.float16), "gtx1660ti"))
+    assert (finding.severity, finding.phase) == ("warning", "forward")
+    assert finding.message == "float16 convolutions may return NaN on NVIDIA GeForce GTX 1660 Ti"
+    assert "pytorch/issues/77955" in finding.cause
+
+
+def test_convolutions_that_are_right() -> None:
+    half = traced(nn.Conv2d(3, 4, 3), _image(), autocast=torch.float16)
+    assert found(RULE, on(half, "rtx2060")) == []
+    assert found(RULE, on(traced(nn.Conv2d(3, 4, 3), _image()), "gtx1660ti")) == []
+    linear = traced(nn.Linear(4, 4), _image(), autocast=torch.float16)
+    assert found(RULE, on(linear, "gtx1660ti")) == []

@@ -1,15 +1,16 @@
-"""Gradients of attention that may be NaN on Hopper
+"""cuDNN kernels that may return NaN
 
 **What it means.** On Hopper (H100, H200), attention with a mask runs in cuDNN's kernel. In torch 2.11 to 2.14, the
 backward of this kernel may return NaN as the gradient of the queries. NaN occurs if the number of keys is a multiple of
-128 plus 64, and if all scores of a row are below -88, as in heads of Qwen2.5 that attend to a single token.
+128 plus 64, and if all scores of a row are below -88, as in heads of Qwen2.5 that attend to a single token. On GTX 16 cards (GTX 1650, GTX 1660), float16 convolutions of images
+may return NaN.
 
 **Why it is bad.** The loss stays finite, the gradients of one step are NaN, and every weight is NaN from the next
 step on. Padded batches differ in length, so the first NaN comes after minutes or days.
 
 **Why it happens.** The kernel works on tiles of 128 keys. For the empty half of the last tile, the kernel uses scores
 of 0 instead of minus infinity. After the row's largest score, below -88, is subtracted, exp(0 + 88) is infinite in
-float32.
+float32. The reason for NaN from convolutions is not known; the reports have torch 1.8 to 1.11 with CUDA 11.
 
 **An example that fails**
 
@@ -20,12 +21,16 @@ float32.
     torch.backends.cuda.enable_cudnn_sdp(False)     # before the training; isotype's trainings do it
 
 **How safe is the fix?** Safe: torch then uses another kernel, which computes the same attention. The cuDNN of torch
-2.15 does not have the error.
+2.15 does not have the error. Convolutions in float32 are safe, but take twice the memory.
 
-**Seen in** pytorch/pytorch #196678; huggingface/trl #7181 (DPO and KTO); kyutai-labs/pocket-tts #264.
+**Seen in** pytorch/pytorch #58123, #69449, #77955, #196678; ultralytics/yolov5 #5815, #7908; dreamgaussian/dreamgaussian #36; huggingface/trl #7181 (DPO and KTO); kyutai-labs/pocket-tts #264.
 """
 
 from __future__ import annotations
+
+import re
+
+import torch
 
 from isotype.core.names import plural
 from isotype.precision.devices.attention import CUDNN_TILE, AttentionCall, enabled_attention, may_return_nan
@@ -37,10 +42,31 @@ KIND = "device"
 _KERNELS = ("cudnn_attention", "flash_attention_for_cpu")
 """Names of cuDNN's attention, and of the CPU's attention that a trace on fake tensors records instead."""
 _MASKS = ("attn_mask", "attn_bias")
+_GTX_16 = re.compile(r"\bGTX 16\d\d\b")
 _SWITCH = "torch.backends.cuda.enable_cudnn_sdp"
 
 
 def find(trace: Trace) -> Findings:
+    yield from _attention(trace)
+    title = trace.setup.profile.title
+    calls = [call for call in trace.calls if call.phase == "forward" and _of_images(call)]
+    if calls and _GTX_16.search(title):
+        yield finding_at(
+            "warning",
+            f"float16 convolutions may return NaN on {title}",
+            calls,
+            cause="GTX 16 cards: https://github.com/pytorch/pytorch/issues/77955",
+            notes=(plural(sum(call.repeats for call in calls), "convolution"),),
+            fixes=(advice("float32", "compute the convolutions in float32, without autocast", "float32"),),
+        )
+
+
+def _of_images(call: Call) -> bool:
+    operands = call.operands if call.op.startswith("aten.convolution") else ()
+    return any(len(operand.shape) == 4 and operand.dtype == torch.float16 for operand in operands)
+
+
+def _attention(trace: Trace) -> Findings:
     if "cudnn" not in enabled_attention():
         return
     fused = [call for call in trace.calls if any(part in call.op for part in _KERNELS)]
