@@ -23,6 +23,8 @@ RESULTS: dict[str, tuple[Function, torch.dtype]] = {
     "2 ** x": (lambda x: 2**x, FP32),
     "x ** 2": (lambda x: x**2, FP32),
     "interpolate": (lambda x: functional.interpolate(x[None], scale_factor=2, mode="bilinear"), FP32),
+    "area": (lambda x: functional.interpolate(x[None], scale_factor=2, mode="area"), FP16),
+    "area in order": (lambda x: functional.interpolate(x[None], None, 2, "area"), FP16),
     "softmin": (lambda x: functional.softmin(x, -1), FP32),
     "gumbel_softmax": (functional.gumbel_softmax, FP32),
     "special.log_softmax": (lambda x: torch.special.log_softmax(x, -1), FP32),

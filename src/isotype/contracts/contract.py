@@ -360,6 +360,8 @@ _CALLED = {
 }
 """Python function -> the function that it calls, which is in the autocast lists."""
 
+_RESIZED = _CALLED["interpolate"]
+
 
 @dataclass(frozen=True)
 class AutocastLists:
@@ -379,10 +381,12 @@ class AutocastLists:
     float32_opt: frozenset[str]
     banned: frozenset[str]
 
-    def treatment(self, function: str, has_dtype: bool) -> str:
-        """Return a function's list: `banned`, `float32`, `promote`, `lower` or "". `has_dtype`: the call passes a dtype."""
+    def treatment(self, function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """Return the list of a function with these arguments: `banned`, `float32`, `promote`, `lower` or ""."""
         name = _CALLED.get(function, function)
-        if name in self.float32_opt and not has_dtype:
+        if name == _RESIZED and "area" in (kwargs.get("mode"), *args[3:4]):
+            return ""  # `interpolate` then calls an average pool
+        if name in self.float32_opt and kwargs.get("dtype") is None:
             return "float32"
         lists = ("banned", "float32", "promote", "lower")
         return next((kind for kind in lists if name in getattr(self, kind)), "")

@@ -22,16 +22,14 @@ class DeviceAutocast:
     def __init__(self, kind: str) -> None:
         self._there, self._here = autocast_lists(kind), autocast_lists("cpu")
 
-    def banned(self, name: str, kwargs: Any) -> bool:
+    def banned(self, name: str, args: Any, kwargs: Any) -> bool:
         """Return whether the device's autocast refuses the function `name`."""
-        return self._there.treatment(name, kwargs.get("dtype") is not None) == "banned"
+        return self._there.treatment(name, args, kwargs) == "banned"
 
     def run(self, call: Callable[[Any, Any], Any], name: str, args: Any, kwargs: Any) -> Any:
         """Return the result of `call(args, kwargs)`, where `call` runs the function `name`."""
-        has_dtype, writes = kwargs.get("dtype") is not None, kwargs.get("out") is not None
-        there, here = (
-            "" if writes else lists.treatment(name, has_dtype) for lists in (self._there, self._here)
-        )
+        writes, both = kwargs.get("out") is not None, (self._there, self._here)
+        there, here = ("" if writes else lists.treatment(name, args, kwargs) for lists in both)
         if there in ("banned", "float32", "promote"):
             floats = {tensor.dtype for _, tensor in given_tensors(args, kwargs) if tensor.is_floating_point()}
             widest = floats.pop() if there == "promote" and len(floats) == 1 else torch.float32

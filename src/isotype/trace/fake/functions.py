@@ -210,7 +210,7 @@ class Functions(TorchFunctionMode):
         return func(args[0], numbers, *args[2:])
 
     def _autocast(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if self._lists.banned(name, kwargs):
+        if self._lists.banned(name, args, kwargs):
             self._recorder.banned(name, args, kwargs)
         return self._lists.run(partial(self._call, func), name, args, kwargs)
 

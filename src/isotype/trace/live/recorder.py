@@ -122,18 +122,11 @@ class LiveRecorder(Recorder):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator. torch disables autocast in a mode, but a kernel that casts needs it."""
-        if (
-            getattr(func, "overloadpacket", None) not in _CASTS_INSIDE
-            or self.autocast is None
-            or self._lists is not None
-        ):
+        inside = getattr(func, "overloadpacket", None) in _CASTS_INSIDE and self._lists is None
+        if not inside or self.autocast is None:
             return func(*args, **kwargs)
-        before = torch.is_autocast_enabled(self.autocast_device)
-        torch.set_autocast_enabled(self.autocast_device, True)
-        try:
+        with torch.autocast(self.autocast_device, self.autocast):
             return func(*args, **kwargs)
-        finally:
-            torch.set_autocast_enabled(self.autocast_device, before)
 
     def _book(self, note: Callable[..., _Noted], *args: Any) -> _Noted | None:
         """Call a method of the recorder and count its time. An error, or too much time, ends the recording: return None."""
@@ -164,7 +157,7 @@ class LiveRecorder(Recorder):
         self.function = "" if name in _BACKWARDS else name
         self.treatment = ""
         if self._lists is not None and self.autocast is not None:
-            self.treatment = self._lists.treatment(name, kwargs.get("dtype") is not None)
+            self.treatment = self._lists.treatment(name, args, kwargs)
             if self.treatment == "banned":
                 breach = Breach(f"torch.nn.functional.{name} {UNSAFE}", False, torch.float32)
                 self._book(self.note, f"torch.{name}", given_tensors(args, kwargs), breach)
