@@ -55,6 +55,7 @@ _LEGACY_TENSORS = tuple(
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 Run = Callable[[Callable[..., Any], Any, Any], Any]
 """Runs a torch function on its arguments: `run(function, args, kwargs)`."""
+Named = Callable[..., None]
 
 
 def device_type(kind: str) -> str:
@@ -81,14 +82,14 @@ def cpu_stands_for(profile: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def written_for(
     profile: Any,
-    named: Callable[[], None] = lambda: None,
+    named: Named = lambda *_: None,
     run: Run = lambda f, args, kwargs: f(*args, **kwargs),
 ) -> Iterator[None]:
     """In the `with` block, code that names the simulated device makes models and tensors on the CPU.
 
     In the block, torch reports that the device is available. Libraries may cache this, so use the function only in a
     process that does nothing else. `named` is called whenever code asks for the device, or creates or moves a tensor
-    there. `run` runs a torch function: by default with the CPU's autocast.
+    there, with the tensor in the last case. `run` runs a torch function: by default with the CPU's autocast.
     """
     simulated = device_type(profile.kind)
     with contextlib.ExitStack() as stack:
@@ -110,7 +111,7 @@ _NEEDS_GPU = ("bitsandbytes", "isotype", "triton", "torch._", "torch.utils.data"
 """Modules that load kernels for an available GPU, start threads for it, or need parameters on it."""
 
 
-def _answer(replaced: Replacements, simulated: str, named: Callable[[], None]) -> None:
+def _answer(replaced: Replacements, simulated: str, named: Named) -> None:
     """Let torch report that the simulated device is available, except to modules in `_NEEDS_GPU`."""
     backend = getattr(torch, simulated)
 
@@ -129,7 +130,7 @@ def _answer(replaced: Replacements, simulated: str, named: Callable[[], None]) -
     replaced.wrap(torch.accelerator, "current_accelerator", partial(answer, None, torch.device(simulated)))
 
 
-def _redirect(replaced: Replacements, names: re.Pattern[str], named: Callable[[], None], run: Run) -> None:
+def _redirect(replaced: Replacements, names: re.Pattern[str], named: Named, run: Run) -> None:
     """Use the CPU for the simulated device where no function mode is active: in some functions, new threads and backwards."""
 
     def load(load: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -160,16 +161,18 @@ def _redirect(replaced: Replacements, names: re.Pattern[str], named: Callable[[]
 class _OnCPU(TorchFunctionMode):
     is_lowest = True  # a recorder, above it, records a call before its casts
 
-    def __init__(self, names: re.Pattern[str], named: Callable[[], None], run: Run) -> None:
+    def __init__(self, names: re.Pattern[str], named: Named, run: Run) -> None:
         super().__init__()
         self._names, self._named, self._run = names, named, run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         places = (*args, kwargs.get("device"))
-        if func in _CALLS_TO_MOVE or any(_is_named(place, self._names) for place in places):
-            self._named()
-        return self._run(*on_cpu(func, args, kwargs, self._names))
+        is_named = func in _CALLS_TO_MOVE or any(_is_named(place, self._names) for place in places)
+        result = self._run(*on_cpu(func, args, kwargs, self._names))
+        if is_named:
+            self._named(result)
+        return result
 
 
 def _changes(simulated: str) -> list[tuple[Any, str, Any]]:

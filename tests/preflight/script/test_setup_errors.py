@@ -297,6 +297,39 @@ def test_a_device_without_cuda_is_named_by_pytorchs_word(monkeypatch: pytest.Mon
     )
 
 
+@pytest.mark.parametrize("device", ["mps", torch.device("mps")])
+def test_a_float64_tensor_cannot_go_to_an_apple_gpu(device: Any) -> None:
+    gpu = MissingGpu(device_profile("mps"))
+    gpu.attach()
+    try:
+        values = torch.rand(3, dtype=torch.float64)
+        for move in (
+            lambda _: values.to(device),
+            lambda _: torch.zeros(3, dtype=torch.float64, device=device),
+            lambda _: torch.as_tensor(values.numpy(), device=device),
+        ):
+            known = _explanation(move)
+            assert known is not None
+            assert "an Apple GPU does not have" in known[0]
+        assert values.to(device, torch.float32).dtype == torch.float32
+        assert values.float().to(device).double().dtype == torch.float64  # on the CPU, in place of the GPU
+        assert torch.arange(3, device=device).dtype == torch.int64
+        assert values.to("cpu").dtype == torch.float64
+    finally:
+        gpu.detach()
+
+
+@pytest.mark.parametrize("device", ["t4", "a770"])
+def test_a_float64_tensor_can_go_to_other_gpus(device: str) -> None:
+    profile = device_profile(device)
+    gpu = MissingGpu(profile)
+    gpu.attach()
+    try:
+        assert torch.zeros(3, dtype=torch.float64).to(gpu.kind).dtype == torch.float64
+    finally:
+        gpu.detach()
+
+
 def test_an_argument_of_the_scripts_own_function_has_no_explanation() -> None:
     def step(rate: float) -> None: ...
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +32,10 @@ _ABOUT_PACKAGES = re.compile(r"(pip|please) install\b", re.IGNORECASE)
 _ASKING = re.compile(r"\b(is_available|device_count|current_accelerator)\b")
 _NO_CUDA = "not compiled with CUDA"
 _INSTEAD = "with --device NAME (t4, h100, …), isotype runs the script's code for this GPU on the CPU"
+_NO_FLOAT64 = (
+    "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. "
+    "Please use float32 instead."
+)
 
 
 class MissingGpu:
@@ -68,8 +71,7 @@ class MissingGpu:
             replaced.wrap(torch.accelerator, "current_accelerator", self._note_caller)
         elif self._absent and self._profile is not None:
             self._hooks.enter_context(warnings_at_callers())
-            named = partial(setattr, self, "_named", True)
-            self._hooks.enter_context(written_for(self._profile, named, self._as_on_gpu))
+            self._hooks.enter_context(written_for(self._profile, self._note_name, self._as_on_gpu))
             enter, eager = self._hooks.enter_context, torch.compiler.set_stance
             self._hooks.callback(when_imported(COMPILER, lambda: enter(eager("force_eager"))))
             self._hooks.callback(when_imported(QUANTIZED_LAYERS, lambda: enter(nothing_repacked())))
@@ -114,6 +116,12 @@ class MissingGpu:
             line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
             self.questions += [] if in_library(line) or line in self.questions else [line]
         return ask(*args, **kwargs)
+
+    def _note_name(self, result: Any = None) -> None:
+        """Note that code names the GPU, and raise the error of an Apple GPU if `result` is a float64 tensor on it."""
+        self._named = True
+        if self.kind == "mps" and isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+            raise TypeError(_NO_FLOAT64)
 
     def _as_on_gpu(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run a function, with the casts of the GPU's autocast if the script uses this autocast."""
