@@ -248,6 +248,19 @@ def test_an_attribute_that_cannot_be_copied_is_shared_with_all_its_parts(wrap: C
     assert call(torch.zeros(1)) == 0
 
 
+@pytest.mark.parametrize("kind", [Calls, Wrapper, CallsInDict])
+def test_a_twins_hooks_can_be_removed_if_their_owner_cannot_be_copied(kind: Any) -> None:
+    """A trace removes the hooks of FSDP2 from a twin. Process groups in FSDP2's state refuse a copy."""
+    model, owner = net(), kind(torch.sin)
+    model.head.register_forward_pre_hook(owner.__call__)
+    model.head.register_forward_hook(owner)
+    twin: Any = twin_of(model, fake_mode())
+    for hooks in (twin.head._forward_pre_hooks, twin.head._forward_hooks):
+        assert len(hooks) == 1
+        hooks.clear()
+    assert len(model.head._forward_pre_hooks) == len(model.head._forward_hooks) == 1
+
+
 def test_a_twin_of_a_twin() -> None:
     mode = fake_mode()
     first = twin_of(net(), mode)

@@ -319,6 +319,8 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
     except Exception:  # noqa: BLE001 - a lock, a file, a class that refuses: shared, and put back after the trace
         for key in [*itertools.islice(memo, known, None)]:  # copies without all attributes
             del memo[key]
+        if type(value) is OrderedDict:  # hooks: code that removes a copy's hooks must not change the model's
+            return memo.setdefault(id(value), OrderedDict((k, copied(v, memo)) for k, v in value.items()))
         return _object_with_copies(value, memo)
 
 
