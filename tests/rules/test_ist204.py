@@ -40,6 +40,20 @@ def test_a_copy_that_nothing_reads() -> None:
     assert finding.severity in ("note", "warning")
 
 
+def test_a_copy_by_accelerate_in_the_training_of_a_trainer() -> None:
+    """A user of transformers' Trainer cannot unwrap the model, and autocast must not be lost with the cast."""
+    from accelerate.utils import convert_outputs_to_fp32
+
+    model = llama()
+    model.forward = convert_outputs_to_fp32(model.forward)
+    (finding,) = found(RULE, traced(model, batch()))
+    (fix,) = finding.fixes
+    assert fix.description.startswith("with transformers' Trainer, write use_liger_kernel=True")
+    assert fix.description.endswith("and call it under torch.autocast")
+    (other,) = found(RULE, traced(Float32Outputs(llama()), batch()))
+    assert other.fixes[0].description == "keep the outputs in bfloat16: drop the cast"
+
+
 def test_a_copy_that_the_loss_reads_in_pieces() -> None:
     inputs = batch()
     ids = inputs["input_ids"]

@@ -13,7 +13,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 from isotype.trace.dtype_history import remembered, set_at
 
@@ -122,12 +128,39 @@ def test_a_weight_that_is_quantized_names_the_line_of_its_load(tmp_path: Path) -
     assert set_at(layer, "weight") == f"quantized at {line}"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_copy_has_the_line_of_its_original(seed: int) -> None:
+    """PEFT copies a head that `modules_to_save` names. A later cast of the copy does not change the original's line."""
+    random = Random(seed)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)))
+    part = random.choice([*net.modules()])
+    part.half()
+    model = LlamaForSequenceClassification(
+        LlamaConfig(
+            hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
+        )
+    ).to(random.choice([torch.float16, torch.bfloat16]))
+    adapted = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]))
+    head = adapted.get_submodule("base_model.model.score.modules_to_save.default")
+    line = _line(test_a_copy_has_the_line_of_its_original, ").to(")
+    assert set_at(head, "weight") == f"cast at {line}"
+    copied = copy.deepcopy(net)
+    for name, module in net.named_modules():
+        for key, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            assert set_at(copied.get_submodule(name), key) == set_at(module, key) != ""
+    before = set_at(net[0], "weight")
+    copied.double()
+    assert (
+        set_at(copied[0], "weight") == f"cast at {_line(test_a_copy_has_the_line_of_its_original, '.double')}"
+    )
+    assert set_at(net[0], "weight") == before
+
+
 def test_without_a_known_line_nothing_is_said() -> None:
     net = nn.Linear(2, 2)
     vars(net)["_parameters"]["bias"] = nn.Parameter(torch.zeros(2))
     assert set_at(net, "bias") == ""
-    copied = copy.deepcopy(net).float()
-    assert set_at(copied, "weight") == ""
+    assert set_at(copy.deepcopy(net), "bias") == ""
     torch.utils.swap_tensors(net.weight, nn.Parameter(net.weight.detach().half()))
     assert net.weight.dtype == torch.float16
     assert set_at(net, "weight") == ""

@@ -6,8 +6,10 @@ fails if a recorded operator or a later backward uses the parameter.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +19,6 @@ from isotype.compat.replaced import Replacements, replace, replaced
 from isotype.compat.torch import BUFFERS, PARAMETERS, FakeTensor
 
 _SWAP: Any = nn.Module._apply
-
-
-@contextmanager
-def casts_in_place() -> Iterator[None]:
-    """In the `with` block, modules with fake parameters are cast in place."""
-    with replaced(nn.Module, "_apply", _apply):
-        yield
 
 
 def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -45,25 +40,25 @@ def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurs
     return module
 
 
+casts_in_place = partial(replaced, nn.Module, "_apply", _apply)
+"""Context manager: in the `with` block, modules with fake parameters are cast in place."""
+
+
 @contextmanager
 def around_weights(
     registered: Callable[[nn.Module, str, torch.dtype | None], None],
     assigned: Callable[[torch.Tensor, torch.dtype], None],
+    copied: Callable[[nn.Module, nn.Module], None],
 ) -> Iterator[None]:
-    """In the `with` block, call functions for weights that modules get and for weights that are cast.
+    """In the `with` block, call functions for weights that modules get and for weights that are cast or copied.
 
     Args:
-        registered: (module, name, dtype before) after a module got or cast a parameter or buffer; without one before, None.
+        registered: (module, name, dtype before) for each weight after a module got or cast one; without one before, None.
         assigned: (tensor, dtype before) after an assignment to `tensor.data` has changed the dtype.
+        copied: (module, its copy) after `copy.deepcopy`, also for each module inside of the copied module.
     """
 
-    def registering(original: Any, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
-        before = weights_in(module).get(name)
-        original(module, name, *args, **kwargs)
-        if name in weights_in(module):
-            registered(module, name, None if before is None else before.dtype)
-
-    def applying(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def setting(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         before = {name: tensor.dtype for name, tensor in weights_in(module).items()}
         result = original(module, *args, **kwargs)
         for name in weights_in(module):
@@ -76,11 +71,19 @@ def around_weights(
         if tensor.dtype != before:
             assigned(tensor, before)
 
+    def copying(original: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(value, *args, **kwargs)
+        inside = dict(value.named_modules()) if isinstance(value, nn.Module) else {}
+        for name, module in result.named_modules() if inside else ():
+            if name in inside:
+                copied(inside[name], module)
+        return result
+
     data: Any = torch.Tensor.data
     with Replacements() as replaced:
-        replaced.wrap(nn.Module, "register_parameter", registering)
-        replaced.wrap(nn.Module, "register_buffer", registering)
-        replaced.wrap(nn.Module, "_apply", applying)
+        for name in ("register_parameter", "register_buffer", "_apply"):
+            replaced.wrap(nn.Module, name, setting)
+        replaced.wrap(copy, "deepcopy", copying)
         replaced.callback(replace(torch.Tensor, "data", property(data.__get__, set_data, doc=data.__doc__)))
         yield
 

@@ -7,8 +7,8 @@ operator uses the float32 copy, or the loss uses the copy piece by piece.
 of the vocabulary. For 2 x 2,048 tokens and a vocabulary of 128,256, each float32 copy takes 2.1 GB.
 
 **Why it happens.** `Accelerator.prepare` wraps the forward in `convert_outputs_to_fp32`, which casts every output. If
-the model computes the loss, no operator uses the float32 copy of the logits. Megatron's `Float16Module` with
-`fp32_output=True` also casts every output, but the trainer then computes log-probabilities from chunks of the logits.
+the model computes the loss, no operator uses the float32 copy of the logits. `unwrap_model(keep_fp32_wrapper=False)` also
+removes autocast. Megatron's `Float16Module(fp32_output=True)` casts every output; the loss then uses chunks of logits.
 
 **An example that costs**
 
@@ -102,7 +102,9 @@ def _finding(trace: Trace, casts: Sequence[costs.Cast], size: int, unread: bool)
     what = "no operator uses the copies" if unread else "the loss uses the copies piece by piece"
     how = f"split the outputs first, then cast each piece to {wide}"
     if unread:
-        how = f"keep the outputs in {narrow}: unwrap the model with keep_fp32_wrapper=False, or drop the cast"
+        how = f"keep the outputs in {narrow}: drop the cast"
+    if unread and "accelerate/utils/operations.py" in first.call.source:
+        how = "with transformers' Trainer, write use_liger_kernel=True, which computes the loss without logits; with your own loop, unwrap the model with keep_fp32_wrapper=False, and call it under torch.autocast"
     where, peak = short(first.call.source), trace.memory.peak
     return finding_at(
         "warning" if size >= _WARNING_SHARE * peak else "note",

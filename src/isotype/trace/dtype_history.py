@@ -44,7 +44,7 @@ default_dtypes: dict[torch.dtype, str] = {}
 @contextmanager
 def remembered() -> Iterator[None]:
     """In the `with` block, record the lines of code that create or cast weights of modules, or set the default dtype."""
-    with around_weights(_registered, _assigned), Replacements() as replaced:
+    with around_weights(_registered, _assigned, _copied), Replacements() as replaced:
         replaced.wrap(torch, "set_default_dtype", _default_set)
         yield
 
@@ -79,6 +79,14 @@ def _registered(module: nn.Module, name: str, before: torch.dtype | None) -> Non
 def _assigned(tensor: torch.Tensor, before: torch.dtype) -> None:
     for module, name in _holders_of(tensor):
         _registered(module, name, before)
+
+
+def _copied(module: nn.Module, copy: nn.Module) -> None:
+    weights = weights_in(module)
+    for name, tensor in weights_in(copy).items():
+        if name in weights and weights[name].dtype == tensor.dtype and (text := set_at(module, name)):
+            _history.setdefault(copy, {})[name] = id(tensor), tensor.dtype, text
+            _registered(copy, name, tensor.dtype)
 
 
 def _holders_of(tensor: torch.Tensor) -> list[tuple[nn.Module, str]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from isotype.compat import bitsandbytes
 from isotype.compat.torch_fsdp import fake_process_group
+from isotype.core.dtypes import dtype_name
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.script.missing_gpu import MissingGpu
 from isotype.preflight.script.setup_errors import explained
@@ -76,8 +77,60 @@ def test_the_layer_that_the_adapter_copies_is_named() -> None:
 def test_an_adapter_is_initialized_from_codes() -> None:
     error = _raise("Please initialize PiSSA under float32, float16, or bfloat16. Subsequently, re-quantize")
     cause, how = _explanation(error, _quantized()) or ("", "")
-    assert cause.endswith("but 0.weight holds uint8 codes")
+    assert cause.endswith("but 0.weight holds codes of a quantized layer, stored as uint8")
     assert how.startswith("load the base model without quantization")
+
+
+def _nf4(storage: torch.dtype) -> nn.Module:
+    """A layer whose first codes are 15: in bfloat16 and float32, their bytes are NaN."""
+    bnb = pytest.importorskip("bitsandbytes")
+    layer = bnb.nn.Linear4bit(64, 64, bias=False, quant_storage=storage, quant_type="nf4")
+    layer.weight = bnb.nn.Params4bit(
+        torch.ones(64, 64), quant_storage=storage, quant_type="nf4", module=layer
+    ).to("cpu")
+    return cast(nn.Module, layer)
+
+
+@pytest.mark.real_cpu
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "mica", "corda"])
+def test_an_adapter_is_initialized_from_codes_in_any_storage(init: Any, storage: torch.dtype) -> None:
+    """huggingface/peft #3742: PEFT refuses codes in uint8, but computes with codes that are stored as floats."""
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora.config import CordaConfig
+    from peft.tuners.lora.corda import preprocess_corda
+
+    model: Any = nn.Sequential(nn.Linear(64, 64), _nf4(storage))
+    corda = CordaConfig() if init == "corda" else None
+    config = LoraConfig(target_modules=["1"], r=4, init_lora_weights=init, corda_config=corda)
+
+    def act(_: nn.Module) -> None:
+        if corda is not None:
+            with torch.no_grad():
+                preprocess_corda(model, config, run_model=lambda: model(torch.randn(8, 64)))
+        get_peft_model(model, config)
+
+    cause, _ = _explanation(act) or ("", "")
+    name = dtype_name(model[1].weight.dtype)  # CorDA's forward repacks the codes on a CPU
+    assert cause.endswith(f"but 1.weight holds codes of a quantized layer, stored as {name}")
+    # The same error of other code, such as an optimizer's decomposition of gradients, has another cause.
+    nan = torch.full((4, 4), torch.nan)
+    assert _explanation(lambda _: torch.linalg.svd(nan), *model) is None
+
+
+@pytest.mark.real_cpu
+def test_an_orthogonal_adapter_gets_the_dtype_of_codes() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["1"], init_lora_weights="orthogonal")
+    for storage in (torch.uint8, torch.bfloat16):
+        model = nn.Sequential(nn.Linear(64, 64), _nf4(storage))
+        if storage == torch.bfloat16:
+            get_peft_model(model, config)  # type: ignore[arg-type]  # the fix that the help names
+            continue
+        cause, how = _explanation(lambda _, model=model: get_peft_model(model, config)) or ("", "")
+        assert cause.endswith("in the dtype of the base weight, but 1.weight holds uint8 codes")
+        assert "bnb_4bit_quant_storage=torch.bfloat16" in how
 
 
 def test_fsdp1_flattens_neither_several_dtypes_nor_codes() -> None:

@@ -184,19 +184,15 @@ def _of_copy(error: BaseException, model: nn.Module) -> Outside | None:
         if not isinstance(owner, nn.Module) or id(owner) in no_update:
             continue
         copies = dict(owner.named_parameters())
+        of = {name: trained.get(name.partition(".")[2]) for name in copies}
         pairs = [
-            (name, copy, trained[original])
-            for name, copy in copies.items()
-            if (original := name.partition(".")[2]) in trained and trained[original] is not copy
+            (name, copy, o) for name, copy in copies.items() if (o := of[name]) is not None and o is not copy
         ]
         unlike = [pair for pair in pairs if pair[1].dtype != pair[2].dtype]
         if not unlike or any(copy.shape != parameter.shape for _, copy, parameter in pairs):
             continue
         kind, (name, copy, parameter) = type(owner).__name__, unlike[0]
-        cause = (
-            f"{kind} holds {len(unlike)} of {plural(len(pairs), 'parameter')} in another dtype than the model, but the "
-            "update needs one dtype"
-        )
+        cause = f"{kind} holds {len(unlike)} of {plural(len(pairs), 'parameter')} in another dtype than the model, but the update needs one dtype"
         how = f"keep the averages in float32: cast the {kind} with .float()"
         if copy.dtype.itemsize > parameter.dtype.itemsize:
             how = f"cast the parameter to {dtype_name(copy.dtype)} in the update"

@@ -26,11 +26,12 @@ from isotype.preflight.script.outside import Outside
 from isotype.records.finding import in_library
 
 _KNOWN: list[dict[str, str]] = table(__file__)
-"""Known errors. `error` matches the message, followed by the file that raised it. `weights` is the kind of weights that
+"""Known errors. `error` matches the message, followed by file and function of each frame. `weights` is the kind of weights that
 cause the error: a key of `_OF_KIND`, "few" for weights of rarer dtypes, or ""."""
 _OF_KIND: dict[str, Callable[[torch.Tensor], bool]] = {
     "meta": lambda weight: weight.is_meta,
     "codes": lambda weight: not weight.is_floating_point(),
+    "packed": lambda weight: not weight.is_floating_point() or hasattr(weight, "quant_state"),
     "whole": lambda weight: not is_sharded(weight),
 }
 _ADVICE: dict[str, str] = table(__file__, "old_names.json")
@@ -46,7 +47,8 @@ _ABSENT = re.compile(
 def explained(error: BaseException) -> Outside | None:
     """Return cause and help of a known error; None for other errors."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    text = "".join((str(error), *(f"\nin {frame.f_code.co_filename}" for frame in frames[-1:])))
+    codes = [frame.f_code for frame in reversed(frames)]
+    text = "".join((str(error), *(f"\nin {code.co_filename} {code.co_name}" for code in codes)))
     for known in _KNOWN:
         match = re.search(known["error"], text, re.DOTALL)
         words = None if match is None else _weight_words(error, known["weights"])
