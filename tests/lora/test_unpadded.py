@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 from transformers.integrations.neftune import activate_neftune
 
+from isotype.contracts.contract import contracts_for
 from isotype.lora.attention.registered import sides_of, use_fast_attention
 from isotype.lora.loss.trl_head import put_head
-from isotype.lora.unpadded import hooks_see_one_row, tried, unpadded
+from isotype.lora.unpadded import hooks_see_one_row, traced_as, tried, unpadded
+from isotype.precision.devices.profile import device_profile
+from isotype.trace.fake.functions import Functions
+from isotype.trace.fake.recorder import FakeRecorder
+from isotype.trace.fake.twin import fake_inputs, fake_mode
 from tests.cpus import no_compiler
 from tests.models import CONFIGS, tiny_model
 from tests.zoo import ARCHITECTURES
@@ -50,6 +55,20 @@ def test_every_token_is_there_once_at_its_place(rows: list[tuple[int, int, int]]
     begins = [index for index, position in enumerate(positions.tolist()) if position == 0]
     lengths = [tokens for _, tokens, _ in rows if tokens]
     assert [end - begin for begin, end in zip(begins, [*begins[1:], len(ids)], strict=True)] == lengths
+
+
+def test_a_trace_knows_the_positions_in_a_large_batch() -> None:
+    """Its attention mask has too many elements for a trace to know each of them."""
+    asked = batch("x" * 500, *["x" * 20 + "." * 480] * 40)
+    bare = unpadded(asked, BOTH, asked["attention_mask"].bool())
+    mode = fake_mode()
+    recorder = FakeRecorder(contracts_for("cpu"), torch.float32, mode)
+    fakes = fake_inputs(asked, mode)
+    with traced_as(bare), mode, recorder, Functions(recorder, device_profile("cpu")):
+        traced = unpadded(fakes, BOTH, fakes["attention_mask"].bool())
+        assert traced is not None
+        assert bare is not None
+        assert traced.inputs["position_ids"].tolist() == bare.inputs["position_ids"].tolist()
 
 
 @pytest.mark.parametrize(

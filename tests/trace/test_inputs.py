@@ -13,6 +13,7 @@ from torch import nn
 import isotype
 from isotype.records.trace import Call, Trace
 from isotype.trace.fake.code import named_tensors
+from tests.models import tiny_model
 from tests.rules.traces import traced
 from tests.small import BF16, WIDTH
 
@@ -184,3 +185,32 @@ def test_a_dataclass_with_slots_is_looked_into() -> None:
         count: int
 
     assert [name for name, _ in named_tensors({"batch": Slotted(X, 1)}, "given")] == ["given['batch'].x"]
+
+
+@pytest.mark.parametrize("phase", ["forward", "evaluate"])
+@pytest.mark.parametrize(("rows", "length"), [(4, 128), (20, 900)], ids=["few tokens", "many tokens"])
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_the_masks_of_padding_and_of_documents_are_counted(
+    kind: str, rows: int, length: int, phase: str
+) -> None:
+    """transformers makes them only if a row has padding or documents: three bytes for each pair of a row's tokens."""
+    model = tiny_model("llama").to("meta").requires_grad_(phase != "evaluate")
+    places = torch.arange(length)
+    batch = {"input_ids": torch.ones(rows, length, dtype=torch.long), "use_cache": False}
+    mask = torch.ones_like(batch["input_ids"])
+    plain = {**batch, "attention_mask": mask}
+    if kind == "padded":
+        masked = {
+            **batch,
+            "attention_mask": mask.where(places < length // 2, 0),
+        }
+    else:
+        masked = {**batch, "position_ids": (places % (length // 2)).repeat(rows, 1)}
+
+    def activations(inputs: dict[str, Any]) -> int:
+        only = {"evaluation": inputs} if phase == "evaluate" else {}
+        trained = {"input_ids": inputs["input_ids"][:1, :4]} if phase == "evaluate" else inputs
+        report = isotype.check(model, trained, device="cpu", phases=("forward",), **only)
+        return report.trace.memory.phases[phase]["activations"]
+
+    assert activations(masked) - activations(plain) >= rows * length**2

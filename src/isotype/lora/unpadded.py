@@ -38,10 +38,14 @@ class Sequences:
     longest: int
     window: int | None = None
 
+    def owners(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (indices of the tokens, index of each token's sequence), int64 `[tokens]`."""
+        places = torch.arange(tokens, device=self.ends.device)
+        return places, torch.bucketize(places, self.ends[1:].long(), right=True)
+
     def mask(self, tokens: int, *, causal: bool) -> torch.Tensor:
         """Return the sequences as a mask: bool `[1, 1, tokens, tokens]`, True where a query attends to a key."""
-        places = torch.arange(tokens, device=self.ends.device)
-        owners = torch.bucketize(places, self.ends[1:].long(), right=True)
+        places, owners = self.owners(tokens)
         mask = owners[:, None] == owners
         behind = places[:, None] - places
         if causal:
@@ -166,16 +170,14 @@ def _without(
 ) -> Unpadded:
     ids = batch["input_ids"]
     index = torch.nonzero_static(present.flatten(), size=sum(lengths)).squeeze(1)
-    positions = present.cumsum(1) - 1
-    inputs = {
-        **batch,
-        "input_ids": ids.flatten()[index][None],
-        "position_ids": positions.flatten()[index][None],
-        "attention_mask": None,
-    }
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(ids.device, non_blocking=True)
+    sequences = Sequences(ends, max(lengths))
+    places, owners = sequences.owners(sum(lengths))
+    # Positions follow from the lengths, which a trace knows, too, if the attention mask is too large for it.
+    tokens, positions = ids.flatten()[index][None], (places - ends[owners])[None]
+    inputs = {**batch, "input_ids": tokens, "position_ids": positions, "attention_mask": None}
     place = (present.flatten().cumsum(0) - 1).clamp(min=0).view(ids.shape)
-    return Unpadded(inputs, place, Sequences(ends, max(lengths)), index, reads, lengths)
+    return Unpadded(inputs, place, sequences, index, reads, lengths)
 
 
 @contextmanager

@@ -171,6 +171,7 @@ class _Step:
         self.evaluated = fake_inputs(named_inputs(request.evaluation or {}), self.mode)
         # The values are copied outside of the modes: inside of a mode the copies would be fakes.
         self.known = _values(named_inputs(request.inputs))
+        self.known_of_evaluation = _values(named_inputs(request.evaluation or {}))
         self.notes: list[str] = []
         self.untraced: dict[str, str] = {DEEPSPEED: UNSHARDED} if setup.deepspeed else {}
         self.packed: dict[str, int] = {}  # bytes of each weight of torchao or quanto
@@ -294,18 +295,23 @@ class _Step:
                     self.recorder.mark(moment, Origin("outside", moment.dtype, name))
                     local = int(self.process.share * moment.untyped_storage().nbytes())
                     ledger.count(moment, "optimizer", local=local)
-        for name, value in _named(self.inputs):
-            if not isinstance(value, FakeTensor):  # in an object that is passed to the model unchanged
-                self.recorder.stand_for(value, Origin("input", value.dtype, name))
-                continue
-            self.recorder.mark(value, Origin("input", value.dtype, name))
-            self.recorder.reach.begin(name, value)
-            ledger.count(value, "inputs")
-            if name in self.known:
-                self.recorder.known.give(value, self.known[name])
-                self.recorder.values.give(value, self.known[name], counted=value.dim() >= _OF_TILES)
-                self.recorder.values.came_rounded(value, name)
+        self._enter(self.inputs, self.known)
         ledger.add("inputs", self.setup.ahead * ledger.alive("inputs"))
+
+    def _enter(self, inputs: Any, known: Mapping[str, torch.Tensor]) -> None:
+        """Count the memory of a batch, and store the values in `known`, on which the model's code may branch."""
+        recorder = self.recorder
+        for name, value in _named(inputs):
+            if not isinstance(value, FakeTensor):  # in an object that is passed to the model unchanged
+                recorder.stand_for(value, Origin("input", value.dtype, name))
+                continue
+            recorder.mark(value, Origin("input", value.dtype, name))
+            recorder.reach.begin(name, value)
+            recorder.ledger.count(value, "inputs")
+            if name in known:
+                recorder.known.give(value, known[name])
+                recorder.values.give(value, known[name], counted=True)
+                recorder.values.came_rounded(value, name)
 
     def _count_gradient(self, module: str, repeats: int, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:  # a fused function gives unused layers no gradient
@@ -448,9 +454,7 @@ class _Step:
         """Count the memory of an evaluation or rollout between steps. Its calls repeat the forward's and are not recorded."""
         ledger, calls, twin = self.recorder.ledger, self.recorder.calls, self.twin
         before = len(calls)
-        for name, value in _named(self.evaluated):
-            self.recorder.mark(value, Origin("input", value.dtype, name))
-            ledger.count(value, "inputs")
+        self._enter(self.evaluated, self.known_of_evaluation)
         twin.eval()
         with torch.no_grad(), self._autocast():
             result = loss_function(self.request.evaluation)(twin, self.evaluated)
@@ -480,10 +484,6 @@ def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         yield from named_tensors(value, name)
 
 
-_OF_TILES = 5
-"""Number of dimensions of images in tiles, `[rows, tiles, channels, height, width]`; missing tiles are zeros."""
-
-
 def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the inputs whose values the traced code may read: small inputs, all integers, and tiled images."""
     return {
@@ -492,5 +492,6 @@ def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         if not value.is_meta
         and not isinstance(value, FakeTensor)
         and value.layout is torch.strided
-        and (value.numel() <= LIMIT or value.dim() >= _OF_TILES or not value.is_floating_point())
+        # Missing tiles of images `[rows, tiles, channels, height, width]` are zeros.
+        and (value.numel() <= LIMIT or value.dim() > 4 or not value.is_floating_point())
     }

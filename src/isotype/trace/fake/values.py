@@ -60,10 +60,11 @@ _FACTORISATIONS = frozenset({
 _COMPARISONS = frozenset({aten.gt, aten.ge, aten.lt, aten.le})
 # Conditions on all elements, as in checks of arguments. `Numbers` chooses a value with which the code continues.
 _REDUCTIONS = frozenset({aten.any, aten.all, aten._is_all_true})
-# Operators that are also computed for large values: models use them to find images of zeros, the padding of a batch.
-_COUNTED = frozenset(
-    {aten.view, aten.select, aten.slice, aten._to_copy, aten.eq, aten.ne, aten.sum, aten.any, aten.all}
-)
+# Operators that are also computed for large values: models use them to find images of zeros, padding, packed documents.
+_COUNTED = frozenset({
+    aten.view, aten.select, aten.slice, aten._to_copy, aten.eq, aten.ne, aten.sum, aten.any, aten.all,
+    aten.cat, aten.sub, aten.cumsum, aten.alias,
+})  # fmt: skip
 _UNSET = frozenset({aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided})
 _DRAWS = frozenset({aten.rand, aten.randint, aten.randperm, aten.uniform_})
 _UNREAD = _SHAPE_ONLY | _NEVER | _UNSET | _DRAWS
@@ -87,10 +88,10 @@ class Values:
             return
         if value.numel() <= (_MOST_ANGLES if hasattr(value, _EXACT) else LIMIT):
             setattr(tensor, VALUE, value)
+        elif value.dtype == torch.bool and 0 in value.stride() and not hasattr(value, _LARGE):
+            setattr(tensor, _EXPANDED, value)  # expanded over hidden values; only its elements are counted
         elif counted or hasattr(value, _LARGE):
             setattr(tensor, _LARGE, value)
-        elif value.dtype == torch.bool and 0 in value.stride():
-            setattr(tensor, _EXPANDED, value)  # expanded over hidden values; only its elements are counted
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the value of a fake tensor; None if it is unknown."""
@@ -151,7 +152,7 @@ class Values:
                 return None
             if guessed and packet is aten.all:
                 result = torch.ones_like(result)
-            if counted and tensors and hasattr(tensors[0][1], _LARGE):
+            if counted and any(hasattr(tensor, _LARGE) for _, tensor in tensors):
                 setattr(result, _LARGE, None)
             return map_leaves(_as_guessed, result) if guessed else result
 
