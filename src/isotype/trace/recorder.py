@@ -375,11 +375,10 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 memory = operands[0].origin
                 self.mark(tensor, Origin("scratch", tensor.dtype, memory.module, source=memory.source))
             self.ledger.count(tensor)
-        inside = (
-            scratch_bytes(name, self.kind or outputs[0].device.type, call.args, outputs[0]) if outputs else 0
-        )
-        for size in (inside, -inside):
-            self.ledger.add("activations", size)
+        if outputs:
+            scratch = scratch_bytes(name, self.kind or outputs[0].device.type, call.args, outputs[0])
+            for size in (scratch, -scratch):
+                self.ledger.add("activations", size)
         if breach is not None:
             if place.breached and self.phase == "backward" and not self._recomputing:
                 breach = replace(breach, consequence=True)
