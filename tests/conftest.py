@@ -143,18 +143,10 @@ def _capture_few_logs(plugin: Any) -> None:
     plugin._runtest_for = capture_if_asked
 
 
-def _freeze() -> None:
-    """No later collection, and no search for objects of a script, goes through what lives now."""
-    from isotype.model.walk import note_frozen
-
-    gc.freeze()
-    note_frozen()
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What the imports have made stays to the end: no later collection looks at it again."""
     _capture_few_logs(session.config.pluginmanager.get_plugin("logging-plugin"))
-    _freeze()
+    gc.freeze()
     gc.enable()
 
 
@@ -164,7 +156,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     yield
     if nextitem is None or nextitem.path != item.path:
         gc.collect(2)
-        _freeze()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -161,21 +161,6 @@ def test_tensors_can_be_swapped_at_any_place_of_a_watched_step(
     assert not any("stopped" in note for note in watches[0].notes)
 
 
-def test_nothing_stays_on_tensors_that_the_script_has_frozen_for_the_garbage_collector(
-    watches: list[Watch],
-) -> None:
-    model, watch = _block(), Watch()
-    watches.append(watch)
-    watch.attach()
-    signal = torch.ones(4, 8)
-    gc.freeze()
-    model(signal).sum().backward()
-    torch.optim.SGD(model.parameters()).step()
-    gc.unfreeze()
-    assert watch.seen
-    assert not any(vars(tensor) for tensor in (signal, *model.parameters()))
-
-
 @pytest.mark.parametrize("stance", ["eager_on_recompile", None])
 def test_the_compiler_keeps_the_stance_that_a_watched_step_sets(
     stance: str | None, watches: list[Watch]

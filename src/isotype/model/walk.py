@@ -7,7 +7,6 @@ import gc
 import itertools
 import operator
 import re
-import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -163,20 +162,8 @@ def _is_block(layer: nn.Module) -> bool:
     return any(_BLOCK_PARTS.search(name) or _BLOCK_PARTS.search(kind) for name, kind in parts)
 
 
-_FROZEN_BEFORE = [sys.maxsize]
-"""Number of objects that were frozen when `note_frozen` was called."""
-
-
-def note_frozen() -> None:
-    """Let `living` find objects that are frozen from now on, as by a script that is about to run."""
-    _FROZEN_BEFORE[:] = [gc.get_freeze_count()]
-
-
 def living(kind: type[Kind]) -> Iterator[Kind]:
-    """Yield all objects of a type, and of its subclasses, in this process."""
-    # `gc.get_objects` leaves out frozen objects. To freeze them again would also freeze all others, which could then leak.
-    if gc.get_freeze_count() > _FROZEN_BEFORE[0]:
-        gc.unfreeze()
+    """Yield all objects of a type, and of its subclasses, in this process, except those that `gc.freeze` has frozen."""
     # `isinstance` would read an attribute and load a lazy object of the script.
     yield from (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
 

@@ -224,28 +224,6 @@ scaler.step(optimizer)
     assert "   autocast float16   GradScaler   " in err
 
 
-def test_objects_that_a_script_has_frozen_for_the_garbage_collector_are_known(runs: Runs) -> None:
-    script = """
-import gc
-model = nn.Linear(8, 8)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-scaler = torch.amp.GradScaler("cuda")
-gc.freeze()
-for _ in range(3):
-    with torch.autocast("cuda", torch.float16):
-        loss = model(torch.randn(4, 8)).square().mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-"""
-    status, _, err = runs(script, "--device", "t4")
-    assert status == 0
-    assert "step 1 watched" in err
-    assert "[IST303]" not in err  # the scaler is frozen
-    assert "[IST308]" not in err
-
-
 def test_the_autocast_of_a_gpu_promotes_the_operands_of_a_scatter(runs: Runs) -> None:
     """pytorch/pytorch #51730: the first result is bfloat16, the norm's is float32."""
     script = """

@@ -42,7 +42,6 @@ from isotype.core.operators import tensors_of
 from isotype.core.optimizers import class_of, learning_rate_of, parameters_of
 from isotype.model.adapters import unmatched
 from isotype.model.recompute import idle_checkpoints
-from isotype.model.walk import note_frozen
 from isotype.records.memory import Phase
 from isotype.records.request import Setup
 from isotype.records.trace import Call, Failure, Origin, Trace
@@ -150,7 +149,6 @@ class Watch:
 
     def attach(self) -> None:
         """Add the global hooks, which start the recording at the next step."""
-        note_frozen()
         self._other_optimizers = weakref.WeakSet(optimizers_here())
         # torch.compile warns about global hooks. They are removed before they can slow compiled code down.
         warnings.filterwarnings("ignore", message="Using `torch.compile")
