@@ -154,6 +154,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """Every trainer looks for garbage in all that lives: what a file's tests have imported and cached is left out for the next."""
     yield
+    if history := sys.modules.get("isotype.trace.dtype_history"):
+        history.default_dtypes.clear()  # a script sets it once; its lines are no reason in the next test
     if nextitem is None or nextitem.path != item.path:
         gc.collect(2)
         gc.freeze()
