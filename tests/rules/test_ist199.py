@@ -102,16 +102,34 @@ class Recurrent(nn.Module):
         return self.out(self.rnn(self.body(x))[0])
 
 
-@pytest.mark.newest  # before torch 2.13 the GRU's own error names the other of the two dtypes
 def test_a_fix_must_not_bring_to_light_another_error() -> None:
     inputs = {"x": torch.ones(2, 3, 4, dtype=BF16)}
     (finding,) = isotype.check(Recurrent(torch.float32), inputs, device="cpu").errors
-    assert (finding.code, finding.cause) == ("IST199", "rnn.weight_ih_l0 is float32")
-    # A border at the GRU alone would only move the error to the head behind it.
-    assert [(fix.description, fix.verified) for fix in finding.fixes] == [
-        ("run the step under autocast to bfloat16", True)
-    ]
+    assert (finding.code, finding.cause) == ("IST101", "rnn.weight_ih_l0 is float32")
+    # A boundary at the GRU alone would only move the error to the head behind it.
+    autocast, line = finding.fixes
+    assert (autocast.description, autocast.verified) == ("run the step under autocast to bfloat16", True)
+    assert (line.description.startswith("cast the operands to bfloat16 at "), line.verified) == (True, True)
     assert isotype.check(Recurrent(BF16), inputs, device="cpu").ok
+
+
+class Strict(nn.Linear):
+    """Refuses inputs whose dtype is not the weight's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self.weight.dtype:
+            raise ValueError(f"the weight is {self.weight.dtype}, expected {x.dtype}")
+        return super().forward(x)
+
+
+def test_a_refusal_by_the_model_has_no_fix_that_only_moves_it() -> None:
+    model = nn.Sequential(Strict(4, 4, dtype=BF16), Strict(4, 4), Strict(4, 4, dtype=BF16))
+    (finding,) = isotype.check(model, {"input": torch.ones(2, 4, dtype=BF16)}, device="cpu").errors
+    assert (finding.code, finding.cause) == ("IST199", "1.weight is float32")
+    # A boundary at the second layer would return float32, which the third layer refuses.
+    assert [(fix.description, fix.verified) for fix in finding.fixes] == [
+        ("cast 1.weight, 1.bias to bfloat16", True)
+    ]
 
 
 class Checked(nn.Module):

@@ -71,12 +71,14 @@ def around_weights(
         if tensor.dtype != before:
             assigned(tensor, before)
 
-    def copying(original: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(value, *args, **kwargs)
-        inside = dict(value.named_modules()) if isinstance(value, nn.Module) else {}
-        for name, module in result.named_modules() if inside else ():
-            if name in inside:
-                copied(inside[name], module)
+    def copying(original: Any, value: Any, *memo: Any, **kwargs: Any) -> Any:
+        result = original(value, *memo, **kwargs)
+        # Calls with a memo copy a part of another object: its modules may not be complete yet.
+        if isinstance(value, nn.Module) and not memo and not kwargs:
+            inside = dict(value.named_modules())
+            for name, module in result.named_modules():
+                if name in inside:
+                    copied(inside[name], module)
         return result
 
     data: Any = torch.Tensor.data

@@ -57,9 +57,8 @@ class Rule:
 def all_rules() -> tuple[Rule, ...]:
     rules = []
     for code, module in rule_modules().items():
-        docstring = module.__doc__ or ast.get_docstring(
-            ast.parse(getsource(module)), clean=False
-        )  # `python -OO`
+        # `python -OO` removes docstrings.
+        docstring = module.__doc__ or ast.get_docstring(ast.parse(getsource(module)), clean=False)
         title, _, text = str(docstring).partition("\n\n")
         of_claims = partial(contract_rule.find, module.__name__)
         find = getattr(module, "find", of_claims) if hasattr(module, "CLAIMS") else module.find

@@ -45,12 +45,10 @@ def find(trace: Trace) -> Findings:
     lost = [weight for weight in missing if not weight.dtype.is_floating_point]
     copied = _copied_by_dora(trace)
     message = f"{counted(lost, 'quantized weight', 'have')} lost the quantization state"
+    if copied and not lost:
+        lose = counted(copied, "int8 weight", "lose")
+        message = f"{lose} the row scales in the first forward, and the second forward fails"
     if copied:
-        message = (
-            message
-            if lost
-            else f"{counted(copied, 'int8 weight', 'lose')} the row scales in the first forward: the second one fails"
-        )
         cause = f"on a CPU, PEFT's DoRA replaces {copied[0].name} by a copy without its scales"
         how = "use LoRA without DoRA (use_dora=False), or 4-bit weights (load_in_4bit=True)"
         yield finding_of("error", message, lost or copied, cause=cause, fixes=(advice("use_dora", how),))

@@ -90,6 +90,11 @@ class Ledger:
         self._live[key] = (weakref.ref(storage, lambda _: self._freed(key)), size, kind, self._created)
         self._change(kind, size)
 
+    def touch(self, kind: MemoryKind, size: int) -> None:
+        """Count `size` bytes that are allocated and freed at once."""
+        self.add(kind, size)
+        self.add(kind, -size)
+
     def mark(self) -> int:
         """Return the number of the newest counted storage, for the argument `since` of other methods."""
         return self._created

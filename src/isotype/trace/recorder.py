@@ -376,9 +376,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 self.mark(tensor, Origin("scratch", tensor.dtype, memory.module, source=memory.source))
             self.ledger.count(tensor)
         if outputs:
-            scratch = scratch_bytes(name, self.kind or outputs[0].device.type, call.args, outputs[0])
-            for size in (scratch, -scratch):
-                self.ledger.add("activations", size)
+            device = self.kind or outputs[0].device.type
+            self.ledger.touch("activations", scratch_bytes(name, device, call.args, outputs[0]))
         if breach is not None:
             if place.breached and self.phase == "backward" and not self._recomputing:
                 breach = replace(breach, consequence=True)

@@ -187,37 +187,37 @@ def config_problems(settings: Any) -> Iterator[Problem]:
 
     transformers (`HfTrainerDeepSpeedConfig`) compares them only after it has loaded the model.
     """
-    config, name = _config_of(settings)
+    config, name = deepspeed_config(settings.deepspeed)
     for key, argument in _SAME.items():
-        mine, other = _value(config, key), getattr(settings, argument)
+        mine, other = value_in(config, key), getattr(settings, argument)
         if isinstance(mine, (int, float)) and isinstance(other, (int, float)) and mine != other:
             what = f"{key} {mine:g} in {name}, and --{argument} {other:g}"
             yield Problem(what, "the same value", f'"{key}": "auto" in {name}, or --{argument} {mine:g}')
     for key in (*_SAME, *(f"{part}.enabled" for part in _DTYPES)):
-        if isinstance(text := _value(config, key), str) and text != "auto":
+        if isinstance(text := value_in(config, key), str) and text != "auto":
             yield Problem(
                 f'{key} "{text}" in {name}', 'a value without quotes, or "auto"', "remove the quotes"
             )
-    betas, arguments = _value(config, "optimizer.params.betas"), [settings.adam_beta1, settings.adam_beta2]
+    betas, arguments = value_in(config, "optimizer.params.betas"), [settings.adam_beta1, settings.adam_beta2]
     if isinstance(betas, list) and betas != arguments:
         what = f"optimizer.params.betas {betas} in {name}, and --adam_beta1 and --adam_beta2 {arguments}"
         yield Problem(what, "the same values", f'"betas": "auto" in {name}')
-    rows, total = settings.per_device_train_batch_size, _value(config, "train_batch_size")
+    rows, total = settings.per_device_train_batch_size, value_in(config, "train_batch_size")
     if isinstance(rows, int) and isinstance(total, int):
         step, count = rows * settings.gradient_accumulation_steps, processes()
         if step > 0 and (total % step or (count > 1 and total != step * count)):
             what = f"train_batch_size {total} in {name}, and {step} rows in an optimizer step of each process"
             yield Problem(what, "the rows of all processes", f'"train_batch_size": "auto" in {name}')
-    if all(_value(config, f"{part}.enabled") is True for part in _DTYPES):
+    if all(value_in(config, f"{part}.enabled") is True for part in _DTYPES):
         fix = f'"enabled": "auto" in both sections of {name}'
         yield Problem(f"fp16.enabled true and bf16.enabled true in {name}", "at most one of them", fix)
 
 
 def check_dtype(settings: Any, compute: torch.dtype) -> None:
     """Raise PrecisionError if the config enables another dtype than `compute`, or disables `compute`."""
-    config, name = _config_of(settings)
+    config, name = deepspeed_config(settings.deepspeed)
     for part, dtype in _DTYPES.items():
-        enabled = _value(config, f"{part}.enabled")
+        enabled = value_in(config, f"{part}.enabled")
         if isinstance(enabled, bool) and enabled != (dtype == compute):
             state = str(enabled).lower()
             what = f"{part}.enabled {state} in {name}, and {dtype_name(compute)} as the compute dtype"
@@ -227,9 +227,11 @@ def check_dtype(settings: Any, compute: torch.dtype) -> None:
             raise PrecisionError.of("the DeepSpeed config and the policy disagree", what, expected, fix)
 
 
-def _config_of(settings: Any) -> tuple[Any, str]:
-    """Return (config, name for messages). The config is empty without DeepSpeed, or if its file cannot be read."""
-    config = settings.deepspeed
+def deepspeed_config(config: Any) -> tuple[Any, str]:
+    """Return (config, name for messages) of `--deepspeed`: a dict, JSON, or a path.
+
+    The config is empty without DeepSpeed, or if its file cannot be read.
+    """
     if isinstance(config, dict):
         return config, "the DeepSpeed config"
     text = str(config or "{}")
@@ -240,7 +242,8 @@ def _config_of(settings: Any) -> tuple[Any, str]:
         return {}, text  # DeepSpeed's error names the file
 
 
-def _value(config: Any, key: str) -> Any:
+def value_in(config: Any, key: str) -> Any:
+    """Return the value of `config` at a key with dots (`zero_optimization.stage`); None without this key."""
     for part in key.split("."):
         config = config.get(part) if isinstance(config, dict) else None
     return config

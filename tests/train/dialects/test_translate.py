@@ -198,16 +198,18 @@ def test_dtypes_of_compute_and_masters(settings: Mapping[str, Any], dtypes: str,
 @pytest.mark.parametrize("method", [FACTORY, FULL])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("dtype", ["pure_bf16", "bf16"])
-@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("form", ["dict", "text", "file"])
 def test_llama_factory_refuses_pure_bf16_with_zero_3(
-    method: Mapping[str, Any], stage: int, dtype: str, inline: bool, tmp_path: Path
+    method: Mapping[str, Any], stage: int, dtype: str, form: str, tmp_path: Path
 ) -> None:
     config = {
         "zero_optimization": {"stage": stage, "stage3_max_live_parameters": 3},
         "bf16": {"enabled": "auto"},
+        "comment": 300 * "-",  # longer than the name of a file may be
     }
     (tmp_path / "zero.json").write_text(json.dumps(config, indent=stage), encoding="utf-8")
-    settings = {**method, dtype: True, "deepspeed": config if inline else str(tmp_path / "zero.json")}
+    forms = {"dict": config, "text": json.dumps(config), "file": str(tmp_path / "zero.json")}
+    settings = {**method, dtype: True, "deepspeed": forms[form]}
     problems = [problem.given for problem in read(settings).problems]
     refused = ["pure_bf16: true, with ZeRO-3 in the DeepSpeed config"]
     assert problems == (refused if (dtype, stage) == ("pure_bf16", 3) else [])

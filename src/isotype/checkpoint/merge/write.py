@@ -97,10 +97,9 @@ class Output:
             with self.disk_errors():
                 remove_abandoned(output.parent.glob(f".*{_BUILDING}"))
                 fresh.mkdir(parents=True)
+            # Locked before: another merge would remove a folder that no process has locked.
             with directory_lock(fresh):
-                fresh.rename(
-                    built
-                )  # locked before: another merge would remove a folder that no process has locked
+                fresh.rename(built)
                 yield built
             self.check()  # again: another program may have created it in the meantime
             with self.disk_errors():

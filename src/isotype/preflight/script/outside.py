@@ -95,9 +95,8 @@ def outside(error: BaseException, model: nn.Module, step: Trace, unloads: Mappin
         return replace(copied, source=source)
     states = dict(_of_optimizer(error))
     floats = [(n, t) for n, t in (states or variables).items() if t.dtype in FLOATS and t.dim()]
-    of = {
-        id(t): name_in_process(t) for _, t in floats if isinstance(t, nn.Parameter)
-    } | names  # or of another model
+    of_others = (t for _, t in floats if isinstance(t, nn.Parameter) and id(t) not in names)
+    of = names | {id(t): name_in_process(t) for t in of_others}
     tensors = tuple((n, t.dtype, tuple(t.shape), of.get(id(t), "")) for n, t in floats)
     dtypes = {dtype for _, dtype, *_ in tensors}
     return Outside(source, tensors[:_SHOWN], _help(error, source, bool(states), dtypes))

@@ -50,22 +50,26 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
     if trace.setup.autocast is None and low in ("bfloat16", "float16"):
         yield fix(f"run the step under autocast to {low}", "setting", ("autocast",), low)
     called = tuple(dict.fromkeys(call.source for call in group.calls if call.source))
-    stored = (
-        operand.role in STATISTICS  # a batch norm would update the copies of its statistics
-        or (
-            _is_own(operand, call) and hasattr(torch.nn, trace.modules.get(call.module, ""))
-        )  # the line has only the inputs
-        for call in group.calls
-        for operand in call.floats
-        if operand.dtype != _wanted(group)
-    )
-    if called and not any(stored) and (len(called) <= 3 or group.refused == "dtype"):
+    to_cast = [
+        (call, operand) for call in group.calls for operand in call.floats if operand.dtype != _wanted(group)
+    ]
+    stored = any(_is_stored(trace, call, operand) for call, operand in to_cast)
+    if called and not stored and (len(called) <= 3 or group.refused == "dtype"):
         into = _written_into(group)
         what = f"the operands to {expected}" if into is None else f"what is written to {into}"
         back = group.refused == "dtype" and group.mismatched.dtype in HALVES
         back = back and not any(name in group.calls[0].op for name in _OTHER_RESULTS)
         after = ", and the result back" if back else ""
         yield fix(f"cast {what} at {listed(map(short, called), 3)}{after}", "line", called, into or expected)
+
+
+def _is_stored(trace: Trace, call: Call, operand: Operand) -> bool:
+    """Return whether a cast at the call's line cannot reach the operand: a norm of torch reads its own weight there.
+
+    Also true for a batch norm's statistics: the call would update copies of them.
+    """
+    of_norm = "norm" in call.op and hasattr(torch.nn, trace.modules.get(call.module, ""))
+    return (of_norm and _is_own(operand, call)) or operand.role in STATISTICS
 
 
 _OTHER_RESULTS = ("fft", "numpy")

@@ -254,9 +254,8 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
     if scratch:
         return scratch[0]  # another module that uses the tensor may have another dtype
     foreign = [operand for operand in floats if operand.dtype != side]
-    if len(foreign) == len(
-        floats
-    ):  # the trace converts to the dtype of the operands that belong to the model
+    if len(foreign) == len(floats):
+        # The trace converts to the dtype of the operands that belong to the model.
         foreign = [operand for operand in foreign if operand.origin.cause.kind in SHARED] or foreign
     foreign = foreign or [operand for operand in floats if operand.dtype != expected]
     # A tensor without dimensions does not change the dtype of other operands.

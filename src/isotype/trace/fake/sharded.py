@@ -126,8 +126,7 @@ class ProcessMemory:
             size = state_bytes(*of, float32=embeds, pages=not on_cpu)
             self._ledger.add("optimizer", int(share * self._repeats[id(parameter)] * size))
             most = max(most, int(share * bytes_of_step(*of, float32=embeds)) if on_cpu else 0)
-        for size in (most, -most):
-            self._ledger.add("activations", size)
+        self._ledger.touch("activations", most)
 
     def watch(self) -> Iterator[Any]:
         """Start counting. Yield the handle of each hook that is added."""

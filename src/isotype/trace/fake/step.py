@@ -402,9 +402,8 @@ class _Step:
                 self._refuse("GradScaler.step", NOTHING_UNSCALED, [("parameter", self._trainable()[0])])
             return
         request: Any = self.request.optimizer
-        request = (
-            self.setup.optimizer if isinstance(request, str) else request
-        )  # a fix may name another optimizer
+        if isinstance(request, str):  # a fix may name another optimizer
+            request = self.setup.optimizer
         optimizers = optimizers_in(request)
         copies = [names_instead(optimizer, self.request.model) for optimizer in optimizers]
         # Copies of a script's optimizers have no parameters, and the script may have more optimizers. So it is unknown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +36,10 @@ def topics(reader: Reader) -> None:
     if "," in str(reader.get("adapter_name_or_path", "")):
         expected, fix = "one adapter to train further", "first merge the other adapters: isotype merge"
         reader.refuse("adapter_name_or_path", expected, fix)
-    config = str(reader.get("deepspeed", ""))
-    config = Path(config).read_text(encoding="utf-8") if Path(config).is_file() else config
-    if reader.get("pure_bf16") and re.search(r"['\"]stage['\"]\s*:\s*3\b", config):
+    from isotype.train.launched import deepspeed_config, value_in  # imports torch
+
+    config, _ = deepspeed_config(reader.get("deepspeed"))
+    if reader.get("pure_bf16") and value_in(config, "zero_optimization.stage") == 3:
         what = "pure_bf16: true, with ZeRO-3 in the DeepSpeed config"
         reader.refuse(what, "one of the two: LLaMA-Factory refuses both together", "bf16: true")
     _rows(reader)
