@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import isotype
-from isotype.lora import modules
+from isotype.lora import modules, weights
 from isotype.lora.attention import registered
 from isotype.model.fold import fold
 from isotype.precision.policy import PrecisionPolicy
@@ -243,3 +244,27 @@ def test_peft_s_own_experts_hold_and_compute_what_is_foreseen() -> None:
     # The optimizer's states, which a check counts from the begin, are not there in this step.
     foreseen = sum(size for kind, size in report.memory.phases["backward"].items() if kind != "optimizer")
     assert foreseen == pytest.approx(sum(step.memory.phases["backward"].values()), rel=0.02)
+
+
+@pytest.mark.parametrize("share", [0.4, 2.0])
+def test_a_simulated_gpu_has_room_for_some_dequantized_constants(
+    config: Any, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the fused layers keep the block constants in float32, in a 64th of the card's memory."""
+    policy = isotype.resolve_precision(config, dtype="float16", quantization="nf4", device="t4")
+    nested = replace(policy, double_quant=True)
+    batch = {name: torch.ones(1, 8, dtype=torch.long) for name in ("input_ids", "labels")}
+    blocks = LAYERS * (4 * 128 * 128 + 3 * 128 * 320) // 64
+
+    def peak(fold: bool, memory: float) -> int:
+        model: Any = weightless_model(
+            config, nested, lora={"r": 8, "target_modules": "all-linear"}, fold=fold
+        )
+        isotype.fuse(model.train(), device="t4")
+        monkeypatch.setattr(weights, "gpu_memory", lambda _: int(memory))
+        report = isotype.check(model, batch, policy=nested, device="t4", wiring=False, verify=False)
+        return report.memory.peak
+
+    for fold_layers in (False, True):
+        added = peak(fold_layers, 64 * share * 4 * blocks) - peak(fold_layers, memory=0)
+        assert added == pytest.approx(min(share, 1) * 4 * blocks, rel=0.3)

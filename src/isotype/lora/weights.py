@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +15,7 @@ from isotype.compat.torch import FakeTensor, copy_each, has_kernel, multiply_eac
 from isotype.core.dtypes import COMPUTE_DTYPES
 from isotype.model.quantized import codes_of, dense_weight, quantization_state
 from isotype.model.walk import derives_from, kind_of
+from isotype.precision.devices.simulated import gpu_memory, represented
 
 FEW = 64
 """Up to this number of rows (generated tokens), bitsandbytes multiplies by a 4-bit weight without dequantizing it."""
@@ -60,13 +60,13 @@ class DenseWeights:
 
     def _state(self, layer: Any) -> Any:
         """Return a 4-bit layer's quantization state, with float32 constants if the GPU has enough memory."""
-        state, memory = quantization_state(layer), total_memory(layer.weight.device)
+        state, memory = quantization_state(layer), gpu_memory(layer.weight)
         if memory is None or not state.nested:
             return state
         former, identity = self._constants.get(layer), _memory_of(state.absmax, torch.float32)
         if former is not None and former[0] == identity is not None:
             return former[1]
-        size = 4 * state.absmax.numel()
+        size = 4 * state.absmax.numel() * represented(layer.weight)
         if former is None:
             if self._constants_bytes + size > memory // _SHARE:
                 return state
@@ -139,15 +139,6 @@ def _memory_of(weight: torch.Tensor, dtype: torch.dtype) -> _Identity | None:
 def _oriented(layer: Any) -> torch.Tensor:
     weight: torch.Tensor = layer.weight.detach()
     return weight.t() if derives_from(type(layer), "Conv1D") else weight
-
-
-@cache
-def total_memory(device: torch.device) -> int | None:
-    """Return the bytes of a GPU's memory according to its driver; None for a CPU, or if the size is unknown."""
-    if device.type in ("cpu", "meta"):
-        return None
-    memory_info = getattr(torch.get_device_module(device), "mem_get_info", None)
-    return None if memory_info is None else int(memory_info(device)[1])
 
 
 # ------------------------------------------------------------------------------------------------------- adapters

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from isotype.compat.torch import FakeTensor
 from isotype.lora.loops.products import Sum, is_used, write_sums
-from isotype.lora.weights import total_memory
 from isotype.model.quantized import dense_weight
+from isotype.precision.devices.simulated import gpu_memory, is_on_cpu
 
 SCRATCH = 64 << 20
 """Maximum bytes of a chunk's logits on a CPU, or on a GPU whose memory is not known."""
@@ -129,10 +129,10 @@ class Scratch:
         self.call, self.weight, self.bias = call, weight, bias
         vocabulary = weight.shape[0]
         slope = slope and call.softcap is not None
-        on_cpu = weight.device.type == "cpu"
+        on_cpu = is_on_cpu(weight)
         # On other devices a block is a whole chunk, because more kernels would cost more than larger blocks.
         wide = 0 if on_cpu else 4 * (1 + other + slope)
-        memory = total_memory(weight.device)
+        memory = gpu_memory(weight)
         scratch = SCRATCH if memory is None else min(_SCRATCH_OF_A_GPU, memory // _SHARE_OF_A_GPU)
         most = _ROWS if on_cpu else _ROWS_OF_A_GPU
         # Chunks of equal size would be larger for some batches with fewer tokens, and a check has a bound of the tokens.

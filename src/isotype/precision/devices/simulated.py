@@ -6,6 +6,8 @@ All fake tensors are on the CPU. Their `FakeTensorMode` has attributes with the 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         is_cpu: whether the simulated device is a CPU; False without a profile.
+        gpu_memory: bytes of the simulated GPU's memory; None for a CPU or MPS, or if the size is unknown.
+        repeats: identity of a fake weight -> how many equal weights of the model it represents.
         emulated: 16-bit dtypes for which the simulated CPU has no instructions; empty for other devices.
         thread: identifier of the only thread that may run operators; None before a trace.
         threaded: the error of the first operator in another thread, which may have ignored the error; None without one.
@@ -37,6 +41,9 @@ class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__(allow_non_fake_inputs=True)
         cpu = profile if profile is not None and profile.kind == "cpu" else None
         self.is_cpu = cpu is not None
+        gpu = profile if profile is not None and profile.kind in ("cuda", "rocm", "xpu") else None
+        self.repeats: Mapping[int, int] = {}
+        self.gpu_memory = None if gpu is None else gpu.memory_bytes
         self.emulated = frozenset(dtype for dtype in HALVES if cpu and cpu.supports(dtype) != "native")
         self.thread: int | None = None
         self.threaded: OtherThreadError | None = None
@@ -51,9 +58,33 @@ class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 def is_on_cpu(x: torch.Tensor) -> bool:
     """Return whether a tensor is on a CPU, or a fake tensor simulates a tensor on a CPU."""
-    if isinstance(x, FakeTensor):
-        return isinstance(x.fake_mode, SimulatedMode) and x.fake_mode.is_cpu
-    return x.device.type == "cpu"
+    mode = _mode_of(x)
+    return x.device.type == "cpu" if mode is None else mode.is_cpu
+
+
+def gpu_memory(x: torch.Tensor) -> int | None:
+    """Return the bytes of the memory of a tensor's GPU, real or simulated; None for a CPU or MPS, or if the size is unknown."""
+    mode = _mode_of(x)
+    return _memory_of(x.device) if mode is None else mode.gpu_memory
+
+
+def represented(weight: torch.Tensor) -> int:
+    """Return how many equal weights of the model a fake weight represents; 1 for a real weight."""
+    mode = _mode_of(weight)
+    return 1 if mode is None else mode.repeats.get(id(weight), 1)
+
+
+def _mode_of(x: torch.Tensor) -> SimulatedMode | None:
+    mode = x.fake_mode if isinstance(x, FakeTensor) else None
+    return mode if isinstance(mode, SimulatedMode) else None
+
+
+@cache
+def _memory_of(device: torch.device) -> int | None:
+    if device.type in ("cpu", "meta"):
+        return None
+    memory_info = getattr(torch.get_device_module(device), "mem_get_info", None)
+    return None if memory_info is None else int(memory_info(device)[1])
 
 
 def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
@@ -63,10 +94,8 @@ def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
     """
     if x.device.type != "cpu":
         return compute
-    if isinstance(x, FakeTensor):
-        slow = isinstance(x.fake_mode, SimulatedMode) and compute in x.fake_mode.emulated
-    else:
-        slow = this_cpu_emulates(compute)
+    mode = _mode_of(x)
+    slow = this_cpu_emulates(compute) if mode is None else compute in mode.emulated
     return torch.float32 if slow else compute
 
 

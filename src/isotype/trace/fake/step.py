@@ -196,6 +196,7 @@ class _Step:
         self.states_bytes, self.gradient_bytes = 0, 0  # at the start of a later micro-batch
         self.weights = tensors_and_weights(twin)
         self.repeats = {id(parameter): weight.repeats for parameter, weight in self.weights}
+        self.mode.repeats = self.repeats
         self.process = ProcessMemory(twin, setup, recorder.ledger, self.repeats)
         self.functions = Functions(recorder, setup.profile)
 
