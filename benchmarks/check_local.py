@@ -24,7 +24,7 @@ from load import prepared
 
 def config_only(checkpoint: str, directory: Path) -> Path:
     """A directory with the config of a checkpoint, and nothing else."""
-    from isotype.checkpoint.opened import open_model
+    from isotype.checkpoint.checkpoint import open_model
 
     open_model(checkpoint).model_config.save_pretrained(directory)
     return directory

@@ -15,7 +15,7 @@ def dense_folder(model: str, dtype: torch.dtype = torch.bfloat16) -> Path:
     from transformers import AutoTokenizer
 
     import isotype
-    from isotype.checkpoint.opened import open_checkpoint
+    from isotype.checkpoint.checkpoint import open_checkpoint
 
     target = (
         default_cache_dir() / "benchmarks" / f"{model.replace(':', '-')}-{str(dtype).removeprefix('torch.')}"

@@ -202,7 +202,7 @@ def loader(case: Case, side: str, path: str) -> Callable[[], Any]:
     elif case.checkpoint == "gpt-oss":
         settings["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
     elif case.checkpoint == "gguf":
-        from isotype.checkpoint.opened import embedded_file
+        from isotype.checkpoint.checkpoint import embedded_file
 
         file = embedded_file(path.removeprefix("embedded:"))
         path = str(file.parent)

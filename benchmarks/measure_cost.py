@@ -113,7 +113,7 @@ def one(way: str, path: str, small: str) -> dict[str, float]:
 
 def largest_part(source: str | Path) -> int:
     """Weights of the largest part of a checkpoint that has to be in memory at one time."""
-    from isotype.checkpoint.opened import open_model
+    from isotype.checkpoint.checkpoint import open_model
     from isotype.checkpoint.stored_weights import blank_model
     from isotype.ranges.measure import parts
 

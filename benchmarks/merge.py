@@ -116,9 +116,9 @@ def kept(adapter: Path, forms: Sequence[str], record: bool) -> None:
     import isotype
     from isotype.checkpoint.adapter import base_policy, read_adapter
     from isotype.checkpoint.merge import layers as rounding
-    from isotype.checkpoint.merge.kept import learned, merged_as, trained
+    from isotype.checkpoint.merge.comparison import learned, merged_as, trained
     from isotype.checkpoint.tokenizer import tokenizer_of
-    from isotype.train.rows.measured import rows_of_training
+    from isotype.train.rows.measurement_rows import rows_of_training
 
     saved, right_on_average = read_adapter(adapter), rounding.unbiased
     policy = base_policy(saved, device="cpu")

@@ -31,8 +31,8 @@ from safetensors.torch import load_file
 
 import isotype
 import results
+from isotype.checkpoint.checkpoint import open_checkpoint
 from isotype.checkpoint.loftq import begin_from_error
-from isotype.checkpoint.opened import open_checkpoint
 from isotype.cli.main import main as isotype_command
 from isotype.cli.training import DEMO
 from isotype.core.dtypes import dtype_name

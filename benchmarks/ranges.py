@@ -171,7 +171,7 @@ def foretold(report: Report) -> str | None:
 
 def batches_of(tokens: int, count: int) -> list[dict[str, Any]]:
     """Rows of the embedded text through SmolLM2's own tokenizer."""
-    from isotype.checkpoint.opened import open_checkpoint
+    from isotype.checkpoint.checkpoint import open_checkpoint
     from isotype.ranges.measure import passages
 
     tokenizer: Any = open_checkpoint("embedded:smollm2").tokenizer()

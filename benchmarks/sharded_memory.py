@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import isotype
-from isotype.checkpoint.opened import open_model
+from isotype.checkpoint.checkpoint import open_model
 from isotype.checkpoint.shard import load_sharded
 from isotype.train.models import weightless_model
 

@@ -22,7 +22,7 @@ from tools.site_pages import BESIDE, moved, on_page_markdown
 
 import isotype
 from isotype import Damages, Ranges, rules
-from isotype.checkpoint import opened
+from isotype.checkpoint import checkpoint
 from isotype.cli import main
 from isotype.core import VERSION
 from isotype.data.methods import METHODS
@@ -88,7 +88,7 @@ def folder(tmp_path, monkeypatch):
 def test_every_python_block_runs(block, folder, monkeypatch, small_model):
     """With a small model in the place of the real one, and a formula in the place of a plan's traces."""
     by_formula(monkeypatch)
-    monkeypatch.setattr(opened, "embedded_file", lambda name: small_model)
+    monkeypatch.setattr(checkpoint, "embedded_file", lambda name: small_model)
     _run(block)
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import isotype
+from isotype.checkpoint.checkpoint import open_checkpoint
 from isotype.checkpoint.damage import _divergence, _of_signs, pieces, rounded
-from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.resolve import read_measurement
 from isotype.core.errors import UsageError
 from isotype.core.formats import FITTED, MEASURED

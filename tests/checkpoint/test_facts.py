@@ -30,8 +30,8 @@ from transformers import (
 )
 from transformers import __version__ as version
 
+from isotype.checkpoint.checkpoint import facts_of
 from isotype.checkpoint.formats.headers import read_headers
-from isotype.checkpoint.opened import facts_of
 from isotype.checkpoint.weightless import skeleton
 from isotype.core.errors import CheckpointError, PrecisionError
 from isotype.precision.facts import ModelFacts, QuantizationFacts

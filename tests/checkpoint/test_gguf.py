@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 import isotype
 from isotype.checkpoint import tokenizer as module
+from isotype.checkpoint.checkpoint import local_path, open_model
 from isotype.checkpoint.formats.gguf import read_gguf_header
 from isotype.checkpoint.formats.headers import read_headers
-from isotype.checkpoint.opened import local_path, open_model
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model
 from isotype.checkpoint.tokenizer import tokenizer_copy
 from isotype.core.errors import CheckpointError, SaveError

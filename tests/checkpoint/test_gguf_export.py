@@ -17,9 +17,9 @@ from transformers import GgufConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import isotype
+from isotype.checkpoint.checkpoint import embedded_file
 from isotype.checkpoint.export import _LLAMA3, ARCHITECTURES, write_tensors
 from isotype.checkpoint.formats.headers import read_headers
-from isotype.checkpoint.opened import embedded_file
 from isotype.checkpoint.tokenizer import tokenizer_copy
 from isotype.core.dtypes import GGUF_BLOCKS
 from isotype.core.errors import PrecisionError, UsageError

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from isotype.checkpoint.checkpoint import facts_of
 from isotype.checkpoint.inspect import inspect_plan
 from isotype.checkpoint.load import load
-from isotype.checkpoint.opened import facts_of
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.cli.main import main
 from isotype.report.inspect import plan_lines

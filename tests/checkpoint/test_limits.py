@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from isotype.checkpoint.checkpoint import open_checkpoint, open_model
 from isotype.checkpoint.formats import tensor
 from isotype.checkpoint.formats.config import read_config
 from isotype.checkpoint.formats.gguf import without_vocabulary
 from isotype.checkpoint.formats.headers import read_headers
-from isotype.checkpoint.opened import open_checkpoint, open_model
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.core.errors import CheckpointError
 from tests.train.tiny import save_chat_model

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import isotype
+from isotype.checkpoint.checkpoint import open_model
 from isotype.checkpoint.fill import Filler
-from isotype.checkpoint.opened import open_model
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.model.boundary import original_class

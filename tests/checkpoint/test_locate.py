@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from isotype.checkpoint.opened import embedded_file, local_path, open_checkpoint
+from isotype.checkpoint.checkpoint import embedded_file, local_path, open_checkpoint
 from isotype.core.errors import CheckpointError
 from tests.refusals import refused
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import isotype
+from isotype.checkpoint.checkpoint import open_checkpoint
 from isotype.checkpoint.loftq import begin_from_error
-from isotype.checkpoint.opened import open_checkpoint
 from isotype.precision.policy import read_moments
 from tests.checkpoint.test_damage import linear, matrix
 from tests.checkpoint.test_mixed import FORMATS, mixed, moments, weight

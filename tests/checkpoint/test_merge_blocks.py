@@ -15,7 +15,7 @@ from torch import nn
 
 from isotype.checkpoint import adapter as adapters
 from isotype.checkpoint.adapter import read_adapter
-from isotype.checkpoint.deferred import DeferredBlocks
+from isotype.checkpoint.block_streaming import DeferredBlocks
 from isotype.checkpoint.load import load
 from isotype.checkpoint.merge import layers as merge_layers
 from isotype.checkpoint.merge import write as shards

@@ -213,7 +213,7 @@ def test_the_command_measures_on_the_rows_that_were_held_back(
     assert main(command.split()) == 0
     monkeypatch.chdir("/")
     assert main(["merge", str(tmp_path / "run"), "-o", str(tmp_path / "merged")]) == 0
-    from isotype.train.rows.measured import rows_of_training
+    from isotype.train.rows.measurement_rows import rows_of_training
 
     held, why_not = rows_of_training(tmp_path / "run")
     assert why_not is None

@@ -15,8 +15,8 @@ from torch import nn
 
 import isotype
 from isotype.checkpoint.adapter import load_for_inference
+from isotype.checkpoint.checkpoint import open_model
 from isotype.checkpoint.merge.merge import merge_adapter
-from isotype.checkpoint.opened import open_model
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.cli.main import main
 from isotype.core.errors import PrecisionError

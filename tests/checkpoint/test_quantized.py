@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 import isotype
+from isotype.checkpoint.checkpoint import open_checkpoint
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.load import load_module
 from isotype.checkpoint.mapping.stored import StoredTensor, stored_tensors
-from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model
 from isotype.checkpoint.values import dense
 from isotype.cli.main import main

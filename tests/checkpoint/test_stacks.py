@@ -15,8 +15,8 @@ from bitsandbytes.nn import parametrize as bnb
 from safetensors.torch import load_file, save_file
 
 import isotype
+from isotype.checkpoint.checkpoint import open_model
 from isotype.checkpoint.facts import facts_of_module
-from isotype.checkpoint.opened import open_model
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.core.errors import CheckpointError, PrecisionError
 from isotype.model.experts.quantize import quantize_parts

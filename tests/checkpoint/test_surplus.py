@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import isotype
-from isotype.checkpoint.opened import open_checkpoint
+from isotype.checkpoint.checkpoint import open_checkpoint
 from isotype.cli.main import main
 from isotype.core.errors import CheckpointError
 from tests.checkpoint.test_gguf import write_gguf

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from isotype.checkpoint.checkpoint import open_model
 from isotype.checkpoint.load import load
-from isotype.checkpoint.opened import open_model
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import skeleton, store
 from isotype.core.errors import CheckpointError

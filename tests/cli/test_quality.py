@@ -9,7 +9,7 @@ import pytest
 
 from isotype.cli.main import main
 from isotype.precision.damages import Damages
-from isotype.train.rows.measured import batch_of_data
+from isotype.train.rows.measurement_rows import batch_of_data
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 

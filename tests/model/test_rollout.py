@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from isotype.model.fold import fold
+from isotype.model.repeated_layers import fold
 from isotype.model.rollout import rollout
 from isotype.preflight.check import check
 from tests.allocations import peak_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isotype.checkpoint.opened import open_checkpoint, open_model
+from isotype.checkpoint.checkpoint import open_checkpoint, open_model
 from isotype.checkpoint.resolve import save_measurement
 from isotype.core.formats import MEASURED
 from isotype.planning.from_request import measured_layers, totals

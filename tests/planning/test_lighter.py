@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 import isotype
-from isotype.checkpoint.opened import open_model
+from isotype.checkpoint.checkpoint import open_model
 from isotype.planning.from_request import lighter, plan_of_request
 from isotype.planning.nearest import nearest
 from isotype.planning.request import parse_request

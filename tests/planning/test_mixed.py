@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import isotype
-from isotype.checkpoint.opened import open_checkpoint
+from isotype.checkpoint.checkpoint import open_checkpoint
 from isotype.checkpoint.resolve import save_measurement
 from isotype.core.formats import FITTED, MEASURED
 from isotype.planning.from_request import Plan, resolve_auto

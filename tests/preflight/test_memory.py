@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 import isotype
 from isotype.lora import modules, weights
 from isotype.lora.attention import registered
-from isotype.model.fold import fold
+from isotype.model.repeated_layers import fold
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.models import weightless_model
 from tests.adapters import adapted, loaded

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import isotype
-from isotype.checkpoint.opened import open_checkpoint
+from isotype.checkpoint.checkpoint import open_checkpoint
 from isotype.checkpoint.resolve import read_measurement, save_measurement
 from isotype.core.errors import SaveError
 from isotype.precision.ranges import Ranges

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import isotype
-from isotype.model.fold import fold
+from isotype.model.repeated_layers import fold
 from isotype.model.shard import groups_of
 from isotype.preflight.setup import setup_of
 from isotype.records.request import StepRequest

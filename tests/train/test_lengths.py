@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from isotype.checkpoint import opened
+from isotype.checkpoint import checkpoint
 from isotype.cli.main import main
 from isotype.core.errors import DataError
 from isotype.train.models import processing_class
@@ -141,7 +141,7 @@ def test_check_opens_the_data_set(capsys, model, tmp_path):
 def test_check_counts_by_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
     """`embedded:smollm2` is a GGUF file with a tokenizer."""
     write_gguf(tiny("llama"), byte_level(), tmp_path / "small.gguf", "q8_0", "small")
-    monkeypatch.setattr(opened, "embedded_file", lambda name: tmp_path / "small.gguf")
+    monkeypatch.setattr(checkpoint, "embedded_file", lambda name: tmp_path / "small.gguf")
     data = tmp_path / "train.jsonl"
     data.write_text(
         '{"prompt": "Which dtype has 8 bits of exponent?", "completion": "bfloat16"}\n', encoding="utf-8"

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from isotype import resolve_precision
-from isotype.checkpoint.opened import open_checkpoint
+from isotype.checkpoint.checkpoint import open_checkpoint
 from isotype.core.errors import UsageError
 from isotype.data.methods import METHODS
 from isotype.model.recompute import CHECKPOINTING

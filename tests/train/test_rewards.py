@@ -236,7 +236,7 @@ def test_check_and_run_refuse_the_same_reward(
     fitting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # No weight is looked for.
-    monkeypatch.setattr("isotype.checkpoint.opened.Checkpoint.require_weights", pytest.fail)
+    monkeypatch.setattr("isotype.checkpoint.checkpoint.Checkpoint.require_weights", pytest.fail)
     argv = command(tmp_path, [CHAT], f"{fitting}.scorer")
     for words in (argv, ["check", *argv]):
         assert main(words) == 2

@@ -21,7 +21,7 @@ from isotype.data.methods import METHODS
 from isotype.report.run.record import from_json, to_json
 from isotype.train import training
 from isotype.train.output.resume import RUN_FILE
-from isotype.train.rows.measured import rows_of_training
+from isotype.train.rows.measurement_rows import rows_of_training
 from tests.pairwise import few
 from tests.parsed import parse_settings
 from tests.train.tiny import TEMPLATE, rows, save_chat_model, save_rows

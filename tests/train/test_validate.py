@@ -11,7 +11,7 @@ from datasets import Dataset
 from rich.console import Console
 from transformers import BloomConfig
 
-from isotype.checkpoint.opened import open_checkpoint
+from isotype.checkpoint.checkpoint import open_checkpoint
 from isotype.core import names
 from isotype.core.errors import CheckpointError, DataError, PrecisionError, UsageError
 from isotype.data.methods import METHODS

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isotype.checkpoint.opened import open_model
+from isotype.checkpoint.checkpoint import open_model
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.core.errors import PrecisionError, UsageError
-from isotype.model.fold import stands_for
+from isotype.model.repeated_layers import stands_for
 from isotype.precision.policy import LayerStorage
 from isotype.train.models import weightless_model
 from tests.adapters import loaded

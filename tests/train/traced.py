@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isotype.checkpoint.opened import open_model
+from isotype.checkpoint.checkpoint import open_model
 from isotype.precision.devices.profile import device_profile
 from isotype.records.trace import Trace
 from isotype.train.policy import policy_by_ranges, sound_attention

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.deferred import DeferredBlocks
+from isotype.checkpoint.block_streaming import DeferredBlocks
+from isotype.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from isotype.checkpoint.formats.config import ADAPTER_CONFIG as ADAPTER_CONFIG
 from isotype.checkpoint.formats.config import BUILD_ERRORS, read_adapter_config
 from isotype.checkpoint.formats.config import model_class as class_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
 from isotype.checkpoint.load import load as load_model
-from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision, with_storage_reason
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.weightless import skeleton

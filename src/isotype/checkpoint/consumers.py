@@ -24,8 +24,8 @@ from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 
 from isotype.checkpoint.adapter import Adapter, read_adapter
+from isotype.checkpoint.checkpoint import open_checkpoint
 from isotype.checkpoint.formats.tensor import TensorHeader
-from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.weightless import skeleton
 from isotype.core.errors import UsageError
 from isotype.core.names import base_name, grouped, starred, unwrapping

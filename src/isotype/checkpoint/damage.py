@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from isotype.checkpoint.measure_ranges import TOKENS, measured_and_kept
-from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.checkpoint.weightless import quantized_weights
 from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.compat.peft import without_peft

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from isotype.checkpoint.checkpoint import facts_of, local_path, open_checkpoint
 from isotype.checkpoint.facts import quantization_of
 from isotype.checkpoint.fill import dtypes_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders, dtypes_named, read_headers
@@ -20,7 +21,6 @@ from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.match import Match, match, unknown_quantization
 from isotype.checkpoint.mapping.stored import StoredTensor, main_form, stored_tensors
 from isotype.checkpoint.mapping.weight_map import Source
-from isotype.checkpoint.opened import facts_of, local_path, open_checkpoint
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import left_dense, quantized_weights, skeleton, store
 from isotype.core.dtypes import dtype_name

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from isotype.checkpoint.deferred import DeferredBlocks
+from isotype.checkpoint.block_streaming import DeferredBlocks
+from isotype.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from isotype.checkpoint.facts import quantization_options
 from isotype.checkpoint.fill import Filler
 from isotype.checkpoint.formats.headers import CheckpointHeaders, headers_of_files, read_headers
@@ -25,7 +26,6 @@ from isotype.checkpoint.formats.mapped import MappedFiles
 from isotype.checkpoint.formats.tensor import TensorHeader
 from isotype.checkpoint.mapping.match import Match, match
 from isotype.checkpoint.mapping.stored import blank_tensors, stored_tensors
-from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.checkpoint.stored_weights import StoredWeights
 from isotype.checkpoint.values import dense
 from isotype.checkpoint.weightless import (

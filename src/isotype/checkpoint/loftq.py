@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.opened import Checkpoint
+from isotype.checkpoint.checkpoint import Checkpoint
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model
 from isotype.checkpoint.values import held_weight
 from isotype.core.console import with_bar

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.checkpoint.checkpoint import Checkpoint, local_path, open_checkpoint
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.load import load
-from isotype.checkpoint.opened import Checkpoint, local_path, open_checkpoint
 from isotype.checkpoint.resolve import Measurement, resolve_request, saved_or_noted
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model, fill_buffers
 from isotype.compat.peft import without_peft

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 
-from isotype.checkpoint.opened import Checkpoint, facts_of, open_checkpoint
+from isotype.checkpoint.checkpoint import Checkpoint, facts_of, open_checkpoint
 from isotype.core.cache import default_cache_dir
 from isotype.core.errors import PrecisionError, Problem, SaveError
 from isotype.core.formats import MIXED

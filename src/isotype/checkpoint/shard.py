@@ -14,8 +14,8 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
+from isotype.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from isotype.checkpoint.mapping.match import match
-from isotype.checkpoint.opened import Checkpoint, open_checkpoint
 from isotype.checkpoint.stored_weights import StoredWeights, fill_buffers
 from isotype.checkpoint.weightless import forget_quantization, skeleton, store
 from isotype.compat.peft import dora_without_weights

@@ -92,7 +92,7 @@ def inspect(argv: Sequence[str], console: Console) -> int:
     else:
         render_inspection(inspection, console)
     quiet_libraries()
-    from isotype.checkpoint.opened import require_loadable
+    from isotype.checkpoint.checkpoint import require_loadable
 
     require_loadable(options.path, options.revision)
     return 0
@@ -136,7 +136,7 @@ def quality(argv: Sequence[str], console: Console) -> int:
     options = options_of("quality", argv)
     quiet_libraries()
     from isotype.checkpoint.damage import measure_quality
-    from isotype.train.rows.measured import batch_of_data
+    from isotype.train.rows.measurement_rows import batch_of_data
 
     with interrupts_kept():
         data = None
@@ -214,7 +214,7 @@ def merge(argv: Sequence[str], console: Console) -> int:
     quiet_libraries()
     from isotype.checkpoint.merge.merge import merge_adapter
     from isotype.report.inspect import show_merge
-    from isotype.train.rows.measured import rows_of_training
+    from isotype.train.rows.measurement_rows import rows_of_training
 
     with interrupts_kept(), console.status(f"merging {options.adapter} …"):
         rows, why_not = rows_of_training(options.adapter)
@@ -246,8 +246,8 @@ def chat(argv: Sequence[str], console: Console) -> int:
 
 def plan(argv: Sequence[str], console: Console) -> int:
     from isotype.planning.from_request import plan_of_request
+    from isotype.planning.model_catalog import names_a_model
     from isotype.planning.request import parse_request
-    from isotype.planning.shelf import names_a_model
     from isotype.planning.text import render
 
     quiet_libraries()
@@ -266,7 +266,7 @@ def plan(argv: Sequence[str], console: Console) -> int:
 
 
 def _run_without_model(argv: Sequence[str], console: Console) -> int:
-    from isotype.planning.shelf import plans
+    from isotype.planning.model_catalog import plans
     from isotype.planning.text import render_models
 
     if "--json" in argv or any(token.split("=")[0] == "--html" for token in argv):

@@ -225,7 +225,7 @@ def _handler(command: str) -> Callable[[list[str], Console], int]:
 
 def missing_libraries(command: str, error: ModuleNotFoundError) -> UsageError | None:
     """Return an error that names missing libraries of isotype[train], or None if no library is missing."""
-    from isotype.checkpoint.opened import EMBEDDED
+    from isotype.checkpoint.checkpoint import EMBEDDED
     from isotype.precision.versions import installed, is_installed, missing
 
     try:

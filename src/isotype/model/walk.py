@@ -115,7 +115,7 @@ STANDS_FOR = "_stands_for"
 
 
 class FoldedList(nn.ModuleList):
-    """A ModuleList from which `isotype.model.fold` has removed layers. The remaining layers keep their numbers as names."""
+    """A ModuleList from which `isotype.model.repeated_layers` has removed layers. The remaining layers keep their numbers as names."""
 
     def __getitem__(self, index: Any) -> Any:
         layers = list(self._modules.values())[index]

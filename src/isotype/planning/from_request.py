@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.opened import Checkpoint, open_model
+from isotype.checkpoint.checkpoint import Checkpoint, open_model
 from isotype.checkpoint.resolve import read_measurement
 from isotype.checkpoint.weightless import skeleton
 from isotype.compat.compiler import defer_compiler, import_uncompiled

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.opened import Checkpoint
+from isotype.checkpoint.checkpoint import Checkpoint
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, IsotypeError, PrecisionError, UsageError
 from isotype.core.formats import MIXED, MXFP4

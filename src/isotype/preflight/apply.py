@@ -20,8 +20,8 @@ from isotype.model.boundary import BoundarySettings, boundary_of, cast_floats, s
 from isotype.model.boundary_choice import computes_float32, range_boundaries
 from isotype.model.enforce import exchange, fresh_rotary
 from isotype.model.experts.stack import held_stack
-from isotype.model.fold import stands_for
 from isotype.model.quantized import keep_training_layout, quantization_states, restore_layout
+from isotype.model.repeated_layers import stands_for
 from isotype.model.walk import own_float_parameters, places, plain_tensors
 from isotype.precision.policy import ModuleException, PrecisionPolicy
 from isotype.records.finding import Action, RangeBoundaries

@@ -35,8 +35,8 @@ from isotype.rules import judge, resolves, unjudged
 from isotype.rules.kit.contract_rule import settled
 from isotype.rules.kit.value_ranges import computes_float16
 from isotype.trace.fake.code import state_reached_by, surroundings
+from isotype.trace.fake.state_snapshot import Untouched
 from isotype.trace.fake.step import failed_trace, trace_step
-from isotype.trace.fake.untouched import Untouched
 from isotype.trace.reach.measure import measure_reach
 from isotype.trace.weights import weights_of
 

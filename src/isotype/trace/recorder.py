@@ -30,8 +30,8 @@ from isotype.compat.torch import (
 from isotype.core.dtypes import FLOATS
 from isotype.core.operators import leaves, numbers_in, operator_name, schema_of, tensors_in, tensors_of
 from isotype.core.source import asking_frame, asking_line, is_called_by, shown
-from isotype.model.fold import calls_represented
 from isotype.model.loss import ends_behind
+from isotype.model.repeated_layers import calls_represented
 from isotype.model.walk import listening, name_in_process, plain_tensors, repeats_of
 from isotype.records.finding import in_library
 from isotype.records.memory import MemoryKind, Phase

@@ -15,10 +15,10 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from isotype.checkpoint.adapter import attach, require_whole_weights
+from isotype.checkpoint.checkpoint import Checkpoint, local_path, open_checkpoint
 from isotype.checkpoint.formats.hub import local_snapshot
 from isotype.checkpoint.load import load
 from isotype.checkpoint.loftq import begin_from_error
-from isotype.checkpoint.opened import Checkpoint, local_path, open_checkpoint
 from isotype.checkpoint.shard import load_sharded
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.checkpoint.weightless import concrete_class, skeleton, skipped_modules, store
@@ -31,10 +31,10 @@ from isotype.data.methods import Method
 from isotype.model.adapters import add_lora, remember_base
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.experts.stack import seen_dense
-from isotype.model.fold import fold as fold_layers
 from isotype.model.modes import NoDraws
 from isotype.model.parts import LANGUAGE, read_parts
 from isotype.model.read_weights import layers_read
+from isotype.model.repeated_layers import fold as fold_layers
 from isotype.model.targets import TRAINED_WHOLE, Adapt, choose_targets, save_drawn, task_of, task_type_of
 from isotype.model.walk import is_tuner_layer
 from isotype.precision.policy import PrecisionPolicy
@@ -317,7 +317,7 @@ def weightless_model(
 
     Args:
         lora: a `peft.LoraConfig` or its arguments, or None for no adapters.
-        fold: True to fold equal layers into one (see `isotype.model.fold`). Adapters are added to the folded model, unless
+        fold: True to fold equal layers into one (see `isotype.model.repeated_layers`). Adapters are added to the folded model, unless
             the policy, the quantizer or the adapters' config selects layers by number.
         **settings: arguments of `skeleton` (a model class, and values for fields of the config).
 

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from isotype.checkpoint.checkpoint import Checkpoint
 from isotype.checkpoint.damage import measure_quality
 from isotype.checkpoint.measure_ranges import measure_ranges
-from isotype.checkpoint.opened import Checkpoint
 from isotype.checkpoint.resolve import read_measurement, resolve_request, with_storage_reason
 from isotype.compat.torch_fsdp import sharded_scaler
 from isotype.core.errors import PrecisionError, Problem

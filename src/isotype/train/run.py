@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.opened import Checkpoint
+from isotype.checkpoint.checkpoint import Checkpoint
 from isotype.core.names import format_bytes
 from isotype.lora.fuse import FusionReport
 from isotype.model.recompute import CHECKPOINTING

@@ -44,7 +44,7 @@ def make_shapes_model(folder: Path, say: Callable[[str], object]) -> Path:
     from transformers import LlavaForConditionalGeneration
 
     from isotype.checkpoint.adapter import load
-    from isotype.checkpoint.opened import open_checkpoint
+    from isotype.checkpoint.checkpoint import open_checkpoint
     from isotype.checkpoint.resolve import resolve_precision
 
     checkpoint = open_checkpoint("embedded:smollm2")

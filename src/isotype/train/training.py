@@ -16,8 +16,8 @@ from jinja2 import TemplateError
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback
 
+from isotype.checkpoint.checkpoint import open_checkpoint
 from isotype.checkpoint.formats.hub import local_snapshot
-from isotype.checkpoint.opened import open_checkpoint
 from isotype.compat.glibc import freed_memory_kept
 from isotype.compat.hub import asking
 from isotype.compat.interrupt import interrupts_kept, signal_of

@@ -16,9 +16,9 @@ from torch import nn
 
 from isotype.checkpoint import damage
 from isotype.checkpoint.adapter import Adapter, deferred_base, fill, inject, load_base
-from isotype.checkpoint.deferred import Block
+from isotype.checkpoint.block_streaming import Block
+from isotype.checkpoint.checkpoint import open_checkpoint
 from isotype.checkpoint.merge.report import WeightLoss, rounding_loss
-from isotype.checkpoint.opened import open_checkpoint
 from isotype.checkpoint.stored_weights import StoredWeights, blank_model
 from isotype.checkpoint.values import held_weight
 from isotype.compat.torch import own_parameters

@@ -13,7 +13,7 @@ import torch
 
 from isotype.checkpoint.adapter import Adapter, base_policy, inference_policy, read_adapter
 from isotype.checkpoint.export import check_exportable, exportable_tokenizer, is_exportable, require_program
-from isotype.checkpoint.merge.kept import Candidate, Learned, cheapest, learned, merged_in_float32
+from isotype.checkpoint.merge.comparison import Candidate, Learned, cheapest, learned, merged_in_float32
 from isotype.checkpoint.merge.layers import Merging, WrittenModel
 from isotype.checkpoint.merge.report import ENOUGH, MergeReport, share, wider
 from isotype.checkpoint.merge.write import FORMATS, Output, write_merged
@@ -60,7 +60,7 @@ def merge_adapter(
 
     PEFT merges each layer in float32. The sum is rounded once; rounding to 16 bits is stochastic
     (`isotype.checkpoint.merge.layers.unbiased`). The model is built in a temporary folder, opened with transformers, and
-    compared in float32 with the trained model and the base (`isotype.checkpoint.merge.kept`). Last, the folder is renamed
+    compared in float32 with the trained model and the base (`isotype.checkpoint.merge.comparison`). Last, the folder is renamed
     to `output`. For quantized and GGUF results, a second merge measures the error of each weight.
 
     Peak memory is the adapter, the parts outside of blocks, two blocks in the written dtype, and 14 bytes per entry of

@@ -15,12 +15,12 @@ from typing import Any, BinaryIO
 
 import torch
 
-from isotype.checkpoint.deferred import DeferredBlocks
+from isotype.checkpoint.block_streaming import DeferredBlocks
+from isotype.checkpoint.checkpoint import require_readable
 from isotype.checkpoint.export import exportable_tokenizer, quantize_by_llama_cpp, write_tensors
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.load import load
 from isotype.checkpoint.merge.layers import Merging
-from isotype.checkpoint.opened import require_readable
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import skeleton
 from isotype.compat.torch import own_state

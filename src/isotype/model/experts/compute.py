@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from isotype.compat.torch import FakeTensor
 from isotype.core.dtypes import NoAutocast
-from isotype.model.fold import representing
+from isotype.model.repeated_layers import representing
 from isotype.precision.devices.simulated import is_on_cpu
 
 _DENSE_BYTES = 1 << 27

@@ -20,7 +20,7 @@ from isotype.compat.transformers import fakes_taken_for_real
 from isotype.core.random_states import random_states_kept
 from isotype.model.loss import is_partial, loss_of
 from isotype.records.request import LossOf, StepRequest
-from isotype.trace.fake.untouched import Untouched, beside_twin
+from isotype.trace.fake.state_snapshot import Untouched, beside_twin
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 

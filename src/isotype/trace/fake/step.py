@@ -40,7 +40,7 @@ from isotype.core.optimizers import (
 from isotype.core.source import line_of
 from isotype.model.adapters import unmatched
 from isotype.model.boundary import exponent_by_ranges
-from isotype.model.fold import fold
+from isotype.model.repeated_layers import fold
 from isotype.records.memory import Memory
 from isotype.records.request import DEEPSPEED, UNSHARDED, LossOf, Setup, StepRequest, named_inputs
 from isotype.records.trace import (
@@ -66,8 +66,8 @@ from isotype.trace.fake.code import (
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.sharded import ProcessMemory
+from isotype.trace.fake.state_snapshot import Untouched
 from isotype.trace.fake.twin import fake_inputs, fake_mode, restore_sharded, twin_of
-from isotype.trace.fake.untouched import Untouched
 from isotype.trace.fake.values import LIMIT
 from isotype.trace.script import dtype_reasons, misspelt_arguments
 from isotype.trace.sides import sides_of

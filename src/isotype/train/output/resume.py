@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from isotype.checkpoint.adapter import is_adapter, read_adapter
-from isotype.checkpoint.opened import Checkpoint, open_checkpoint
+from isotype.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from isotype.compat.templates import writes_date
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import CheckpointError, Problem

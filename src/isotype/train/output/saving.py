@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from isotype.checkpoint.opened import require_readable
+from isotype.checkpoint.checkpoint import require_readable
 from isotype.core import files
 from isotype.core.errors import SaveError
 from isotype.model.finite import all_finite

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.opened import open_checkpoint, open_model
+from isotype.checkpoint.checkpoint import open_checkpoint, open_model
 from isotype.core.errors import Problem
 from isotype.core.names import plural
 from isotype.data.build import undecoded

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from isotype.checkpoint.checkpoint import open_model
 from isotype.checkpoint.facts import quantization_of
-from isotype.checkpoint.opened import open_model
 from isotype.compat.peft import why_whole_rows, without_peft
 from isotype.compat.transformers import has_states, lines_separating_documents
 from isotype.core.dtypes import dtype_name
@@ -22,8 +22,8 @@ from isotype.data.methods import METHODS
 from isotype.lora.fuse import fuse
 from isotype.lora.loss.trl_head import goes_by_lengths, may_go_by_lengths, put_head
 from isotype.model.experts.layer import outermost
-from isotype.model.fold import fold
 from isotype.model.recompute import CHECKPOINTING, checkpoint_gradients
+from isotype.model.repeated_layers import fold
 from isotype.model.rollout import rollout
 from isotype.precision.devices.profile import device_profile
 from isotype.precision.devices.room import Room, room_of

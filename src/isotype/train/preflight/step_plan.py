@@ -117,7 +117,7 @@ def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
     """Add the images of `--image` to the plan. Raise UsageError if the number of tokens in an image is unknown."""
     if options.image is None:
         return plan
-    from isotype.checkpoint.opened import open_model
+    from isotype.checkpoint.checkpoint import open_model
     from isotype.ranges.pictures import pictures_of
     from isotype.train.models import tokenizer_here
 

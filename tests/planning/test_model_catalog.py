@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from isotype.cli.main import main
-from isotype.planning import shelf
-from isotype.planning.shelf import SHELF, names_a_model, plans
+from isotype.planning import model_catalog
+from isotype.planning.model_catalog import SHELF, names_a_model, plans
 
 
 @pytest.fixture
 def sizes(config: Path, formula: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a large and a small model, whose weights a formula counts by the number of layers."""
     small = json.loads(config.read_text(encoding="utf-8"))
-    monkeypatch.setattr(shelf, "SHELF", {"big/Model-9B": small, "big/Model-1B": small})
+    monkeypatch.setattr(model_catalog, "SHELF", {"big/Model-9B": small, "big/Model-1B": small})
 
 
 def test_the_commands_name_the_model_on_the_hub(sizes: None) -> None:
@@ -32,7 +32,7 @@ def test_the_commands_name_the_model_on_the_hub(sizes: None) -> None:
 
 
 def test_no_more_are_planned_than_are_enough(sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "ENOUGH", 1)
+    monkeypatch.setattr(model_catalog, "ENOUGH", 1)
     assert len(list(plans(["--device", "t4", "--max-memory", "6MiB", "--quantization", "nf4"]))) == 1
 
 

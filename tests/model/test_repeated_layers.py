@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from isotype.model.fold import _plan, fold, stands_for
+from isotype.model.repeated_layers import _plan, fold, stands_for
 from isotype.preflight.check import check
 from tests.models import CONFIGS, tiny_batch
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from isotype.checkpoint.adapter import Adapter, deferred_base, fill, inject, load_base
-from isotype.checkpoint.deferred import DeferredBlocks
+from isotype.checkpoint.block_streaming import DeferredBlocks
 from isotype.checkpoint.load import load
 from isotype.checkpoint.merge.layers import (
     as_stored,

@@ -20,8 +20,8 @@ from isotype.precision.devices.profile import device_profile
 from isotype.preflight.check import check
 from isotype.records.request import Setup, StepRequest
 from isotype.trace.fake.code import state_reached_by
+from isotype.trace.fake.state_snapshot import Untouched, beside_twin
 from isotype.trace.fake.step import trace_step
-from isotype.trace.fake.untouched import Untouched, beside_twin
 from tests.reality import real_step
 from tests.rules.traces import traced
 from tests.small import FP32, WIDTH, ids, wide_norms
@@ -305,7 +305,7 @@ def test_numbers_that_modules_hold_do_not_count() -> None:
     with torch.device("meta"):
         many = nn.ModuleList(nn.LayerNorm(1) for _ in range(60))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("isotype.trace.fake.untouched._LIMIT", 50)
+        patch.setattr("isotype.trace.fake.state_snapshot._LIMIT", 50)
         untouched = Untouched(beside_twin(many))
         untouched.restore()
         assert untouched.left == ()

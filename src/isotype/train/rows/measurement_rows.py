@@ -13,7 +13,7 @@ import torch
 from jinja2 import TemplateError
 from torch.nn.utils.rnn import pad_sequence
 
-from isotype.checkpoint.opened import open_model
+from isotype.checkpoint.checkpoint import open_model
 from isotype.checkpoint.stored_weights import blank_model
 from isotype.checkpoint.tokenizer import tokenizer_of
 from isotype.compat.templates import day_held
