@@ -33,6 +33,12 @@ def loaded(
     return add_lora(model, policy, **{"r": 4, **lora}), policy
 
 
+def lora_config(**fields: Any) -> peft.LoraConfig:
+    """The config of adapters of rank 4 on all linear layers of a language model."""
+    settings = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **fields}
+    return peft.LoraConfig(**settings)
+
+
 def adapted(name: str, dtype: torch.dtype = torch.float32, **lora: Any) -> Any:
     """A tiny PEFT model whose adapters are not zero."""
     settings = {"r": 4, "target_modules": "all-linear", "fan_in_fan_out": name == "gpt2", **lora}

@@ -30,7 +30,8 @@ from transformers import (
 )
 from transformers import __version__ as version
 
-from isotype.checkpoint.checkpoint import facts_of
+from isotype.checkpoint.checkpoint import open_checkpoint
+from isotype.checkpoint.facts import facts_of as facts_in_memory
 from isotype.checkpoint.formats.headers import read_headers
 from isotype.checkpoint.weightless import skeleton
 from isotype.core.errors import CheckpointError, PrecisionError
@@ -61,6 +62,13 @@ def llama(dtype: torch.dtype | None = None, **more: Any) -> LlamaConfig:
 def saved(directory: Path, dtype: torch.dtype = torch.bfloat16, config: Any = None, **options: Any) -> Path:
     AutoModelForCausalLM.from_config(config or llama(), dtype=dtype).save_pretrained(directory, **options)
     return directory
+
+
+def facts_of(model: Any, revision: str | None = None) -> ModelFacts:
+    """Return the facts about a module, a config or a named checkpoint."""
+    if isinstance(model, (str, Path)):
+        return open_checkpoint(model, revision).facts
+    return facts_in_memory(model)
 
 
 def message(model: Any) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from isotype.checkpoint.checkpoint import facts_of
+from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.inspect import inspect_plan
 from isotype.checkpoint.load import load
 from isotype.checkpoint.resolve import resolve_precision

@@ -24,7 +24,7 @@ from isotype.model.boundary import BoundarySettings, set_boundary
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.models import weightless_model
 from tests import processes
-from tests.adapters import adapted, loaded, moved, relative, step
+from tests.adapters import adapted, loaded, lora_config, moved, relative, step
 from tests.cpus import pretend
 from tests.lora.watched import copies_of
 from tests.models import one_layer, tiny_batch, tiny_model
@@ -564,7 +564,7 @@ def test_a_weightless_model_is_fused_as_the_one_whose_config_it_has() -> None:
     model = adapted("llama")
     together = fuse(model).together
     policy = isotype.resolve_precision(model.config, dtype="float32", device="cpu")
-    blank = weightless_model(model.config, policy, lora={"r": 4, "target_modules": "all-linear"})
+    blank = weightless_model(model.config, policy, lora=lora_config())
     report = fuse(blank, device="cpu")
     assert together
     assert report.together == together
@@ -585,8 +585,8 @@ def test_layers_without_weights_that_stay_as_they_are_are_run_past(
 ) -> None:
     config = tiny_model(name).config
     policy = isotype.resolve_precision(config, dtype="float32", quantization=storage, device="cpu")
-    wanted = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], **lora}
-    blank = weightless_model(config, policy, lora=wanted).train()
+    wanted = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], **lora}
+    blank = weightless_model(config, policy, lora=lora_config(**wanted)).train()
     assert fuse(blank, device="cpu").unseen == ""
 
 
@@ -605,7 +605,7 @@ def test_targets_that_a_mixture_of_experts_does_not_have(lora: dict[str, Any], p
     config = tiny_model("qwen3-moe").config
     policy = isotype.resolve_precision(config, dtype="float32", device="cpu")
     with pytest.raises(UsageError, match=problem):
-        weightless_model(config, policy, lora={"r": 4, **lora})
+        weightless_model(config, policy, lora=lora_config(**lora))
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
@@ -613,7 +613,7 @@ def test_parameters_of_quantized_experts_are_known(name: str) -> None:
     config = tiny_model(name).config
     policy = isotype.resolve_precision(config, dtype="float32", quantization="nf4", device="cpu")
     for lora in ({"target_modules": "all-linear"}, {"target_parameters": ["experts.down_proj"]}):
-        assert weightless_model(config, policy, lora={"r": 4, **lora}) is not None
+        assert weightless_model(config, policy, lora=lora_config(**lora)) is not None
 
 
 def test_cached_norms_of_dora_are_pefts() -> None:

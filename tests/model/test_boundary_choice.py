@@ -18,7 +18,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 import isotype
-from isotype.checkpoint.checkpoint import facts_of
+from isotype.checkpoint.facts import facts_of
 from isotype.model.boundary import Boundary, boundary_of, original_class
 from isotype.model.enforce import enforce_model
 from isotype.precision.decide import PrecisionRequest, decide

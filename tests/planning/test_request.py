@@ -41,7 +41,7 @@ def test_the_command_is_the_training_command_without_the_arguments_of_the_plan()
     )
     assert request.command.tokens() == ("isotype", "sft", "--model_name_or_path", "m", "--lora_r", "8")
     assert (request.goal, request.memory, outputs.json) == ("best", 2 * 2**30, True)
-    assert request.step.lora["r"] == 8
+    assert request.step.lora.r == 8
 
 
 def test_fsdp_is_a_version_as_in_a_check() -> None:

@@ -24,7 +24,7 @@ from isotype.lora.attention import registered
 from isotype.model.repeated_layers import fold
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.models import weightless_model
-from tests.adapters import adapted, loaded
+from tests.adapters import adapted, loaded, lora_config
 from tests.cpus import pretend
 from tests.measured_step import measure_step
 from tests.models import one_layer, quiet, tiny_batch
@@ -129,9 +129,7 @@ def compare(
     ids = torch.randint(1, 256, (2, 192), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
     whole = isotype.check(model, batch, policy=policy, device="cpu", wiring=False, verify=False)
-    blank: Any = weightless_model(
-        config, policy, lora={"r": 8, "target_modules": "all-linear"}, fold=True
-    ).train()
+    blank: Any = weightless_model(config, policy, lora=lora_config(r=8), fold=True).train()
     ready(blank, checkpointing, fused)
     folded = isotype.check(blank, batch, policy=policy, device="cpu", wiring=False, verify=False)
     assert whole.complete
@@ -257,9 +255,7 @@ def test_a_simulated_gpu_has_room_for_some_dequantized_constants(
     blocks = LAYERS * (4 * 128 * 128 + 3 * 128 * 320) // 64
 
     def peak(fold: bool, memory: float) -> int:
-        model: Any = weightless_model(
-            config, nested, lora={"r": 8, "target_modules": "all-linear"}, fold=fold
-        )
+        model: Any = weightless_model(config, nested, lora=lora_config(r=8), fold=fold)
         isotype.fuse(model.train(), device="t4")
         monkeypatch.setattr(weights, "gpu_memory", lambda _: int(memory))
         report = isotype.check(model, batch, policy=nested, device="t4", wiring=False, verify=False)

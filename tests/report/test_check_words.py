@@ -18,6 +18,7 @@ from isotype.report.check.text import cost_clauses, to_text
 from isotype.rules.ist605_memory import unquantized_experts
 from isotype.rules.kit.costs import step_time
 from isotype.train.models import weightless_model
+from tests.adapters import lora_config
 from tests.report.check_samples import clean
 from tests.rules.samples import call, operand, trace
 from tests.rules.traces import on
@@ -73,7 +74,7 @@ def test_experts_that_no_quantizer_reaches_are_counted() -> None:
     policy = isotype.resolve_precision(
         config, dtype="bfloat16", quantization="nf4", device="h100", trainable="lora"
     )
-    model = weightless_model(config, policy, lora={"r": 2})
+    model = weightless_model(config, policy, lora=lora_config(r=2))
     report = isotype.check(model, {"input_ids": ids()["ids"]}, policy, verify=False, phases=("forward",))
     (told,) = unquantized_experts(report.trace)
     # Gate and up together are 33 blocks an expert, down is 16.5.

@@ -13,7 +13,7 @@ from isotype.core.errors import PrecisionError, UsageError
 from isotype.model.repeated_layers import stands_for
 from isotype.precision.policy import LayerStorage
 from isotype.train.models import weightless_model
-from tests.adapters import loaded
+from tests.adapters import loaded, lora_config
 from tests.checkpoint.test_weightless import facts
 from tests.models import CONFIGS
 from tests.pairwise import pairwise
@@ -39,13 +39,13 @@ def config():
 def test_it_is_what_load_and_add_lora_give(saved, quantization, variant):
     path = saved("llama-tied-bias" if variant == {"bias": "lora_only"} else "llama", torch.bfloat16)
     real, policy = loaded(path, "bfloat16", quantization, **variant)
-    assert facts(weightless_model(open_model(path).model_config, policy, lora={"r": 4, **variant})) == facts(
-        real
-    )
+    assert facts(
+        weightless_model(open_model(path).model_config, policy, lora=lora_config(**variant))
+    ) == facts(real)
 
 
 def test_layers_fold_before_adapters_are_made(config):
-    model = weightless_model(config, policy_for(config, quantization="nf4"), lora={"r": 4}, fold=True)
+    model = weightless_model(config, policy_for(config, quantization="nf4"), lora=lora_config(), fold=True)
     assert stands_for(model) == {"base_model.model.model.layers.0": 1, "base_model.model.model.layers.7": 7}
 
 
@@ -58,7 +58,7 @@ def test_layers_fold_before_adapters_are_made(config):
     ],
 )
 def test_layers_that_are_chosen_by_number_fold_afterwards(config, lora):
-    model = weightless_model(config, policy_for(config), lora=lora, fold=True)
+    model = weightless_model(config, policy_for(config), lora=lora_config(**lora), fold=True)
     kept = [int(name.rsplit(".", 1)[1]) for name in stands_for(model)]
     assert kept == [0, 2, 3, 4, 7]
     layer = model.get_submodule("base_model.model.model.layers.3.self_attn.q_proj")
@@ -69,21 +69,21 @@ def test_layers_that_are_chosen_by_number_fold_afterwards(config, lora):
 def test_layers_that_a_policy_stores_otherwise_fold_afterwards(config, form):
     choice = LayerStorage("model.layers.3.self_attn.q_proj", form)
     policy = replace(policy_for(config, quantization="nf4"), layers=(choice,))
-    model = weightless_model(config, policy, lora={"r": 4}, fold=True)
+    model = weightless_model(config, policy, lora=lora_config(), fold=True)
     assert [int(name.rsplit(".", 1)[1]) for name in stands_for(model)] == [0, 2, 3, 4, 7]
 
 
 def test_a_module_that_is_not_there_is_named(config):
     with pytest.raises(UsageError, match="q_prj") as caught:
-        weightless_model(config, policy_for(config), lora={"target_modules": ["q_prj"]})
+        weightless_model(config, policy_for(config), lora=lora_config(target_modules=["q_prj"]))
     assert caught.value.problems[0].fix == "did you mean q_proj or v_proj or o_proj?"
     with pytest.raises(UsageError, match="the adapter cannot be created with these arguments"):
-        weightless_model(config, policy_for(config), lora={"target_modules": "nothing.*like.*this"})
+        weightless_model(config, policy_for(config), lora=lora_config(target_modules="nothing.*like.*this"))
 
 
 def test_no_adapter_where_every_weight_is_trained(config):
     with pytest.raises(PrecisionError, match="the policy trains every weight, so it has no adapters"):
-        weightless_model(config, policy_for(config, trainable="full"), lora={"r": 4})
+        weightless_model(config, policy_for(config, trainable="full"), lora=lora_config())
     assert all(
         p.requires_grad for p in weightless_model(config, policy_for(config, trainable="full")).parameters()
     )
@@ -96,7 +96,7 @@ def test_a_classifier_head(config):
         config,
         policy_for(config),
         model_class=transformers.AutoModelForSequenceClassification,
-        lora={"task_type": "SEQ_CLS"},
+        lora=lora_config(task_type="SEQ_CLS"),
         num_labels=1,
     )
     assert type(model.get_base_model()).__name__ == "LlamaForSequenceClassification"
@@ -110,7 +110,7 @@ def test_a_head_that_gets_no_adapter_limits_no_rank(name):
 
     config = CONFIGS[name]()
     settings = {"model_class": transformers.AutoModelForSequenceClassification, "num_labels": 1}
-    model = weightless_model(config, policy_for(config), lora={"r": 4, "task_type": "SEQ_CLS"}, **settings)
+    model = weightless_model(config, policy_for(config), lora=lora_config(task_type="SEQ_CLS"), **settings)
     assert not any("above the width" in note for note in model.adapter_notes)
     with pytest.raises(UsageError, match="at most 64, the width of the widest adapted layer"):
-        weightless_model(config, policy_for(config), lora={"r": 65, "task_type": "SEQ_CLS"}, **settings)
+        weightless_model(config, policy_for(config), lora=lora_config(r=65, task_type="SEQ_CLS"), **settings)

@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from isotype.checkpoint.facts import facts_in_memory, facts_of_config, facts_of_gguf, quantization_options
+from isotype.checkpoint.facts import facts_of_config, facts_of_gguf, quantization_options
 from isotype.checkpoint.formats.config import build_on_meta, gguf_config, read_config
 from isotype.checkpoint.formats.headers import CheckpointHeaders, contents, find_weights, read_headers
 from isotype.checkpoint.formats.hub import download, hub_config, local_snapshot, remote_headers
@@ -211,17 +211,6 @@ def require_readable(directory: Path) -> None:
         expected, fix = "all bytes that were written", "check the disk, or write to another disk"
         problems = [Problem(f"{path}: {why}", expected, fix) for path, why in wrong]
         raise SaveError("the written files cannot be read", problems)
-
-
-def facts_of(model: Any, *, revision: str | None = None) -> ModelFacts:
-    """Return the facts about a module, a config or a named checkpoint, without reading or allocating a weight.
-
-    Raises CheckpointError if the checkpoint does not exist, is damaged or is incomplete, and PrecisionError if `model`
-    is none of the three.
-    """
-    if isinstance(model, (str, Path)):
-        return open_checkpoint(model, revision).facts
-    return facts_in_memory(model)
 
 
 def _without_weights(checkpoint: Checkpoint) -> CheckpointError:

@@ -39,7 +39,7 @@ _GGUF_MODEL_TYPES = {
 }
 
 
-def facts_in_memory(model: Any) -> ModelFacts:
+def facts_of(model: Any) -> ModelFacts:
     """Return the facts about a module or a transformers config; raise PrecisionError for another object."""
     if isinstance(model, nn.Module):
         return facts_of_module(model)

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from isotype.checkpoint.checkpoint import facts_of, local_path, open_checkpoint
-from isotype.checkpoint.facts import quantization_of
+from isotype.checkpoint.checkpoint import local_path, open_checkpoint
+from isotype.checkpoint.facts import facts_of, quantization_of
 from isotype.checkpoint.fill import dtypes_of
 from isotype.checkpoint.formats.headers import CheckpointHeaders, dtypes_named, read_headers
 from isotype.checkpoint.formats.hub import local_snapshot, remote_headers

@@ -9,7 +9,8 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 
-from isotype.checkpoint.checkpoint import Checkpoint, facts_of, open_checkpoint
+from isotype.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from isotype.checkpoint.facts import facts_of
 from isotype.core.cache import default_cache_dir
 from isotype.core.errors import PrecisionError, Problem, SaveError
 from isotype.core.formats import MIXED

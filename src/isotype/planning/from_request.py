@@ -291,17 +291,12 @@ def _settings(request: PlanRequest, notes: Iterable[str]) -> str:
     step = request.step
     if step.lora is None:
         return f"every weight is trained, {step.optimizer}"
-    targets = _lora_value(step.lora, "target_modules") or "all-linear"
+    targets = getattr(step.lora, "target_modules", None) or "all-linear"
     names = targets if isinstance(targets, str) else ", ".join(sorted(targets))
     if names == "all-linear":
         adapted = (note.removeprefix(ADAPTED) for note in notes if note.startswith(ADAPTED))
         names = next(adapted, "all-linear layers").partition("; not on ")[0]
-    return f"LoRA r {_lora_value(step.lora, 'r')} on {names}, {step.optimizer}"
-
-
-def _lora_value(lora: Any, name: str) -> Any:
-    """Return the value of `name` in a `peft.LoraConfig` or in a mapping of its arguments; None if it is not set."""
-    return lora.get(name) if isinstance(lora, Mapping) else getattr(lora, name, None)
+    return f"LoRA r {step.lora.r} on {names}, {step.optimizer}"
 
 
 def _dtype_notes(rows: Sequence[Row], profile: DeviceProfile) -> tuple[str, ...]:
@@ -394,10 +389,7 @@ def _with_8_bit_states(request: PlanRequest) -> PlanRequest:
 
 def _with_targets(names: list[str], request: PlanRequest) -> PlanRequest:
     lora: Any = copy.deepcopy(request.step.lora)
-    if isinstance(lora, Mapping):
-        lora = {**lora, "target_modules": names}
-    else:
-        lora.target_modules = names
+    lora.target_modules = names
     step = replace(request.step, lora=lora)
     return replace(request, step=step, command=request.command.but(lora_target_modules=names))
 
@@ -406,10 +398,7 @@ def _layers_beside_experts(request: PlanRequest, config: Any) -> list[str]:
     """Return the last parts of the names of adapted linear layers; [] if the model's experts have no adapters."""
     import peft
 
-    lora = request.step.lora
-    targets = _lora_value(lora, "target_modules")
-    if isinstance(lora, Mapping):
-        targets = targets or "all-linear"
+    targets = getattr(request.step.lora, "target_modules", None)
     if targets != "all-linear" or "lora_target_modules" in request.command.values:
         return []
     chosen = peft.LoraConfig(target_modules="all-linear")

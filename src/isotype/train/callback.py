@@ -18,7 +18,7 @@ from accelerate.utils import is_compiled_module
 from torch import nn
 from transformers import TrainerCallback
 
-from isotype.checkpoint.checkpoint import facts_of
+from isotype.checkpoint.facts import facts_of
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.compat.accelerate import mark_as_skipped
 from isotype.compat.torch import loss_scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -35,7 +35,7 @@ from isotype.model.modes import NoDraws
 from isotype.model.parts import LANGUAGE, read_parts
 from isotype.model.read_weights import layers_read
 from isotype.model.repeated_layers import fold as fold_layers
-from isotype.model.targets import TRAINED_WHOLE, Adapt, choose_targets, save_drawn, task_of, task_type_of
+from isotype.model.targets import TRAINED_WHOLE, Adapt, choose_targets, save_drawn, task_of
 from isotype.model.walk import is_tuner_layer
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings
@@ -316,7 +316,7 @@ def weightless_model(
     """Return the model that `isotype.load` and `isotype.add_lora` would make, with every tensor on the meta device.
 
     Args:
-        lora: a `peft.LoraConfig` or its arguments, or None for no adapters.
+        lora: a `peft.LoraConfig`, or None for no adapters.
         fold: True to fold equal layers into one (see `isotype.model.repeated_layers`). Adapters are added to the folded model, unless
             the policy, the quantizer or the adapters' config selects layers by number.
         **settings: arguments of `skeleton` (a model class, and values for fields of the config).
@@ -327,11 +327,6 @@ def weightless_model(
         UsageError: PEFT cannot add the adapter to this model.
     """
     model = skeleton(config, policy, **settings)
-    if isinstance(lora, Mapping):
-        from peft import LoraConfig
-
-        with _adapter_arguments():
-            lora = LoraConfig(**{"target_modules": "all-linear", "task_type": task_type_of(model), **lora})
     if early := fold and not policy.layers and not _chosen_by_number(skipped_modules(config), lora):
         fold_layers(model)
     model = store(model, policy)

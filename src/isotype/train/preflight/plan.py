@@ -63,7 +63,7 @@ class StepPlan:
         auto: True if the memory of the step decides `checkpointing`.
         longest: length of the training's longest possible row, or None if no row can be longer than `length`.
         unforeseen: why a trace cannot show the step's memory, as a clause; "" if it can.
-        lora: a `peft.LoraConfig` or its arguments, or None if every weight is trained.
+        lora: a `peft.LoraConfig`, or None if every weight is trained.
         fsdp: version of FSDP, or 0 for no FSDP.
         reshard: True if FSDP frees a block's gathered weights after its forward.
         step_rows: rows of an optimizer step on one device. If `step_rows` is more than `rows`, gradients are accumulated.

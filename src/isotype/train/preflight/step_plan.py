@@ -137,7 +137,8 @@ def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
 
 
 def _light_plan(options: Options, command: Command) -> StepPlan:
-    lora = {"r": command["lora_r"], **{name: command[name] for name in ("lora_alpha", "lora_dropout")}}
+    from peft import LoraConfig
+
     return StepPlan(
         source=str(command["model_name_or_path"]),
         method="sft",
@@ -145,7 +146,13 @@ def _light_plan(options: Options, command: Command) -> StepPlan:
         device=command["device"],
         rows=command.given("per_device_train_batch_size") or 1,
         length=command.given("max_length"),
-        lora=lora,
+        lora=LoraConfig(
+            r=command["lora_r"],
+            lora_alpha=command["lora_alpha"],
+            lora_dropout=command["lora_dropout"],
+            target_modules="all-linear",
+            task_type=command["lora_task_type"],
+        ),
         learning_rate=command["learning_rate"],
         ranges=command["ranges"],
         optimizer=command["optim"],
