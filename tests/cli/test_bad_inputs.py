@@ -104,7 +104,7 @@ SFT = "--model_name_or_path chat --dataset_name sft.jsonl --output_dir out --dev
             "--batch_size 1 --rank 3 --epochs 2",
             ["--per_device_train_batch_size?", "--lora_r?", "--num_train_"],
         ),
-        ("--report_to none none", ["none expected a value that belongs to an argument"]),
+        ("--report_to none none", ["none expected the name of an argument before each value"]),
         ("--config", ["--config: expected one argument"]),
         ("--config bad.yaml", ["--config bad.yaml, line 3, column 1: expected ',' or ']'"]),
         ("--config type.yaml", ["--max_steps three (type.yaml:", "expected a whole number"]),

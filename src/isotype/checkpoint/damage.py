@@ -74,7 +74,7 @@ class Layers:
     """A recorder for `isotype.ranges.twin.twin_of` that measures the damage of quantization in linear layers.
 
     Let f be ln p(y | x), with y sampled from the model. If the weights W change by D, the KL divergence between the
-    outputs before and after the change is ½ E[<D, df/dW>²] to second order (the Fisher information). The backward
+    outputs before and after the change is, to second order, ½ E[<D, df/dW>²], a product with the Fisher information. The backward
     starts from the result of `_of_signs`, a gradient with the same second moments as the gradient of f. A token with
     the input x and the output gradient g adds ½ Σ (g² xᵀ²) D², over all weights of the layer, to the estimate. The
     estimate omits products of two weights' errors, because these are nearly independent. The estimate also omits products

@@ -1,4 +1,4 @@
-"""bitsandbytes (0.50): private parts of quantized weights, and a fix for bitsandbytes' CPU kernels. Imported on use."""
+"""bitsandbytes (0.50): access to private attributes of quantized weights, and a fix for its CPU kernels. Imported on use."""
 
 from __future__ import annotations
 

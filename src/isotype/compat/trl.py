@@ -1,4 +1,4 @@
-"""TRL (1.16): a forward with a fused head that TRL sets on a model, and the completions of a GRPO trainer.
+"""TRL (1.16): reads the forward that TRL sets on a model to fuse the head and the loss, and GRPO's completions.
 
 `add_fused_lm_head` (trl/trainer/utils.py) stores the head's arguments only in the closure of the forward.
 https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/utils.py

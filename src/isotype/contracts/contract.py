@@ -31,7 +31,7 @@ from isotype.precision.devices.profile import DeviceProfile, device_profile
 TABLES = Path(__file__).parent / "tables"
 KINDS: tuple[str, ...] = ("cpu", "cuda", "rocm", "xpu", "mps")
 CPU_TABLES: tuple[str, ...] = ("cpu-avx2", "cpu-avx512", "cpu-amx")
-"""Names of the CPU tables, one for each instruction set. The first one is the `reference` of other devices."""
+"""Names of the tables of accepted dtypes for CPUs, by instruction set. Other devices refer to the first table."""
 
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 _PRODUCTS = frozenset({"mul", "mm", "addmm"})

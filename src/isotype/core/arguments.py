@@ -148,7 +148,7 @@ class Parser(ValueParser):
 
     def _stray(self, value: str) -> Problem:
         name = self.stray(value)
-        expected, fix = "a value that belongs to an argument", f"{name} {value}"
+        expected, fix = "the name of an argument before each value", f"{name} {value}"
         if name:
             return Problem(value, expected, fix, ((value,), (name, value)))
         return Problem(value, expected, "leave the value out, or write the name of its argument before it")

@@ -73,8 +73,8 @@ def set_boundary(module: nn.Module, settings: BoundarySettings | None) -> bool:
         # FSDP2's class is a subclass of the module's class. Nothing can be put between the two.
         if boundary_of(module) != settings:
             what = f"another policy for {type(module).__name__}, which FSDP2 has sharded"
-            expected = "the policy with which it was sharded"
-            fix = "isotype.enforce(model, policy) before it is sharded"
+            expected = "the policy that the module had when it was sharded"
+            fix = "isotype.enforce(model, policy) before fully_shard"
             raise PrecisionError.of("the policy of a sharded module cannot change", what, expected, fix)
         return False
     base: Any = original_class(module)

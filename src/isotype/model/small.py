@@ -26,7 +26,7 @@ MOST_WEIGHTS = 8_000_000
 MOST_WEIGHTS_OF_CLASS = 32_000_000
 """Maximum number of weight elements in a smaller model of the same class."""
 _JITTER = 0.05
-"""Noise that is added to a weight, as a multiple of its standard deviation. Zeros in a weight would hide dependencies."""
+"""Standard deviation of added noise over that of the weight. Without noise, zeros in a weight would hide dependencies."""
 _SPARE = 8
 _LAYERS_OF_A_COPY = 2
 _RANDOM = ("dropout", "drop_rate", "layerdrop")

@@ -86,7 +86,7 @@ FARTHEST = 32768
 """Maximum tokens of a traced row unless the goal is `longest`, because tracing a longer row takes seconds."""
 
 _FITTINGS = 8
-"""Maximum number of mixed storages to try for a row. Each takes less memory than the storage before."""
+"""A plan tries at most this number of mixed storages (layers in several formats) for one batch size."""
 
 _NEAR = 32
 """The search for the longest row ends when its upper bound is at most 1 / 32 above its lower bound."""

@@ -88,7 +88,7 @@ def _holder(module: nn.Module, name: str) -> tuple[Any, Any]:
 
 
 def _entry(holder: Any, step: str) -> tuple[Any, Any]:
-    """Return the dictionary, list or tuple in which `holder` stores its item or attribute `step`, and the key there."""
+    """Return (container, key) so that `container[key]` is the item or attribute of `holder` with the name `step`."""
     if isinstance(holder, (list, tuple)):
         return holder, int(step)
     if not isinstance(holder, nn.Module):

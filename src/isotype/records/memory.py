@@ -97,8 +97,8 @@ class StepTime:
     """The minimum time of one step. A product is a matmul-like operator.
 
     Attributes:
-        seconds: minimum seconds of the products. The time of a product is the time of its compute or of its memory
-            traffic, whichever is longer. Kernel fusion does not change this minimum.
+        seconds: minimum seconds of the products. A product takes as long as its compute or its memory traffic,
+            whichever is longer. Kernel fusion does not shorten products.
         traced_seconds: minimum seconds of all traced operators. If the device has rates of whole steps
             (`DeviceProfile.steps`), kernel fusion and launches are included.
         products: dtype -> products.

@@ -226,7 +226,7 @@ class Quantization:
         repacking: the error when an evaluation on a CPU repacks 4-bit weights; "" if repacking works; None if nothing is
             repacked.
         repacked: whether bitsandbytes has repacked the weight for this CPU. The new layout has no backward.
-        bounded: whether a boundary of isotype keeps the scales of an int8 layer when its weight is copied.
+        bounded: whether isotype.model.boundary wraps the layer. A copy of an int8 weight then keeps its scales.
     """
 
     format: str

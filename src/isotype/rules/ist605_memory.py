@@ -14,7 +14,7 @@ which optimizer states, gradients of earlier micro-batches, and activations are 
 **What helps, and by how much.** A fix is a saving that is enough, or a combination of smaller savings that are enough
 together. The report estimates each saving as if no other saving were applied:
 
-- Gradient checkpointing stores the input of each layer, and about `1/n` of the activations of n layers. The logits'
+- With gradient checkpointing, the input of each layer is stored. Of all activations of n layers, about `1/n` is left. The logits'
   memory stays the same. In 16 traced steps, the estimate was too large by at most 5.7 % of the peak. Therefore the
   report says "may be enough" if the step would then fit with less than 6 % of the peak to spare.
 - A loss that is computed in chunks needs at most about 1/8 of the memory of all logits, their copies and their

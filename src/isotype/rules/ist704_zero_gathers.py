@@ -16,7 +16,7 @@ releases gather each parameter in its own dtype.
     # pip install 'deepspeed>=0.19.3', or adapters in the base's dtype (unsafe):
     get_peft_model(base_in_bfloat16, config, autocast_adapter_dtype=False)
 
-**What is not reported.** The rule ignores ZeRO-1 and ZeRO-2, and other releases of DeepSpeed.
+**What is not reported.** The rule ignores ZeRO-1, ZeRO-2 and every release of DeepSpeed except 0.19.2.
 
 **How safe is the fix?** Safe: a newer DeepSpeed does not change the results. Unsafe: a cast of adapters to 16 bits,
 because 16-bit adapters lose small updates (IST801).

@@ -1,4 +1,4 @@
-"""An epsilon that becomes zero, or a bound that becomes 1
+"""An epsilon that becomes zero in 16 bits, or a clamp's bound that becomes 1
 
 **What it means.** In 16 bits, an epsilon becomes zero or a bound becomes 1. An epsilon should keep a divisor or the
 argument of a logarithm above zero, but float16's smallest positive number is 6e-8. Examples are `x / (norm + 1e-8)`,

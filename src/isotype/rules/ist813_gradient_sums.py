@@ -17,8 +17,8 @@ batch.
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     SFTConfig(bf16=True, gradient_accumulation_steps=64)     # float32 gradients, but matmuls in bfloat16
 
-**What is not reported.** Errors below 0.5 % are not reported: fewer than 20 micro-batches in bfloat16, or fewer than
-1,259 in float16.
+**What is not reported.** The rule ignores errors below 0.5 %. In bfloat16, a sum of 20 micro-batches has this error; in
+float16, a sum of 1,259.
 
 **How safe is the fix?** Safe: a cast to float32 keeps every value. Float32 weights take more memory.
 

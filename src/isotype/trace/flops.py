@@ -23,7 +23,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 @functools.cache
 def _known(func: Any) -> tuple[Callable[[Any, Any], int] | None, Any]:
-    """Return isotype's formula and torch's formula for an operator, each None if there is none."""
+    """Return two functions that compute the FLOPs of an operator: isotype's and torch's. A missing one is None."""
     return _OURS.get(str(func).removesuffix(".default")), flop_registry.get(operator_packet(func))
 
 
@@ -51,7 +51,7 @@ def _scores(query: torch.Tensor, ends: torch.Tensor, longest: int) -> int:
 def _with_all_heads(operands: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Return the shapes `[batch, heads, length, width]` of query, key and value, all with the query's heads.
 
-    Before torch 2.12, torch's formulas raise an error for fewer key heads than query heads.
+    Before torch 2.12, torch's FLOP formulas for attention raise an error if there are fewer key heads than query heads.
 
     Remove this function when the oldest supported torch is 2.12: `tests/trace/test_flops.py` then fails.
     """

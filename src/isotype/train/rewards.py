@@ -66,7 +66,10 @@ def check_rewards(settings: Settings, rewards: Mapping[str, Any], data: Mapping[
 
 
 def rewards_here(settings: Settings) -> tuple[dict[str, Any], list[str]]:
-    """Return (reward functions, notes) for a check. Without the training's device, a missing function is only noted."""
+    """Return (reward functions, notes) for a check.
+
+    If this machine lacks the training's device, a missing function is a note, and not an error.
+    """
     needed = "reward_funcs" in settings.command.specs
     if needed and not settings.reward_funcs and not settings.reward_model_name_or_path:
         return {}, [f"no reward is named yet: isotype {settings.method.name} needs --reward_funcs"]

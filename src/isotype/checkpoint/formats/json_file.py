@@ -39,7 +39,7 @@ class Entry(NamedTuple):
         names: a regular expression for the full name of an entry.
         kind: type annotation of the value; if None, the caller of `entry_problems` passes it in `kinds`.
         expected: the type in words; if "", the words are derived from `kind`.
-        low, high: smallest and largest valid number in a value.
+        low, high: smallest and largest valid number. If the value is a list, this applies to its numbers.
     """
 
     names: str

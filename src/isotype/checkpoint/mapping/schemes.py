@@ -93,7 +93,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class _Options:
-    """The `kinds` of codes and the `layouts` of scales that config.json allows for one weight.
+    """The formats of codes (`kinds`) and shapes of scales (`layouts`) that config.json allows for a quantized weight.
 
     A layout is (name, (rows, columns that share a scale)); 0: all rows or columns. `exponents` allows E8M0 scales.
     """

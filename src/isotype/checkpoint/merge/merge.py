@@ -186,7 +186,7 @@ def _check_parts(adapter: Adapter, stored: str | None, config: Any) -> None:
         what = f"{adapter.base}: {name}"
         expected = "only linear layers: transformers cannot read quantized stacked experts"
         gguf = ", or --gguf q8_0" if is_exportable(config, None) else ""
-        fix = f"--dtype bfloat16{gguf}; or use the adapter with its base in {stored}"
+        fix = f"--dtype bfloat16{gguf}; or do not merge: load the base in {stored}, and the adapter"
         raise UsageError.of(f"experts cannot be merged into {stored}", what, expected, fix)
 
 
@@ -323,7 +323,7 @@ def _require_change(report: MergeReport, back: bool) -> None:
         raise CheckpointError.of(
             f"a merge into {report.stored} would lose what was learned",
             "; ".join(filter(None, (keeps, lost))),
-            f"a format that keeps {share(ENOUGH)}",
+            f"a format that keeps {share(ENOUGH)} of what was learned",
             f"merge with {report.cheapest or '--dtype float32'}{original}; or keep the adapter separate from its base: "
             f"isotype chat {shlex.quote(str(report.adapter))}; nothing was written",
         )

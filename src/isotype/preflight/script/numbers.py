@@ -36,7 +36,7 @@ STOPPED = 1
 """Exit status of a script that the watch stops."""
 
 _FORWARDS = 64
-"""Maximum number of stored forwards, for scripts that never call an optimizer of torch."""
+"""At most this number of forwards is stored if a script never calls a torch optimizer."""
 
 
 @dataclass(frozen=True, slots=True)

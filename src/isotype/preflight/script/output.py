@@ -1,4 +1,4 @@
-"""Prints sentences, findings, calls and reports of `isotype run` to standard error."""
+"""Prints the output of `isotype run` to standard error: status lines, findings, failed calls and reports."""
 
 from __future__ import annotations
 

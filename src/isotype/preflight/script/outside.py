@@ -123,7 +123,7 @@ def _without_gradients(error: BaseException, model: nn.Module, names: Mapping[in
         return ""
     parameters = [parameter for optimizer in stepped_at(error) for parameter in parameters_of(optimizer)]
     named = and_others(names.get(id(parameter), f"{list(parameter.shape)}") for parameter in parameters)
-    return f"no parameter of this optimizer ({named}) has a gradient: {how}, or leave this step out"
+    return f"no parameter of this optimizer ({named}) has a gradient: {how}, or do not call step() on it"
 
 
 def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:

@@ -162,7 +162,7 @@ class Functions(TorchFunctionMode):
         return [listed(item) if isinstance(item, torch.Tensor) else self._numbers(item) for item in value]
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function as the device would. If its operands' dtypes cause an error, convert them and call it again."""
+        """Call a function with the casts of the simulated device. If dtypes cause an error, convert operands and call again."""
         recorder, run = self._recorder, func
         kernel: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if func is scaled_dot_product_attention:

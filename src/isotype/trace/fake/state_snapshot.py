@@ -2,8 +2,8 @@
 
 Attributes of modules need no saving, because the step sets them in the twin. But the step can store fake tensors
 elsewhere: in globals, class attributes, memoized results, and objects in a loss's closure. Such an object is a noise
-scheduler, an average of weights, or a cache. References in these objects are saved. Real tensors need no copy, because
-the step writes into fakes.
+scheduler, an average of weights, or a cache. The snapshot stores the attributes and items of these objects, but no
+copies of real tensors, because the step writes into fakes.
 """
 
 from __future__ import annotations

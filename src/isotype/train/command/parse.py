@@ -126,7 +126,7 @@ def _argument_before(word: str, typed: Mapping[str, Any], *, trains: bool) -> st
 
 
 def _two_models(first: str, second: str) -> Problem:
-    """Return the problem of a command with two models. The first "model" is often a misspelled or unknown method."""
+    """Describe the error of a command with two models. The first "model" is often a misspelled or unknown method."""
     meant = SAME_METHODS.get(first.lower(), first.lower())
     fix = did_you_mean(meant, METHODS, "leave one of the two out", 1, 0.7, "isotype check {}".format)
     swap = ((first,), (meant,)) if meant in METHODS else None
